@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torchrun ... -m simreg_megatron SCRIPT ARGS`: install SimReg, then run a Megatron script unchanged."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+USAGE = "usage: torchrun ... -m simreg_megatron SCRIPT.py [MEGATRON FLAGS] [--simreg-lambda 10 ...]"
+
+
+def run(argv: list[str]) -> None:
+    """Run `argv[0]` as __main__ with `argv[1:]`, with SimReg in Megatron.
+
+    The CPU backend comes first if `--simreg-cpu` or SIMREG_CPU asks for it: it must precede Megatron's import.
+    """
+    from simreg_megatron import install
+    from simreg_megatron.plugin import cpu_backend
+    from simreg_megatron.plugin.compat import MegatronSeamError
+
+    script = argv[0]
+    try:
+        mode = cpu_backend.requested(argv[1:])
+        if mode is not None:
+            cpu_backend.activate(mode)
+        install()
+    except (cpu_backend.CpuBackendError, MegatronSeamError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    sys.argv = argv
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python SCRIPT` would; runpy does not
+    runpy.run_path(script, run_name="__main__")
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        raise SystemExit(0 if argv else 2)
+    if not os.path.isfile(argv[0]):
+        print(f"error: there is no script {argv[0]}\n{USAGE}", file=sys.stderr)
+        raise SystemExit(2)
+    run(argv)
+
+
+if __name__ == "__main__":
+    main()

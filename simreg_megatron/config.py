@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every SimReg setting in one frozen record, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Optional, Union
+
+OBJECTIVES = ("simreg", "none")
+SCOPES = ("exact", "local")
+SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm")
+GROUP_REDUCTIONS = ("sum", "mean")
+SELF_POSITIVES = ("always", "only_if_alone", "never")
+CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
+IMPLEMENTATIONS = ("auto", "reference")
+
+_REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
+
+
+@dataclass(frozen=True)
+class SimRegConfig:
+    """Settings of one run.
+
+    Attributes:
+        lambda_: weight of the term beside the next-token loss; "auto" is 10 * sqrt(hidden_size / 1024); 0 is off.
+        temperature: tau, the divisor of the cosine.
+        chunk_size: tokens per chunk; 0 compares within the whole sequence.
+        scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
+        similarity: how two hidden states are compared.
+        objective: "simreg", or "none" to measure without training on it.
+        group_reduce: "sum" or "mean" over the positive and over the negative group.
+        self_positive: when a token counts as its own positive.
+        chunk_weight: how the chunks of one sequence are weighed against each other.
+        warmup_iters: iterations over which lambda rises linearly from 0.
+        impl: which implementation computes the loss.
+        log_interval: iterations between SimReg's log values; None is Megatron's own interval.
+
+    Raises:
+        ValueError: a setting is impossible, or would have no effect.
+    """
+
+    lambda_: Union[float, str] = 0.0
+    temperature: float = 0.01
+    chunk_size: int = 1024
+    scope: str = "exact"
+    similarity: str = "cosine"
+    objective: str = "simreg"
+    group_reduce: str = "sum"
+    self_positive: str = "always"
+    chunk_weight: str = "token"
+    warmup_iters: int = 0
+    impl: str = "auto"
+    log_interval: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lambda_", _checked_lambda(self.lambda_))
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"the SimReg temperature must be a finite number above 0, not {self.temperature}")
+        if self.chunk_size < 0 or self.chunk_size == 1:
+            raise ValueError(
+                f"the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not {self.chunk_size}: "
+                "a token alone has nothing to be compared with"
+            )
+        if self.warmup_iters < 0:
+            raise ValueError(f"the SimReg warm-up must be 0 or more iterations, not {self.warmup_iters}")
+        if self.log_interval is not None and self.log_interval < 1:
+            raise ValueError(f"the SimReg log interval must be 1 or more iterations, not {self.log_interval}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"unknown SimReg {name.replace('_', ' ')} {value!r}: choose from {', '.join(choices)}")
+        self._refuse_settings_without_effect()
+
+    def _refuse_settings_without_effect(self) -> None:
+        if self.objective == "none" and self.lambda_ != 0:
+            raise ValueError(
+                f"SimReg lambda {self.lambda_} has no effect with objective none, which only measures: drop one of them"
+            )
+        if self.warmup_iters and not self.trains:
+            raise ValueError("a SimReg warm-up has no effect while lambda is 0: give lambda, or drop the warm-up")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the term adds to the gradient."""
+        return self.objective != "none" and self.lambda_ != 0
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is computed at all. False means plain Megatron, bit for bit."""
+        return self.trains or self.objective == "none"
+
+    def weight(self, hidden_size: int) -> float:
+        """lambda as a number for a model of this width: 10 * sqrt(hidden_size / 1024) if it is "auto"."""
+        if self.lambda_ == "auto":
+            return 10.0 * math.sqrt(hidden_size / _REFERENCE_HIDDEN_SIZE)
+        return float(self.lambda_)
+
+
+_CHOICES = {
+    "objective": OBJECTIVES,
+    "scope": SCOPES,
+    "similarity": SIMILARITIES,
+    "group_reduce": GROUP_REDUCTIONS,
+    "self_positive": SELF_POSITIVES,
+    "chunk_weight": CHUNK_WEIGHTS,
+    "impl": IMPLEMENTATIONS,
+}
+
+
+def _checked_lambda(value: Union[float, str]) -> Union[float, str]:
+    if value == "auto":
+        return "auto"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"SimReg lambda must be a finite number of 0 or more, or auto, not {value}")
+    return number

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diagnostics of hidden states: how close tokens of equal and of different labels lie.
+
+Sums and counts, never means: they add up over micro-batches and ranks, and one place divides.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.losses._chunks import check_tokens, cut, label_pairs, without_self
+from simreg_megatron.losses.similarity import unit_rows
+
+
+class PairCosines(NamedTuple):
+    """Sums and counts as float64 scalars on the device of the embeddings; ordered pairs i != j."""
+
+    same_sum: Tensor  # cosine over pairs of the same label
+    same_count: Tensor
+    different_sum: Tensor  # cosine over pairs of different labels
+    different_count: Tensor
+    hardest_sum: Tensor  # over tokens: the largest cosine with a token of another label
+    hardest_count: Tensor  # tokens that have one
+    valid_count: Tensor  # tokens that take part
+    zero_norm_count: Tensor  # tokens left out because their hidden state is exactly zero
+    no_negative_count: Tensor  # tokens that take part, but meet no other label in their chunk
+
+
+@torch.no_grad()
+def pair_cosines(
+    embeddings: Tensor, labels: Tensor, *, valid: Tensor | None = None, chunk_size: int = 0
+) -> PairCosines:
+    """Sums and counts of cos(e_i, e_j) over the pairs that simreg_loss compares.
+
+    Args:
+        embeddings: [b, n, d] or [n, d]; cosines are taken in float32 (float64 for float64).
+        labels, valid, chunk_size: as in simreg_loss; the same tokens are left out, the same chunks are cut.
+
+    Returns:
+        PairCosines. Nothing is read on the host, and no gradient is kept.
+
+    Raises:
+        ValueError: shapes, types or devices do not fit, or chunk_size is 1 or negative.
+    """
+    check_tokens(embeddings, labels, valid, chunk_size)
+    if embeddings.dim() == 2:
+        embeddings, labels = embeddings.unsqueeze(0), labels.unsqueeze(0)
+        valid = None if valid is None else valid.unsqueeze(0)
+    with torch.autocast(embeddings.device.type, enabled=False):
+        tokens = cut(embeddings, labels, valid, chunk_size)
+        units = unit_rows(tokens.rows)
+        cosines = units @ units.mT
+    same, different = label_pairs(tokens)
+    same = without_self(same)
+    has_negative = different.any(dim=-1)
+    hardest = torch.where(different, cosines, -math.inf).amax(dim=-1)
+    return PairCosines(
+        same_sum=_sum(torch.where(same, cosines, 0.0)),
+        same_count=_count(same),
+        different_sum=_sum(torch.where(different, cosines, 0.0)),
+        different_count=_count(different),
+        hardest_sum=_sum(torch.where(has_negative, hardest, 0.0)),
+        hardest_count=_count(has_negative),
+        valid_count=_count(tokens.valid),
+        zero_norm_count=_count(tokens.zero_rows),
+        no_negative_count=_count(tokens.valid & ~has_negative),
+    )
+
+
+def _sum(values: Tensor) -> Tensor:
+    # Rows first, so that only m * k numbers are widened.
+    return values.sum(dim=-1).sum(dtype=torch.float64)
+
+
+def _count(mask: Tensor) -> Tensor:
+    return mask.sum().double()
+
+
+def mean_angle_degrees(mean_cosine: float) -> float:
+    """arccos(mean_cosine) in degrees: the angle of the mean cosine, NaN for NaN; rounding beyond +-1 is cut off."""
+    if math.isnan(mean_cosine):
+        return math.nan
+    return math.degrees(math.acos(min(max(mean_cosine, -1.0), 1.0)))

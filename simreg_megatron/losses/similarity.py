@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Similarities as shifted logits: s(a, k) = (sim(a, k) - sim(a, a)) / temperature.
+
+The shift by the anchor's similarity to itself cancels in SimReg, which compares two log-sums of one anchor.
+It keeps float32 exact where it matters: an anchor's own logit is 0, so nothing of size 1 / temperature is
+added and taken away again. The shift is differentiable on purpose: callers set the own logit to the constant 0.
+
+A similarity is a function (anchors [..., p, d], keys [..., q, d], temperature) -> [..., p, q]. To add one, put
+it in SIMILARITIES. Rows must not be all zero.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Similarity = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """e / ||e|| along the last dimension, for any scale that the dtype can hold.
+
+    The largest entry is divided out first, so that squares neither overflow nor vanish. The result does not
+    depend on that divisor, which is why it needs no gradient.
+    """
+    scaled = rows / rows.detach().abs().amax(dim=-1, keepdim=True)
+    return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+
+
+def _cosine(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """(cos(a, k) - 1) / temperature."""
+    return (unit_rows(anchors) @ unit_rows(keys).mT - 1.0) / temperature
+
+
+def _dot(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """(<a, k> - ||a||^2) / temperature."""
+    return (anchors @ keys.mT - anchors.square().sum(dim=-1, keepdim=True)) / temperature
+
+
+def _qnorm(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """(<a / ||a||, k> - ||a||) / temperature: a long key counts for more."""
+    return (unit_rows(anchors) @ keys.mT - _norms(anchors)) / temperature
+
+
+def _dnorm(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """||a|| (cos(a, k) - 1) / temperature: a long anchor is judged at a lower temperature."""
+    return _norms(anchors) * _cosine(anchors, keys, temperature)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+
+
+SIMILARITIES: dict[str, Similarity] = {"cosine": _cosine, "dot": _dot, "qnorm": _qnorm, "dnorm": _dnorm}
+
+
+def get_similarity(name: str) -> Similarity:
+    """The similarity of that name; ValueError names those there are."""
+    if name not in SIMILARITIES:
+        raise ValueError(f"similarity {name!r} is not available; choose one of {', '.join(SIMILARITIES)}.")
+    return SIMILARITIES[name]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `--simreg-*` flags in Megatron's own parser, and back to one `SimRegConfig`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
+
+from simreg_megatron import config as choices
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.plugin import cpu_backend
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """One command-line flag: the attribute it leaves in Megatron's args, and the config field it sets."""
+
+    name: str
+    field: str
+    parse: Callable[[str], Any]
+    help: str
+
+    @property
+    def dest(self) -> str:
+        return self.name.lstrip("-").replace("-", "_")
+
+
+def _one_of(values: tuple[str, ...]) -> str:
+    return "one of " + ", ".join(values)
+
+
+_FLAGS = (
+    _Flag("--simreg-lambda", "lambda_", str, "weight of the term; auto = 10*sqrt(hidden/1024); 0 = plain Megatron"),
+    _Flag("--simreg-temperature", "temperature", float, "temperature tau of the cosine (default 0.01)"),
+    _Flag("--simreg-chunk-size", "chunk_size", int, "tokens per chunk, 0 = whole sequence (default 1024)"),
+    _Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, or on each rank"),
+    _Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES)),
+    _Flag("--simreg-objective", "objective", str, _one_of(choices.OBJECTIVES) + ": none measures without training"),
+    _Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS)),
+    _Flag("--simreg-self-positive", "self_positive", str, _one_of(choices.SELF_POSITIVES)),
+    _Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS)),
+    _Flag("--simreg-warmup-iters", "warmup_iters", int, "iterations of a linear ramp of lambda (default 0)"),
+    _Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS)),
+    _Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's log values, a multiple of --log-interval"),
+)  # fmt: skip
+
+
+def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "simreg" to Megatron's parser; a bad value ends the program with one sentence and status 2."""
+    if _FLAGS[0].name in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group(title="simreg", description="embedding similarity regularization (SimReg)")
+    for flag in _FLAGS:
+        group.add_argument(flag.name, dest=flag.dest, type=flag.parse, default=None, help=flag.help)
+    group.add_argument(
+        "--simreg-cpu",
+        dest="simreg_cpu",
+        nargs="?",
+        const="on",
+        default=None,
+        help="train on the CPU; read by `python -m simreg_megatron` and the launch scripts (=force where a GPU is)",
+    )
+    _check_after_parsing(parser)
+    return parser
+
+
+def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
+    """Check the settings together as soon as they are parsed, in every Megatron alike."""
+    parse_known_args = parser.parse_known_args
+
+    def checked(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        namespace, unknown = parse_known_args(*args, **kwargs)
+        try:
+            _check_namespace(namespace)
+        except ValueError as error:
+            parser.exit(2, f"error: {error}\n")
+        return namespace, unknown
+
+    parser.parse_known_args = checked  # type: ignore[method-assign]
+
+
+def _check_namespace(namespace: argparse.Namespace) -> None:
+    given = [flag.name for flag in _FLAGS if getattr(namespace, flag.dest) is not None]
+    if getattr(namespace, "yaml_cfg", None) is not None and given:
+        raise ValueError(
+            f"with --yaml-cfg Megatron drops {', '.join(given)} from the command line: "
+            "write them into the YAML file as top-level keys instead (simreg_lambda: 10)"
+        )
+    if namespace.simreg_cpu is not None and not cpu_backend.is_active():
+        raise ValueError(
+            "--simreg-cpu came too late, Megatron is imported already: start the script with "
+            "`python -m simreg_megatron SCRIPT ...` or set SIMREG_CPU=1 and use the launch scripts"
+        )
+    config = config_from_args(namespace)
+    idle = [name for name in given if name not in ("--simreg-lambda", "--simreg-objective")]
+    if idle and not config.active:
+        raise ValueError(
+            f"{', '.join(idle)} has no effect while --simreg-lambda is 0: "
+            "give a lambda, or --simreg-objective none to measure without training on it"
+        )
+
+
+def config_from_args(args: Any) -> SimRegConfig:
+    """Read the settings from Megatron's namespace; what is absent or None keeps its default."""
+    given = {flag.field: getattr(args, flag.dest, None) for flag in _FLAGS}
+    return SimRegConfig(**{field: value for field, value in given.items() if value is not None})
+
+
+def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
+    """One line for every setting that differs between this run and the run that wrote the checkpoint."""
+    if not hasattr(checkpoint_args, _FLAGS[0].dest):
+        return []
+    before, now = config_from_args(checkpoint_args), config_from_args(args)
+    return [
+        f"{flag.name} was {getattr(before, flag.field)} when the checkpoint was written and is "
+        f"{getattr(now, flag.field)} now{_origin(args, flag)}"
+        for flag in _FLAGS
+        if getattr(before, flag.field) != getattr(now, flag.field)
+    ]
+
+
+def _origin(args: Any, flag: _Flag) -> str:
+    value: Optional[Any] = getattr(args, flag.dest, None)
+    return " (its default; give the flag to go on as before)" if value is None else ""

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each Megatron keeps the functions that the plugin wraps; the only place that knows versions."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Optional
+
+
+class MegatronSeamError(RuntimeError):
+    """This Megatron lacks a function that the plugin must wrap."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One function of Megatron: who owns it, under which name, and why the plugin needs it."""
+
+    module: str
+    owner: Optional[str]  # a class inside the module, or None for a function of the module
+    name: str
+    purpose: str
+    parameters: frozenset[str] = frozenset()
+
+    @property
+    def path(self) -> str:
+        return ".".join(part for part in (self.module, self.owner, self.name) if part)
+
+    def holder(self) -> Any:
+        """The module or class whose attribute is to be replaced.
+
+        Raises:
+            MegatronSeamError: the module, the class or the function is missing, or takes other parameters.
+        """
+        try:
+            holder: Any = importlib.import_module(self.module)
+        except ImportError as error:
+            raise self._missing(f"cannot import {self.module}: {error}") from error
+        if self.owner is not None:
+            holder = getattr(holder, self.owner, None)
+        function = getattr(holder, self.name, None)
+        if function is None:
+            raise self._missing(f"it has no {self.path}")
+        absent = self.parameters - set(inspect.signature(function).parameters)
+        if absent:
+            raise self._missing(f"{self.path} does not take {', '.join(sorted(absent))}")
+        return holder
+
+    def _missing(self, what: str) -> MegatronSeamError:
+        return MegatronSeamError(
+            f"megatron-core {megatron_version()} cannot carry SimReg ({self.purpose}): {what}; "
+            "use megatron-core 0.13 or newer (`simreg-megatron doctor` lists what was found)"
+        )
+
+
+MODEL_SEAM = Seam(
+    "megatron.core.models.gpt.gpt_model",
+    "GPTModel",
+    "_postprocess",
+    "final hidden states and labels meet here",
+    frozenset({"hidden_states", "labels", "loss_mask", "packed_seq_params", "inference_context"}),
+)
+ARGUMENTS_SEAM = Seam(
+    "megatron.training.arguments", None, "add_megatron_arguments", "the --simreg-* flags join Megatron's parser"
+)
+SETUP_SEAM = Seam(
+    "megatron.training.training", None, "setup_model_and_optimizer", "what cannot work is refused before step one"
+)
+STEP_SEAM = Seam("megatron.training.training", None, "train_step", "the lambda warm-up follows the iteration")
+LOG_SEAM = Seam(
+    "megatron.training.training",
+    None,
+    "training_log",
+    "SimReg's values join Megatron's log",
+    frozenset({"total_loss_dict", "iteration", "skipped_iter"}),
+)
+RESUME_SEAM = Seam(
+    "megatron.training.checkpointing", None, "check_checkpoint_args", "a resume compares its flags with the checkpoint's"
+)
+TRAINING_SEAMS = (ARGUMENTS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
+
+
+def megatron_version() -> str:
+    """Version of the installed megatron-core, or of the source tree on the path."""
+    try:
+        return importlib.import_module("megatron.core").__version__
+    except Exception:
+        try:
+            return importlib.metadata.version("megatron-core")
+        except importlib.metadata.PackageNotFoundError:
+            return "(not installed)"
+
+
+def training_loop() -> Optional[ModuleType]:
+    """`megatron.training.training`, or None where only megatron-core is installed (its wheels before 0.17)."""
+    try:
+        found = importlib.util.find_spec("megatron.training") is not None
+    except ModuleNotFoundError:
+        found = False
+    return importlib.import_module("megatron.training.training") if found else None
+
+
+def process_groups(model: Any) -> tuple[Any, Any, Any]:
+    """(tensor, context, data-with-context) parallel groups of a model, from the model if it carries them."""
+    groups = getattr(model, "pg_collection", None)
+    tp, cp, dp_cp = (getattr(groups, name, None) for name in ("tp", "cp", "dp_cp"))
+    from megatron.core import parallel_state
+
+    if tp is None:
+        tp = parallel_state.get_tensor_model_parallel_group()
+    if cp is None:
+        cp = parallel_state.get_context_parallel_group()
+    if dp_cp is None:
+        dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return tp, cp, dp_cp

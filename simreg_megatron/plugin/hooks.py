@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`install()`: wrap five functions of Megatron, one idea each, and give them back on `uninstall()`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, Callable, Optional
+
+import torch
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args, differences_to_checkpoint
+from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.reporting import add_to_console, log_once, write_scalars
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class _Installation:
+    """What is wrapped in this process, and with which settings."""
+
+    def __init__(self, config: Optional[SimRegConfig]) -> None:
+        self.given_config = config
+        self._regularizer: Optional[Regularizer] = None
+        self._originals: list[tuple[Any, str, Any, Any]] = []
+
+    def regularizer(self) -> Regularizer:
+        """Made at first use: Megatron's flags are parsed by then."""
+        if self._regularizer is None:
+            self._regularizer = Regularizer(self.given_config or _config_of_megatron())
+        return self._regularizer
+
+    def wrap(self, seam: compat.Seam, wrapper: Wrapper) -> None:
+        holder = seam.holder()
+        original = getattr(holder, seam.name)
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(holder, seam.name, wrapped)
+        self._originals.append((holder, seam.name, original, wrapped))
+
+    def unwrap_all(self) -> None:
+        while self._originals:
+            holder, name, original, wrapped = self._originals.pop()
+            if getattr(holder, name) is not wrapped:
+                raise RuntimeError(
+                    f"{getattr(holder, '__name__', holder)}.{name} was wrapped again after SimReg: undo that first"
+                )
+            setattr(holder, name, original)
+
+
+_installation: Optional[_Installation] = None
+
+
+def install(config: Optional[SimRegConfig] = None) -> None:
+    """Wrap Megatron's functions; see `simreg_megatron.install`."""
+    global _installation
+    if _installation is not None:
+        if _installation.given_config != config:
+            raise ValueError("SimReg is installed with other settings already: call uninstall() first")
+        return
+    has_loop = compat.training_loop() is not None
+    if config is None and not has_loop:
+        raise compat.MegatronSeamError(
+            f"megatron-core {compat.megatron_version()} comes without megatron.training, so nobody parses --simreg-* "
+            "flags: pass install(config=SimRegConfig(lambda_=...)), or put a Megatron-LM source tree on PYTHONPATH"
+        )
+    installation = _Installation(config)
+    wrappers: list[tuple[compat.Seam, Wrapper]] = [(compat.MODEL_SEAM, _regularize)]
+    if has_loop:
+        wrappers += [
+            (compat.SETUP_SEAM, _refuse_what_cannot_work),
+            (compat.STEP_SEAM, _tell_iteration),
+            (compat.LOG_SEAM, _report),
+        ]
+        if config is None:
+            wrappers += [(compat.ARGUMENTS_SEAM, _add_flags), (compat.RESUME_SEAM, _compare_with_checkpoint)]
+    for seam, _ in wrappers:
+        seam.holder()  # all seams are there, or nothing is wrapped
+    for seam, wrapper in wrappers:
+        installation.wrap(seam, wrapper)
+    _installation = installation
+
+
+def uninstall() -> None:
+    """Restore every wrapped function; see `simreg_megatron.uninstall`."""
+    global _installation
+    if _installation is not None:
+        _installation.unwrap_all()
+        _installation = None
+
+
+def _current() -> Regularizer:
+    assert _installation is not None
+    return _installation.regularizer()
+
+
+def _config_of_megatron() -> SimRegConfig:
+    from megatron.training.global_vars import get_args
+
+    return config_from_args(get_args())
+
+
+def _regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(postprocess)
+
+    def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = postprocess(model, *args, **kwargs)
+        if not (model.post_process and model.training and torch.is_grad_enabled()):
+            return loss
+        given = signature.bind(model, *args, **kwargs).arguments
+        labels = given.get("labels")
+        if labels is None or given.get("inference_context") is not None or not _current().config.active:
+            return loss
+        _refuse_unknown_loss(given, loss)
+        return _current().add_to(
+            loss, model, hidden_states=given["hidden_states"], labels=labels, loss_mask=given.get("loss_mask")
+        )
+
+    return with_simreg
+
+
+def _refuse_unknown_loss(given: dict[str, Any], loss: Any) -> None:
+    """SimReg needs Megatron's own per-token loss, one row a sequence."""
+    if given.get("packed_seq_params") is not None:
+        raise NotImplementedError(
+            "SimReg does not know the borders inside packed sequences yet: "
+            "train unpacked (drop --sft and --dataloader-inter-document-masking), or set --simreg-lambda 0"
+        )
+    if given.get("output_processor") is not None or loss.shape != given["labels"].shape:
+        raise NotImplementedError(
+            "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
+            "drop the processor, or set --simreg-lambda 0"
+        )
+
+
+def _add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda parser: add_simreg_arguments(add_megatron_arguments(parser))
+
+
+def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        if _current().config.active:
+            _refuse_arguments(get_args(), _current().config)
+        built = setup_model_and_optimizer(*args, **kwargs)
+        if _current().config.active:
+            _refuse_models(built[0])
+            _announce(_current().config, built[0])
+        return built
+
+    return checked
+
+
+def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
+    """Flags of Megatron under which SimReg would be wrong, or silent."""
+    interval = config.log_interval
+    if interval is not None and interval % args.log_interval:
+        raise ValueError(
+            f"--simreg-log-interval {interval} must be a multiple of --log-interval {args.log_interval}: "
+            "SimReg's values appear in Megatron's own log line"
+        )
+    if "full_iteration" in f"{getattr(args, 'cuda_graph_impl', '')} {getattr(args, 'cuda_graph_scope', '')}":
+        raise NotImplementedError(
+            "SimReg has not been shown to work inside full-iteration CUDA graphs: capture layers only, "
+            "or set --simreg-lambda 0"
+        )
+
+
+def _refuse_models(model_chunks: Any) -> None:
+    """A model that never passes the wrapped function would train without SimReg and say nothing."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.utils import unwrap_model
+
+    for model in unwrap_model(model_chunks if isinstance(model_chunks, list) else [model_chunks]):
+        carries = isinstance(model, GPTModel) and type(model)._postprocess is GPTModel._postprocess
+        if getattr(model, "post_process", True) and not carries:
+            raise NotImplementedError(
+                f"SimReg reaches GPTModel (dense and MoE) only, and this run builds {type(model).__name__}: "
+                "set --simreg-lambda 0 for it"
+            )
+
+
+def _announce(config: SimRegConfig, model_chunks: Any) -> None:
+    from megatron.core.utils import get_model_config
+
+    hidden_size = get_model_config(model_chunks[0]).hidden_size
+    what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, not trained on"
+    chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
+    log_once(f"SimReg: {what}, temperature {config.temperature:g}, {chunk}, scope {config.scope}, impl {config.impl}")
+
+
+def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(train_step)
+
+    def with_iteration(*args: Any, **kwargs: Any) -> Any:
+        if _current().config.active:
+            iteration = signature.bind(*args, **kwargs).arguments.get("iteration")
+            _begin_step(_current(), _iteration_of_args() if iteration is None else iteration)
+        return train_step(*args, **kwargs)
+
+    return with_iteration
+
+
+def _iteration_of_args() -> int:
+    from megatron.training.global_vars import get_args
+
+    return int(getattr(get_args(), "curr_iteration", 0))
+
+
+def _begin_step(regularizer: Regularizer, iteration: int) -> None:
+    regularizer.set_iteration(iteration)
+    regularizer.metrics.wants_geometry = _is_log_step(iteration + 1) or iteration == 0
+
+
+def _is_log_step(iteration: int) -> bool:
+    from megatron.training.global_vars import get_args
+
+    return iteration % (_current().config.log_interval or get_args().log_interval) == 0
+
+
+def _report(training_log: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(training_log)
+
+    def with_simreg(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        first, iteration = bool(given.get("is_first_iteration")), given["iteration"]
+        if not _current().config.active or not (first or _is_log_step(iteration)):
+            return training_log(*args, **kwargs)
+        total_loss_dict = given["total_loss_dict"]
+        means = _current().metrics.reduce(_data_group(), reset=not first)
+        add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
+        if not first:
+            write_scalars(means, iteration)
+        result = training_log(*args, **kwargs)
+        for name in means:  # interval means, not sums: Megatron must not go on adding to them
+            total_loss_dict.pop(name, None)
+        return result
+
+    return with_simreg
+
+
+def _data_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:
+    def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        for difference in differences_to_checkpoint(checkpoint_args, get_args()):
+            log_once(f"SimReg: {difference}")
+        return check_checkpoint_args(checkpoint_args, *args, **kwargs)
+
+    return compared

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg's values beside "lm loss": summed on the device, reduced once per log interval."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simreg_megatron import geometry
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.parallel.shard import SequenceShard
+
+logger = logging.getLogger("simreg_megatron")
+
+_TERM, _TOKENS, _ALL_MASKED, _ONE_LABEL, _ZERO_NORM = range(5)
+_ODDITIES = {
+    _ALL_MASKED: "sequences whose tokens are all masked",
+    _ONE_LABEL: "tokens in chunks with one label only",
+    _ZERO_NORM: "hidden states of norm zero",
+}
+_PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
+_SLOTS = 11
+
+
+class Metrics:
+    """Sums and counts of one log interval on this rank, in one device tensor that lives as long as the run."""
+
+    def __init__(self, config: SimRegConfig) -> None:
+        self.config = config
+        self.wants_geometry = True  # the training loop clears it between log steps
+        self._sums: Optional[Tensor] = None
+        self._shard: Optional[SequenceShard] = None
+        self._oddities_told: set[int] = set()
+
+    @torch.no_grad()
+    def observe(self, terms: Tensor, embeddings: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard) -> None:
+        """Add one micro-batch: terms [B, S], embeddings [B, S, D], labels and valid [B, S], all of this rank."""
+        if self._sums is None:
+            self._sums = torch.zeros(_SLOTS, dtype=torch.float64, device=terms.device)
+        self._shard = shard
+        self._sums[_TERM] += terms.sum(dtype=torch.float64)
+        self._sums[_TOKENS] += valid.sum()
+        self._sums[_ALL_MASKED] += (~valid.any(dim=1)).sum()
+        self._sums[_ZERO_NORM] += (valid & (embeddings == 0).all(dim=-1)).sum()
+        self._sums[_ONE_LABEL] += geometry.tokens_without_negatives(labels, valid, self.config.chunk_size)
+        if self.wants_geometry:
+            self._sums[_PAIRS] += self._pair_sums(embeddings, labels, valid, shard)
+
+    def _pair_sums(self, embeddings: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard) -> Tensor:
+        chunk = self.config.chunk_size
+        if shard.replicas > 1 and self.config.scope == "exact" and not shard.layout.chunks_stay_on_ranks(chunk):
+            embeddings, labels, valid = shard.whole_sequence(embeddings, labels, valid)
+        pairs = geometry.pair_cosines(embeddings, labels, valid=valid, chunk_size=chunk)
+        return torch.stack(
+            [
+                pairs.positive_sum, pairs.positive_count,
+                pairs.negative_sum, pairs.negative_count,
+                pairs.hardest_sum, pairs.hardest_count,
+            ]
+        ).double()  # fmt: skip
+
+    def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
+        """Means over all data- and context-parallel ranks since the last reset; empty where nothing was observed.
+
+        A collective over `dp_cp_group` (and over the sequence-parallel group): all ranks of the last stage call it.
+        """
+        if self._sums is None or self._shard is None:
+            return {}
+        sums = self._sums.clone()
+        if reset:
+            self._sums.zero_()
+        for group in (dp_cp_group, self._shard.sequence_group):
+            if group is not None and group.size() > 1:
+                dist.all_reduce(sums, group=group)
+        self._tell_oddities(sums)
+        return _named_means(sums)
+
+    def _tell_oddities(self, sums: Tensor) -> None:
+        """Say once, at log time, what only the data knew: tokens that SimReg had to leave out."""
+        for slot, what in _ODDITIES.items():
+            if slot not in self._oddities_told and (count := int(sums[slot])):
+                self._oddities_told.add(slot)
+                log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
+
+
+def _named_means(sums: Tensor) -> dict[str, Tensor]:
+    def mean(numerator: int, denominator: int) -> Tensor:
+        return (sums[numerator] / sums[denominator].clamp(min=1)).float()
+
+    first = _PAIRS.start
+    negative = mean(first + 2, first + 3)
+    return {
+        "simreg loss": mean(_TERM, _TOKENS),
+        "simreg positive cosine": mean(first, first + 1),
+        "simreg negative cosine": negative,
+        "simreg largest negative cosine": mean(first + 4, first + 5),
+        "simreg mean angle": geometry.mean_angle_degrees(negative),
+    }
+
+
+def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *, skipped: bool) -> None:
+    """Put interval means where `training_log` prints its own: it divides every entry by the advanced iterations."""
+    advanced = total_loss_dict.get("advanced iterations", 0) + (0 if skipped else 1)
+    for name, value in means.items():
+        total_loss_dict[name] = value * max(1, advanced)
+
+
+def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
+    """TensorBoard and Weights & Biases, on the rank where Megatron opened them."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for name, value in means.items():
+        if tensorboard:
+            tensorboard.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log({name: value}, iteration)
+
+
+_said: set[str] = set()
+
+
+def log_once(message: str) -> None:
+    """Say it once per process group, on the rank whose console Megatron's training log uses."""
+    if message in _said:
+        return
+    _said.add(message)
+    ready = dist.is_available() and dist.is_initialized()
+    if not ready or dist.get_rank() == dist.get_world_size() - 1:
+        print(f"> {message}", flush=True)
+
+
+def warn(message: str) -> None:
+    """A warning on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=3)
