@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.losses._chunks import check_tokens, cut, label_pairs, without_self
+from simreg_megatron.losses._chunks import as_batch, check_tokens, cut, label_pairs, no_autocast, without_self
 from simreg_megatron.losses.similarity import unit_rows
 
 
@@ -45,10 +45,8 @@ def pair_cosines(
         ValueError: shapes, types or devices do not fit, or chunk_size is 1 or negative.
     """
     check_tokens(embeddings, labels, valid, chunk_size)
-    if embeddings.dim() == 2:
-        embeddings, labels = embeddings.unsqueeze(0), labels.unsqueeze(0)
-        valid = None if valid is None else valid.unsqueeze(0)
-    with torch.autocast(embeddings.device.type, enabled=False):
+    embeddings, labels, valid = as_batch(embeddings, labels, valid)
+    with no_autocast(embeddings.device.type):
         tokens = cut(embeddings, labels, valid, chunk_size)
         units = unit_rows(tokens.rows)
         cosines = units @ units.mT

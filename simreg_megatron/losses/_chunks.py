@@ -5,6 +5,7 @@ Shapes: b sequences, n tokens, d features; c chunks of k tokens in each sequence
 Nothing here reads a value on the host, so nothing here waits for the device.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -39,20 +40,42 @@ def check_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None, chunk
             f"dimension, got {list(labels.shape)}."
         )
     if labels.device != embeddings.device:
-        raise ValueError(f"labels are on {labels.device} but embeddings on {embeddings.device}; move one of them.")
+        raise ValueError(
+            f"labels are on {labels.device} but embeddings on {embeddings.device}; move one of them."
+        )
     if valid is not None:
         _check_valid(valid, labels)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 0 or chunk_size == 1:
-        raise ValueError(f"chunk_size must be 0 (whole sequence) or an integer of at least 2, got {chunk_size!r}.")
+        raise ValueError(
+            f"chunk_size must be 0 (whole sequence) or an integer of at least 2, got {chunk_size!r}."
+        )
 
 
 def _check_valid(valid: Tensor, labels: Tensor) -> None:
     if valid.dtype != torch.bool:
         raise ValueError(f"valid must be a bool mask, got {valid.dtype}; for a 0/1 loss mask pass mask > 0.")
     if valid.shape != labels.shape:
-        raise ValueError(f"valid must have the shape of labels, {list(labels.shape)}, got {list(valid.shape)}.")
+        raise ValueError(
+            f"valid must have the shape of labels, {list(labels.shape)}, got {list(valid.shape)}."
+        )
     if valid.device != labels.device:
         raise ValueError(f"valid is on {valid.device} but labels on {labels.device}; move one of them.")
+
+
+def as_batch(
+    embeddings: Tensor, labels: Tensor, valid: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One sequence [n, d], [n], [n] becomes a batch of one; a batch stays as it is."""
+    if embeddings.dim() == 3:
+        return embeddings, labels, valid
+    return embeddings.unsqueeze(0), labels.unsqueeze(0), None if valid is None else valid.unsqueeze(0)
+
+
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Autocast would take the matrix of cosines to bfloat16: an error of 2e-3 is a factor of 1.2 at tau 0.01."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def cut(embeddings: Tensor, labels: Tensor, valid: Tensor | None, chunk_size: int) -> ChunkedTokens:
