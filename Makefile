@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` alone lists what there is. Every target works in .venv, which `make setup` makes; nothing is activated.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint bench clean distclean
+
+PY := .venv/bin/python
+# Shell files that bash alone reads; a launcher that is Python as well as bash is left to its tests.
+SHELL_FILES := tools/setup.sh .ci/run
+# More words for pytest: make test PYTEST_ARGS="-x -k losses"
+PYTEST_ARGS ?=
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make .venv with all that the demo and the tests need (once: about 2 minutes, 5.5 GB)
+	@bash tools/setup.sh
+
+demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, and compare them
+	$(PY) launch/demo.py
+
+test: setup ## the quick tests
+	$(PY) -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS) tests
+
+test-all: setup ## every test; those for a GPU only where one is
+	$(PY) -m pytest -q \
+	  -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')" \
+	  $(PYTEST_ARGS) tests
+
+lint: setup ## ruff (rules and format), mypy, shellcheck
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy simreg_megatron
+	.venv/bin/shellcheck $(SHELL_FILES)
+
+bench: setup ## the benchmarks
+	@if [ -e benchmarks/__main__.py ]; then $(PY) -m benchmarks; \
+	else echo "No benchmark is in the repository yet."; fi
+
+clean: ## remove builds, caches and runs/; keep .venv
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache runs
+	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+distclean: clean ## the same, and .venv too
+	rm -rf .venv .venv.lock

