@@ -77,7 +77,7 @@ def _count(mask: Tensor) -> Tensor:
 
 
 def mean_angle_degrees(mean_cosine: float) -> float:
-    """arccos(mean_cosine) in degrees: the angle of the mean cosine, NaN for NaN; rounding beyond +-1 is cut off."""
+    """arccos(mean_cosine) in degrees; NaN for NaN, and what rounding put beyond +-1 is cut off."""
     if math.isnan(mean_cosine):
         return math.nan
     return math.degrees(math.acos(min(max(mean_cosine, -1.0), 1.0)))

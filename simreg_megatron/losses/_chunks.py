@@ -72,7 +72,7 @@ def as_batch(
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """Autocast would take the matrix of cosines to bfloat16: an error of 2e-3 is a factor of 1.2 at tau 0.01."""
+    """Autocast would take the cosines to bfloat16: an error of 2e-3 is a factor of 1.2 at tau 0.01."""
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()

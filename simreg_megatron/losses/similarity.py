@@ -3,10 +3,10 @@
 
 The shift by the anchor's similarity to itself cancels in SimReg, which compares two log-sums of one anchor.
 It keeps float32 exact where it matters: an anchor's own logit is 0, so nothing of size 1 / temperature is
-added and taken away again. The shift is differentiable on purpose: callers set the own logit to the constant 0.
+added and taken away again. The shift is differentiable on purpose: callers set the own logit to a constant 0.
 
-A similarity is a function (anchors [..., p, d], keys [..., q, d], temperature) -> [..., p, q]. To add one, put
-it in SIMILARITIES. Rows must not be all zero.
+A similarity is a function (anchors [..., p, d], keys [..., q, d], temperature) -> [..., p, q]. To add one,
+put it in SIMILARITIES. Rows must not be all zero.
 """
 
 from collections.abc import Callable

@@ -56,31 +56,31 @@ def simreg_loss(
     reduction: str = "mean",
     impl: str = "auto",
 ) -> Tensor:
-    """R_i = softplus( log sum_{j in N_i} exp(s_ij) - log sum_{j in P_i} exp(s_ij) ),  s_ij = cos(e_i, e_j) / tau.
+    """R_i = softplus( log sum_{j in N_i} exp(s_ij) - log sum_{j in P_i} exp(s_ij) ), s_ij = cos(e_i, e_j)/tau.
 
     P_i are the tokens of the same chunk with the label of token i (itself included), N_i those with another
-    label. Labels are the ids of the tokens to predict, the targets of the cross-entropy at the same positions.
+    label. Labels are the ids of the tokens to predict: the targets of the cross-entropy at these positions.
 
     Args:
-        embeddings: [b, n, d] or [n, d], float16, bfloat16, float32 or float64; sequences never meet. The sums
-            are taken in float32 (float64 for float64), outside any autocast; the gradient has the input's dtype.
+        embeddings: [b, n, d] or [n, d], float16, bfloat16, float32 or float64; sequences never meet. All is
+            computed in float32 (float64 for float64), outside any autocast; the gradient has the input's dtype.
         labels: integer [b, n] or [n]; a label below 0 (-100) makes the token invalid.
         temperature: tau, above 0.
         valid: bool, shape of labels. Invalid tokens are neither anchor, positive nor negative. So are tokens
             whose embedding is exactly zero. Their gradient is exactly 0.
-        chunk_size: tokens in a chunk, at least 2, cut from the start of the sequence; the last may be shorter.
+        chunk_size: tokens in a chunk, at least 2, cut from the start of the sequence; the last may be short.
             0, or n and more: the whole sequence.
         similarity: "cosine", "dot", "qnorm" (anchor normalised) or "dnorm" (keys normalised).
         group_reduce: "sum", or "mean" over P_i and over N_i in place of the sums.
         self_positive: whether i belongs to P_i: "always", "only_if_alone" (no other positive), or "never"
             (tokens without another positive have no term, but remain negatives of others).
         chunk_weight: how the chunks of a sequence are weighed. "token": every token alike. "uniform": every
-            chunk alike. "pos-neg-ratio", "neg-pos-ratio": by the number of positive pairs over negative pairs,
-            or its inverse; chunks that lack either have weight 0. These are normalised inside each sequence,
-            to its number of anchors. "count-corrected": every token alike, the two sums scaled up to the
-            number of positives and negatives in the whole sequence.
-        reduction: "none": [b, n] or [n], 0 at tokens without a term; "sum"; "mean": the sum over the number of
-            anchors of all sequences, 0 where there are none.
+            chunk alike. "pos-neg-ratio", "neg-pos-ratio": by the number of positive over negative pairs, or
+            its inverse; chunks that lack either have weight 0. These three are normalised inside each
+            sequence, to its number of anchors. "count-corrected": every token alike, its two sums scaled up
+            to the number of positives and negatives in the whole sequence.
+        reduction: "none": [b, n] or [n], 0 at tokens without a term; "sum"; "mean": the sum divided by the
+            number of anchors of all sequences, 0 where there are none.
         impl: "auto" or "reference".
 
     Returns:
@@ -161,7 +161,7 @@ def _square_logits(rows: Tensor, logits_of: Similarity, temperature: float) -> T
 
 
 def _contrast(logits: Tensor, pairs: _Pairs) -> Tensor:
-    """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, k]; hugely negative without negatives, hugely positive without positives.
+    """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, k]; hugely negative where N_i is empty.
 
     A finite filling in place of -inf: over an empty group it leaves a number whose softplus and gradient are
     exactly 0, where -inf would leave NaN in the backward pass. A quarter of the range, so that L_i is finite.
@@ -174,7 +174,7 @@ def _contrast(logits: Tensor, pairs: _Pairs) -> Tensor:
 
 def _terms(contrast: Tensor, rows: Tensor, anchor: Tensor) -> Tensor:
     """softplus(L_i) at anchors, 0 elsewhere, [m, k]."""
-    # -logsigmoid(-x) keeps full relative precision down to denormals; F.softplus switches to x at a threshold.
+    # Not F.softplus, which returns x itself above 20: 2e-9 off in float64.
     softplus = -F.logsigmoid(-contrast)
     # 0, but NaN for a row that is not finite: one without negatives would otherwise pass as a 0.
     doubt = rows.detach().abs().amax(dim=-1) * 0.0
@@ -204,7 +204,7 @@ def _count_correction(tokens: ChunkedTokens, pairs: _Pairs, num_sequences: int, 
 
 
 def _chunk_weights(kind: str, pairs: _Pairs, num_sequences: int) -> Tensor:
-    """One factor per chunk, [m, 1], such that sum(terms) / anchors of a sequence is the weighted mean of chunks."""
+    """One factor per chunk, [m, 1]: sum(terms) / anchors of a sequence is then the weighted mean of chunks."""
     per_chunk = (num_sequences, -1)
     anchors = pairs.anchor.sum(dim=-1).to(pairs.num_positive.dtype).reshape(per_chunk)
     positive = pairs.num_positive.sum(dim=-1).reshape(per_chunk)
