@@ -85,6 +85,7 @@ def activate(mode: str = "on") -> None:
     _replace_random_state(torch)
     _replace_tensor_types(torch)
     _replace_placement(torch)
+    _replace_compiler(torch)
     _adapt_megatron()
     if int(os.environ.get("RANK", "0")) == 0:
         print("> SimReg: no GPU in use, Megatron runs on the CPU over gloo (for trying and testing)", flush=True)
@@ -92,12 +93,6 @@ def activate(mode: str = "on") -> None:
 
 def _replace_device_queries(torch: Any) -> None:
     cuda, cpu = torch.cuda, torch.device("cpu")
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    def zero(*args: Any, **kwargs: Any) -> int:
-        return 0
 
     properties = SimpleNamespace(major=8, minor=0, name="cpu", total_memory=_MEMORY, multi_processor_count=1)
     cuda.is_available = lambda: True
@@ -107,12 +102,17 @@ def _replace_device_queries(torch: Any) -> None:
     cuda.get_device_capability = lambda *args, **kwargs: (8, 0)
     cuda.get_device_properties = lambda *args, **kwargs: properties
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
-        setattr(cuda, name, nothing)
+        setattr(cuda, name, _constant(None))
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        setattr(cuda, name, zero)
+        setattr(cuda, name, _constant(0))
     cuda.mem_get_info = lambda *args, **kwargs: (_MEMORY, _MEMORY)
     cuda.memory_stats = lambda *args, **kwargs: _NoMemoryStatistics()
-    torch.accelerator.current_device_index = zero
+    torch.accelerator.current_device_index = _constant(0)
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    """A new function each time: torch's compiler keeps rules by function and refuses one under two names."""
+    return lambda *args, **kwargs: value
 
 
 class _NoMemoryStatistics(dict):
@@ -164,7 +164,7 @@ class _Event:
 def _replace_streams(torch: Any) -> None:
     cuda, stream = torch.cuda, _Stream()
     cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
+    cuda.current_stream, cuda.default_stream = _constant(stream), _constant(stream)
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.set_stream = lambda stream: None
     cuda.is_current_stream_capturing = lambda: False
@@ -174,10 +174,11 @@ def _replace_streams(torch: Any) -> None:
 
 def _replace_random_state(torch: Any) -> None:
     cuda = torch.cuda
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        module.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # torch.manual_seed itself calls these two: they must not call it back.
-    cuda.manual_seed = cuda.manual_seed_all = lambda seed: None
+    cuda.manual_seed, cuda.manual_seed_all = _constant(None), _constant(None)
     cuda._lazy_call = lambda function, *args, **kwargs: function()
 
     class Generators(dict):
@@ -232,6 +233,15 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*args, **kwargs)
 
     return made_on_cpu
+
+
+def _replace_compiler(torch: Any) -> None:
+    """`@torch.compile` leaves a function as it is; loading the compiler would take longer than a tiny run's step."""
+
+    def as_it_is(function: Any = None, **options: Any) -> Any:
+        return function if function is not None else (lambda decorated: decorated)
+
+    torch.compile = as_it_is
 
 
 def _adapt_megatron() -> None:

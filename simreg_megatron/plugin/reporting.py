@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron import geometry
@@ -47,7 +48,7 @@ class Metrics:
         self._sums[_TOKENS] += valid.sum()
         self._sums[_ALL_MASKED] += (~valid.any(dim=1)).sum()
         self._sums[_ZERO_NORM] += (valid & (embeddings == 0).all(dim=-1)).sum()
-        self._sums[_ONE_LABEL] += geometry.tokens_without_negatives(labels, valid, self.config.chunk_size)
+        self._sums[_ONE_LABEL] += _tokens_without_negatives(labels, valid, self.config.chunk_size)
         if self.wants_geometry:
             self._sums[_PAIRS] += self._pair_sums(embeddings, labels, valid, shard)
 
@@ -56,13 +57,7 @@ class Metrics:
         if shard.replicas > 1 and self.config.scope == "exact" and not shard.layout.chunks_stay_on_ranks(chunk):
             embeddings, labels, valid = shard.whole_sequence(embeddings, labels, valid)
         pairs = geometry.pair_cosines(embeddings, labels, valid=valid, chunk_size=chunk)
-        return torch.stack(
-            [
-                pairs.positive_sum, pairs.positive_count,
-                pairs.negative_sum, pairs.negative_count,
-                pairs.hardest_sum, pairs.hardest_count,
-            ]
-        ).double()  # fmt: skip
+        return torch.stack(pairs[:6])  # sum and count: same label, different label, hardest
 
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
         """Means over all data- and context-parallel ranks since the last reset; empty where nothing was observed.
@@ -88,6 +83,18 @@ class Metrics:
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
 
 
+def _tokens_without_negatives(labels: Tensor, valid: Tensor, chunk_size: int) -> Tensor:
+    """How many valid tokens lie in a chunk whose valid tokens all have one label. O(n), no host sync."""
+    length = labels.shape[1]
+    size = min(chunk_size or length, length)
+    padding = (0, -length % size)
+    labels, valid = (F.pad(part, padding).unflatten(1, (-1, size)) for part in (labels, valid))
+    limit = torch.iinfo(labels.dtype)
+    lowest = labels.masked_fill(~valid, limit.max).amin(dim=-1)
+    highest = labels.masked_fill(~valid, limit.min).amax(dim=-1)
+    return (valid.sum(dim=-1) * (lowest == highest)).sum()
+
+
 def _named_means(sums: Tensor) -> dict[str, Tensor]:
     def mean(numerator: int, denominator: int) -> Tensor:
         return (sums[numerator] / sums[denominator].clamp(min=1)).float()
@@ -99,7 +106,7 @@ def _named_means(sums: Tensor) -> dict[str, Tensor]:
         "simreg positive cosine": mean(first, first + 1),
         "simreg negative cosine": negative,
         "simreg largest negative cosine": mean(first + 4, first + 5),
-        "simreg mean angle": geometry.mean_angle_degrees(negative),
+        "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
     }
 
 

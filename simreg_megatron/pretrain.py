@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT and MoE pretraining over `megatron.training`, for the launch scripts: datasets, forward step, loss.
+
+Only what every Megatron pretraining script must say itself is here; model, schedule, optimizer, checkpoints and log
+are Megatron's (0.19). It knows nothing of SimReg: `python -m simreg_megatron simreg_megatron/pretrain.py ...`
+adds that, as it would to a script of your own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, pretrain, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch import Tensor
+
+_BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_SPIKE = 10  # a loss this many times the largest one seen so far is reported by --check-for-spiky-loss
+
+
+def datasets_provider(num_samples: list[int], vp_stage: Optional[int] = None) -> Any:
+    """Train, validation and test sets as Megatron builds them, on the ranks that read data."""
+    args = get_args()
+    print_rank_0("> building train, validation and test datasets ...")
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    reads_data = partial(_reads_data, vp_stage=vp_stage)
+    return BlendedMegatronDatasetBuilder(dataset_class, num_samples, reads_data, config).build()
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron calls it on every rank
+
+
+def _reads_data(vp_stage: Optional[int] = None) -> bool:
+    return mpu.get_tensor_model_parallel_rank() == 0 and _sees_tokens(vp_stage)
+
+
+def _predicts_further(vp_stage: Optional[int]) -> bool:
+    """Whether multi-token-prediction layers sit on this stage."""
+    config = core_transformer_config_from_args(get_args())
+    return mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
+
+
+def _sees_tokens(vp_stage: Optional[int]) -> bool:
+    return is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
+
+
+def get_batch(data_iterator: Any, vp_stage: Optional[int] = None) -> dict[str, Optional[Tensor]]:
+    """This rank's part of the next micro-batch: read on tensor rank 0, broadcast, cut for context parallelism."""
+    args = get_args()
+    if not _sees_tokens(vp_stage):
+        return dict.fromkeys(_BATCH)
+    batch: dict[str, Any] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        read = next(data_iterator)
+        batch = {name: _to_device(read.get(name)) for name in (*_BATCH, *_PACKING)}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=_predicts_further(vp_stage),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+# Megatron's batch helpers look these up; they stay None while sequences are not packed.
+_PACKING = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+
+
+def _to_device(tensor: Optional[Tensor]) -> Optional[Tensor]:
+    return None if tensor is None else tensor.cuda(non_blocking=True)
+
+
+def loss_function(loss_mask: Tensor, per_token_loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the unmasked losses, how many there are, and both for the log: Megatron divides, in its own modes."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(per_token_loss.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    _validate(loss)
+    return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1)])}
+
+
+def _validate(loss: Tensor) -> None:
+    """Megatron's own checks of a micro-batch's loss, before data-parallel ranks are averaged."""
+    args, machine = get_args(), get_rerun_state_machine()
+    checks = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks += [(torch.isnan, "found NaN in local forward loss", True), (torch.isinf, "found Inf in local forward loss", True)]  # fmt: skip
+    if args.check_for_spiky_loss:
+        is_spike = partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss")
+        checks.append((is_spike, "Spiky loss", False))
+    for rejects, message, fatal in checks:
+        machine.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal)
+
+
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+    """One micro-batch through the model, and the function that turns its output into a loss."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_function, batch["loss_mask"])
+
+
+def main() -> None:
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()
