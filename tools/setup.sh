@@ -1,0 +1,195 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Make .venv with all that the demo and the tests need. Called by `make setup`; a no-op if nothing changed.
+#
+#   tools/setup.sh                 find a Python, make .venv, install
+#   tools/setup.sh --find-python   only print the interpreter that would be used
+#
+# PYTHON=/path/to/python3.12 names the interpreter. Everything about packages (a mirror, CPU-only wheels,
+# constraints) is pip's own configuration: the PIP_* variables and pip.conf are left as they are.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+origin=$venv/simreg-origin # which Python and which folder .venv was made for; there from the first moment
+stamp=$venv/simreg-stamp   # which recipe was installed; there only after a whole installation
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+fail() {
+  say "$*"
+  exit 1
+}
+
+# --- Find a Python --------------------------------------------------------------------------------
+
+# Prints a verdict and the interpreter behind the candidate: the base of a virtual environment, the target of a
+# shim. Pythons of any age run it, so it keeps to what all of them understand. megatron-core 0.19.2 has wheels for
+# CPython 3.12 and 3.13 with the usual lock; any other would have to compile it.
+probe='
+import sys
+verdict = "old"
+if sys.version_info[:2] >= (3, 12) and sys.implementation.name == "cpython":
+    import sysconfig
+    free_threaded = sysconfig.get_config_var("Py_GIL_DISABLED")
+    verdict = "newer" if sys.version_info[:2] > (3, 13) or free_threaded else "fit"
+    try:
+        import ensurepip, venv
+    except ImportError:
+        verdict = "no-venv"
+print(verdict + " " + (getattr(sys, "_base_executable", None) or sys.executable))
+'
+found="" newer="" without_venv=""
+
+# consider CANDIDATE: run it and believe only what it answers (a pyenv shim may be there and end with 127).
+consider() {
+  local answer verdict path
+  answer=$("$1" -c "$probe" 2>/dev/null </dev/null) || return 1
+  read -r verdict path <<<"$answer"
+  case "$verdict" in
+    fit) found=$path && return 0 ;;
+    newer) newer=${newer:-$path} ;;
+    no-venv) without_venv=${without_venv:-$path} ;;
+  esac
+  return 1
+}
+
+# consider_each: the same for every line of standard input, until one is fit.
+consider_each() {
+  local candidate
+  while IFS= read -r candidate; do
+    if [ -n "$candidate" ] && consider "$candidate"; then return 0; fi
+  done
+  return 1
+}
+
+# on_path NAME: every executable of that name, not only the first, which may be a shim that leads nowhere.
+on_path() { type -aP "$1" 2>/dev/null || true; }
+
+# of_pyenv MINOR: the interpreters of that minor version that pyenv has built, the newest first.
+of_pyenv() {
+  local pyenv_root=${PYENV_ROOT:-}
+  if [ -z "$pyenv_root" ]; then pyenv_root=$(pyenv root 2>/dev/null) || pyenv_root=${HOME:-}/.pyenv; fi
+  printf '%s\n' "$pyenv_root"/versions/"$1"*/bin/python3 | sort -rV
+}
+
+of_uv() { uv python find --system 3.12 2>/dev/null || true; }
+
+brought_by_uv() {
+  command -v uv >/dev/null || return 0
+  say "no Python 3.12 on this machine yet: asking uv for one"
+  uv python install 3.12 >&2 || return 0
+  of_uv
+}
+
+find_python() {
+  if [ -n "${PYTHON:-}" ]; then
+    if consider "$PYTHON"; then return 0; fi
+    if [ -n "$newer" ]; then take_newer && return 0; fi
+    fail "PYTHON=$PYTHON does not run, or is not CPython 3.12 or 3.13 with the venv and ensurepip modules:" \
+      "name one that is, or unset PYTHON and let this script look for one."
+  fi
+  local name
+  for name in python3.12 python3.13 python3; do
+    if consider_each < <(on_path "$name"); then return 0; fi
+  done
+  for name in 3.12. 3.13.; do
+    if consider_each < <(of_pyenv "$name"); then return 0; fi
+  done
+  if consider_each < <(of_uv) || consider_each < <(brought_by_uv); then return 0; fi
+  settle_for_less
+}
+
+take_newer() {
+  found=$newer
+  say "$newer is newer than 3.13, and megatron-core 0.19 has no wheel for it: pip will try to compile one;" \
+    "if that fails, install Python 3.12."
+}
+
+# Nothing fits: take a newer Python and say so, or end with the mend that is nearest.
+settle_for_less() {
+  if [ -n "$newer" ]; then
+    take_newer
+  elif [ -n "$without_venv" ]; then
+    fail "$without_venv is new enough but lacks the venv and ensurepip modules:" \
+      "install them (on Debian and Ubuntu: apt install python3.12-venv) and run this again."
+  else
+    fail "no Python 3.12 or 3.13 was found on PATH, in pyenv or through uv: install one" \
+      "(apt install python3.12 python3.12-venv, or pyenv install 3.12, or uv python install 3.12)," \
+      "or name it with PYTHON=/path/to/python3.12."
+  fi
+}
+
+# --- Make .venv and install -----------------------------------------------------------------------
+
+# origin_of PYTHON: one line that changes when .venv has to be made anew: another minor version, a moved folder.
+origin_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2], sys.argv[1])' "$root" 2>/dev/null; }
+
+# recipe: one line that changes when the packages have to be installed anew.
+recipe() {
+  "$venv/bin/python" -c 'import hashlib, sys
+print(hashlib.sha256(b"".join(open(path, "rb").read() for path in sys.argv[1:])).hexdigest())' \
+    "$root/setup.py" "$root/tools/setup.sh" 2>/dev/null
+}
+
+holds() { [ -n "$2" ] && [ -e "$1" ] && [ "$(cat "$1")" = "$2" ]; } # holds FILE LINE
+
+# The .venv that is there is the wanted one: it runs, was made here, and is of the version that PYTHON asks for.
+is_ours() {
+  holds "$origin" "$(origin_of "$venv/bin/python")" &&
+    holds "$origin" "$(origin_of "${PYTHON:-$venv/bin/python}")"
+}
+is_done() { is_ours && holds "$stamp" "$(recipe)"; }
+
+# take_lock: one set-up at a time. The lock is the kernel's and goes with this process, however that ends.
+take_lock() {
+  exec 9>"$root/.venv.lock" ||
+    fail "cannot write in $root: make it writable, or clone the repository elsewhere."
+  "$found" -c 'import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.stderr.write("setup: another set-up is at work here; waiting for it\n")
+    fcntl.flock(9, fcntl.LOCK_EX)'
+}
+
+make_venv() {
+  if is_ours; then return 0; fi
+  if [ -e "$venv" ] && [ ! -e "$origin" ]; then
+    fail "$venv was not made by this script, and will not be overwritten: move it away, or remove it with" \
+      "'make distclean', and run this again."
+  fi
+  say "making $venv with $found"
+  rm -rf "$venv"
+  mkdir "$venv"
+  origin_of "$found" >"$origin"
+  "$found" -m venv "$venv" ||
+    fail "$found could not make a virtual environment (its own words are above): install its venv module" \
+      "(on Debian and Ubuntu: apt install python3.12-venv), or name another interpreter with PYTHON=."
+}
+
+install() {
+  rm -f "$stamp"
+  say "installing the packages: about 2 minutes and 5.5 GB of disk, most of it torch with CUDA"
+  # PIP_USER would send the packages out of .venv; everything else that pip was told stays.
+  PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --editable "${root}[demo,dev]" ||
+    fail "pip could not install the packages (its own words are above): check the network or the mirror" \
+      "(PIP_INDEX_URL) and the free disk (6 GB), and run 'make setup' again."
+  recipe >"$stamp"
+  say "done in $SECONDS s"
+}
+
+main() {
+  case "${1:-}" in
+    "") ;;
+    --find-python) find_python && printf '%s\n' "$found" && return 0 ;;
+    *) fail "unknown option $1: the only one is --find-python." ;;
+  esac
+  if is_done; then return 0; fi
+  find_python
+  take_lock
+  if is_done; then return 0; fi # the one that was waited for did it
+  make_venv
+  install
+}
+
+main "$@"
