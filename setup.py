@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata and extras of simreg-megatron.
 
-The package itself asks for little (Python 3.10, torch 2.6), so that it installs beside the Megatron that a job already
-has. What only the demo and the tests need is in the extras; `make setup` installs `demo` and `dev`.
+The package itself asks for little (Python 3.10, torch 2.6), so that it installs beside the Megatron that a job
+already has. What only the demo and the tests need is in the extras; `make setup` installs `demo` and `dev`.
 """
 
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def read_version() -> str:
-    """The version written in the package, read as text: importing the package here would need its requirements."""
+    """The version that the package states, read as text: an import would need what is not installed yet."""
     source = (ROOT / "simreg_megatron" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)
     if match is None:
@@ -27,8 +27,8 @@ def read_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
-# NVIDIA Apex is optional and is detected when it is there, but it must never be listed here: the package that the
-# public index calls `apex` is another project's. The real one is built from NVIDIA's own sources.
+# NVIDIA Apex is optional and is detected when it is there, but it must never be listed here: the package that
+# the public index calls `apex` is another project's. The real one is built from NVIDIA's own sources.
 MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6"]  # megatron.training writes its run settings as YAML
 DATA = ["sentencepiece>=0.2,<0.3", "datasets>=3,<6"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
@@ -53,7 +53,7 @@ EXTRAS = {
 setup(
     name="simreg-megatron",
     version=read_version(),
-    description="SimReg (embedding similarity regularization) for Megatron-LM pretraining, without editing Megatron",
+    description="SimReg (embedding similarity regularization) for Megatron-LM, without editing Megatron",
     long_description=read_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

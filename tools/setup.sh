@@ -22,23 +22,23 @@ fail() {
 
 # --- Find a Python --------------------------------------------------------------------------------
 
-# Prints a verdict and the interpreter behind the candidate: the base of a virtual environment, the target of a
-# shim. Pythons of any age run it, so it keeps to what all of them understand. megatron-core 0.19.2 has wheels for
-# CPython 3.12 and 3.13 with the usual lock; any other would have to compile it.
+# Prints a verdict and the interpreter behind the candidate: the base of a virtual environment, or what a shim
+# leads to. Pythons of any age run it, so it keeps to what all of them understand. megatron-core 0.19.2 has wheels
+# for CPython 3.12 and 3.13 with the usual lock; any other would have to compile it.
 probe='
 import sys
 verdict = "old"
 if sys.version_info[:2] >= (3, 12) and sys.implementation.name == "cpython":
     import sysconfig
     free_threaded = sysconfig.get_config_var("Py_GIL_DISABLED")
-    verdict = "newer" if sys.version_info[:2] > (3, 13) or free_threaded else "fit"
+    verdict = "no-wheel" if sys.version_info[:2] > (3, 13) or free_threaded else "fit"
     try:
         import ensurepip, venv
     except ImportError:
         verdict = "no-venv"
 print(verdict + " " + (getattr(sys, "_base_executable", None) or sys.executable))
 '
-found="" newer="" without_venv=""
+found="" without_wheel="" without_venv=""
 
 # consider CANDIDATE: run it and believe only what it answers (a pyenv shim may be there and end with 127).
 consider() {
@@ -47,7 +47,7 @@ consider() {
   read -r verdict path <<<"$answer"
   case "$verdict" in
     fit) found=$path && return 0 ;;
-    newer) newer=${newer:-$path} ;;
+    no-wheel) without_wheel=${without_wheel:-$path} ;;
     no-venv) without_venv=${without_venv:-$path} ;;
   esac
   return 1
@@ -84,7 +84,7 @@ brought_by_uv() {
 find_python() {
   if [ -n "${PYTHON:-}" ]; then
     if consider "$PYTHON"; then return 0; fi
-    if [ -n "$newer" ]; then take_newer && return 0; fi
+    if [ -n "$without_wheel" ]; then take_without_wheel && return 0; fi
     fail "PYTHON=$PYTHON does not run, or is not CPython 3.12 or 3.13 with the venv and ensurepip modules:" \
       "name one that is, or unset PYTHON and let this script look for one."
   fi
@@ -99,16 +99,16 @@ find_python() {
   settle_for_less
 }
 
-take_newer() {
-  found=$newer
-  say "$newer is newer than 3.13, and megatron-core 0.19 has no wheel for it: pip will try to compile one;" \
-    "if that fails, install Python 3.12."
+take_without_wheel() {
+  found=$without_wheel
+  say "megatron-core 0.19 has wheels for CPython 3.12 and 3.13, none for $without_wheel:" \
+    "pip will try to compile it; if that fails, install Python 3.12."
 }
 
-# Nothing fits: take a newer Python and say so, or end with the mend that is nearest.
+# Nothing fits: take a Python without a wheel and say so, or end with the mend that is nearest.
 settle_for_less() {
-  if [ -n "$newer" ]; then
-    take_newer
+  if [ -n "$without_wheel" ]; then
+    take_without_wheel
   elif [ -n "$without_venv" ]; then
     fail "$without_venv is new enough but lacks the venv and ensurepip modules:" \
       "install them (on Debian and Ubuntu: apt install python3.12-venv) and run this again."
@@ -121,7 +121,7 @@ settle_for_less() {
 
 # --- Make .venv and install -----------------------------------------------------------------------
 
-# origin_of PYTHON: one line that changes when .venv has to be made anew: another minor version, a moved folder.
+# origin_of PYTHON: one line that changes when .venv must be made anew: another minor version, a moved folder.
 origin_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2], sys.argv[1])' "$root" 2>/dev/null; }
 
 # recipe: one line that changes when the packages have to be installed anew.
@@ -133,7 +133,7 @@ print(hashlib.sha256(b"".join(open(path, "rb").read() for path in sys.argv[1:]))
 
 holds() { [ -n "$2" ] && [ -e "$1" ] && [ "$(cat "$1")" = "$2" ]; } # holds FILE LINE
 
-# The .venv that is there is the wanted one: it runs, was made here, and is of the version that PYTHON asks for.
+# The .venv that is there is the wanted one: it runs, was made here, and is of the version PYTHON asks for.
 is_ours() {
   holds "$origin" "$(origin_of "$venv/bin/python")" &&
     holds "$origin" "$(origin_of "${PYTHON:-$venv/bin/python}")"

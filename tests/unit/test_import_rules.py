@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports are law: which room of the package may import what, read from the syntax tree of every module.
+
+A room is a folder or a module right under `simreg_megatron/`. The table names the other rooms that it may use
+(arrows point downwards only) and the packages of others that it may import, inside functions included.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "simreg_megatron"
+ROOT = Path(__file__).resolve().parents[2] / PACKAGE
+TOP = "__init__"  # the room of names taken from the package itself: install, uninstall, __version__
+
+
+@dataclass(frozen=True)
+class Room:
+    rooms: frozenset[str]  # of ours, beside itself
+    packages: frozenset[str]  # of others; the standard library is open to all
+
+
+def room(rooms: str = "", packages: str = "") -> Room:
+    return Room(frozenset(rooms.split()), frozenset(packages.split()))
+
+
+# Only plugin, pretrain, data, checkpoint and probe may name megatron; triton lives in kernels alone.
+LAW = {
+    "config": room(),
+    "losses": room(packages="torch"),
+    "kernels": room("losses", "torch triton"),
+    "adagc": room(packages="torch"),
+    "geometry": room("losses", "torch"),
+    "parallel": room(packages="torch"),
+    "plugin": room(
+        "config losses kernels adagc geometry parallel", "torch megatron transformer_engine apex wandb"
+    ),
+    TOP: room("config plugin"),
+    "data": room(TOP, "datasets sentencepiece megatron numpy torch rich tqdm"),
+    "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
+    "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
+    "checkpoint": room(f"{TOP} config", "torch megatron transformers safetensors numpy"),
+    "report": room(f"{TOP} geometry", "matplotlib numpy tensorboard rich torch"),
+    "__main__": room(f"{TOP} plugin"),
+    "cli": room(f"{TOP} config plugin data checkpoint report probe", "typer rich torch"),
+}
+
+
+def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in the tree, at any depth; `package` resolves relative ones."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def offences(source: str, path: str) -> list[str]:
+    """What the module at `path`, such as "losses/simreg.py" in the package, imports against the law."""
+    parts = Path(path).with_suffix("").parts
+    own = parts[0]
+    if own not in LAW:
+        return [f"{path}: the room {own} is not in the table: add it to LAW."]
+    law = LAW[own]
+    package = ".".join([PACKAGE, *parts[:-1]])
+    found = []
+    for line, name in imported_names(ast.parse(source), package):
+        head, *rest = name.split(".")
+        if head == PACKAGE:
+            target = rest[0] if rest and rest[0] in LAW else TOP
+            lawful = target == own or target in law.rooms
+        else:
+            lawful = head in sys.stdlib_module_names or head in law.packages
+        if not lawful:
+            found.append(f"{path}:{line}: {own} must not import {name}")
+    return found
+
+
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_every_module_keeps_the_law(path: str):
+    assert offences((ROOT / path).read_text(encoding="utf-8"), path) == []
+
+
+def test_the_table_itself_points_downwards_only():
+    """No two rooms may use each other, over however many steps."""
+    below = {name: set(law.rooms) for name, law in LAW.items()}
+    while below:
+        leaves = {name for name, uses in below.items() if not uses & below.keys()}
+        assert leaves, f"these rooms import each other in a circle: {sorted(below)}"
+        below = {name: uses for name, uses in below.items() if name not in leaves}
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("config.py", "import torch"),
+        ("losses/simreg.py", "from megatron.core import mpu"),
+        ("losses/simreg.py", "def late():\n    import megatron"),
+        ("losses/simreg.py", "from simreg_megatron import plugin"),
+        ("losses/simreg.py", "from simreg_megatron import install"),
+        ("losses/simreg.py", "from ..plugin import hooks"),
+        ("losses/simreg.py", "import importlib\nimportlib.import_module('megatron.core')"),
+        ("parallel/shard.py", "from simreg_megatron.losses import simreg_loss"),
+        ("geometry.py", "import numpy"),
+        ("plugin/hooks.py", "import triton"),
+        ("plugin/hooks.py", "from simreg_megatron.pretrain import forward_step"),
+        ("cli.py", "import megatron"),
+        ("unheard_of.py", ""),
+    ],
+)
+def test_a_breach_is_seen(path: str, source: str):
+    assert len(offences(source, path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("losses/simreg.py", "import math\nimport torch.nn.functional as F\nfrom . import similarity"),
+        ("geometry.py", "from simreg_megatron.losses._chunks import cut"),
+        ("plugin/hooks.py", "from megatron.core import mpu\nfrom ..losses import simreg_loss"),
+        ("__main__.py", "from simreg_megatron import install"),
+    ],
+)
+def test_what_is_lawful_passes(path: str, source: str):
+    assert offences(source, path) == []
+
+
+def test_importing_the_package_stays_light():
+    """`import simreg_megatron` must be safe before the CPU backend is chosen, and without Megatron."""
+    heavy = "import sys, simreg_megatron; print(sorted({'torch', 'megatron', 'triton'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
