@@ -56,14 +56,14 @@ def simreg_loss(
     reduction: str = "mean",
     impl: str = "auto",
 ) -> Tensor:
-    """R_i = softplus( log sum_{j in N_i} exp(s_ij) - log sum_{j in P_i} exp(s_ij) ), s_ij = cos(e_i, e_j)/tau.
+    """R_i = softplus( log sum_{j in N_i} exp(s_ij) - log sum_{j in P_i} exp(s_ij) ), s = cos(e_i, e_j) / tau.
 
     P_i are the tokens of the same chunk with the label of token i (itself included), N_i those with another
     label. Labels are the ids of the tokens to predict: the targets of the cross-entropy at these positions.
 
     Args:
-        embeddings: [b, n, d] or [n, d], float16, bfloat16, float32 or float64; sequences never meet. All is
-            computed in float32 (float64 for float64), outside any autocast; the gradient has the input's dtype.
+        embeddings: [b, n, d] or [n, d], float16, bfloat16, float32 or float64; sequences never meet. Computed
+            in float32 (float64 for float64), outside any autocast; the gradient has the input's dtype.
         labels: integer [b, n] or [n]; a label below 0 (-100) makes the token invalid.
         temperature: tau, above 0.
         valid: bool, shape of labels. Invalid tokens are neither anchor, positive nor negative. So are tokens
@@ -204,7 +204,7 @@ def _count_correction(tokens: ChunkedTokens, pairs: _Pairs, num_sequences: int, 
 
 
 def _chunk_weights(kind: str, pairs: _Pairs, num_sequences: int) -> Tensor:
-    """One factor per chunk, [m, 1]: sum(terms) / anchors of a sequence is then the weighted mean of chunks."""
+    """One factor per chunk, [m, 1]: sum(terms) / anchors of a sequence is the weighted mean of chunks."""
     per_chunk = (num_sequences, -1)
     anchors = pairs.anchor.sum(dim=-1).to(pairs.num_positive.dtype).reshape(per_chunk)
     positive = pairs.num_positive.sum(dim=-1).reshape(per_chunk)

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""simreg_loss against a naive double loop, its closed-form gradient, and the inputs that break losses."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
+from simreg_megatron.losses.similarity import SIMILARITIES, get_similarity, unit_rows
+from tests.helpers.fixtures import fixture_f1, random_tokens
+from tests.helpers.oracle import naive_simreg
+
+OPTIONS = [
+    {"group_reduce": group, "self_positive": own, "chunk_weight": weight}
+    for group, own, weight in itertools.product(GROUP_REDUCTIONS, SELF_POSITIVES, CHUNK_WEIGHTS)
+    if (group, weight) != ("mean", "count-corrected")
+]
+
+
+def awkward_tokens() -> tuple[Tensor, Tensor, Tensor]:
+    """Two sequences of 11 tokens: masked, negatively labelled and zero ones, and a chunk of one class."""
+    rows, labels = random_tokens((2, 11, 3), num_labels=3, seed=1)
+    labels[1, 4:8] = 2
+    labels[0, 6] = -100
+    rows[0, 1] = 0.0
+    valid = torch.ones(2, 11, dtype=torch.bool)
+    valid[0, 9] = valid[1, 0] = valid[1, 10] = False
+    return rows, labels, valid
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "/".join(options.values()))
+@pytest.mark.parametrize("chunk_size", [0, 4])
+def test_equals_the_double_loop(options: dict, chunk_size: int) -> None:
+    rows, labels, valid = awkward_tokens()
+    options = {"temperature": 0.2, "valid": valid, "chunk_size": chunk_size, **options}
+    ours, naive = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    expected, num_anchors = naive_simreg(naive, labels, **options)
+    terms = simreg_loss(ours, labels, reduction="none", **options)
+    torch.testing.assert_close(terms, expected, rtol=1e-10, atol=1e-14)
+    assert expected.max() > 0.1
+
+    weights = torch.linspace(0.5, 2.0, 22, dtype=torch.float64).reshape(2, 11)
+    (grad,) = torch.autograd.grad((terms * weights).sum(), ours)
+    (expected_grad,) = torch.autograd.grad((expected * weights).sum(), naive)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-13)
+    assert not torch.allclose(2 * grad, expected_grad, rtol=1e-2)
+
+    total = simreg_loss(rows, labels, reduction="sum", **options)
+    torch.testing.assert_close(total, expected.detach().sum(), rtol=1e-10, atol=0)
+    mean = simreg_loss(rows, labels, **options)
+    torch.testing.assert_close(mean, expected.detach().sum() / num_anchors, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_every_similarity_equals_the_double_loop(similarity: str) -> None:
+    rows, labels, valid = awkward_tokens()
+    options = {"temperature": 0.5, "valid": valid, "chunk_size": 4, "similarity": similarity}
+    ours, naive = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    expected, num_anchors = naive_simreg(naive, labels, **options)
+    loss = simreg_loss(ours, labels, **options)
+    torch.testing.assert_close(loss, expected.sum() / num_anchors, rtol=1e-10, atol=0)
+    loss.backward()
+    (expected.sum() / num_anchors).backward()
+    torch.testing.assert_close(ours.grad, naive.grad, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_gradcheck(similarity: str) -> None:
+    rows, labels, valid = awkward_tokens()
+    rows = rows[:, :7].clone().requires_grad_()
+    rows.data[0, 1] = 1.0  # at an exactly zero row the loss jumps, so there is no difference quotient
+
+    def loss(embeddings: Tensor) -> Tensor:
+        return simreg_loss(
+            embeddings,
+            labels[:, :7],
+            valid=valid[:, :7],
+            temperature=0.3,
+            chunk_size=3,
+            similarity=similarity,
+        )
+
+    assert torch.autograd.gradcheck(loss, (rows,))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01])
+def test_gradient_has_its_closed_form(temperature: float) -> None:
+    """G = g (w- - w+) by row; dR/dA = (G + G^T) A / tau; dR/de = (I - a a^T) dR/da / ||e||."""
+    rows, labels = fixture_f1()
+    norms = rows.norm(dim=1, keepdim=True)
+    units = rows / norms
+    logits = units @ units.T / temperature
+    same = labels.unsqueeze(1) == labels
+    positive = logits.masked_fill(~same, -math.inf)
+    negative = logits.masked_fill(same, -math.inf)
+    gate = torch.sigmoid(negative.logsumexp(1) - positive.logsumexp(1)) / len(labels)
+    pull = gate.unsqueeze(1) * (negative.softmax(1) - positive.softmax(1))
+    by_unit = (pull + pull.T) @ units / temperature
+    expected = (by_unit - units * (units * by_unit).sum(1, keepdim=True)) / norms
+
+    rows = rows.requires_grad_()
+    simreg_loss(rows, labels, temperature=temperature).backward()
+    torch.testing.assert_close(rows.grad, expected, rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype, autocast: bool) -> None:
+    rows, labels = random_tokens((2, 40, 16), num_labels=6, seed=2, dtype=dtype)
+    rows.requires_grad_()
+    exact = rows.detach().double().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = simreg_loss(rows, labels, temperature=0.05)
+    expected = simreg_loss(exact, labels, temperature=0.05)
+    loss.backward()
+    expected.backward()
+    assert loss.dtype == torch.float32
+    assert rows.grad.dtype == dtype
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    # The gradient is rounded once, on the way out.
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(rows.grad.double(), exact.grad, rtol=rounding, atol=1e-7)
+
+    units = unit_rows(rows.detach().float()).bfloat16()
+    logits = ((units @ units.mT).double() - 1) / 0.05
+    same = labels.unsqueeze(1) == labels.unsqueeze(2)
+    low = -torch.nn.functional.logsigmoid(
+        logits.masked_fill(~same, -math.inf).logsumexp(2) - logits.masked_fill(same, -math.inf).logsumexp(2)
+    ).mean()
+    assert abs(low / expected - 1) > 1e-4, "cosines in bfloat16 would be seen by this tolerance"
+
+
+def test_an_unbatched_sequence_is_a_batch_of_one() -> None:
+    rows, labels = fixture_f1()
+    terms = simreg_loss(rows, labels, temperature=0.1, chunk_size=5, reduction="none")
+    assert terms.shape == (12,)
+    batch = simreg_loss(rows[None], labels[None], temperature=0.1, chunk_size=5, reduction="none")
+    assert torch.equal(terms, batch[0])
+    valid = labels != 5
+    assert torch.equal(
+        simreg_loss(rows, labels, temperature=0.1, valid=valid),
+        simreg_loss(rows[None], labels[None], temperature=0.1, valid=valid[None]),
+    )
+
+
+def test_a_ragged_last_chunk_is_a_shorter_sequence() -> None:
+    rows, labels = fixture_f1()
+    terms = simreg_loss(rows, labels, temperature=0.1, chunk_size=5, reduction="none")
+    pieces = [
+        simreg_loss(rows[part], labels[part], temperature=0.1, reduction="none")
+        for part in (slice(0, 5), slice(5, 10), slice(10, 12))
+    ]
+    torch.testing.assert_close(terms, torch.cat(pieces), rtol=1e-12, atol=0)
+
+
+def test_a_chunk_beyond_the_sequence_is_the_whole_sequence() -> None:
+    rows, labels = fixture_f1()
+    whole = simreg_loss(rows, labels, temperature=0.1)
+    for chunk_size in (12, 13, 10**6):
+        assert torch.equal(simreg_loss(rows, labels, temperature=0.1, chunk_size=chunk_size), whole)
+
+
+def test_non_contiguous_input() -> None:
+    rows, labels = random_tokens((9, 2, 4), num_labels=3)
+    loss = simreg_loss(rows.transpose(0, 1), labels.T, temperature=0.1, chunk_size=4)
+    expected = simreg_loss(
+        rows.transpose(0, 1).contiguous(), labels.T.contiguous(), temperature=0.1, chunk_size=4
+    )
+    assert torch.equal(loss, expected)
+
+
+def test_a_zero_row_is_as_if_masked() -> None:
+    rows, labels = fixture_f1()
+    valid = torch.arange(12) != 4
+    rows[4] = 0.0
+    rows.requires_grad_()
+    loss = simreg_loss(rows, labels, temperature=0.1)
+    assert torch.equal(loss, simreg_loss(rows, labels, temperature=0.1, valid=valid))
+    loss.backward()
+    assert torch.equal(rows.grad[4], torch.zeros(6, dtype=torch.float64))
+    assert torch.isfinite(rows.grad).all()
+
+
+NOTHING_TO_COMPARE = {
+    "one label": (torch.zeros(2, 5, dtype=torch.long), None),
+    "all masked": (torch.arange(10).reshape(2, 5), torch.zeros(2, 5, dtype=torch.bool)),
+    "all ignored": (torch.full((2, 5), -100), None),
+    "one valid token": (torch.arange(10).reshape(2, 5), torch.eye(2, 5, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_TO_COMPARE)
+@pytest.mark.parametrize("chunk_size", [0, 2])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "/".join(options.values()))
+def test_nothing_to_compare_is_exactly_zero(case: str, chunk_size: int, options: dict) -> None:
+    labels, valid = NOTHING_TO_COMPARE[case]
+    rows = random_tokens((2, 5, 3), num_labels=2, dtype=torch.float32)[0].requires_grad_()
+    for reduction in ("mean", "sum", "none"):
+        loss = simreg_loss(rows, labels, valid=valid, chunk_size=chunk_size, reduction=reduction, **options)
+        (grad,) = torch.autograd.grad(loss.sum(), rows)
+        assert torch.equal(loss, torch.zeros_like(loss))
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (0, 4), (2, 1, 4), (2, 0, 4), (0, 3, 4)])
+def test_tiny_and_empty_input(shape: tuple[int, ...]) -> None:
+    rows = torch.ones(shape, requires_grad=True)
+    labels = torch.zeros(shape[:-1], dtype=torch.long)
+    for chunk_weight in CHUNK_WEIGHTS:
+        loss = simreg_loss(rows, labels, chunk_size=2, chunk_weight=chunk_weight)
+        loss.backward()
+        assert loss == 0.0
+    assert simreg_loss(rows, labels, reduction="none").shape == shape[:-1]
+    assert torch.equal(rows.grad, torch.zeros(shape))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_any_scale_fits_float32(scale: float) -> None:
+    rows, labels = fixture_f1(torch.float32)
+    rows = rows.requires_grad_()
+    scaled = (rows.detach() * scale).requires_grad_()
+    loss, expected = simreg_loss(scaled, labels, temperature=0.1), simreg_loss(rows, labels, temperature=0.1)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled.grad * scale, rows.grad, rtol=1e-4, atol=1e-7)
+    norm = scaled.detach().square().sum(dim=1).sqrt()
+    assert ((norm == 0) | norm.isinf()).all(), "without scaling the norm leaves float32"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_a_non_finite_row_is_not_hidden(bad: float, similarity: str) -> None:
+    rows, labels = random_tokens((2, 6, 3), num_labels=3, seed=3)
+    rows[0, 2, 1] = bad
+    rows.requires_grad_()
+    terms = simreg_loss(rows, labels, similarity=similarity, temperature=1.0, reduction="none")
+    assert terms[0, 2].isnan()
+    assert torch.isfinite(terms[1]).all(), "the other sequence has nothing to do with it"
+    loss = simreg_loss(rows, labels, similarity=similarity, temperature=1.0)
+    loss.backward()
+    assert loss.isnan()
+    assert rows.grad.isnan().any()
+    alone = simreg_loss(rows, torch.zeros_like(labels), similarity=similarity)
+    assert alone.isnan(), "not even where the row meets no negative"
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "/".join(options.values()))
+def test_the_host_never_waits_for_values(options: dict) -> None:
+    """On tensors without data every read of a value raises."""
+    with FakeTensorMode():
+        rows = torch.empty(2, 13, 5, dtype=torch.bfloat16, requires_grad=True)
+        labels, valid = torch.zeros(2, 13, dtype=torch.long), torch.ones(2, 13, dtype=torch.bool)
+        simreg_loss(rows, labels, valid=valid, chunk_size=4, **options).backward()
+        assert rows.grad.shape == rows.shape
+        with pytest.raises(RuntimeError):
+            rows.sum().item()
+
+
+GOOD = {"embeddings": torch.ones(2, 4, 3), "labels": torch.zeros(2, 4, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"temperature": "cold"}, "temperature"),
+        ({"chunk_size": 1}, "chunk_size"),
+        ({"chunk_size": -4}, "chunk_size"),
+        ({"chunk_size": 2.0}, "chunk_size"),
+        ({"similarity": "learnable"}, "cosine, dot, qnorm, dnorm"),
+        ({"group_reduce": "max"}, "sum, mean"),
+        ({"self_positive": "sometimes"}, "always, only_if_alone, never"),
+        ({"chunk_weight": "pos_neg_ratio"}, "pos-neg-ratio"),
+        ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect"),
+        ({"reduction": "max"}, "mean, sum, none"),
+        ({"impl": "triton"}, "auto, reference"),
+        ({"impl": "tiled"}, "auto, reference"),
+        ({"embeddings": torch.ones(2, 4, 3, dtype=torch.long)}, "floating point"),
+        ({"embeddings": torch.ones(4)}, r"\[n, d\]"),
+        ({"embeddings": torch.ones(1, 2, 4, 3)}, r"\[n, d\]"),
+        ({"embeddings": torch.ones(2, 4, 0)}, "d of at least 1"),
+        ({"labels": torch.zeros(2, 5, dtype=torch.long)}, "labels must have the shape"),
+        ({"labels": torch.zeros(2, 4)}, "labels must be integers"),
+        ({"labels": torch.zeros(2, 4, dtype=torch.bool)}, "labels must be integers"),
+        ({"labels": torch.zeros(2, 4, dtype=torch.long, device="meta")}, "labels are on meta"),
+        ({"valid": torch.ones(2, 4)}, "bool mask"),
+        ({"valid": torch.ones(2, 3, dtype=torch.bool)}, "shape of labels"),
+        ({"valid": torch.ones(2, 4, dtype=torch.bool, device="meta")}, "valid is on meta"),
+    ],
+)
+def test_a_bad_argument_gets_one_sentence(change: dict, message: str) -> None:
+    arguments = GOOD | change
+    with pytest.raises(ValueError, match=message) as error:
+        simreg_loss(arguments.pop("embeddings"), arguments.pop("labels"), **arguments)
+    text = str(error.value)
+    assert text.endswith(".")
+    assert "\n" not in text
+
+
+def test_similarities_take_other_keys_than_anchors() -> None:
+    anchors, keys = torch.randn(2, 3, 5, dtype=torch.float64).unbind()
+    pair = torch.stack([anchors[1], keys[2]])
+    for name in SIMILARITIES:
+        logits = get_similarity(name)(anchors, keys, 0.5)
+        square = get_similarity(name)(pair, pair, 0.5)
+        torch.testing.assert_close(logits[1, 2], square[0, 1])
+        torch.testing.assert_close(square.diagonal(), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-12)
