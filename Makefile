@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make` alone lists what there is. Every target works in .venv, which `make setup` makes; nothing is activated.
+# `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint bench clean distclean
@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## make .venv with all that the demo and the tests need (once: about 2 minutes, 5.5 GB)
+setup: ## make .venv with all that the demo and the tests need (once: 2 to 4 minutes, 5.5 GB)
 	@bash tools/setup.sh
 
 demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, and compare them

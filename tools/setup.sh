@@ -169,7 +169,7 @@ make_venv() {
 
 install() {
   rm -f "$stamp"
-  say "installing the packages: about 2 minutes and 5.5 GB of disk, most of it torch with CUDA"
+  say "installing the packages: 2 to 4 minutes and 5.5 GB of disk, most of it torch with CUDA"
   # PIP_USER would send the packages out of .venv; everything else that pip was told stays.
   PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --editable "${root}[demo,dev]" ||
     fail "pip could not install the packages (its own words are above): check the network or the mirror" \
