@@ -23,8 +23,8 @@ fail() {
 # --- Find a Python --------------------------------------------------------------------------------
 
 # Prints a verdict and the interpreter behind the candidate: the base of a virtual environment, or what a shim
-# leads to. Pythons of any age run it, so it keeps to what all of them understand. megatron-core 0.19.2 has wheels
-# for CPython 3.12 and 3.13 with the usual lock; any other would have to compile it.
+# leads to. Pythons of any age run it, so it keeps to what all of them understand. megatron-core 0.19.2 has
+# wheels for CPython 3.12 and 3.13 with the usual lock; any other would have to compile it.
 probe='
 import sys
 verdict = "old"
@@ -168,13 +168,15 @@ make_venv() {
 }
 
 install() {
+  local installed
+  installed=$(recipe) # before, so that an edit made meanwhile is seen the next time
   rm -f "$stamp"
   say "installing the packages: 2 to 4 minutes and 5.5 GB of disk, most of it torch with CUDA"
   # PIP_USER would send the packages out of .venv; everything else that pip was told stays.
   PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --editable "${root}[demo,dev]" ||
     fail "pip could not install the packages (its own words are above): check the network or the mirror" \
       "(PIP_INDEX_URL) and the free disk (6 GB), and run 'make setup' again."
-  recipe >"$stamp"
+  printf '%s\n' "$installed" >"$stamp"
   say "done in $SECONDS s"
 }
 
