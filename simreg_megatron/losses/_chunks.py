@@ -116,8 +116,13 @@ def _fold(tokens: Tensor, length: int, fill: float) -> Tensor:
 
 def unfold(tokens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
     """[m, k] -> [b, n]: undo the folding of `cut` and drop the filling."""
-    padded = tokens.shape[0] * tokens.shape[1] // max(num_sequences, 1)
-    return tokens.reshape(num_sequences, padded)[:, :num_tokens]
+    return by_sequence(tokens, num_sequences)[:, :num_tokens]
+
+
+def by_sequence(values: Tensor, num_sequences: int) -> Tensor:
+    """[m] -> [b, c], or [m, k] -> [b, c * k]."""
+    # The length is spelled out because -1 is ambiguous without elements.
+    return values.reshape(num_sequences, values.numel() // max(num_sequences, 1))
 
 
 def label_pairs(tokens: ChunkedTokens) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from simreg_megatron.losses._chunks import (
     ChunkedTokens,
     as_batch,
+    by_sequence,
     check_tokens,
     cut,
     label_pairs,
@@ -189,10 +190,10 @@ def _log_count(count: Tensor) -> Tensor:
 def _count_correction(tokens: ChunkedTokens, pairs: _Pairs, num_sequences: int, self_positive: str) -> Tensor:
     """log(N_i in the sequence / N_i in the chunk) - log(P_i in the sequence / P_i in the chunk), [m, k]."""
     # Invalid tokens share the label -1, which no valid token has.
-    labels = torch.where(tokens.valid, tokens.labels, -1).reshape(num_sequences, -1)
+    labels = by_sequence(torch.where(tokens.valid, tokens.labels, -1), num_sequences)
     ordered = labels.sort(dim=-1).values
     same = torch.searchsorted(ordered, labels, right=True) - torch.searchsorted(ordered, labels)
-    num_valid = tokens.valid.reshape(num_sequences, -1).sum(dim=-1, keepdim=True)
+    num_valid = by_sequence(tokens.valid, num_sequences).sum(dim=-1, keepdim=True)
     different = (num_valid - same).reshape_as(tokens.labels).to(tokens.rows.dtype)
     same = same.reshape_as(tokens.labels).to(tokens.rows.dtype)
     if self_positive != "always":
@@ -205,10 +206,9 @@ def _count_correction(tokens: ChunkedTokens, pairs: _Pairs, num_sequences: int, 
 
 def _chunk_weights(kind: str, pairs: _Pairs, num_sequences: int) -> Tensor:
     """One factor per chunk, [m, 1]: sum(terms) / anchors of a sequence is the weighted mean of chunks."""
-    per_chunk = (num_sequences, -1)
-    anchors = pairs.anchor.sum(dim=-1).to(pairs.num_positive.dtype).reshape(per_chunk)
-    positive = pairs.num_positive.sum(dim=-1).reshape(per_chunk)
-    negative = pairs.num_negative.sum(dim=-1).reshape(per_chunk)
+    anchors = by_sequence(pairs.anchor.sum(dim=-1).to(pairs.num_positive.dtype), num_sequences)
+    positive = by_sequence(pairs.num_positive.sum(dim=-1), num_sequences)
+    negative = by_sequence(pairs.num_negative.sum(dim=-1), num_sequences)
     if kind == "uniform":
         share = (anchors > 0).to(anchors.dtype)
     else:

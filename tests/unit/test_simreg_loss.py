@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 from simreg_megatron.losses.similarity import SIMILARITIES, get_similarity, unit_rows
+from simreg_megatron.losses.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.helpers.oracle import naive_simreg
 
