@@ -5,6 +5,7 @@ The interpreters are stand-ins: shell scripts that answer the probe as a Python 
 test can set up machines that have none, too old a one, or a shim that leads nowhere.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -220,3 +221,24 @@ class TestInstall:
         with (repo / "setup.py").open("a") as file:
             file.write("# another recipe\n")
         assert self.offline(machine).returncode == 1
+
+    @pytest.mark.slow
+    def test_a_half_made_venv_is_gone_on_with_and_a_moved_one_made_anew(self, machine, repo):
+        making = f"making {repo / '.venv'}"
+        assert making in self.offline(machine).stderr
+        assert making not in self.offline(machine).stderr
+        (repo / ".venv" / "simreg-origin").write_text("3.12 /the/folder/it/was/made/in\n")
+        assert making in self.offline(machine).stderr
+
+    def test_two_at_once_take_turns(self, machine, repo):
+        (repo / ".venv").mkdir()  # not ours: the script ends right after the lock, without installing
+        with (repo / ".venv.lock").open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            command = [BASH, str(repo / "tools" / "setup.sh")]
+            environment = {"PATH": str(machine / "bin"), "PYTHON": sys.executable}
+            second = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+            assert "another set-up is at work" in second.stderr.readline()
+            assert second.poll() is None
+            fcntl.flock(held, fcntl.LOCK_UN)
+            rest = second.communicate(timeout=60)[1]
+        assert "will not be overwritten" in rest
