@@ -9,15 +9,13 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from simreg_megatron.config import SimRegConfig
 
 __version__ = "0.1.0"
 __all__ = ["SimRegConfig", "install", "uninstall"]
 
 
-def install(config: Optional[SimRegConfig] = None) -> None:
+def install(config: SimRegConfig | None = None) -> None:
     """Make SimReg part of Megatron in this process.
 
     Call it once, any time before Megatron parses its flags: the `--simreg-*` flags then decide. In a script that

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
-from typing import Optional
 
 import typer
 from rich.console import Console
@@ -55,7 +54,7 @@ def _packages() -> Table:
     return table
 
 
-def _version(package: str) -> Optional[str]:
+def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -85,7 +84,7 @@ def _seams() -> tuple[Table, bool]:
     from simreg_megatron.plugin import compat
 
     table = Table(title=f"Megatron {_version('megatron-core') or '(source tree?)'}", title_justify="left")
-    table.add_column("function the plugin wraps")
+    table.add_column("function the plugin wraps", overflow="fold")
     table.add_column("found")
     table.add_column("because", overflow="fold")
     _use_cpu_if_alone()

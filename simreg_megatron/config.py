@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Optional, Union
 
 OBJECTIVES = ("simreg", "none")
 SCOPES = ("exact", "local")
@@ -40,7 +39,7 @@ class SimRegConfig:
         ValueError: a setting is impossible, or would have no effect.
     """
 
-    lambda_: Union[float, str] = 0.0
+    lambda_: float | str = 0.0
     temperature: float = 0.01
     chunk_size: int = 1024
     scope: str = "exact"
@@ -51,7 +50,7 @@ class SimRegConfig:
     chunk_weight: str = "token"
     warmup_iters: int = 0
     impl: str = "auto"
-    log_interval: Optional[int] = None
+    log_interval: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lambda_", _checked_lambda(self.lambda_))
@@ -108,7 +107,7 @@ _CHOICES = {
 }
 
 
-def _checked_lambda(value: Union[float, str]) -> Union[float, str]:
+def _checked_lambda(value: float | str) -> float | str:
     if value == "auto":
         return "auto"
     try:

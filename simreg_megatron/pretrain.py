@@ -9,7 +9,7 @@ adds that, as it would to a script of your own.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -30,7 +30,7 @@ _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _SPIKE = 10  # a loss this many times the largest one seen so far is reported by --check-for-spiky-loss
 
 
-def datasets_provider(num_samples: list[int], vp_stage: Optional[int] = None) -> Any:
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Train, validation and test sets as Megatron builds them, on the ranks that read data."""
     args = get_args()
     print_rank_0("> building train, validation and test datasets ...")
@@ -63,11 +63,11 @@ def datasets_provider(num_samples: list[int], vp_stage: Optional[int] = None) ->
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron calls it on every rank
 
 
-def _reads_data(vp_stage: Optional[int] = None) -> bool:
+def _reads_data(vp_stage: int | None = None) -> bool:
     return mpu.get_tensor_model_parallel_rank() == 0 and _sees_tokens(vp_stage)
 
 
-def _predicts_further(vp_stage: Optional[int]) -> bool:
+def _predicts_further(vp_stage: int | None) -> bool:
     """Whether multi-token-prediction layers sit on this stage."""
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
@@ -78,11 +78,11 @@ def _predicts_further(vp_stage: Optional[int]) -> bool:
     )
 
 
-def _sees_tokens(vp_stage: Optional[int]) -> bool:
+def _sees_tokens(vp_stage: int | None) -> bool:
     return is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
 
 
-def get_batch(data_iterator: Any, vp_stage: Optional[int] = None) -> dict[str, Optional[Tensor]]:
+def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]:
     """This rank's part of the next micro-batch: read on tensor rank 0, broadcast, cut for context parallelism."""
     args = get_args()
     if not _sees_tokens(vp_stage):
@@ -114,7 +114,7 @@ def get_batch(data_iterator: Any, vp_stage: Optional[int] = None) -> dict[str, O
 _PACKING = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 
 
-def _to_device(tensor: Optional[Tensor]) -> Optional[Tensor]:
+def _to_device(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.cuda(non_blocking=True)
 
 
@@ -130,9 +130,10 @@ def loss_function(loss_mask: Tensor, per_token_loss: Tensor) -> tuple[Tensor, Te
 def _validate(loss: Tensor) -> None:
     """Megatron's own checks of a micro-batch's loss, before data-parallel ranks are averaged."""
     args, machine = get_args(), get_rerun_state_machine()
-    checks = []
+    checks: list[tuple[Any, str, bool]] = []
     if args.check_for_nan_in_loss_and_grad:
-        checks += [(torch.isnan, "found NaN in local forward loss", True), (torch.isinf, "found Inf in local forward loss", True)]  # fmt: skip
+        checks.append((torch.isnan, "found NaN in local forward loss", True))
+        checks.append((torch.isinf, "found Inf in local forward loss", True))
     if args.check_for_spiky_loss:
         is_spike = partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss")
         checks.append((is_spike, "Spiky loss", False))

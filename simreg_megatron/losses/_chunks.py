@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_NO_LABEL = -1
+_NO_LABEL = -1  # of filling; no valid token has it
 
 
 class ChunkedTokens(NamedTuple):
     """Tokens of all sequences, folded so that one batch entry is one chunk."""
 
     rows: Tensor  # [m, k, d] float32 or float64; all ones where `valid` is False
-    labels: Tensor  # [m, k] integer
+    labels: Tensor  # [m, k] int64
     valid: Tensor  # [m, k] bool: takes part as anchor, positive and negative
     zero_rows: Tensor  # [m, k] bool: would be valid, but the hidden state is exactly zero
 
@@ -29,9 +29,7 @@ def check_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None, chunk
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}.")
     if embeddings.dim() not in (2, 3) or embeddings.shape[-1] == 0:
-        raise ValueError(
-            f"embeddings must be [n, d] or [b, n, d] with d of at least 1, got {list(embeddings.shape)}."
-        )
+        raise ValueError(f"embeddings must be [n, d] or [b, n, d] with d of at least 1, got {list(embeddings.shape)}.")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels must be integers (token ids), got {labels.dtype}.")
     if labels.shape != embeddings.shape[:-1]:
@@ -40,31 +38,23 @@ def check_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None, chunk
             f"dimension, got {list(labels.shape)}."
         )
     if labels.device != embeddings.device:
-        raise ValueError(
-            f"labels are on {labels.device} but embeddings on {embeddings.device}; move one of them."
-        )
+        raise ValueError(f"labels are on {labels.device} but embeddings on {embeddings.device}; move one of them.")
     if valid is not None:
         _check_valid(valid, labels)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 0 or chunk_size == 1:
-        raise ValueError(
-            f"chunk_size must be 0 (whole sequence) or an integer of at least 2, got {chunk_size!r}."
-        )
+        raise ValueError(f"chunk_size must be 0 (whole sequence) or an integer of at least 2, got {chunk_size!r}.")
 
 
 def _check_valid(valid: Tensor, labels: Tensor) -> None:
     if valid.dtype != torch.bool:
         raise ValueError(f"valid must be a bool mask, got {valid.dtype}; for a 0/1 loss mask pass mask > 0.")
     if valid.shape != labels.shape:
-        raise ValueError(
-            f"valid must have the shape of labels, {list(labels.shape)}, got {list(valid.shape)}."
-        )
+        raise ValueError(f"valid must have the shape of labels, {list(labels.shape)}, got {list(valid.shape)}.")
     if valid.device != labels.device:
         raise ValueError(f"valid is on {valid.device} but labels on {labels.device}; move one of them.")
 
 
-def as_batch(
-    embeddings: Tensor, labels: Tensor, valid: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def as_batch(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """One sequence [n, d], [n], [n] becomes a batch of one; a batch stays as it is."""
     if embeddings.dim() == 3:
         return embeddings, labels, valid
@@ -94,7 +84,7 @@ def cut(embeddings: Tensor, labels: Tensor, valid: Tensor | None, chunk_size: in
     length = chunk_length(labels.shape[1], chunk_size)
     return ChunkedTokens(
         rows=_fold(rows, length, 1.0),
-        labels=_fold(labels, length, _NO_LABEL),
+        labels=_fold(labels.long(), length, _NO_LABEL),  # wide enough for _NO_LABEL
         valid=_fold(kept, length, False),
         zero_rows=_fold(zero_rows, length, False),
     )

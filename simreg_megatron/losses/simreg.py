@@ -150,9 +150,7 @@ def _pairs(tokens: ChunkedTokens, self_positive: str) -> _Pairs:
         else:
             positive = torch.where(accompanied.unsqueeze(-1), others, positive)
     dtype = tokens.rows.dtype
-    return _Pairs(
-        positive, negative, anchor, positive.sum(dim=-1).to(dtype), (negative.sum(dim=-1) * anchor).to(dtype)
-    )
+    return _Pairs(positive, negative, anchor, positive.sum(dim=-1).to(dtype), (negative.sum(dim=-1) * anchor).to(dtype))
 
 
 def _square_logits(rows: Tensor, logits_of: Similarity, temperature: float) -> Tensor:

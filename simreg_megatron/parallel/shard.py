@@ -9,9 +9,9 @@ Shapes: S tokens of this rank, T tokens of the whole sequence, B micro-batch, D 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,8 @@ class SequenceShard:
     """
 
     length: int
-    sequence_group: Optional[dist.ProcessGroup] = None
-    context_group: Optional[dist.ProcessGroup] = None
+    sequence_group: dist.ProcessGroup | None = None
+    context_group: dist.ProcessGroup | None = None
 
     @cached_property
     def layout(self) -> ShardLayout:
@@ -64,7 +64,7 @@ class SequenceShard:
         """Terms of this rank's tokens, every run by itself; nothing travels. All [B, S(, D)]."""
         lengths = [stop - first for first, stop in self.runs]
         parts = (part.split(lengths, dim=1) for part in (embeddings, labels, valid))
-        return torch.cat([token_loss(*run) for run in zip(*parts)], dim=1)
+        return torch.cat([token_loss(*run) for run in zip(*parts, strict=True)], dim=1)
 
     def whole_sequence(self, embeddings: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bring the whole sequence here in its own order: [B, S(, D)] of each rank -> [B, T(, D)]."""
@@ -131,15 +131,13 @@ class ShardLayout:
             return True
         if chunk_size == 0:
             return False
-        runs = (
-            run for c in range(self.context_size) for s in range(self.sequence_size) for run in self.runs(c, s)
-        )
+        runs = (run for c in range(self.context_size) for s in range(self.sequence_size) for run in self.runs(c, s))
         return all(first % chunk_size == 0 and (stop % chunk_size == 0 or stop == self.length) for first, stop in runs)
 
 
-def _size(group: Optional[dist.ProcessGroup]) -> int:
+def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def _rank(group: Optional[dist.ProcessGroup]) -> int:
+def _rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any
 
 from simreg_megatron import config as choices
 from simreg_megatron.config import SimRegConfig
@@ -42,7 +43,7 @@ _FLAGS = (
     _Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS)),
     _Flag("--simreg-warmup-iters", "warmup_iters", int, "iterations of a linear ramp of lambda (default 0)"),
     _Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS)),
-    _Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's log values, a multiple of --log-interval"),
+    _Flag("--simreg-log-interval", "log_interval", int, "iterations between log values (a multiple of --log-interval)"),
 )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
             parser.exit(2, f"error: {error}\n")
         return namespace, unknown
 
-    parser.parse_known_args = checked  # type: ignore[method-assign]
+    parser.parse_known_args = checked  # type: ignore[method-assign,assignment]
 
 
 def _check_namespace(namespace: argparse.Namespace) -> None:
@@ -121,5 +122,5 @@ def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
 
 
 def _origin(args: Any, flag: _Flag) -> str:
-    value: Optional[Any] = getattr(args, flag.dest, None)
+    value: Any | None = getattr(args, flag.dest, None)
     return " (its default; give the flag to go on as before)" if value is None else ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Optional
+from typing import Any
 
 
 class MegatronSeamError(RuntimeError):
@@ -20,7 +21,7 @@ class Seam:
     """One function of Megatron: who owns it, under which name, and why the plugin needs it."""
 
     module: str
-    owner: Optional[str]  # a class inside the module, or None for a function of the module
+    owner: str | None  # a class inside the module, or None for a function of the module
     name: str
     purpose: str
     parameters: frozenset[str] = frozenset()
@@ -64,10 +65,16 @@ MODEL_SEAM = Seam(
     frozenset({"hidden_states", "labels", "loss_mask", "packed_seq_params", "inference_context"}),
 )
 ARGUMENTS_SEAM = Seam(
-    "megatron.training.arguments", None, "add_megatron_arguments", "the --simreg-* flags join Megatron's parser"
+    "megatron.training.arguments",
+    None,
+    "add_megatron_arguments",
+    "the --simreg-* flags join Megatron's parser",
 )
 SETUP_SEAM = Seam(
-    "megatron.training.training", None, "setup_model_and_optimizer", "what cannot work is refused before step one"
+    "megatron.training.training",
+    None,
+    "setup_model_and_optimizer",
+    "what cannot work is refused before step one",
 )
 STEP_SEAM = Seam("megatron.training.training", None, "train_step", "the lambda warm-up follows the iteration")
 LOG_SEAM = Seam(
@@ -78,7 +85,10 @@ LOG_SEAM = Seam(
     frozenset({"total_loss_dict", "iteration", "skipped_iter"}),
 )
 RESUME_SEAM = Seam(
-    "megatron.training.checkpointing", None, "check_checkpoint_args", "a resume compares its flags with the checkpoint's"
+    "megatron.training.checkpointing",
+    None,
+    "check_checkpoint_args",
+    "a resume compares its flags with the checkpoint's",
 )
 TRAINING_SEAMS = (ARGUMENTS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
 
@@ -94,7 +104,7 @@ def megatron_version() -> str:
             return "(not installed)"
 
 
-def training_loop() -> Optional[ModuleType]:
+def training_loop() -> ModuleType | None:
     """`megatron.training.training`, or None where only megatron-core is installed (its wheels before 0.17)."""
     try:
         found = importlib.util.find_spec("megatron.training") is not None

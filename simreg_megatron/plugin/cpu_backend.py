@@ -12,8 +12,9 @@ import contextlib
 import copy
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 
 MEGATRON_FLAGS = (
     "--transformer-impl", "local",
@@ -44,7 +45,7 @@ def is_active() -> bool:
 
 
 def requested(argv: list[str]) -> str | None:
-    """"on" or "force" if the command line (--simreg-cpu) or the environment (SIMREG_CPU) asks for the CPU."""
+    """ "on" or "force" if the command line (--simreg-cpu) or the environment (SIMREG_CPU) asks for the CPU."""
     for word in argv:
         if word == "--simreg-cpu" or word.startswith("--simreg-cpu="):
             return word.partition("=")[2] or "on"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,9 +22,9 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 class _Installation:
     """What is wrapped in this process, and with which settings."""
 
-    def __init__(self, config: Optional[SimRegConfig]) -> None:
+    def __init__(self, config: SimRegConfig | None) -> None:
         self.given_config = config
-        self._regularizer: Optional[Regularizer] = None
+        self._regularizer: Regularizer | None = None
         self._originals: list[tuple[Any, str, Any, Any]] = []
 
     def regularizer(self) -> Regularizer:
@@ -49,10 +50,10 @@ class _Installation:
             setattr(holder, name, original)
 
 
-_installation: Optional[_Installation] = None
+_installation: _Installation | None = None
 
 
-def install(config: Optional[SimRegConfig] = None) -> None:
+def install(config: SimRegConfig | None = None) -> None:
     """Wrap Megatron's functions; see `simreg_megatron.install`."""
     global _installation
     if _installation is not None:

@@ -8,7 +8,7 @@ and per-token loss [B, S] (all tokens of the context rank, also where sequence p
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Regularizer:
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
         self.metrics = Metrics(config)
-        self.ramp: Optional[Tensor] = None  # 0-d device tensor; None while lambda is constant
+        self.ramp: Tensor | None = None  # 0-d device tensor; None while lambda is constant
         self.follows_iterations = False  # set once a training loop tells the iteration
 
     def set_iteration(self, iteration: int) -> None:
@@ -133,11 +133,13 @@ def _main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
     """Drop the states of multi-token-prediction depths, which some stages append after the main ones."""
     rows, main = hidden_states.shape[0], shard.layout.rows
     if rows % main:
-        raise RuntimeError(f"SimReg expected {main} hidden states a rank (or a multiple, with MTP), Megatron gave {rows}")
+        raise RuntimeError(
+            f"SimReg expected {main} hidden states a rank (or a multiple, with MTP), Megatron gave {rows}"
+        )
     return hidden_states if rows == main else hidden_states[:main]
 
 
-def _valid_tokens(labels: Tensor, loss_mask: Optional[Tensor]) -> Tensor:
+def _valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     valid = labels >= 0
     if loss_mask is None:
         log_once("SimReg: no loss mask reaches the model, so every token with a label counts (pass loss_mask=)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,8 @@ class Metrics:
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
         self.wants_geometry = True  # the training loop clears it between log steps
-        self._sums: Optional[Tensor] = None
-        self._shard: Optional[SequenceShard] = None
+        self._sums: Tensor | None = None
+        self._shard: SequenceShard | None = None
         self._oddities_told: set[int] = set()
 
     @torch.no_grad()

@@ -13,8 +13,9 @@ import importlib
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 

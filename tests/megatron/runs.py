@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,17 +39,29 @@ class Finished:
 
 def torchrun(command: Sequence[str], *, processes: int = 1, env: Mapping[str, str] | None = None) -> Finished:
     """`torchrun --standalone --nproc-per-node N COMMAND`, one thread each."""
-    full = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *command]
+    full = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        *command,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(
-        full, cwd=ROOT, env=environment, text=True, timeout=TIMEOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        full,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        timeout=TIMEOUT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     return Finished(done.returncode, done.stdout)
 
 
-def train(
-    out: Path, flags: Sequence[str], *, processes: int = 1, env: Mapping[str, str] | None = None
-) -> Finished:
+def train(out: Path, flags: Sequence[str], *, processes: int = 1, env: Mapping[str, str] | None = None) -> Finished:
     """Train the tiny model with `flags` and record it in `out`."""
     command = ["-m", "tests.megatron.record", str(out), str(PRETRAIN), *MODEL, *MEGATRON_FLAGS, *flags]
     return torchrun(command, processes=processes, env=env)
@@ -87,7 +99,7 @@ def _join_shards(name: str, shards: list[Tensor], dimension: int) -> Tensor:
             torch.testing.assert_close(replica, shards[0], rtol=0, atol=0, msg=f"replicas of {name} differ")
         return shards[0]
     if "linear_fc1" in name:
-        gates, values = zip(*(shard.chunk(2, dim=dimension) for shard in shards))
+        gates, values = zip(*(shard.chunk(2, dim=dimension) for shard in shards), strict=True)
         return torch.cat([*gates, *values], dim=dimension)
     return torch.cat(shards, dim=dimension)
 
@@ -110,4 +122,4 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
 def loss_difference(left: Recorded, right: Recorded) -> float:
     """Largest relative difference of the loss over the steps."""
     assert len(left.losses) == len(right.losses) > 0
-    return max(abs(a - b) / abs(a) for a, b in zip(left.losses, right.losses))
+    return max(abs(a - b) / abs(a) for a, b in zip(left.losses, right.losses, strict=True))

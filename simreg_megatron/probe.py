@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Final hidden states of one validation text under a saved model: what the cosine heat-maps are drawn from.
+
+`python -m simreg_megatron simreg_megatron/probe.py [the run's flags] --load CHECKPOINTS --probe-output OUT.npz`, in one
+process. The file holds hidden [n, d] float32, labels [n] (the next tokens) and tokens [n] as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import unwrap_model
+from megatron.training import get_args
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import setup_model_and_optimizer
+
+from simreg_megatron.pretrain import datasets_provider
+
+
+def add_probe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group(title="probe")
+    group.add_argument("--probe-output", type=Path, required=True, help="the .npz file to write")
+    group.add_argument("--probe-sample", type=int, default=0, help="which validation sequence to read")
+    return parser
+
+
+@torch.no_grad()
+def hidden_states(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[n, d] float32: what enters the output layer for the tokens of one dataset sample."""
+    caught: list[torch.Tensor] = []
+    hook = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
+    mask = sample.get("attention_mask")
+    model.eval()(
+        sample["tokens"][None].cuda(),
+        sample["position_ids"][None].cuda(),
+        None if mask is None else mask[None].cuda(),
+    )
+    hook.remove()
+    return caught[0][:, 0].float().cpu()
+
+
+def main() -> None:
+    args = parse_and_validate_args(add_probe_arguments, args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    initialize_megatron()
+    if torch.distributed.get_world_size() > 1:
+        raise SystemExit("error: the probe reads one model in one process: start it with --nproc-per-node 1")
+    chunks, _, _ = setup_model_and_optimizer(
+        ModelType.encoder_or_decoder,
+        checkpointing_context={},
+        cfg_container=config,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    assert mpu.is_pipeline_last_stage()
+    write_probe(unwrap_model(chunks)[0], get_args())
+    torch.distributed.destroy_process_group()
+
+
+def write_probe(model: Any, args: Any) -> None:
+    _, validation, _ = datasets_provider([0, args.probe_sample + 1, 0])
+    sample = validation[args.probe_sample]
+    sample = {name: torch.as_tensor(value) for name, value in sample.items() if value is not None}
+    tokenizer = build_tokenizer(args)
+    args.probe_output.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(
+        args.probe_output,
+        hidden=hidden_states(model, sample).numpy(),
+        labels=sample["labels"].numpy(),
+        tokens=np.array([tokenizer.detokenize([int(token)]) for token in sample["tokens"]]),
+    )
+    print(f"> wrote {args.probe_output}")
+
+
+if __name__ == "__main__":
+    main()
