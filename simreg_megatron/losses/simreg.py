@@ -163,7 +163,7 @@ def _contrast(logits: Tensor, pairs: _Pairs) -> Tensor:
     """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, k]; hugely negative where N_i is empty.
 
     A finite filling in place of -inf: over an empty group it leaves a number whose softplus and gradient are
-    exactly 0, where -inf would leave NaN in the backward pass. A quarter of the range, so that L_i is finite.
+    exactly 0, and inf - inf never arises, forward or backward. A quarter of the range, so that L_i is finite.
     """
     nothing = torch.finfo(logits.dtype).min / 4
     negatives = logits.masked_fill(~pairs.negative, nothing).logsumexp(dim=-1)
@@ -175,7 +175,7 @@ def _terms(contrast: Tensor, rows: Tensor, anchor: Tensor) -> Tensor:
     """softplus(L_i) at anchors, 0 elsewhere, [m, k]."""
     # Not F.softplus, which returns x itself above 20: 2e-9 off in float64.
     softplus = -F.logsigmoid(-contrast)
-    # 0, but NaN for a row that is not finite: one without negatives would otherwise pass as a 0.
+    # 0, but NaN for a row that is not finite: one alone in its chunk would otherwise pass as a 0.
     doubt = rows.detach().abs().amax(dim=-1) * 0.0
     return torch.where(anchor, softplus + doubt, 0.0)
 
@@ -196,10 +196,9 @@ def _count_correction(tokens: ChunkedTokens, pairs: _Pairs, num_sequences: int, 
     same = same.reshape_as(tokens.labels).to(tokens.rows.dtype)
     if self_positive != "always":
         same = same - 1.0  # a token alone in its sequence has 0, and _log_count then counts the token itself
-    correction = (_log_count(different) - _log_count(pairs.num_negative)) - (
-        _log_count(same) - _log_count(pairs.num_positive)
-    )
-    return torch.where(pairs.num_negative > 0, correction, 0.0)
+    more_negatives = _log_count(different) - _log_count(pairs.num_negative)
+    more_positives = _log_count(same) - _log_count(pairs.num_positive)
+    return more_negatives - more_positives
 
 
 def _chunk_weights(kind: str, pairs: _Pairs, num_sequences: int) -> Tensor:

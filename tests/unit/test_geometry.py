@@ -22,9 +22,7 @@ def naive_pair_cosines(rows: Tensor, labels: Tensor, valid: Tensor, chunk_size: 
             chunk = [i for i in wanted if rows[b, i].norm() > 0]
             result["zero_norm_count"] += len(wanted) - len(chunk)
             for i in chunk:
-                cosines = {
-                    j: float(torch.cosine_similarity(rows[b, i], rows[b, j], dim=0)) for j in chunk if j != i
-                }
+                cosines = {j: float(torch.cosine_similarity(rows[b, i], rows[b, j], dim=0)) for j in chunk if j != i}
                 same = [c for j, c in cosines.items() if labels[b, j] == labels[b, i]]
                 different = [c for j, c in cosines.items() if labels[b, j] != labels[b, i]]
                 result["same_sum"] += sum(same)

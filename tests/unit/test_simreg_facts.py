@@ -160,9 +160,7 @@ def test_sr5_negative_labels_mask_too() -> None:
     assert abs(simreg_loss(rows, one_class, temperature=0.1) - 0.137284) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("temperature", "norm"), [(1.0, "0.136323"), (0.1, "0.215845"), (0.01, "7.968333e-3")]
-)
+@pytest.mark.parametrize(("temperature", "norm"), [(1.0, "0.136323"), (0.1, "0.215845"), (0.01, "7.968333e-3")])
 def test_sr6_gradient_norm(temperature: float, norm: str) -> None:
     rows, labels = fixture_f1()
     _, grad = gradient(rows, labels, temperature=temperature)
@@ -233,9 +231,7 @@ def test_sr10_denormal_loss_has_a_finite_gradient() -> None:
     assert grad.abs().max() < 1e-30
 
 
-@pytest.mark.parametrize(
-    ("temperature", "printed"), [(1.0, "8.688466"), (0.1, "1.994170"), (0.01, "3.307397e-3")]
-)
+@pytest.mark.parametrize(("temperature", "printed"), [(1.0, "8.688466"), (0.1, "1.994170"), (0.01, "3.307397e-3")])
 def test_sr11_gate(temperature: float, printed: str) -> None:
     """sigmoid(L_i) = 1 - exp(-R_i) is the share of a token's gradient that is still open."""
     terms = simreg_loss(*fixture_f1(), temperature=temperature, reduction="none")
@@ -274,9 +270,7 @@ def test_sr15_prefixes(prefix: int, printed: str) -> None:
     assert_prints(simreg_loss(rows[:, :prefix], labels, temperature=0.1), printed)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "printed", "rtol"), [(0.1, 0.20063061, 1e-6), (0.01, 2.758154e-4, 1e-5)]
-)
+@pytest.mark.parametrize(("temperature", "printed", "rtol"), [(0.1, 0.20063061, 1e-6), (0.01, 2.758154e-4, 1e-5)])
 def test_sr18_float32_is_close_to_float64(temperature: float, printed: float, rtol: float) -> None:
     exact, exact_grad = gradient(*fixture_f1(), temperature=temperature)
     loss, grad = gradient(*fixture_f1(torch.float32), temperature=temperature)

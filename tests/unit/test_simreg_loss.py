@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.similarity import SIMILARITIES, get_similarity, unit_rows
-from simreg_megatron.losses.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
+from simreg_megatron.losses.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, _square_logits
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.helpers.oracle import naive_simreg
 
@@ -165,12 +165,18 @@ def test_a_chunk_beyond_the_sequence_is_the_whole_sequence() -> None:
         assert torch.equal(simreg_loss(rows, labels, temperature=0.1, chunk_size=chunk_size), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_any_integer_type_of_labels(dtype: torch.dtype) -> None:
+    rows, labels = fixture_f1()
+    labels = labels.masked_fill(labels == 5, 255 if dtype == torch.uint8 else 5)
+    options = {"temperature": 0.1, "valid": labels != 7, "chunk_size": 5, "chunk_weight": "count-corrected"}
+    assert torch.equal(simreg_loss(rows, labels.to(dtype), **options), simreg_loss(rows, labels, **options))
+
+
 def test_non_contiguous_input() -> None:
     rows, labels = random_tokens((9, 2, 4), num_labels=3)
     loss = simreg_loss(rows.transpose(0, 1), labels.T, temperature=0.1, chunk_size=4)
-    expected = simreg_loss(
-        rows.transpose(0, 1).contiguous(), labels.T.contiguous(), temperature=0.1, chunk_size=4
-    )
+    expected = simreg_loss(rows.transpose(0, 1).contiguous(), labels.T.contiguous(), temperature=0.1, chunk_size=4)
     assert torch.equal(loss, expected)
 
 
@@ -201,8 +207,10 @@ def test_nothing_to_compare_is_exactly_zero(case: str, chunk_size: int, options:
     labels, valid = NOTHING_TO_COMPARE[case]
     rows = random_tokens((2, 5, 3), num_labels=2, dtype=torch.float32)[0].requires_grad_()
     for reduction in ("mean", "sum", "none"):
-        loss = simreg_loss(rows, labels, valid=valid, chunk_size=chunk_size, reduction=reduction, **options)
-        (grad,) = torch.autograd.grad(loss.sum(), rows)
+        # Anomaly mode: no NaN on the way either, for those who look for their own.
+        with torch.autograd.set_detect_anomaly(True):
+            loss = simreg_loss(rows, labels, valid=valid, chunk_size=chunk_size, reduction=reduction, **options)
+            (grad,) = torch.autograd.grad(loss.sum(), rows)
         assert torch.equal(loss, torch.zeros_like(loss))
         assert torch.equal(grad, torch.zeros_like(grad))
 
@@ -248,6 +256,7 @@ def test_a_non_finite_row_is_not_hidden(bad: float, similarity: str) -> None:
     assert rows.grad.isnan().any()
     alone = simreg_loss(rows, torch.zeros_like(labels), similarity=similarity)
     assert alone.isnan(), "not even where the row meets no negative"
+    assert simreg_loss(rows[:1, 2:3], labels[:1, 2:3], similarity=similarity).isnan(), "nor any other token"
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "/".join(options.values()))
@@ -304,6 +313,15 @@ def test_a_bad_argument_gets_one_sentence(change: dict, message: str) -> None:
     text = str(error.value)
     assert text.endswith(".")
     assert "\n" not in text
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_a_token_s_logit_with_itself_is_exactly_zero(similarity: str) -> None:
+    rows = random_tokens((2, 9, 33), num_labels=2, dtype=torch.float32)[0]
+    raw = get_similarity(similarity)(rows, rows, 0.01).diagonal(dim1=1, dim2=2)
+    assert raw.abs().max() > 0, "rounding alone would leave something"
+    logits = _square_logits(rows, get_similarity(similarity), 0.01)
+    assert (logits.diagonal(dim1=1, dim2=2) == 0).all()
 
 
 def test_similarities_take_other_keys_than_anchors() -> None:

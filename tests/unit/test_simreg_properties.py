@@ -23,16 +23,12 @@ def tokens(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
     shape = draw(st.integers(1, 2)), draw(st.integers(1, 14)), draw(st.integers(2, 6))
     seed = draw(seeds)
     rows, labels = random_tokens(shape, num_labels=draw(st.integers(1, 5)), seed=seed)
-    valid = torch.rand(shape[:2], generator=torch.Generator().manual_seed(seed)) < draw(
-        st.sampled_from((0.6, 1.0))
-    )
+    valid = torch.rand(shape[:2], generator=torch.Generator().manual_seed(seed)) < draw(st.sampled_from((0.6, 1.0)))
     return rows + draw(st.sampled_from((0.0, 2.0))), labels, valid
 
 
 def per_token(rows: Tensor, labels: Tensor, valid: Tensor, temperature: float, chunk_size: int = 0) -> Tensor:
-    return simreg_loss(
-        rows, labels, valid=valid, temperature=temperature, chunk_size=chunk_size, reduction="none"
-    )
+    return simreg_loss(rows, labels, valid=valid, temperature=temperature, chunk_size=chunk_size, reduction="none")
 
 
 def assert_same(terms: Tensor, expected: Tensor, temperature: float) -> None:
@@ -46,9 +42,7 @@ def test_scaling_each_row_changes_nothing(
     batch: tuple[Tensor, Tensor, Tensor], temperature: float, chunk_size: int, seed: int
 ) -> None:
     rows, labels, valid = batch
-    exponents = torch.randn(
-        rows.shape[:2], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    exponents = torch.randn(rows.shape[:2], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     scaled = rows * (10.0 * exponents).exp().unsqueeze(-1)
     expected = per_token(rows, labels, valid, temperature, chunk_size)
     assert_same(per_token(scaled, labels, valid, temperature, chunk_size), expected, temperature)
@@ -56,9 +50,7 @@ def test_scaling_each_row_changes_nothing(
 
 @quick
 @given(tokens(), st.sampled_from(TEMPERATURES), seeds)
-def test_turning_the_space_changes_nothing(
-    batch: tuple[Tensor, Tensor, Tensor], temperature: float, seed: int
-) -> None:
+def test_turning_the_space_changes_nothing(batch: tuple[Tensor, Tensor, Tensor], temperature: float, seed: int) -> None:
     rows, labels, valid = batch
     square = torch.randn(
         rows.shape[2], rows.shape[2], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
@@ -75,9 +67,7 @@ def test_renaming_the_labels_changes_nothing(
 ) -> None:
     rows, labels, valid = batch
     renamed = torch.tensor(names)[labels] * 7919
-    assert torch.equal(
-        per_token(rows, renamed, valid, temperature), per_token(rows, labels, valid, temperature)
-    )
+    assert torch.equal(per_token(rows, renamed, valid, temperature), per_token(rows, labels, valid, temperature))
 
 
 @quick
@@ -164,9 +154,7 @@ def test_leaving_masked_tokens_out_of_the_input_gives_the_same(batch: tuple[Tens
 
 @quick
 @given(tokens(), st.sampled_from(TEMPERATURES))
-def test_a_step_against_the_gradient_lowers_the_loss(
-    batch: tuple[Tensor, Tensor, Tensor], temperature: float
-) -> None:
+def test_a_step_against_the_gradient_lowers_the_loss(batch: tuple[Tensor, Tensor, Tensor], temperature: float) -> None:
     rows, labels, valid = batch
     rows = rows.clone().requires_grad_()
     loss = simreg_loss(rows, labels, valid=valid, temperature=temperature)
