@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make demo`: two tiny LLaMAs on the same text from the same seed, one with SimReg, and what SimReg did.
+
+Both runs log SimReg and the geometry of the hidden states; `cross-entropy` only measures them, `simreg` trains on
+lambda * SimReg as well. They run side by side, one thread each, in Megatron's own loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighbours and the package like this
+
+from rich.console import Console  # noqa: E402
+
+from launch.flags import LaunchError  # noqa: E402
+from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
+from launch.side_by_side import Job, JobFailed, run_side_by_side, terminated_like_ctrl_c  # noqa: E402
+from simreg_megatron import report  # noqa: E402
+
+TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
+PROBE_SCRIPT = ROOT / "simreg_megatron" / "probe.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+MARK = "demo.json"  # says that a folder is the demo's own and may be replaced
+
+CROSS_ENTROPY, SIMREG = "cross-entropy", "simreg"
+SECONDS_PER_STEP = 1.0  # side by side on two cores, evaluation included
+SECONDS_AROUND = 90  # building the corpus, starting, probing, drawing
+
+
+class DemoError(RuntimeError):
+    """The demo cannot go on; the message is the one sentence the user reads."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What both runs share, and the weight that only one has."""
+
+    steps: int = 400
+    simreg_lambda: float = 1.0
+    chunk_size: int = 64
+    seed: int = 1234
+    output: Path = Path("runs/demo")
+
+    def training_flags(self, name: str) -> list[str]:
+        """The launcher's words for the run `name`."""
+        folder = self.output / name
+        objective = (
+            ["--simreg-objective", "none"] if name == CROSS_ENTROPY else ["--simreg-lambda", f"{self.simreg_lambda:g}"]
+        )
+        flags = {
+            "--model": "tiny",
+            "--output": folder,
+            "--seed": self.seed,
+            "--simreg-chunk-size": self.chunk_size,
+            "--train-iters": self.steps,
+            "--log-interval": max(1, self.steps // 40),
+            "--eval-interval": max(1, self.steps // 8),
+            "--save": folder / "checkpoints",
+            "--save-interval": self.steps,
+            "--data-cache-path": folder / "cache",  # one each: two runs would write the same index files at once
+        }
+        words = [str(word) for pair in flags.items() for word in pair]
+        return [*words, *objective, "--log-timers-to-tensorboard"]
+
+
+def read_settings(argv: Sequence[str]) -> Settings:
+    parser = argparse.ArgumentParser(
+        prog="make demo", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=Settings.steps, help="training steps of each run")
+    parser.add_argument(
+        "--simreg-lambda", type=float, default=Settings.simreg_lambda, help="weight of SimReg in its run"
+    )
+    parser.add_argument(
+        "--chunk-size", type=int, default=Settings.chunk_size, help="tokens per SimReg chunk, 0 = whole sequence"
+    )
+    parser.add_argument("--seed", type=int, default=Settings.seed, help="of both runs")
+    parser.add_argument("--output", type=Path, default=Settings.output, help="folder for logs, checkpoints and figures")
+    settings = Settings(**vars(parser.parse_args(argv)))
+    if settings.steps < 2:
+        parser.error(f"--steps {settings.steps} draws no curve: give at least 2")
+    if not (settings.simreg_lambda > 0 and math.isfinite(settings.simreg_lambda)):
+        parser.error(f"--simreg-lambda {settings.simreg_lambda} compares nothing: give a positive number")
+    return settings
+
+
+def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -> int:
+    """Run the demo; the exit status: 0, 1 where something failed, 130 after Ctrl-C."""
+    settings = read_settings(sys.argv[1:] if argv is None else argv)
+    console = console or Console(soft_wrap=True)
+    try:
+        with terminated_like_ctrl_c():
+            _run_demo(settings, console)
+    except JobFailed as error:
+        for line in error.tail:
+            console.print(line, markup=False, highlight=False)
+        console.print(f"error: {error}", markup=False, style="bold red")
+        return 1
+    except (DemoError, LaunchError, report.ReportError) as error:
+        console.print(f"error: {error}", markup=False, style="bold red")
+        return 1
+    except KeyboardInterrupt:
+        console.print(f"Stopped, and both runs with it; what they logged is in {settings.output}.", markup=False)
+        return 130
+    return 0
+
+
+def _run_demo(settings: Settings, console: Console) -> None:
+    console.print(describe(settings), markup=False, highlight=False)
+    make_room(settings)
+    _ensure_corpus()
+    names = (CROSS_ENTROPY, SIMREG)
+    run_side_by_side([training_job(settings, name) for name in names], console=console, steps=settings.steps)
+    _report_training(settings, names, console)
+    _report_hidden_states(settings, names, console)
+
+
+def describe(settings: Settings) -> str:
+    """What will happen, and how long it takes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    slowdown = 1 if cores >= 2 else 2
+    minutes = (SECONDS_PER_STEP * settings.steps * slowdown + SECONDS_AROUND) / 60
+    return (
+        f"Two tiny LLaMAs are pretrained side by side in Megatron, {settings.steps} steps each, same text, same seed:\n"
+        f"  {CROSS_ENTROPY:<13}  the language-model loss alone; SimReg is measured, not trained\n"
+        f"  {SIMREG:<13}  the same plus {settings.simreg_lambda:g} * SimReg, chunks of "
+        f"{settings.chunk_size or 'whole sequences'}{' tokens' if settings.chunk_size else ''}\n"
+        f"Then: a table, curves and heat-maps in {settings.output}. "
+        f"About {math.ceil(minutes)} minutes on {'this one core' if cores < 2 else 'two cores'}; Ctrl-C stops it all.\n"
+    )
+
+
+def make_room(settings: Settings) -> None:
+    """Empty the output folder of an earlier demo; any other folder's content stays.
+
+    Raises:
+        DemoError: the folder holds what no demo has written.
+    """
+    output = settings.output
+    if output.exists() and not output.is_dir():
+        raise DemoError(f"{output} is a file: give another --output")
+    if output.is_dir() and any(output.iterdir()):
+        if not (output / MARK).is_file():
+            raise DemoError(f"{output} holds files that are not a demo's: empty it, or give another --output")
+        for name in (CROSS_ENTROPY, SIMREG):
+            shutil.rmtree(output / name, ignore_errors=True)
+    output.mkdir(parents=True, exist_ok=True)
+    choices = {**vars(settings), "output": str(output)}
+    (output / MARK).write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
+
+
+def _ensure_corpus() -> None:
+    """Build the text before the runs start, so that its progress is seen and nobody waits for the other."""
+    from simreg_megatron.data import DataError, ensure_builtin_corpus
+
+    try:
+        ensure_builtin_corpus(ROOT / "data" / "builtin")
+    except DataError as error:
+        raise DemoError(str(error)) from None
+
+
+def training_job(settings: Settings, name: str) -> Job:
+    command = [*TORCHRUN, str(TRAIN_SCRIPT), *settings.training_flags(name)]
+    return Job(name=name, command=command, log=settings.output / name / "log.txt", environment=ONE_THREAD)
+
+
+def _report_training(settings: Settings, names: Sequence[str], console: Console) -> None:
+    runs = [report.read_run(settings.output / name / "tensorboard", name=name) for name in names]
+    summaries = [report.summarize(run) for run in runs]
+    curves = settings.output / "curves.png"
+    report.draw_curves(
+        runs, curves, title=f"Tiny LLaMA, SimReg lambda {settings.simreg_lambda:g}, seed {settings.seed}"
+    )
+    console.print()
+    console.print(report.summary_table(summaries, title=f"After {settings.steps} steps"))
+    console.print(report.compare_validation(*summaries), markup=False, highlight=False)
+    console.print(f"Curves:    {curves}", markup=False, highlight=False)
+
+
+def _report_hidden_states(settings: Settings, names: Sequence[str], console: Console) -> None:
+    jobs = [probe_job(settings, name) for name in names]
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        run_side_by_side(jobs, console=Console(file=nowhere), steps=1)
+    states = [report.read_hidden_states(probe_output(settings, name), name=name) for name in names]
+    heatmaps = settings.output / "heatmaps.png"
+    report.draw_heatmaps(states, heatmaps, title=f"One validation text after {settings.steps} steps")
+    console.print(f"Heat-maps: {heatmaps}", markup=False, highlight=False)
+
+
+def probe_output(settings: Settings, name: str) -> Path:
+    return settings.output / name / "hidden.npz"
+
+
+def probe_job(settings: Settings, name: str) -> Job:
+    """Read a trained model's hidden states of one validation text: the run's own flags, another script."""
+    os.environ.setdefault("WORLD_SIZE", "1")  # what torchrun would tell the launcher
+    options, words = make_parser("llama").parse_known_args(settings.training_flags(name))
+    plan = build_plan("llama", options, words, look_at_machine(), environ=os.environ)
+    own = ["--load", str(settings.output / name / "checkpoints"), "--probe-output", str(probe_output(settings, name))]
+    return Job(
+        name=f"{name} probe",
+        command=[*TORCHRUN, "-m", "simreg_megatron", str(PROBE_SCRIPT), *plan.arguments, *own],
+        log=settings.output / name / "probe.txt",
+        environment={**plan.environment, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training run as its TensorBoard events tell it: every scalar that was logged, by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Written by Megatron itself; ITERATION_TIME only under --log-timers-to-tensorboard.
+TRAIN_LOSS = "lm loss"
+VALIDATION_LOSS = "lm loss validation"
+ITERATION_TIME = "iteration-time"
+
+# Written by the plugin, as means over a log interval.
+SIMREG_LOSS = "simreg loss"
+POSITIVE_COSINE = "simreg positive cosine"
+NEGATIVE_COSINE = "simreg negative cosine"
+
+
+class ReportError(ValueError):
+    """Something to report on is missing or unreadable; the message is the one sentence the user reads."""
+
+
+class Series(NamedTuple):
+    """One scalar over the run: steps [n] rising, values [n]."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's name and its scalars by tag."""
+
+    name: str
+    scalars: dict[str, Series] = field(default_factory=dict)
+
+    def last(self, tag: str) -> float | None:
+        """The value at the last step; None where the tag was never logged."""
+        series = self.scalars.get(tag)
+        return float(series.values[-1]) if series else None
+
+    def mean_of_end(self, tag: str, *, fraction: float = 0.1) -> float | None:
+        """The mean over the last `fraction` of the steps, steadier than one log interval; None as in `last`."""
+        series = self.scalars.get(tag)
+        if series is None:
+            return None
+        start = series.steps[-1] * (1 - fraction)
+        return float(series.values[series.steps > start].mean())
+
+    def median(self, tag: str) -> float | None:
+        """The median over the run, which start-up and a busy moment do not move; None as in `last`."""
+        series = self.scalars.get(tag)
+        return float(np.median(series.values)) if series else None
+
+
+def read_run(folder: str | Path, *, name: str | None = None) -> Run:
+    """Read every scalar below a run's TensorBoard folder.
+
+    Args:
+        folder: where the event files lie, what Megatron got as --tensorboard-dir.
+        name: what figures and tables call the run; the folder's own name by default.
+
+    Raises:
+        ReportError: the folder is missing, or holds no scalar.
+    """
+    # Imported here: TensorBoard takes a second to load, and the figures do not need it.
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is no folder: name the one that the run got as --tensorboard-dir")
+    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})  # 0 keeps every point
+    events.Reload()
+    scalars = {tag: _one_value_per_step(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
+    if not scalars:
+        raise ReportError(f"{folder} holds no TensorBoard scalars: the run logged nothing yet, or elsewhere")
+    return Run(name=name or folder.name, scalars=scalars)
+
+
+def _one_value_per_step(events: list) -> Series:
+    """The last value written for each step: Megatron evaluates twice at its final step, a resumed run goes over
+    old steps again."""
+    latest = {event.step: event.value for event in events}
+    steps = sorted(latest)
+    return Series(np.array(steps, dtype=np.int64), np.array([latest[step] for step in steps], dtype=np.float64))
