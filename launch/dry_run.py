@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of --dry-run: what would run, and the command that can be pasted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from launch import sizes
+from launch.flags import flag_number, flag_value
+from launch.plan import ROOT, Machine, Plan
+
+BUILTIN_VOCABULARY = 4096
+ASSUMED_VOCABULARY = 32000  # LLaMA-2's; it only counts parameters here, Megatron asks the tokenizer
+
+
+def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:
+    """The dry run's text: facts as shell comments, then a command that can be pasted."""
+    assumed = BUILTIN_VOCABULARY if plan.builtin_corpus else ASSUMED_VOCABULARY
+    vocabulary = flag_number(plan.flags, "--vocab-size", assumed)
+    parameters = sizes.count_parameters(plan.flags, vocabulary=vocabulary)
+    tokens = flag_number(plan.flags, "--global-batch-size", 1) * flag_number(plan.flags, "--seq-length", 1)
+    steps = flag_number(plan.flags, "--train-iters", 0)
+    implementation = flag_value(plan.flags, "--transformer-impl")
+    facts = {
+        "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
+        "tokens": f"{tokens:,} per step, {steps:,} steps, {tokens * steps:,} in all",
+        "data": "the built-in corpus (built by the run, not by this)" if plan.builtin_corpus else "yours",
+        "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
+        "megatron": megatron_version(environ),
+        "script": str(plan.script),
+        "output": str(plan.output),
+    }
+    lines = ["# Dry run: nothing is built or started."]
+    lines += [f"# {name:<9} {value}" for name, value in facts.items()]
+    lines += [f"# note      {note}" for note in plan.notes]
+    return "\n".join([*lines, command(plan, machine, environ=environ)])
+
+
+def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:
+    """The command that starts the same run without this launcher, one flag per line."""
+    paths = [str(ROOT), *([environ["MEGATRON_PATH"]] if environ.get("MEGATRON_PATH") else [])]
+    variables = {"PYTHONPATH": os.pathsep.join(reversed(paths)), **plan.environment}
+    variables.update({name: environ[name] for name in plan.environment if name in environ})
+    start = [sys.executable, "-m", "torch.distributed.run", *_rendezvous(machine, environ)]
+    parts = [
+        ["env", *(f"{name}={value}" for name, value in variables.items())],
+        start,
+        ["-m", "simreg_megatron", str(plan.script)],
+        *(list(flag) for flag in plan.flags),
+    ]
+    return " \\\n  ".join(shlex.join(part) for part in parts)
+
+
+def _rendezvous(machine: Machine, environ: Mapping[str, str]) -> list[str]:
+    nodes = machine.world_size // machine.local_world_size
+    processes = ["--nproc-per-node", str(machine.local_world_size)]
+    if nodes == 1:
+        return ["--standalone", *processes]
+    place = {"--nnodes": str(nodes), "--node-rank": environ.get("GROUP_RANK", "0")}
+    place["--master-addr"] = environ.get("MASTER_ADDR", "localhost")
+    place["--master-port"] = environ.get("MASTER_PORT", "29500")
+    return [*processes, *(word for pair in place.items() for word in pair)]
+
+
+def megatron_version(environ: Mapping[str, str]) -> str:
+    """The release that would run, read without importing it."""
+    tree = environ.get("MEGATRON_PATH")
+    if not tree:
+        try:
+            return f"megatron-core {metadata.version('megatron-core')}"
+        except metadata.PackageNotFoundError:
+            return "not installed (make setup)"
+    info = Path(tree) / "megatron" / "core" / "package_info.py"
+    if not info.is_file():
+        return f"unknown, from {tree}"
+    numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info.read_text(encoding="utf-8"), re.MULTILINE)
+    return f"{'.'.join(numbers)} from {tree}"

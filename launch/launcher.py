@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launch scripts start on every rank: read the command, look at the machine, prepare the data, run.
+
+The choices are made in `launch.plan`. Every rank executes this file; only the first one speaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from importlib import util
+from pathlib import Path
+from typing import NoReturn
+
+from launch.dry_run import describe
+from launch.flags import LaunchError, flag_names, flag_value
+from launch.plan import BUILTIN_CORPUS, Corpus, Machine, Plan, build_plan, model_names
+
+
+def make_parser(family: str) -> argparse.ArgumentParser:
+    """The launcher's own options; it knows none of Megatron's."""
+    script = f"launch/pretrain_{family}.sh"
+    parser = argparse.ArgumentParser(
+        prog=script,
+        usage=f"{{torchrun [TORCHRUN FLAGS] | bash}} {script} [--model NAME] [options] [Megatron flags]",
+        description=f"Pretrain a {family.capitalize()} model with Megatron; --simreg-lambda 10 adds SimReg.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--model", choices=model_names(family), help="preset (default: tiny)")
+    parser.add_argument("--data", metavar="PREFIX", help="your tokenized text: PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--valid-data", metavar="PREFIX", help="validation text (default: 1 %% of --data)")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="its tokenizer: a .model file, or a Hugging Face folder or name"
+    )
+    parser.add_argument("--ffn", metavar="SIZE", default="literal", help="FFN size: literal, aligned or a number")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="for TensorBoard and checkpoints (default: runs/)")
+    parser.add_argument("--dry-run", action="store_true", help="print the exact command and what would run, and stop")
+    return parser
+
+
+_EPILOG = """Without --data the tiny model trains on a corpus that is built here, without a download.
+--ffn: literal is the preset's size, aligned the nearest that can be split and suits tensor cores.
+Any other flag goes to Megatron and wins over the preset (launch/models/).
+The bash form also takes torchrun's --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port and
+--rdzv-*, or NPROC_PER_NODE (default: the GPUs, or 1), NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT from the
+environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs."""
+
+
+def main(family: str) -> None:
+    """Launch from sys.argv: plan, print, prepare the data, run. Errors for the user end with status 2."""
+    _alone_without_torchrun()
+    try:
+        _launch(family, sys.argv[1:])
+    except LaunchError as error:
+        _fail(error)
+
+
+def _launch(family: str, argv: Sequence[str]) -> None:
+    try:
+        options, words = make_parser(family).parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise LaunchError(str(error)) from None
+    machine = look_at_machine()
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+
+    def planned(corpus: Corpus | None = None) -> Plan:
+        return build_plan(family, options, words, machine, environ=os.environ, corpus=corpus, stamp=stamp)
+
+    plan = planned()
+    if options.dry_run:
+        _say(describe(plan, machine, environ=os.environ))
+        return
+    for note in plan.notes:
+        _say(f"> {note}")
+    _refuse_to_overwrite(plan)
+    _prepare(plan)
+    plan = planned(_prepare_data(plan, options))
+    _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
+
+    from simreg_megatron.__main__ import run
+
+    run([str(plan.script), *plan.arguments])
+
+
+def look_at_machine() -> Machine:
+    try:
+        import torch
+    except ImportError:
+        raise LaunchError(
+            f"{sys.executable} has no torch: run `make setup`, or activate the right environment"
+        ) from None
+    return Machine(
+        gpus=torch.cuda.device_count(),
+        transformer_engine=util.find_spec("transformer_engine") is not None,
+        apex_gradient_kernel=util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
+
+
+def _alone_without_torchrun() -> None:
+    """`python launch/pretrain_llama.sh` is a job of one rank."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+
+
+def _refuse_to_overwrite(plan: Plan) -> None:
+    target = flag_value(plan.flags, "--save")
+    given = flag_names(plan.flags)
+    if target is None or "--load" in given or not (Path(target) / "latest_checkpointed_iteration.txt").is_file():
+        return
+    raise LaunchError(
+        f"{target} holds checkpoints of an earlier run: go on with --load {target}, or give another --output"
+    )
+
+
+def _prepare(plan: Plan) -> None:
+    """Environment and import path first, then the CPU's stand-ins: nothing has imported Megatron yet."""
+    for name, value in plan.environment.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get("MEGATRON_PATH"):
+        sys.path.insert(0, str(plan.script.parent))
+    if not plan.on_cpu:
+        return
+    from simreg_megatron.plugin import cpu_backend
+
+    try:
+        cpu_backend.activate(cpu_backend.requested(plan.arguments) or "on")
+    except cpu_backend.CpuBackendError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _prepare_data(plan: Plan, options: argparse.Namespace) -> Corpus | None:
+    """Build the built-in corpus, or look at the user's before Megatron does."""
+    from simreg_megatron.data import DataError, check_dataset, ensure_builtin_corpus
+
+    try:
+        if plan.builtin_corpus:
+            return ensure_builtin_corpus(BUILTIN_CORPUS)
+        for prefix in filter(None, (options.data, options.valid_data)):
+            check_dataset(prefix, tokenizer=options.tokenizer)
+    except DataError as error:
+        raise LaunchError(str(error)) from None
+    return None
+
+
+def _say(text: str) -> None:
+    if os.environ["RANK"] == "0":
+        print(text, flush=True)
+
+
+def _fail(error: LaunchError) -> NoReturn:
+    """Once per machine: disks differ between machines, and so may what is missing."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

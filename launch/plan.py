@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what was asked and what machine this is to what would run: a pure function, `build_plan`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from launch import sizes
+from launch.flags import (
+    Flag,
+    LaunchError,
+    flag_name,
+    flag_names,
+    flag_number,
+    flag_value,
+    flatten,
+    group_flags,
+    read_preset,
+    without,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = Path(__file__).resolve().parent / "models"
+TINY = "tiny"
+BUILTIN_CORPUS = ROOT / "data" / "builtin"
+
+_OWN_DATA = {
+    "--data-path",
+    "--train-data-path",
+    "--data-args-path",
+    "--per-split-data-args-path",
+    "--mock-data",
+}
+_PRECISIONS = {"--bf16", "--fp16"}
+_FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run finds here: the facts that choose flags."""
+
+    gpus: int = 0
+    transformer_engine: bool = False
+    apex_gradient_kernel: bool = False  # fuses gradient accumulation; built with NVIDIA's Apex only
+    world_size: int = 1
+    local_world_size: int = 1
+
+
+class Corpus(Protocol):
+    """Where tokenized text and its tokenizer lie; `simreg_megatron.data` builds one."""
+
+    @property
+    def train_prefix(self) -> str | os.PathLike[str]: ...
+
+    @property
+    def valid_prefix(self) -> str | os.PathLike[str]: ...
+
+    @property
+    def tokenizer_model(self) -> str | os.PathLike[str]: ...
+
+
+@dataclass(frozen=True)
+class PlannedCorpus:
+    """The built-in corpus before it is built."""
+
+    train_prefix: Path = BUILTIN_CORPUS / "train"
+    valid_prefix: Path = BUILTIN_CORPUS / "valid"
+    tokenizer_model: Path = BUILTIN_CORPUS / "tokenizer.model"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would run: the script, its flags, its environment, and what the user should know."""
+
+    family: str
+    model: str
+    script: Path
+    flags: tuple[Flag, ...]
+    environment: dict[str, str]
+    on_cpu: bool
+    builtin_corpus: bool
+    output: Path
+    notes: tuple[str, ...]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Megatron's command line, word by word."""
+        return flatten(self.flags)
+
+
+def model_names(family: str) -> list[str]:
+    """The presets of a family, from their files, tiny first."""
+    names = [path.stem.partition("-")[2] for path in PRESETS.glob(f"{family}-*.args")]
+    return sorted(names, key=lambda name: (name != TINY, not name.endswith("m"), name))  # millions before billions
+
+
+def build_plan(
+    family: str,
+    options: argparse.Namespace,
+    user_words: Sequence[str],
+    machine: Machine,
+    *,
+    environ: Mapping[str, str],
+    corpus: Corpus | None = None,
+    stamp: str = "TIME",
+) -> Plan:
+    """Choose every flag of the run; the user's own come last and replace the preset's.
+
+    Args:
+        family: "llama" or "mixtral".
+        options: what `make_parser(family)` read.
+        user_words: what it did not know: flags for Megatron.
+        machine: the hardware and the number of ranks.
+        environ: environment variables; MEGATRON_PATH and SIMREG_CPU are read.
+        corpus: the built-in corpus once it is built; its planned place before.
+        stamp: names the output folder of a tiny run.
+
+    Raises:
+        LaunchError: the run cannot start as asked.
+    """
+    user = group_flags(user_words)
+    model = options.model or TINY
+    on_cpu = _choose_cpu(model, user, machine, environ)
+    builtin = _uses_builtin_corpus(model, options, user)
+    notes = _say_default(family, options, machine, builtin=builtin)
+
+    preset = read_preset(PRESETS / f"{family}-{model}.args")
+    preset, size_notes = _fit_preset(preset, user, options.ffn, machine, strict=model != TINY)
+    output = options.output or _default_output(family, model, user, stamp)
+    chosen = [
+        *_without_idle_simreg(preset, user),
+        *_hardware_flags([*preset, *user], machine, on_cpu=on_cpu, large=model != TINY),
+        *_data_flags(options, corpus or PlannedCorpus(), builtin=builtin),
+        *_output_flags(output, saves=model != TINY),
+    ]
+    flags = (*without(chosen, flag_names(user)), *user)
+    return Plan(
+        family=family,
+        model=model,
+        script=_choose_script(environ),
+        flags=flags,
+        environment=_environment(flags, on_cpu=on_cpu),
+        on_cpu=on_cpu,
+        builtin_corpus=builtin,
+        output=output,
+        notes=(*notes, *size_notes),
+    )
+
+
+def _choose_cpu(model: str, user: Sequence[Flag], machine: Machine, environ: Mapping[str, str]) -> bool:
+    asked = "--simreg-cpu" in flag_names(user) or environ.get("SIMREG_CPU", "0") not in ("", "0")
+    if machine.gpus and not asked:
+        if machine.local_world_size > machine.gpus:
+            raise LaunchError(
+                f"{machine.local_world_size} processes need as many GPUs, this machine has {machine.gpus}: "
+                f"give torchrun --nproc-per-node {machine.gpus}"
+            )
+        return False
+    if model != TINY and not asked:
+        raise LaunchError(
+            f"--model {model} needs a GPU and this machine has none: leave --model out for the tiny one, "
+            "or insist with --simreg-cpu"
+        )
+    for name, value in (("--distributed-backend", "nccl"), ("--transformer-impl", "transformer_engine")):
+        if flag_value(user, name) == value:
+            raise LaunchError(f"{name} {value} needs a GPU and this run has none: leave the flag out")
+    return True
+
+
+def _uses_builtin_corpus(model: str, options: argparse.Namespace, user: Sequence[Flag]) -> bool:
+    """Whether nothing else was given to train on."""
+    given = flag_names(user)
+    own = sorted(given & _OWN_DATA)
+    if options.data and own:
+        raise LaunchError(f"--data and {own[0]} both name the training text: give one")
+    if options.valid_data and not options.data:
+        raise LaunchError("--valid-data goes with --data PREFIX, the training text")
+    if options.data or own:
+        if not options.tokenizer and "--tokenizer-type" not in given:
+            text = "--data" if options.data else own[0]
+            raise LaunchError(f"{text} needs --tokenizer PATH, the tokenizer that made it")
+        return False
+    if model != TINY:
+        raise LaunchError(
+            f"--model {model} needs your text: give --data PREFIX (of PREFIX.bin and PREFIX.idx) and --tokenizer PATH"
+        )
+    if options.tokenizer or "--tokenizer-type" in given:
+        raise LaunchError("--tokenizer goes with --data: the built-in corpus has its own tokenizer")
+    return True
+
+
+def _say_default(family: str, options: argparse.Namespace, machine: Machine, *, builtin: bool) -> list[str]:
+    if options.model:
+        return []
+    others = [name for name in model_names(family) if name != TINY]
+    text = "the built-in corpus" if builtin else "your text"
+    sizes_there = "|".join(others)
+    notes = [f"no --model given: the tiny {family} on {text} (--model {sizes_there} for the paper's sizes)"]
+    if machine.gpus:
+        notes.append(
+            f"a real size: bash launch/pretrain_{family}.sh --model {others[0]} "
+            "--data PREFIX --tokenizer PATH --simreg-lambda auto"
+        )
+    return notes
+
+
+def _fit_preset(
+    preset: list[Flag], user: Sequence[Flag], ffn: str, machine: Machine, *, strict: bool
+) -> tuple[list[Flag], list[str]]:
+    """Bring sizes that depend on each other together: FFN and ranks, batch and ranks, warm-up and length."""
+    notes: list[str] = []
+    preset = _fit_ffn(preset, user, ffn, notes)
+    preset = _fit_batch(preset, user, machine, notes, strict=strict)
+    preset = _fit_warmup(preset, user, notes)
+    sequence = flag_value([*preset, *user], "--seq-length") or ""
+    return [*preset, ("--max-position-embeddings", sequence)], notes
+
+
+def _fit_ffn(preset: list[Flag], user: Sequence[Flag], ffn: str, notes: list[str]) -> list[Flag]:
+    name = "--ffn-hidden-size"
+    split = sizes.ffn_split([*preset, *user])
+    if ffn != "literal":
+        if name in flag_names(user):
+            raise LaunchError(f"--ffn and {name} name the same size: give one")
+        preset = _replace(preset, name, str(_asked_ffn(ffn, flag_number(preset, name, 1), split)))
+    warning = sizes.check_ffn(flag_number([*preset, *user], name, 1), split)
+    notes += [warning] if warning else []
+    return preset
+
+
+def _asked_ffn(ffn: str, literal: int, split: int) -> int:
+    if ffn == "aligned":
+        return sizes.aligned_neighbours(literal, split)[0]
+    if ffn.isdecimal() and int(ffn) > 0:
+        return int(ffn)
+    raise LaunchError(f"--ffn takes literal, aligned or a positive number, not {ffn!r}")
+
+
+def _fit_batch(
+    preset: list[Flag], user: Sequence[Flag], machine: Machine, notes: list[str], *, strict: bool
+) -> list[Flag]:
+    """Where the user chose none: a micro-batch that divides each replica's share of the global batch."""
+    both = [*preset, *user]
+    replicas = max(1, machine.world_size // sizes.model_parallel_size(user))
+    batch = flag_number(both, "--global-batch-size", 1)
+    if batch % replicas:
+        fitting = -(-batch // replicas) * replicas
+        if strict or "--global-batch-size" in flag_names(user):
+            raise LaunchError(
+                f"the global batch of {batch} sequences cannot be shared by {replicas} data-parallel ranks: "
+                f"give --global-batch-size {fitting}"
+            )
+        notes.append(f"{replicas} data-parallel ranks cannot share {batch} sequences: it takes {fitting}")
+        batch, preset = fitting, _replace(preset, "--global-batch-size", str(fitting))
+    if flag_names(user) & {"--micro-batch-size", "--rampup-batch-size"}:
+        return preset
+    stages = flag_number(user, "--pipeline-model-parallel-size", 1)
+    share = batch // replicas
+    # The tiny presets name none: the whole share, or what leaves each pipeline stage a micro-batch.
+    limit = flag_number(preset, "--micro-batch-size", max(1, share // stages))
+    micro = sizes.largest_divisor(share, limit)
+    return _replace(preset, "--micro-batch-size", str(micro))
+
+
+def _fit_warmup(preset: list[Flag], user: Sequence[Flag], notes: list[str]) -> list[Flag]:
+    """A run cut short keeps a schedule: Megatron refuses a warm-up as long as the decay."""
+    name = "--lr-warmup-iters"
+    both = [*preset, *user]
+    end = flag_number(both, "--lr-decay-iters", flag_number(both, "--train-iters", 1))
+    chosen = flag_names(user) & {name, "--lr-warmup-fraction", "--train-samples"}
+    if chosen or flag_number(preset, name, 1) < end:
+        return preset
+    notes.append(f"{end} iterations are too few for the preset's warm-up: it takes {end // 10} ({name} to choose)")
+    return _replace(preset, name, str(end // 10))
+
+
+def _replace(flags: list[Flag], name: str, value: str) -> list[Flag]:
+    """The flags with one value changed in its place, or added at the end."""
+    if name not in flag_names(flags):
+        return [*flags, (name, value)]
+    return [(name, value) if flag_name(flag) == name else flag for flag in flags]
+
+
+def _simreg_asked(user: Sequence[Flag]) -> bool:
+    weight = flag_value(user, "--simreg-lambda") or "0"
+    off = re.fullmatch(r"0*\.?0*(e[+-]?\d+)?", weight, re.IGNORECASE) is not None
+    return not off or flag_value(user, "--simreg-objective") == "none"
+
+
+def _without_idle_simreg(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]:
+    """SimReg's settings without SimReg would be flags without effect, which the plugin refuses."""
+    if _simreg_asked(user):
+        return preset
+    return [flag for flag in preset if not flag_name(flag).startswith("--simreg-")]
+
+
+def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, large: bool) -> list[Flag]:
+    if on_cpu:
+        from simreg_megatron.plugin.cpu_backend import MEGATRON_FLAGS
+
+        return group_flags(MEGATRON_FLAGS)
+    chosen: list[Flag] = [] if flag_names(flags) & _PRECISIONS else [("--bf16",)]
+    if not machine.apex_gradient_kernel:
+        chosen.append(("--no-gradient-accumulation-fusion",))
+    if machine.transformer_engine:
+        chosen.append(("--transformer-impl", "transformer_engine"))
+        if "--num-experts" in flag_names(flags):
+            chosen.append(("--moe-grouped-gemm",))  # one kernel for all experts of a rank
+    else:
+        if "--sequence-parallel" in flag_names(flags):
+            raise LaunchError(
+                "--sequence-parallel on GPUs needs Transformer Engine, which is not installed: "
+                "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+            )
+        # Megatron's local layers find these kernels in Apex or Transformer Engine only.
+        fusions = ("--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion")
+        chosen += [("--transformer-impl", "local"), *((flag,) for flag in fusions)]
+    if large and not flag_names(flags) & _FSDP:
+        # The optimizer's state is shared out over the replicas; the numbers stay the same.
+        chosen += [("--use-distributed-optimizer",), ("--overlap-grad-reduce",), ("--overlap-param-gather",)]
+    return chosen
+
+
+def _data_flags(options: argparse.Namespace, corpus: Corpus, *, builtin: bool) -> list[Flag]:
+    if builtin:
+        return [
+            ("--train-data-path", str(corpus.train_prefix)),
+            ("--valid-data-path", str(corpus.valid_prefix)),
+            ("--tokenizer-type", "SentencePieceTokenizer"),
+            ("--tokenizer-model", str(corpus.tokenizer_model)),
+        ]
+    flags: list[Flag] = []
+    if options.valid_data:
+        flags += [("--train-data-path", options.data), ("--valid-data-path", options.valid_data)]
+    elif options.data:
+        flags += [("--data-path", options.data), ("--split", "99,1,0")]
+    if options.tokenizer:
+        kind = "SentencePieceTokenizer" if options.tokenizer.endswith(".model") else "HuggingFaceTokenizer"
+        flags += [("--tokenizer-type", kind), ("--tokenizer-model", options.tokenizer)]
+    return flags
+
+
+def _default_output(family: str, model: str, user: Sequence[Flag], stamp: str) -> Path:
+    """Where checkpoints go, ranks must agree: no clock in it. A tiny run only logs, from one rank."""
+    simreg = f"simreg-{flag_value(user, '--simreg-lambda') or 'log'}" if _simreg_asked(user) else "ce"
+    output = Path("runs") / f"{family}-{model}-{re.sub(r'[^A-Za-z0-9.-]', '_', simreg)}"
+    return output / stamp if model == TINY else output
+
+
+def _output_flags(output: Path, *, saves: bool) -> list[Flag]:
+    flags: list[Flag] = [("--tensorboard-dir", str(output / "tensorboard"))]
+    return [*flags, ("--save", str(output / "checkpoints"))] if saves else flags
+
+
+def _choose_script(environ: Mapping[str, str]) -> Path:
+    tree = environ.get("MEGATRON_PATH")
+    if not tree:
+        return ROOT / "simreg_megatron" / "pretrain.py"
+    script = Path(tree).absolute() / "pretrain_gpt.py"
+    if not script.is_file():
+        raise LaunchError(f"MEGATRON_PATH={tree} has no pretrain_gpt.py: name a Megatron-LM source tree or unset it")
+    return script
+
+
+def _environment(flags: Sequence[Flag], *, on_cpu: bool) -> dict[str, str]:
+    """Defaults for the run; what the user has set stays."""
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",  # Hugging Face's threads do not survive the data loader's fork
+    }
+    if not flag_names(flags) & _FSDP:  # which refuses it
+        # One hardware queue: Megatron relies on its order to overlap communication with matrix products.
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if on_cpu:
+        environment["SIMREG_CPU"] = "1"  # read before Megatron is imported
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # compiled graphs would bypass the stand-ins for CUDA
+    return environment

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic on a model's flags: FFN sizes that can be split, batches that can be shared, parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from launch.flags import Flag, LaunchError, flag_names, flag_number
+
+_TILE = 128  # columns of a tensor core's tile: a matrix side of this multiple leaves no ragged tile
+_WORDS = 8  # 16 bytes of bf16: below this alignment tensor cores run below full speed, or idle
+
+
+def model_parallel_size(flags: Sequence[Flag]) -> int:
+    """Ranks that hold one replica: tensor * pipeline * context."""
+    names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+    return math.prod(flag_number(flags, name, 1) for name in names)
+
+
+def ffn_split(flags: Sequence[Flag]) -> int:
+    """Ranks that share one FFN: experts may be split otherwise than the rest."""
+    tensor = flag_number(flags, "--tensor-model-parallel-size", 1)
+    if "--num-experts" in flag_names(flags):
+        return flag_number(flags, "--expert-tensor-parallel-size", tensor)
+    return tensor
+
+
+def aligned_neighbours(size: int, split: int) -> list[int]:
+    """The sizes below and above, nearest first, of full tiles that leave each rank 16-byte aligned rows."""
+    unit = math.lcm(_TILE, _WORDS * split)
+    below = size // unit * unit
+    sizes = {below, below if below == size else below + unit} - {0}
+    return sorted(sizes, key=lambda candidate: (abs(candidate - size), -candidate))
+
+
+def check_ffn(size: int, split: int) -> str | None:
+    """A warning if tensor cores will run this FFN slowly.
+
+    Raises:
+        LaunchError: the size is no multiple of the ranks that would share it.
+    """
+    nearest = aligned_neighbours(size, split)
+    offer = " or ".join(f"--ffn {candidate}" for candidate in nearest)
+    if size % split:
+        raise LaunchError(
+            f"the FFN size {size} cannot be split over {split} tensor-parallel ranks: "
+            f"give --ffn aligned ({nearest[0]}), {offer}, or --tensor-model-parallel-size 1"
+        )
+    if size // split % _WORDS:
+        share = "" if split == 1 else f" ({size // split} per rank)"
+        return (
+            f"the FFN size {size}{share} is no multiple of {_WORDS}, so tensor cores run below their speed: "
+            f"--ffn aligned takes {nearest[0]} ({offer}); it is kept because it is the size asked for"
+        )
+    return None
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor that is at most `limit`."""
+    return max(size for size in range(1, limit + 1) if number % size == 0)
+
+
+def count_parameters(flags: Sequence[Flag], *, vocabulary: int) -> int:
+    """Weights of a LLaMA or Mixtral model: attention, SwiGLU (times experts), RMSNorm, embedding and head."""
+    given = flag_names(flags)
+    hidden, layers = flag_number(flags, "--hidden-size", 1), flag_number(flags, "--num-layers", 1)
+    heads = flag_number(flags, "--num-attention-heads", 1)
+    head_size = flag_number(flags, "--kv-channels", hidden // heads)
+    groups = flag_number(flags, "--num-query-groups", heads) if "--group-query-attention" in given else heads
+    ffn = flag_number(flags, "--ffn-hidden-size", 4 * hidden)
+    experts = flag_number(flags, "--num-experts", 0)
+    if experts:
+        ffn = flag_number(flags, "--moe-ffn-hidden-size", ffn)
+    attention = 2 * hidden * head_size * (heads + groups)
+    feed_forward = 3 * hidden * ffn * max(experts, 1) + hidden * experts  # the last term is the router
+    block = attention + feed_forward + 2 * hidden
+    tables = 2 if "--untie-embeddings-and-output-weights" in given else 1
+    return layers * block + hidden + tables * vocabulary * hidden

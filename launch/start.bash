@@ -1,0 +1,99 @@
+# shellcheck shell=bash
+# SPDX-License-Identifier: Apache-2.0
+# The bash half of launch/pretrain_*.sh: find a Python that can train, read torchrun's flags, start torchrun.
+
+# The first Python that can import what the run needs, in PYTHON; it is run before it is believed.
+find_python() {
+  local root=$1 candidate
+  local candidates=("$root/.venv/bin/python" python3)
+  if [[ -n ${VIRTUAL_ENV:-} ]]; then
+    candidates=("$VIRTUAL_ENV/bin/python" "${candidates[@]}")
+  fi
+  # find_spec looks without importing: torch alone takes seconds, and torchrun imports it anyway.
+  local probe='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "megatron", "sentencepiece"))))'
+  for candidate in "${candidates[@]}"; do
+    if "$candidate" -c "$probe" >/dev/null 2>&1 && "$candidate" -c "import torch" >/dev/null 2>&1; then
+      PYTHON=$candidate
+      return
+    fi
+  done
+  echo "error: no Python with torch, megatron-core and sentencepiece was found: run \`make setup\` in $root," \
+    "or activate the environment that has them" >&2
+  exit 2
+}
+
+# Split the words into torchrun's and the script's: TORCHRUN and SCRIPT_WORDS.
+split_words() {
+  TORCHRUN=()
+  SCRIPT_WORDS=()
+  local word name
+  while (($#)); do
+    word=$1
+    shift
+    name=${word%%=*}
+    case ${name//_/-} in
+      --nproc-per-node | --nnodes | --node-rank | --master-addr | --master-port | --rdzv-*)
+        if [[ $word != *=* ]]; then
+          if ((!$#)); then
+            echo "error: $word needs a value" >&2
+            exit 2
+          fi
+          word+="=$1"
+          shift
+        fi
+        TORCHRUN+=("$word")
+        ;;
+      --standalone) TORCHRUN+=("$word") ;;
+      *) SCRIPT_WORDS+=("$word") ;;
+    esac
+  done
+}
+
+# Whether a flag is among torchrun's words, in either spelling.
+given() {
+  local word
+  for word in "${TORCHRUN[@]+"${TORCHRUN[@]}"}"; do
+    word=${word%%=*}
+    if [[ ${word//_/-} == "$1" || ${word//_/-} == "$1"-* ]]; then
+      return 0
+    fi
+  done
+  return 1
+}
+
+# What the command line leaves open comes from the environment, then from the machine.
+complete_torchrun() {
+  local -A variables=([--nnodes]=NNODES [--node-rank]=NODE_RANK [--master-addr]=MASTER_ADDR [--master-port]=MASTER_PORT)
+  local flag variable
+  given --nproc-per-node || TORCHRUN+=("--nproc-per-node=${NPROC_PER_NODE:-$(count_gpus)}")
+  given --standalone && return
+  for flag in --nnodes --node-rank --master-addr --master-port; do
+    variable=${variables[$flag]}
+    if ! given "$flag" && [[ -n ${!variable:-} ]]; then
+      TORCHRUN+=("$flag=${!variable}")
+    fi
+  done
+  # One machine and no address: torchrun picks a free port itself, so that two runs can stand side by side.
+  if ! given --master && ! given --rdzv && { ! given --nnodes || [[ " ${TORCHRUN[*]} " == *" --nnodes=1 "* ]]; }; then
+    TORCHRUN+=(--standalone)
+  fi
+}
+
+count_gpus() {
+  "$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))'
+}
+
+start() {
+  local script=$1 root word
+  shift
+  root=$(cd -- "$(dirname -- "$script")/.." && pwd) || exit 2
+  find_python "$root"
+  for word in "$@"; do
+    if [[ $word == -h || $word == --help ]]; then
+      exec "$PYTHON" "$script" --help
+    fi
+  done
+  split_words "$@"
+  complete_torchrun
+  exec "$PYTHON" -m torch.distributed.run "${TORCHRUN[@]}" "$script" "${SCRIPT_WORDS[@]+"${SCRIPT_WORDS[@]}"}"
+}

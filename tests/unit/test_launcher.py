@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch scripts: presets against the paper's table, the user's flags, data, hardware, and both ways to start."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import sizes
+from launch.dry_run import command, describe
+from launch.flags import LaunchError, flag_name, flag_number, flag_value, flatten, group_flags, read_preset
+from launch.launcher import make_parser
+from launch.plan import PRESETS, Machine, Plan, build_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh")]
+CPU = Machine()
+GPU = Machine(gpus=8, transformer_engine=True, world_size=8, local_world_size=8)
+OWN = ("--data", "text", "--tokenizer", "tokenizer.model")
+
+# layers, heads, hidden, FFN, global batch, peak, end, steps, experts, parameters in millions with 32,000 ids
+PAPER = {
+    ("llama", "350m"): (24, 16, 1024, 2371, 512, 4e-4, 4e-5, 12500, None, 341),
+    ("llama", "1.3b"): (24, 32, 2048, 5461, 2048, 3e-4, 3e-5, 12500, None, 1339),
+    ("llama", "3b"): (26, 32, 3072, 8640, 2048, 3e-4, 3e-5, 12500, None, 3249),
+    ("llama", "7b"): (32, 32, 4096, 11008, 2048, 3e-4, 3e-5, 12500, None, 6738),
+    ("mixtral", "8x1b"): (24, 32, 2048, 5632, 512, 3e-4, 3e-5, 50000, 8, 7178),
+}
+ALL = [*PAPER, ("llama", "tiny"), ("mixtral", "tiny")]
+
+
+def plan(*words: str, family: str = "llama", machine: Machine = CPU, environ: dict[str, str] | None = None) -> Plan:
+    options, rest = make_parser(family).parse_known_args(list(words))
+    return build_plan(family, options, rest, machine, environ=environ or {})
+
+
+def values(made: Plan, name: str) -> list[str]:
+    return [" ".join(flag[1:]) for flag in made.flags if flag_name(flag) == name]
+
+
+@pytest.mark.parametrize(("family", "model"), PAPER)
+def test_presets_hold_the_papers_table(family: str, model: str) -> None:
+    layers, heads, hidden, ffn, batch, peak, end, steps, experts, millions = PAPER[family, model]
+    made = plan("--model", model, *OWN, family=family, machine=GPU)
+    numbers = {
+        "--num-layers": layers, "--num-attention-heads": heads, "--hidden-size": hidden, "--ffn-hidden-size": ffn,
+        "--global-batch-size": batch, "--lr": peak, "--min-lr": end, "--train-iters": steps, "--seq-length": 2048,
+        "--max-position-embeddings": 2048, "--lr-warmup-iters": 2000, "--adam-beta1": 0.9, "--adam-beta2": 0.95,
+        "--weight-decay": 0.1, "--init-method-std": 0.01, "--clip-grad": 1.0,
+    }  # fmt: skip
+    assert {name: [float(value) for value in values(made, name)] for name in numbers} == {
+        name: [number] for name, number in numbers.items()
+    }
+    assert values(made, "--lr-decay-style") == ["cosine"]
+    assert values(made, "--num-experts") == ([str(experts)] if experts else [])
+    assert values(made, "--moe-router-topk") == (["2"] if experts else [])
+    assert round(sizes.count_parameters(made.flags, vocabulary=32000) / 1e6) == millions
+    assert values(made, "--group-query-attention") == []
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in PRESETS.glob("*.args")))
+def test_real_presets_say_of_every_line_whose_choice_it_is(name: str) -> None:
+    lines = [line for line in (PRESETS / name).read_text().splitlines() if line.startswith("--")]
+    marked = [line for line in lines if "# paper" in line or "# chosen" in line]
+    assert marked == lines or "tiny" in name
+    text = (PRESETS / name).read_text()
+    assert "tiny" not in name or "Every number here is chosen" in text
+
+
+def test_tiny_shares_its_batch_over_the_ranks() -> None:
+    alone, pair = plan(), plan(machine=Machine(world_size=2, local_world_size=2))
+    assert values(alone, "--micro-batch-size") == ["8"]
+    assert values(pair, "--micro-batch-size") == ["4"]
+    machine = Machine(world_size=2, local_world_size=2)
+    assert values(plan("--tensor-model-parallel-size", "2", machine=machine), "--micro-batch-size") == ["8"]
+    # With one micro-batch the second pipeline stage would wait for the first all the time.
+    assert values(plan("--pipeline-model-parallel-size", "2", machine=machine), "--micro-batch-size") == ["4"]
+    three = plan(machine=Machine(world_size=3, local_world_size=3))
+    assert values(three, "--global-batch-size") == ["9"] and any("3 data-parallel" in note for note in three.notes)
+
+
+def test_real_size_on_ranks_that_cannot_share_the_batch_is_refused() -> None:
+    machine = Machine(gpus=8, world_size=48, local_world_size=8)
+    with pytest.raises(LaunchError, match="give --global-batch-size 528"):
+        plan("--model", "350m", *OWN, machine=machine)
+
+
+def test_user_flags_replace_the_presets() -> None:
+    made = plan("--lr", "1", "--num-layers=6", "--seq-length", "128", "--split", "9,1,0")
+    assert values(made, "--lr") == ["1"]
+    assert [flag for flag in made.flags if flag_name(flag) == "--num-layers"] == [("--num-layers=6",)]
+    assert values(made, "--max-position-embeddings") == ["128"]
+    assert made.arguments[-2:] == ["--split", "9,1,0"]
+
+
+def test_a_short_run_gets_a_shorter_warmup() -> None:
+    assert values(plan("--train-iters", "20"), "--lr-warmup-iters") == ["2"]
+    assert values(plan("--train-iters", "41"), "--lr-warmup-iters") == ["40"]
+    assert values(plan("--train-iters", "20", "--lr-warmup-iters", "0"), "--lr-warmup-iters") == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "on"),
+    [
+        ((), False),
+        (("--simreg-lambda", "0"), False),
+        (("--simreg-lambda", "0.0"), False),
+        (("--simreg-lambda=0e0",), False),
+        (("--simreg-lambda", "10"), True),
+        (("--simreg-lambda=auto",), True),
+        (("--simreg-objective", "none"), True),
+    ],
+)
+def test_simreg_settings_appear_with_simreg_only(words: tuple[str, ...], on: bool) -> None:
+    assert values(plan(*words), "--simreg-chunk-size") == (["64"] if on else [])
+
+
+def test_hardware_chooses_layers_and_precision() -> None:
+    cpu, te, local = plan(), plan(machine=GPU), plan(machine=Machine(gpus=1))
+    assert values(cpu, "--distributed-backend") == ["gloo"] and values(cpu, "--bf16") == []
+    assert cpu.environment["SIMREG_CPU"] == "1" and "SIMREG_CPU" not in te.environment
+    assert values(te, "--transformer-impl") == ["transformer_engine"] and values(te, "--bf16") == [""]
+    assert values(local, "--transformer-impl") == ["local"] and values(local, "--no-persist-layer-norm") == [""]
+    assert values(plan("--fp16", machine=GPU), "--bf16") == []
+    forced = plan("--simreg-cpu=force", machine=Machine(gpus=1))
+    assert values(forced, "--distributed-backend") == ["gloo"]
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "sentence"),
+    [
+        (("--model", "350m", *OWN), CPU, "needs a GPU and this machine has none"),
+        (("--distributed-backend", "nccl"), CPU, "leave the flag out"),
+        (("--transformer-impl", "transformer_engine"), CPU, "leave the flag out"),
+        ((), Machine(gpus=1, world_size=2, local_world_size=2), "give torchrun --nproc-per-node 1"),
+        (("--sequence-parallel",), Machine(gpus=1), "needs Transformer Engine"),
+        (("--model", "350m"), GPU, "give --data PREFIX"),
+        (("--data", "text"), CPU, "--data needs --tokenizer"),
+        (("--data-path", "text"), CPU, "--data-path needs --tokenizer"),
+        (("--valid-data", "text"), CPU, "goes with --data"),
+        (("--tokenizer", "t.model"), CPU, "goes with --data"),
+        ((*OWN, "--mock-data"), CPU, "both name the training text"),
+        (("--ffn", "big"), CPU, "--ffn takes literal, aligned"),
+        (("--ffn", "0"), CPU, "--ffn takes literal, aligned"),
+        (("--ffn", "aligned", "--ffn-hidden-size", "8"), CPU, "name the same size"),
+        (("--train-iters", "many"), CPU, "positive whole number, not 'many'"),
+        (("10", "--lr", "1"), CPU, "belongs to no flag"),
+    ],
+)
+def test_what_cannot_run_is_refused(words: tuple[str, ...], machine: Machine, sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence) as refused:
+        plan(*words, machine=machine)
+    assert "\n" not in str(refused.value)
+
+
+def test_ffn_sizes_that_do_not_split_name_those_that_do() -> None:
+    split = ("--tensor-model-parallel-size", "2")
+    with pytest.raises(LaunchError, match=r"2371 cannot be split .* --ffn aligned \(2432\), --ffn 2432 or --ffn 2304"):
+        plan("--model", "350m", *OWN, *split, machine=GPU)
+    assert values(plan("--model", "350m", *OWN, *split, "--ffn", "2736", machine=GPU), "--ffn-hidden-size") == ["2736"]
+    aligned = plan("--model", "1.3b", *OWN, *split, "--ffn", "aligned", machine=GPU)
+    assert values(aligned, "--ffn-hidden-size") == ["5504"] and aligned.notes == ()
+
+
+def test_ffn_sizes_off_the_tensor_cores_grid_are_kept_and_said() -> None:
+    made = plan("--model", "1.3b", *OWN, machine=GPU)
+    assert values(made, "--ffn-hidden-size") == ["5461"]
+    assert len(made.notes) == 1 and "--ffn aligned takes 5504" in made.notes[0]
+    assert plan("--model", "7b", *OWN, machine=GPU).notes == ()
+
+
+@pytest.mark.parametrize("size", [2371, 5461, 8640, 11008, 512])
+@pytest.mark.parametrize("split", [1, 2, 3, 4, 8])
+def test_aligned_sizes_split_evenly(size: int, split: int) -> None:
+    nearest, *others = sizes.aligned_neighbours(size, split)
+    assert nearest % 128 == 0 and nearest % split == 0 and nearest // split % 8 == 0
+    assert all(abs(nearest - size) <= abs(other - size) for other in others)
+
+
+def test_own_text_and_the_built_in_corpus() -> None:
+    own = plan(*OWN)
+    assert values(own, "--data-path") == ["text"] and values(own, "--split") == ["99,1,0"]
+    assert values(own, "--tokenizer-type") == ["SentencePieceTokenizer"] and not own.builtin_corpus
+    both = plan("--data", "a", "--valid-data", "b", "--tokenizer", "org/name")
+    assert values(both, "--train-data-path") == ["a"] and values(both, "--valid-data-path") == ["b"]
+    assert values(both, "--tokenizer-type") == ["HuggingFaceTokenizer"]
+    assert plan().builtin_corpus and values(plan(), "--tokenizer-model")[0].endswith(".model")
+
+
+def test_only_real_sizes_save_and_where_they_save_no_clock_is_read() -> None:
+    real = plan("--model", "7b", *OWN, "--simreg-lambda", "auto", machine=GPU)
+    assert values(real, "--save") == ["runs/llama-7b-simreg-auto/checkpoints"]
+    assert values(plan(), "--save") == []
+    assert values(plan("--output", "here"), "--tensorboard-dir") == ["here/tensorboard"]
+
+
+def test_without_a_model_the_default_is_said_and_gpus_get_a_hint() -> None:
+    assert len(plan().notes) == 1 and "no --model given" in plan().notes[0]
+    assert "--model 350m --data PREFIX" in plan(machine=GPU).notes[1]
+    assert plan("--model", "tiny").notes == ()
+
+
+def test_megatron_path(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"has no pretrain_gpt\.py"):
+        plan(environ={"MEGATRON_PATH": str(tmp_path)})
+    (tmp_path / "pretrain_gpt.py").touch()
+    made = plan(environ={"MEGATRON_PATH": str(tmp_path)})
+    assert made.script == tmp_path / "pretrain_gpt.py"
+    assert plan().script == ROOT / "simreg_megatron" / "pretrain.py"
+
+
+def test_dry_run_prints_a_command_that_reads_back_as_the_plan() -> None:
+    made = plan("--data", "my text", "--tokenizer", "$HOME/t.model")
+    text = describe(made, CPU, environ={})
+    assert f"{sizes.count_parameters(made.flags, vocabulary=32000):,} parameters" in text
+    assert "2,048 per step, 400 steps, 819,200 in all" in text
+    words = shlex.split(command(made, CPU, environ={}).replace("\\\n", ""))
+    assert words[-len(made.arguments) :] == made.arguments
+    assert words[: words.index("-m")][0] == "env" and "SIMREG_CPU=1" in words
+    across = command(made, Machine(world_size=4, local_world_size=2), environ={"MASTER_ADDR": "first"})
+    assert "--nnodes 2" in across and "--master-addr first" in across and "--standalone" not in across
+
+
+def test_flags_read_as_argparse_reads_them() -> None:
+    flags = group_flags(["--a", "1", "2", "--b=3", "--a", "-1"])
+    assert flags == [("--a", "1", "2"), ("--b=3",), ("--a", "-1")]
+    assert (flag_value(flags, "--a"), flag_value(flags, "--b"), flag_value(flags, "--c")) == ("-1", "3", None)
+    assert flag_number(flags, "--b", 7) == 3 and flag_number(flags, "--c", 7) == 7
+    assert flatten(flags) == ["--a", "1", "2", "--b=3", "--a", "-1"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_bash_and_python(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    compile(script.read_text(encoding="utf-8"), str(script), "exec")
+
+
+def run_script(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    # As for a user: no rank of a torchrun above, and this test's Python as the active environment.
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    environ = {**kept, "VIRTUAL_ENV": sys.prefix, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.distributed
+@pytest.mark.megatron
+def test_bash_starts_torchrun_from_any_folder(tmp_path: Path) -> None:
+    done = run_script(
+        "bash", str(SCRIPTS[0]), "--nproc-per-node", "2", "--simreg-lambda", "10", "--dry-run", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Dry run") == 1  # one rank speaks
+    assert "--standalone --nproc-per-node 2" in done.stdout and "--micro-batch-size 4" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_alone_is_a_job_of_one_rank_and_errors_are_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = run_script(sys.executable, str(SCRIPTS[1]), "--model", "8x1b", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --model 8x1b needs a GPU") and done.stderr.count("\n") == 1
+
+
+def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None:
+    # A PATH with what the script needs except a Python, and a copy of it beside no .venv.
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname"):
+        found = subprocess.run(["which", name], capture_output=True, text=True, check=True).stdout.strip()
+        (tools / name).symlink_to(found)
+    launch = tmp_path / "launch"
+    launch.mkdir()
+    for source in (SCRIPTS[0], ROOT / "launch" / "start.bash"):
+        (launch / source.name).write_text(source.read_text())
+    done = run_script("bash", str(launch / SCRIPTS[0].name), cwd=tmp_path, PATH=str(tools), VIRTUAL_ENV="/none")
+    assert done.returncode == 2 and "make setup" in done.stderr and done.stderr.count("\n") == 1
+
+
+READ_BY_MEGATRON = """
+import argparse, sys
+from simreg_megatron.plugin import cpu_backend
+cpu_backend.activate()
+from megatron.training.arguments import add_megatron_arguments
+parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+for line in sys.stdin.read().splitlines():
+    print(parser.parse_known_args(line.split())[1])
+"""
+
+
+@pytest.mark.megatron
+def test_megatron_knows_every_flag_of_every_preset(tmp_path: Path) -> None:
+    lines = []
+    for family, model in ALL:
+        machines = [GPU, Machine(gpus=1)] + ([CPU] if model == "tiny" else [])
+        words = ["--model", model, *([] if model == "tiny" else OWN)]
+        lines += [" ".join(plan(*words, family=family, machine=machine).arguments) for machine in machines]
+    lines.append("--no-such-flag")  # shows that an unknown one would be seen
+    done = subprocess.run(
+        [sys.executable, "-c", READ_BY_MEGATRON],
+        input="\n".join(lines), capture_output=True, text=True, timeout=300, cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert answers == ["[]"] * (len(lines) - 1) + ["['--no-such-flag']"]
+
+
+def test_presets_repeat_no_flag() -> None:
+    for path in PRESETS.glob("*.args"):
+        names = [flag_name(flag) for flag in read_preset(path)]
+        assert len(names) == len(set(names)), path.name
