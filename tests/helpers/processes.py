@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a function on several gloo processes, each with one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _worker(rank: int, size: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        function(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_processes(function: Callable[..., None], size: int, folder: Path, *arguments: Any) -> None:
+    """`function(rank, *arguments)` on `size` ranks; a failure on any rank is raised here."""
+    store = str(folder / "store")
+    mp.start_processes(_worker, args=(size, store, function, arguments), nprocs=size, join=True, start_method="fork")
