@@ -145,6 +145,8 @@ def _prepare(plan: Plan) -> None:
 
 def _prepare_data(plan: Plan, options: argparse.Namespace) -> Corpus | None:
     """Build the built-in corpus, or look at the user's before Megatron does."""
+    if not plan.builtin_corpus and not options.data:
+        return None  # named to Megatron itself, or mock data
     from simreg_megatron.data import DataError, check_dataset, ensure_builtin_corpus
 
     try:
