@@ -15,7 +15,7 @@ from launch import sizes
 from launch.dry_run import command, describe
 from launch.flags import LaunchError, flag_name, flag_number, flag_value, flatten, group_flags, read_preset
 from launch.launcher import make_parser
-from launch.plan import PRESETS, Machine, Plan, build_plan
+from launch.plan import BUILTIN_CORPUS, PRESETS, Machine, Plan, PlannedCorpus, build_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh")]
@@ -279,6 +279,48 @@ def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None
         (launch / source.name).write_text(source.read_text())
     done = run_script("bash", str(launch / SCRIPTS[0].name), cwd=tmp_path, PATH=str(tools), VIRTUAL_ENV="/none")
     assert done.returncode == 2 and "make setup" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "expected"),
+    [
+        ((), {}, "--nproc-per-node=4 --standalone SCRIPT"),
+        (("--lr", "a b"), {"NPROC_PER_NODE": "3"}, "--nproc-per-node=3 --standalone SCRIPT --lr 'a b'"),
+        ((), {"NNODES": "1"}, "--nproc-per-node=4 --nnodes=1 --standalone SCRIPT"),
+        (("--nproc_per_node=2", "--x"), {}, "--nproc_per_node=2 --standalone SCRIPT --x"),
+        (
+            (),
+            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+            "--nproc-per-node=4 --nnodes=2 --node-rank=1 --master-addr=h --master-port=1 SCRIPT",
+        ),
+        (
+            ("--nnodes", "2", "--rdzv-endpoint", "h:1"),
+            {"NODE_RANK": "1"},
+            "--nnodes=2 --rdzv-endpoint=h:1 --nproc-per-node=4 --node-rank=1 SCRIPT",
+        ),
+    ],
+)  # fmt: skip
+def test_bash_hands_torchrun_its_flags(
+    tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], expected: str
+) -> None:
+    # A Python that can import everything, sees four GPUs and shows what it is asked to run.
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        "#!/usr/bin/env bash\nif [[ $1 == -c ]]; then [[ $2 == *device_count* ]] && echo 4; exit 0; fi\n"
+        "printf '%s\\n' \"$@\"\n"
+    )
+    python.chmod(0o755)
+    done = run_script("bash", str(SCRIPTS[0]), *words, cwd=tmp_path, **{"VIRTUAL_ENV": str(tmp_path), **variables})
+    started = ["-m", "torch.distributed.run", *shlex.split(expected.replace("SCRIPT", str(SCRIPTS[0])))]
+    assert done.stdout.splitlines() == started, done.stderr
+
+
+def test_the_planned_corpus_lies_where_it_is_built() -> None:
+    data = pytest.importorskip("simreg_megatron.data")
+    built, planned = data.BuiltinCorpus(BUILTIN_CORPUS), PlannedCorpus()
+    for name in ("train_prefix", "valid_prefix", "tokenizer_model"):
+        assert getattr(built, name) == getattr(planned, name)
 
 
 READ_BY_MEGATRON = """
