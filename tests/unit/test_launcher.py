@@ -318,7 +318,7 @@ def test_bash_hands_torchrun_its_flags(
 
 def test_the_planned_corpus_lies_where_it_is_built() -> None:
     data = pytest.importorskip("simreg_megatron.data")
-    built, planned = data.BuiltinCorpus(BUILTIN_CORPUS), PlannedCorpus()
+    built, planned = data.BuiltinCorpus(BUILTIN_CORPUS, manifest={}), PlannedCorpus()
     for name in ("train_prefix", "valid_prefix", "tokenizer_model"):
         assert getattr(built, name) == getattr(planned, name)
 
