@@ -68,7 +68,7 @@ def run_side_by_side(jobs: Sequence[Job], *, console: Console, steps: int) -> No
         JobFailed: a job failed; the others have been stopped.
         KeyboardInterrupt: the user stopped the demo; so have all jobs been.
     """
-    screen_type = Bars if console.is_terminal else PlainLines
+    screen_type: type[Bars] | type[PlainLines] = Bars if console.is_terminal else PlainLines
     said: queue.Queue[tuple[_Child, str | None]] = queue.Queue()
     children: list[_Child] = []
     try:

@@ -62,10 +62,10 @@ def draw_curves(
     """
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(11, 3.6 * rows + 0.7), dpi=130, layout="constrained")
-    grid = figure.subplots(rows, 2, squeeze=False).flat
+    grid = figure.subplots(rows, 2, squeeze=False).ravel()
     for axes, panel in zip(grid, panels, strict=False):
         _draw_panel(axes, panel, several)
-    for axes in list(grid)[len(panels) :]:
+    for axes in grid[len(panels) :]:
         axes.remove()
     _add_legend(figure)
     if title:
@@ -81,16 +81,15 @@ def _draw_panel(axes: Axes, panel: Panel, several: Sequence[Run]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
-    for index, run in enumerate(several):
-        series = run.scalars.get(panel.tag)
-        if series is not None:
-            _draw_series(axes, series, run.name, index)
-    if not axes.lines:
+    drawn = [(index, run.name, run.scalars[panel.tag]) for index, run in enumerate(several) if panel.tag in run.scalars]
+    for index, name, series in drawn:
+        _draw_series(axes, series, name, index)
+    if not drawn:
         axes.text(0.5, 0.5, f'"{panel.tag}" was not logged', transform=axes.transAxes, ha="center", color="0.4")
     elif panel.log:
         axes.set_yscale("log", nonpositive="mask")
-    else:
-        _leave_out_the_start(axes, panel)
+    elif panel.tag == runs.TRAIN_LOSS:
+        _leave_out_the_start(axes, [series for _, _, series in drawn])
 
 
 def _draw_series(axes: Axes, series: Series, name: str, index: int) -> None:
@@ -122,13 +121,10 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     return (sums[end] - sums[start]) / (end - start)
 
 
-def _leave_out_the_start(axes: Axes, panel: Panel) -> None:
-    """Losses fall steeply at first; the axis shows what differs later, from the first twentieth of the run on."""
-    if panel.tag != runs.TRAIN_LOSS:
-        return
-    last = max(line.get_xdata()[-1] for line in axes.lines)
-    kept = [line.get_ydata()[line.get_xdata() >= last / 20] for line in axes.lines]
-    values = np.concatenate(kept)
+def _leave_out_the_start(axes: Axes, drawn: Sequence[Series]) -> None:
+    """The loss falls steeply at first; the axis shows what differs later, from the first twentieth of the run on."""
+    last = max(series.steps[-1] for series in drawn)
+    values = np.concatenate([series.values[series.steps >= last / 20] for series in drawn])
     values = values[np.isfinite(values)]
     if values.size and np.ptp(values) > 0:
         margin = 0.05 * np.ptp(values)
@@ -138,6 +134,6 @@ def _leave_out_the_start(axes: Axes, panel: Panel) -> None:
 def _add_legend(figure: Figure) -> None:
     """One legend for all panels, below them; matplotlib keeps labels that open with "_" out of legends."""
     lines = [line for axes in figure.axes for line in axes.lines]
-    handles = {line.get_label(): line for line in lines if not line.get_label().startswith("_")}
+    handles = {str(line.get_label()): line for line in lines if not str(line.get_label()).startswith("_")}
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+        figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=len(handles), frameon=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
 from simreg_megatron.report.runs import ReportError
@@ -99,7 +100,7 @@ def draw_heatmaps(
     return figure
 
 
-def _draw_map(axes: Axes, states: HiddenStates, max_tokens: int):  # noqa: ANN202 (matplotlib's AxesImage)
+def _draw_map(axes: Axes, states: HiddenStates, max_tokens: int) -> AxesImage:
     cosine = cosine_matrix(states.hidden[:max_tokens])
     image = axes.imshow(cosine, cmap=COLOUR_MAP, vmin=-1, vmax=1, interpolation="nearest")
     axes.set_title(f"{states.name}\nmean off-diagonal cosine {mean_off_diagonal(cosine):+.3f}", fontsize=11)

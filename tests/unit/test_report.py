@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading runs back, and what the figures and the table made of them hold."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+from torch.utils.tensorboard import SummaryWriter
+
+from simreg_megatron import report
+from simreg_megatron.report import curves, heatmap, runs
+from simreg_megatron.report.runs import Run, Series
+from simreg_megatron.report.table import Summary
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def series(values, every=1):
+    return Series(np.arange(1, len(values) + 1) * every, np.array(values, dtype=np.float64))
+
+
+def make_run(name, *, validation=(5.0, 4.5, 4.25), simreg=(2.0, 1.0, 0.5), train=None):
+    train = train if train is not None else 4 + 4 * np.exp(-np.arange(150) / 20)
+    return Run(
+        name,
+        {
+            runs.VALIDATION_LOSS: series(validation, every=50),
+            runs.TRAIN_LOSS: series(train),
+            runs.SIMREG_LOSS: series(simreg, every=50),
+            runs.NEGATIVE_COSINE: series([0.5, 0.2, 0.1], every=50),
+            runs.ITERATION_TIME: series([9.0, 0.5, 0.7], every=50),
+        },
+    )
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def test_events_are_read_back(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(1, 1502):  # beyond the number of points that TensorBoard keeps by default
+            writer.add_scalar("lm loss", 10 / step, step)
+        writer.add_scalar("lm loss validation", 4.5, 100)
+    run = report.read_run(tmp_path, name="a run")
+    steps, values = run.scalars["lm loss"]
+    assert run.name == "a run"
+    assert steps.tolist() == list(range(1, 1502))
+    np.testing.assert_allclose(values, 10 / steps, rtol=1e-6)
+    assert run.last("lm loss validation") == 4.5
+    assert run.last("simreg loss") is None
+
+
+def test_a_step_written_twice_counts_once_with_its_later_value(tmp_path):
+    """A run that was stopped at step 30 and resumed from step 10 writes another file over the same steps."""
+    for values in ({10: 1.0, 20: 2.0, 30: 3.0}, {20: 5.0, 25: 6.0}):
+        with SummaryWriter(str(tmp_path), filename_suffix=f".{len(values)}") as writer:
+            for step, value in values.items():
+                writer.add_scalar("lm loss", value, step)
+    steps, values = report.read_run(tmp_path).scalars["lm loss"]
+    assert steps.tolist() == sorted(set(steps.tolist()))
+    assert dict(zip(steps.tolist(), values.tolist(), strict=True))[20] == 5.0
+
+
+def test_a_folder_without_events_is_one_sentence(tmp_path):
+    with pytest.raises(report.ReportError, match="holds no TensorBoard scalars"):
+        report.read_run(tmp_path)
+    with pytest.raises(report.ReportError, match="is no folder"):
+        report.read_run(tmp_path / "nowhere")
+
+
+def test_the_end_of_a_run_is_its_last_tenth():
+    run = Run("r", {"x": series([0.0] * 90 + [2.0] * 5 + [4.0] * 5)})
+    assert run.mean_of_end("x") == 3.0
+    assert run.mean_of_end("x", fraction=0.05) == 4.0
+    assert Run("r", {"x": series([7.0])}).mean_of_end("x") == 7.0
+
+
+# ---- curves --------------------------------------------------------------------------------------------------------
+
+
+def test_curves_hold_every_runs_data(tmp_path):
+    several = [make_run("cross-entropy"), make_run("simreg", validation=(5.0, 4.4, 4.1))]
+    figure = report.draw_curves(several, tmp_path / "curves.png")
+    saved = (tmp_path / "curves.png").read_bytes()
+    assert saved.startswith(PNG) and len(saved) > 20_000
+    assert len(figure.axes) == len(curves.PANELS)
+    for axes, panel in zip(figure.axes, curves.PANELS, strict=True):
+        drawn = [line for line in axes.lines if line.get_gid() == "raw"]
+        assert len(drawn) == 2
+        for line, run in zip(drawn, several, strict=True):
+            np.testing.assert_array_equal(line.get_xdata(), run.scalars[panel.tag].steps)
+            np.testing.assert_array_equal(line.get_ydata(), run.scalars[panel.tag].values)
+        assert axes.get_xlabel() == "training step" and axes.get_ylabel() == panel.unit
+        assert axes.get_yscale() == ("log" if panel.tag == runs.SIMREG_LOSS else "linear")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cross-entropy", "simreg"]
+
+
+def test_runs_differ_in_more_than_colour(tmp_path):
+    figure = report.draw_curves([make_run("a"), make_run("b")], tmp_path / "c.png")
+    first, second = figure.axes[0].lines
+    assert first.get_color() != second.get_color()
+    assert first.get_linestyle() != second.get_linestyle()
+    assert first.get_marker() != second.get_marker()
+
+
+def test_a_missing_scalar_is_said_in_its_panel(tmp_path):
+    figure = report.draw_curves([Run("bare", {runs.TRAIN_LOSS: series([3.0, 2.0])})], tmp_path / "c.png")
+    said = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert len(said) == 3 and all("was not logged" in text for text in said)
+
+
+def test_values_that_cannot_be_drawn_do_not_end_the_figure(tmp_path):
+    run = make_run("diverged", simreg=(1.0, 0.0, math.nan), train=[8.0, math.nan, math.inf] * 50)
+    report.draw_curves([run], tmp_path / "c.png")
+    assert (tmp_path / "c.png").stat().st_size > 10_000
+
+
+def test_running_mean_looks_back_only():
+    mean = curves.running_mean(np.array([1.0, 3.0, 5.0, 100.0]), 2)
+    np.testing.assert_allclose(mean, [1.0, 2.0, 4.0, 52.5])
+
+
+# ---- heat-maps -----------------------------------------------------------------------------------------------------
+
+
+def states(name="model", count=6, width=4, seed=0):
+    hidden = np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
+    return report.HiddenStates(name, hidden, tuple(f"t{index}" for index in range(count)))
+
+
+def test_heatmaps_share_one_scale_and_state_their_mean(tmp_path):
+    several = [states("before", seed=1), states("after", seed=2)]
+    figure = report.draw_heatmaps(several, tmp_path / "maps.png")
+    assert (tmp_path / "maps.png").read_bytes().startswith(PNG)
+    for axes, each in zip(figure.axes, several, strict=False):
+        (image,) = axes.images
+        assert image.get_clim() == (-1, 1)
+        pairs = [
+            float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+            for i, a in enumerate(each.hidden)
+            for j, b in enumerate(each.hidden)
+            if i != j
+        ]
+        expected = sum(pairs) / len(pairs)
+        assert f"{expected:+.3f}" in axes.get_title()
+        assert f"{np.asarray(image.get_array()).mean():+.3f}" not in axes.get_title()  # the diagonal is left out
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == list(each.tokens)
+
+
+def test_a_zero_row_has_cosine_zero():
+    cosine = heatmap.cosine_matrix(np.array([[3.0, 0.0], [0.0, 0.0], [1.0, 1.0]], dtype=np.float32))
+    half = 2**-0.5
+    np.testing.assert_allclose(cosine, [[1, 0, half], [0, 0, 0], [half, 0, 1]], atol=1e-12)
+
+
+def test_only_the_first_tokens_are_drawn(tmp_path):
+    figure = report.draw_heatmaps([states(count=70)], tmp_path / "maps.png", max_tokens=20)
+    assert figure.axes[0].images[0].get_array().shape == (20, 20)
+
+
+def test_tokens_of_any_text_can_be_drawn(tmp_path):
+    tokens = ("\u2581the", "$", "x_1$", "\n", "", "a" * 50)
+    each = report.HiddenStates("odd", states().hidden, tokens)
+    figure = report.draw_heatmaps([each], tmp_path / "maps.png")
+    labels = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
+    assert labels == ["the", r"\$", r"x_1\$", "?", "_", "a" * 11 + "~"]
+
+
+def test_hidden_states_are_read_back(tmp_path):
+    each = states()
+    np.savez(tmp_path / "h.npz", hidden=each.hidden, tokens=np.array(each.tokens), labels=np.arange(6))
+    found = report.read_hidden_states(tmp_path / "h.npz", name="n")
+    np.testing.assert_array_equal(found.hidden, each.hidden)
+    assert found.tokens == each.tokens
+    np.savez(tmp_path / "ids.npz", hidden=each.hidden, tokens=np.arange(6))
+    assert report.read_hidden_states(tmp_path / "ids.npz", name="n").tokens == tuple("012345")
+
+
+def test_a_pickle_in_the_file_is_refused(tmp_path):
+    np.savez(tmp_path / "bad.npz", hidden=np.zeros((2, 2)), tokens=np.array([object(), object()]))
+    with pytest.raises(report.ReportError, match="does not hold"):
+        report.read_hidden_states(tmp_path / "bad.npz", name="n")
+
+
+def test_missing_or_unfit_hidden_states_are_one_sentence(tmp_path):
+    with pytest.raises(report.ReportError, match="is not there"):
+        report.read_hidden_states(tmp_path / "none.npz", name="n")
+    np.savez(tmp_path / "other.npz", hidden=np.zeros((2, 2)))
+    with pytest.raises(report.ReportError, match="does not hold"):
+        report.read_hidden_states(tmp_path / "other.npz", name="n")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "other.npz").read_bytes()[:40])
+    with pytest.raises(report.ReportError, match="does not hold"):
+        report.read_hidden_states(tmp_path / "cut.npz", name="n")
+    with pytest.raises(report.ReportError, match="6 hidden states but 2 tokens"):
+        report.HiddenStates("n", states().hidden, ("a", "b"))
+
+
+# ---- table ---------------------------------------------------------------------------------------------------------
+
+
+def rendered(table):
+    console = Console(width=160, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_the_table_holds_the_numbers_and_their_differences():
+    several = [make_run("cross-entropy"), make_run("simreg", validation=(5.0, 4.4, 4.15), simreg=(2.0, 1.0, 0.125))]
+    first, second = (report.summarize(run) for run in several)
+    assert first == Summary("cross-entropy", 4.25, 0.5, pytest.approx(0.1), 0.7)
+    rows = rendered(report.summary_table([first, second])).splitlines()
+    (difference,) = [row for row in rows if "simreg minus cross-entropy" in row]
+    assert "-0.1000" in difference and "-0.375" in difference and "+0.000" in difference
+    assert any("4.2500" in row and "0.5" in row and "0.700" in row for row in rows)
+
+
+def test_what_was_not_logged_is_said():
+    bare = report.summarize(Run("bare", {}))
+    assert rendered(report.summary_table([bare, bare])).count("not logged") == 12
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (4.15, "simreg ended 0.100 nats per token better than ce"),
+        (4.35, "simreg ended 0.100 nats per token worse than ce"),
+        (4.2504, "No difference"),
+        (math.nan, "cannot be compared"),
+        (None, "cannot be compared"),
+    ],
+)
+def test_the_sentence_says_what_was_measured(after, words):
+    first, other = (Summary(name, loss, None, None, None) for name, loss in (("ce", 4.25), ("simreg", after)))
+    assert words in report.compare_validation(first, other)
