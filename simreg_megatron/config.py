@@ -76,6 +76,11 @@ class SimRegConfig:
             raise ValueError(
                 f"SimReg lambda {self.lambda_} has no effect with objective none, which only measures: drop one of them"
             )
+        if self.group_reduce == "mean" and self.chunk_weight == "count-corrected":
+            raise ValueError(
+                "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
+                "drop one of them"
+            )
         if self.warmup_iters and not self.trains:
             raise ValueError("a SimReg warm-up has no effect while lambda is 0: give lambda, or drop the warm-up")
 

@@ -136,7 +136,7 @@ def _build(
         train_tokenizer(train, tokenizer, vocab_size=vocab_size)
         say(f"tokenizing {len(documents):,} documents")
         counts = _write_splits(work, train, valid)
-        manifest = {
+        manifest: dict[str, Any] = {
             "format": FORMAT,
             "fingerprint": fingerprint,
             "characters": sum(len(document.text) for document in documents),

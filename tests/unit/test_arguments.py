@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags in a parser, their refusals, and the comparison with a checkpoint's flags."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args, differences_to_checkpoint
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    made.add_argument("--yaml-cfg")
+    return add_simreg_arguments(made)
+
+
+def test_flags_become_one_config() -> None:
+    args = parser().parse_args(["--simreg-lambda", "auto", "--simreg-temperature", "0.05", "--simreg-chunk-size", "0"])
+    config = config_from_args(args)
+    assert (config.lambda_, config.temperature, config.chunk_size, config.scope) == ("auto", 0.05, 0, "exact")
+
+
+def test_defaults_are_off() -> None:
+    assert not config_from_args(parser().parse_args([])).active
+    assert not config_from_args(argparse.Namespace()).active, "a namespace from elsewhere has no such settings"
+
+
+def test_help_shows_a_group_of_its_own() -> None:
+    text = parser().format_help()
+    assert "simreg:" in text and text.count("--simreg-lambda") >= 1
+
+
+def test_adding_twice_is_adding_once() -> None:
+    made = parser()
+    assert add_simreg_arguments(made) is made
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--simreg-lambda -1", "lambda must be a finite number"),
+        ("--simreg-lambda nan", "lambda must be a finite number"),
+        ("--simreg-lambda inf", "lambda must be a finite number"),
+        ("--simreg-lambda 1 --simreg-temperature 0", "temperature must be"),
+        ("--simreg-lambda 1 --simreg-chunk-size 1", "chunk size must be at least 2"),
+        ("--simreg-lambda 1 --simreg-chunk-size -2", "chunk size must be at least 2"),
+        ("--simreg-lambda 1 --simreg-objective simclr", "unknown SimReg objective 'simclr'"),
+        ("--simreg-lambda 1 --simreg-objective none", "no effect with objective none"),
+        ("--simreg-chunk-size 64", "--simreg-chunk-size has no effect while --simreg-lambda is 0"),
+        ("--simreg-lambda 0 --simreg-scope local", "--simreg-scope has no effect"),
+        ("--simreg-cpu", "--simreg-cpu came too late"),
+        ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
+    ],
+)
+def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(line.split())
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
+
+
+def test_a_resume_tells_every_setting_that_changed() -> None:
+    before = parser().parse_args(["--simreg-lambda", "10", "--simreg-temperature", "0.02"])
+    now = parser().parse_args([])
+    lines = differences_to_checkpoint(before, now)
+    assert len(lines) == 2
+    assert lines[0].startswith("--simreg-lambda was 10.0 when the checkpoint was written and is 0.0 now (its default")
+    assert lines[1].startswith("--simreg-temperature was 0.02")
+    assert differences_to_checkpoint(before, before) == []
+    assert differences_to_checkpoint(argparse.Namespace(), before) == [], "a checkpoint from before the plugin"

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings are checked at birth, each refusal in one sentence."""
+
+import dataclasses
+import math
+
+import pytest
+
+from simreg_megatron import SimRegConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"lambda_": -1}, "lambda must be a finite number of 0 or more, or auto, not -1"),
+        ({"lambda_": math.nan}, "lambda must be"),
+        ({"lambda_": math.inf}, "lambda must be"),
+        ({"lambda_": "much"}, "lambda must be"),
+        ({"temperature": 0}, "temperature must be a finite number above 0, not 0"),
+        ({"temperature": -0.1}, "temperature must be"),
+        ({"temperature": math.nan}, "temperature must be"),
+        ({"chunk_size": 1}, "chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1"),
+        ({"chunk_size": -64}, "chunk size must be"),
+        ({"warmup_iters": -1, "lambda_": 1}, "warm-up must be"),
+        ({"log_interval": 0}, "log interval must be"),
+        ({"objective": "simclr"}, "unknown SimReg objective 'simclr': choose from simreg, none"),
+        ({"scope": "global"}, "unknown SimReg scope"),
+        ({"similarity": "euclid"}, "unknown SimReg similarity"),
+        ({"group_reduce": "max"}, "unknown SimReg group reduce"),
+        ({"self_positive": "often"}, "unknown SimReg self positive"),
+        ({"chunk_weight": "heavy"}, "unknown SimReg chunk weight"),
+        ({"impl": "cuda"}, "unknown SimReg impl"),
+        ({"objective": "none", "lambda_": 10}, "no effect with objective none"),
+        ({"warmup_iters": 10}, "no effect while lambda is 0"),
+        ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect with group reduce mean"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        SimRegConfig(**settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("hidden_size", "weight"), [(1024, 10.0), (2048, 14.142136), (3072, 17.320508), (4096, 20.0)])
+def test_auto_lambda_follows_the_width(hidden_size: int, weight: float) -> None:
+    assert SimRegConfig(lambda_="auto").weight(hidden_size) == pytest.approx(weight, abs=5e-7)
+    assert SimRegConfig(lambda_="3").weight(hidden_size) == 3.0
+
+
+def test_off_measuring_and_training() -> None:
+    assert not SimRegConfig().active
+    measuring = SimRegConfig(objective="none")
+    assert measuring.active and not measuring.trains
+    training = SimRegConfig(lambda_=10)
+    assert training.active and training.trains
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        training.lambda_ = 0

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU backend is on only when asked for, before Megatron, where no GPU is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simreg_megatron.plugin import cpu_backend
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *(("-c", code) if code else ()), *arguments],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "SIMREG_CPU": "", **env},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "variable", "mode"),
+    [
+        ([], None, None),
+        ([], "0", None),
+        ([], "1", "on"),
+        ([], "force", "force"),
+        (["--simreg-cpu"], None, "on"),
+        (["--simreg-cpu=force"], "1", "force"),
+    ],
+)
+def test_who_asks(argv: list[str], variable: str | None, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SIMREG_CPU", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SIMREG_CPU", variable)
+    assert cpu_backend.requested(argv) == mode
+
+
+def test_refused_after_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", sys)
+    with pytest.raises(cpu_backend.CpuBackendError, match="must come before Megatron is imported"):
+        cpu_backend.activate()
+    assert not cpu_backend.is_active()
+
+
+def test_refused_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for name in [name for name in sys.modules if name.startswith("megatron.core")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H800")
+    with pytest.raises(cpu_backend.CpuBackendError, match=r"a GPU is here .NVIDIA H800.*=force"):
+        cpu_backend.activate()
+    with pytest.raises(cpu_backend.CpuBackendError, match="no value or force"):
+        cpu_backend.activate("maybe")
+    assert not cpu_backend.is_active()
+
+
+@pytest.mark.megatron
+def test_megatron_meets_the_stand_ins() -> None:
+    done = python(
+        "from simreg_megatron.plugin import cpu_backend; cpu_backend.activate(); import torch; "
+        "from megatron.core.transformer.torch_norm import WrappedTorchNorm; "
+        "assert torch.zeros(2, device='cuda').device.type == 'cpu'; "
+        "assert torch.ones(1).cuda().type() == 'torch.cuda.FloatTensor'; "
+        "assert torch.cuda.is_available() and cpu_backend.is_active()"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Megatron runs on the CPU") == 1
+
+
+def test_without_a_gpu_and_without_asking(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('the script must not start')")
+    done = python("", "-m", "simreg_megatron", str(script), "--simreg-lambda", "10")
+    assert done.returncode == 2
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith("error: no GPU is here, and Megatron needs one: add --simreg-cpu")
+    )
+
+
+def test_a_missing_script_is_named() -> None:
+    done = python("", "-m", "simreg_megatron", "nowhere.py")
+    assert done.returncode == 2 and "there is no script nowhere.py" in done.stderr

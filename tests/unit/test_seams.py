@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Megatron without a seam is a named error; wrapped functions come back."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.hooks import _Installation
+
+
+class OldModel:
+    def forward(self) -> None: ...
+
+
+class OddModel:
+    def _postprocess(self, hidden_states) -> None: ...
+
+
+class FitModel:
+    def _postprocess(self, hidden_states, labels) -> str:
+        return "own"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    made = ModuleType("pretended_megatron")
+    made.OldModel, made.OddModel, made.FitModel = OldModel, OddModel, FitModel
+    monkeypatch.setitem(sys.modules, "pretended_megatron", made)
+    monkeypatch.setattr(compat, "megatron_version", lambda: "0.12.3")
+    return made
+
+
+def seam(owner: str | None, name: str = "_postprocess", module: str = "pretended_megatron") -> compat.Seam:
+    return compat.Seam(module, owner, name, "states meet labels", frozenset({"hidden_states", "labels"}))
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [
+        (seam("OldModel"), "it has no pretended_megatron.OldModel._postprocess"),
+        (seam("NoModel"), "it has no pretended_megatron.NoModel._postprocess"),
+        (seam("OddModel"), "does not take labels"),
+        (seam(None, module="no_such_megatron"), "cannot import no_such_megatron"),
+    ],
+)
+def test_a_missing_seam_names_the_release_and_the_way_out(module: ModuleType, broken: compat.Seam, what: str) -> None:
+    with pytest.raises(compat.MegatronSeamError, match=what) as caught:
+        broken.holder()
+    assert "megatron-core 0.12.3" in str(caught.value) and "use megatron-core" in str(caught.value)
+
+
+def test_wrapped_functions_come_back(module: ModuleType) -> None:
+    original = FitModel._postprocess
+    installation = _Installation(None)
+    installation.wrap(seam("FitModel"), lambda inner: lambda *args, **kwargs: "wrapped " + inner(*args, **kwargs))
+    assert FitModel()._postprocess(None, None) == "wrapped own"
+    installation.unwrap_all()
+    assert FitModel._postprocess is original
+
+
+def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FitModel._postprocess
+    installation = _Installation(None)
+    installation.wrap(seam("FitModel"), lambda inner: lambda *args: inner(*args))
+    monkeypatch.setattr(FitModel, "_postprocess", original)
+    with pytest.raises(RuntimeError, match="wrapped again after SimReg"):
+        installation.unwrap_all()
