@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torchrun launch/pretrain_llama.sh --simreg-lambda 10`, word for word, and the layouts a newcomer tries next."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.megatron import runs
+
+LLAMA, MIXTRAL = "launch/pretrain_llama.sh", "launch/pretrain_mixtral.sh"
+SHORT = ("--train-iters", "2", "--log-interval", "1", "--eval-iters", "1")
+
+
+@pytest.mark.parametrize(
+    ("script", "processes", "flags"),
+    [
+        pytest.param(LLAMA, 1, ("--bf16",), id="llama-bf16"),
+        pytest.param(LLAMA, 2, (), id="llama-dp2"),
+        pytest.param(LLAMA, 2, ("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="llama-tp2-sp"),
+        pytest.param(LLAMA, 2, ("--pipeline-model-parallel-size", "2"), id="llama-pp2"),
+        pytest.param(MIXTRAL, 2, ("--expert-model-parallel-size", "2"), id="mixtral-ep2"),
+    ],
+)
+def test_torchrun_starts_the_script(
+    script: str, processes: int, flags, text, data_flags: list[str], tmp_path: Path
+) -> None:
+    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
+    command = [script, "--simreg-lambda", "10", *SHORT, *own, *flags]
+    done = runs.torchrun(command, processes=processes)
+    assert done.status == 0, done.output[-4000:]
+    logged = [float(value) for value in re.findall(r"simreg loss: (\S+) \|", done.output)]
+    assert len(logged) == 2 and all(value > 0 for value in logged), "SimReg must be on, and in the log"
+    assert "chunks of 64 tokens" in done.output and "Megatron runs on the CPU" in done.output
+
+
+def test_a_truncated_corpus_ends_with_one_sentence(text, tmp_path: Path) -> None:
+    for name in ("train.bin", "train.idx"):
+        (tmp_path / name).write_bytes((text.directory / name).read_bytes())
+    (tmp_path / "train.bin").write_bytes((text.directory / "train.bin").read_bytes()[:-100])
+    own = ["--data", str(tmp_path / "train"), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path / "o")]
+    done = runs.torchrun([LLAMA, "--simreg-lambda", "10", *own])
+    assert done.status != 0
+    assert len(re.findall(r"^error: .*train\.bin holds .* cut off", done.output, re.M)) == 1, done.output[-3000:]
+    assert not (tmp_path / "o").exists(), "nothing half-written"
