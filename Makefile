@@ -9,6 +9,8 @@ PY := .venv/bin/python
 SHELL_FILES := $(wildcard tools/*.sh) .ci/run
 # More words for pytest: make test PYTEST_ARGS="-x -k losses"
 PYTEST_ARGS ?=
+# Two workers, one file each at a time: whole runs of Megatron are made once a file and shared by its tests.
+PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,10 +22,10 @@ demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, a
 	$(PY) launch/demo.py
 
 test: setup ## the quick tests
-	$(PY) -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS) tests
+	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS) tests
 
 test-all: setup ## every test; those for a GPU only where one is
-	$(PY) -m pytest -q \
+	$(PYTEST) \
 	  -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')" \
 	  $(PYTEST_ARGS) tests
 

@@ -29,8 +29,9 @@ def read_description() -> str:
 
 # NVIDIA Apex is optional and is detected when it is there, but it must never be listed here: the package that
 # the public index calls `apex` is another project's. The real one is built from NVIDIA's own sources.
-MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6"]  # megatron.training writes its run settings as YAML
-DATA = ["sentencepiece>=0.2,<0.3", "datasets>=3,<6"]
+# megatron.training writes its run settings as YAML; writing a checkpoint on the CPU asks psutil about memory.
+MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6", "psutil>=5.9"]
+DATA = ["sentencepiece>=0.2,<0.3", "datasets>=3,<6", "filelock>=3"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 EXTRAS = {
     "megatron": MEGATRON,
@@ -42,6 +43,7 @@ EXTRAS = {
     "demo": ["torch>=2.6,<2.14", *MEGATRON, *DATA, *REPORT],
     "dev": [
         "pytest>=8,<10",
+        "pytest-xdist>=3.6,<4",
         "hypothesis>=6.100,<7",
         "ruff>=0.14,<0.18",
         "mypy>=1.15,<3",
