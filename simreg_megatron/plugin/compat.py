@@ -116,13 +116,13 @@ def training_loop() -> ModuleType | None:
 def process_groups(model: Any) -> tuple[Any, Any, Any]:
     """(tensor, context, data-with-context) parallel groups of a model, from the model if it carries them."""
     groups = getattr(model, "pg_collection", None)
-    tp, cp, dp_cp = (getattr(groups, name, None) for name in ("tp", "cp", "dp_cp"))
+    found = tuple(getattr(groups, name, None) for name in ("tp", "cp", "dp_cp"))
+    if None not in found:
+        return found
     from megatron.core import parallel_state
 
-    if tp is None:
-        tp = parallel_state.get_tensor_model_parallel_group()
-    if cp is None:
-        cp = parallel_state.get_context_parallel_group()
-    if dp_cp is None:
-        dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return tp, cp, dp_cp
+    return (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The term on one micro-batch of a model: value, gradient, log values, and what only the data knows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from simreg_megatron import SimRegConfig
+from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.plugin import regularizer as regularizer_module
+from simreg_megatron.plugin import reporting
+from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.reporting import add_to_console
+
+BATCH, LENGTH, WIDTH = 2, 12, 8
+
+
+class One:
+    """A process group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+MODEL = SimpleNamespace(
+    config=SimpleNamespace(sequence_parallel=False, hidden_size=256),
+    pg_collection=SimpleNamespace(tp=One(), cp=One(), dp_cp=One()),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "_said", set())
+
+
+def micro_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(LENGTH, BATCH, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 4, (BATCH, LENGTH), generator=generator)
+    mask = (torch.rand(BATCH, LENGTH, generator=generator) < 0.8).float()
+    loss = torch.rand(BATCH, LENGTH, generator=generator, dtype=torch.float64, requires_grad=True)
+    return hidden, labels, mask, loss
+
+
+def add(regularizer: Regularizer, hidden, labels, mask, loss) -> torch.Tensor:
+    return regularizer.add_to(loss, MODEL, hidden_states=hidden, labels=labels, loss_mask=mask)
+
+
+@pytest.mark.parametrize("weight", [3.0, "auto"])
+def test_value_of_the_loss_gradient_of_both(weight) -> None:
+    config = SimRegConfig(lambda_=weight, temperature=0.1, chunk_size=5)
+    hidden, labels, mask, loss = micro_batch()
+    upstream = torch.rand(BATCH, LENGTH, dtype=torch.float64) * mask
+    result = add(Regularizer(config), hidden, labels, mask, loss)
+    assert torch.equal(result, loss)
+    (result * upstream).sum().backward()
+    assert torch.equal(loss.grad, upstream)
+
+    expected = hidden.detach().clone().requires_grad_()
+    terms = simreg_loss(
+        expected.transpose(0, 1), labels, temperature=0.1, valid=mask > 0, chunk_size=5, reduction="none"
+    )
+    number = 5.0 if weight == "auto" else weight  # 10 * sqrt(256 / 1024)
+    (number * terms * upstream).sum().backward()
+    torch.testing.assert_close(hidden.grad, expected.grad, rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(hidden.grad, 2 * expected.grad, rtol=1e-3)
+    assert hidden.grad[mask.T == 0].abs().max() == 0, "masked tokens are out of all three roles"
+
+
+def test_measuring_leaves_the_loss_alone() -> None:
+    hidden, labels, mask, loss = micro_batch()
+    assert add(Regularizer(SimRegConfig(objective="none")), hidden, labels, mask, loss) is loss
+
+
+def test_log_values_are_means_over_the_interval() -> None:
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=0))
+    hidden, labels, mask, loss = micro_batch()
+    few = mask.clone()
+    few[:, 4:] = 0  # a second micro-batch with far fewer tokens
+    add(regularizer, hidden, labels, mask, loss)
+    add(regularizer, hidden, labels, few, loss)
+    means = regularizer.metrics.reduce(One())
+
+    embeddings = hidden.detach().transpose(0, 1)
+    sums = [simreg_loss(embeddings, labels, temperature=0.1, valid=m > 0, reduction="none").sum() for m in (mask, few)]
+    assert means["simreg loss"].item() == pytest.approx((sum(sums) / (mask.sum() + few.sum())).item(), rel=1e-6)
+    pairs = [pair_cosines(embeddings, labels, valid=m > 0) for m in (mask, few)]
+    negative = sum(p.different_sum for p in pairs) / sum(p.different_count for p in pairs)
+    assert means["simreg negative cosine"].item() == pytest.approx(negative.item(), rel=1e-6)
+    assert means["simreg mean angle"].item() == pytest.approx(mean_angle_degrees(negative.item()), rel=1e-6)
+    hardest = sum(p.hardest_sum for p in pairs) / sum(p.hardest_count for p in pairs)
+    assert means["simreg largest negative cosine"].item() == pytest.approx(hardest.item(), rel=1e-6)
+    again = regularizer.metrics.reduce(One())
+    assert again["simreg loss"].item() == 0, "an interval starts at zero"
+
+
+def test_console_prints_the_mean_that_megatron_divides_again() -> None:
+    totals = {"advanced iterations": 9}
+    add_to_console({"simreg loss": torch.tensor(0.25)}, totals, skipped=False)
+    assert totals["simreg loss"].item() / 10 == pytest.approx(0.25)
+
+
+def test_what_only_the_data_knows_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=6))
+    hidden, labels, mask, loss = micro_batch()
+    with torch.no_grad():
+        hidden[2, 1] = 0
+    mask[0] = 0  # nothing counts in the first sequence
+    mask[1] = 1
+    labels[1, 6:] = 3  # one label in the second chunk of the second
+    add(regularizer, hidden, labels, mask, loss).sum().backward()
+    assert torch.isfinite(hidden.grad).all()
+    assert hidden.grad[:, 0].abs().max() == 0 and hidden.grad[6:, 1].abs().max() == 0
+    assert hidden.grad[2, 1].abs().max() == 0 and hidden.grad[3, 1].abs().max() > 0
+    regularizer.metrics.reduce(One())
+    said = capsys.readouterr().out
+    assert "left out 1 sequences whose tokens are all masked" in said
+    assert "left out 6 tokens in chunks with one label only" in said
+    assert "left out 1 hidden states of norm zero" in said
+    add(regularizer, hidden, labels, mask, loss)
+    regularizer.metrics.reduce(One())
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_failure_behind_a_sound_loss_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, labels, mask, loss = micro_batch()
+    sound = regularizer_module.simreg_loss
+    monkeypatch.setattr(regularizer_module, "simreg_loss", lambda *a, **k: sound(*a, **k) * float("inf"))
+    regularizer = Regularizer(SimRegConfig(lambda_=1))
+    with pytest.raises(RuntimeError, match="the SimReg term is not finite while the language-model loss is"):
+        add(regularizer, hidden, labels, mask, loss)
+    with torch.no_grad():
+        loss[0, 0] = float("nan")  # Megatron's own checks see this one
+    add(regularizer, hidden, labels, mask, loss)
+
+
+def test_warm_up_rises_linearly_and_needs_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, warmup_iters=4))
+    hidden, labels, mask, loss = micro_batch()
+    with pytest.raises(RuntimeError, match="needs Megatron's training loop"):
+        add(regularizer, hidden, labels, mask, loss)
+    norms = []
+    for iteration in (0, 1, 3, 50):
+        regularizer.set_iteration(iteration)
+        hidden.grad = None
+        add(regularizer, hidden, labels, mask, loss).sum().backward()
+        norms.append(hidden.grad.norm().item())
+    assert [norm / norms[-1] for norm in norms] == pytest.approx([0.25, 0.5, 1.0, 1.0], rel=1e-6)
+
+
+def test_a_chunk_beyond_the_sequence_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    hidden, labels, mask, loss = micro_batch()
+    add(Regularizer(SimRegConfig(lambda_=1)), hidden, labels, mask, loss)
+    assert "chunk size 1024 is beyond the sequence: chunks are whole sequences of 12" in capsys.readouterr().out
+
+
+def test_states_of_further_predictions_are_left_out() -> None:
+    """With multi-token prediction some stages append the states of its depths behind the main ones."""
+    config = SimRegConfig(lambda_=1, temperature=0.1)
+    hidden, labels, mask, loss = micro_batch()
+    stacked = torch.cat([hidden, torch.randn_like(hidden)])
+    add(Regularizer(config), stacked, labels, mask, loss).sum().backward()
+    alone = hidden.grad.clone()
+    hidden.grad = None
+    add(Regularizer(config), hidden, labels, mask, loss).sum().backward()
+    assert torch.equal(alone, hidden.grad)
+    with pytest.raises(RuntimeError, match="expected 12 hidden states"):
+        add(Regularizer(config), hidden[:-1], labels, mask, loss)
