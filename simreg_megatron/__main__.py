@@ -25,7 +25,7 @@ def run(argv: list[str]) -> None:
         if mode is not None:
             cpu_backend.activate(mode)
         elif not {"-h", "--help"} & set(argv):
-            _refuse_missing_gpu()
+            cpu_backend.require_gpu()
         install()
     except (cpu_backend.CpuBackendError, MegatronSeamError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -33,19 +33,6 @@ def run(argv: list[str]) -> None:
     sys.argv = argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python SCRIPT` would; runpy does not
     runpy.run_path(script, run_name="__main__")
-
-
-def _refuse_missing_gpu() -> None:
-    """Say it before Megatron's long way to its own assertion."""
-    import torch
-
-    from simreg_megatron.plugin.cpu_backend import CpuBackendError
-
-    if not torch.cuda.is_available():
-        raise CpuBackendError(
-            "no GPU is here, and Megatron needs one: add --simreg-cpu (or SIMREG_CPU=1) to try it on the CPU, "
-            "or see why torch.cuda.is_available() is false"
-        )
 
 
 def main() -> None:

@@ -116,9 +116,9 @@ def training_loop() -> ModuleType | None:
 def process_groups(model: Any) -> tuple[Any, Any, Any]:
     """(tensor, context, data-with-context) parallel groups of a model, from the model if it carries them."""
     groups = getattr(model, "pg_collection", None)
-    found = tuple(getattr(groups, name, None) for name in ("tp", "cp", "dp_cp"))
-    if None not in found:
-        return found
+    tp, cp, dp_cp = (getattr(groups, name, None) for name in ("tp", "cp", "dp_cp"))
+    if None not in (tp, cp, dp_cp):
+        return tp, cp, dp_cp
     from megatron.core import parallel_state
 
     return (

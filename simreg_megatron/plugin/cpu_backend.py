@@ -53,6 +53,21 @@ def requested(argv: list[str]) -> str | None:
     return {"": None, "0": None, "1": "on"}.get(value, value)
 
 
+def require_gpu() -> None:
+    """Where nobody asked for the CPU: say that a GPU is missing before Megatron's long way to its own assertion.
+
+    Raises:
+        CpuBackendError: torch sees no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CpuBackendError(
+            "no GPU is here, and Megatron needs one: add --simreg-cpu (or SIMREG_CPU=1) to try it on the CPU, "
+            "or see why torch.cuda.is_available() is false"
+        )
+
+
 def activate(mode: str = "on") -> None:
     """Answer Megatron's calls to torch.cuda on the CPU, for the rest of this process.
 

@@ -37,11 +37,9 @@ LAW = {
     "adagc": room(packages="torch"),
     "geometry": room("losses", "torch"),
     "parallel": room(packages="torch"),
-    "plugin": room(
-        "config losses kernels adagc geometry parallel", "torch megatron transformer_engine apex wandb"
-    ),
+    "plugin": room("config losses kernels adagc geometry parallel", "torch megatron transformer_engine apex wandb"),
     TOP: room("config plugin"),
-    "data": room(TOP, "datasets sentencepiece megatron numpy torch rich tqdm"),
+    "data": room(TOP, "datasets sentencepiece megatron numpy torch rich filelock"),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
     "checkpoint": room(f"{TOP} config", "torch megatron transformers safetensors numpy"),
