@@ -109,9 +109,9 @@ def _existing(directory: Path, fingerprint: str) -> tuple[BuiltinCorpus | None, 
 
 def _fingerprint(roots: Sequence[Path], vocab_size: int) -> str:
     """What the corpus depends on: the interpreter, the installed packages, the settings."""
-    packages = sorted(
-        f"{dist.name}=={dist.version}" for dist in importlib.metadata.distributions() if dist.name is not None
-    )
+    # Only what lies below the roots: sys.path differs between a script, a module and a test of the same environment.
+    found = importlib.metadata.distributions(path=[str(root) for root in roots])
+    packages = sorted({f"{dist.name}=={dist.version}" for dist in found})
     inputs = [FORMAT, sys.version, [str(root) for root in roots], vocab_size, _MOST_CHARACTERS, packages]
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 

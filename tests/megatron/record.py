@@ -51,7 +51,8 @@ class Recorder:
     def wrap_finalize(self, finalize: Any) -> Any:
         def recorded(model: Any, *args: Any, **kwargs: Any) -> Any:
             result = finalize(model, *args, **kwargs)
-            if not self.record["grads"]:
+            scattered = "--use-distributed-optimizer" in sys.argv  # then no rank holds whole gradients
+            if not self.record["grads"] and not scattered:
                 for name, parameter in named_parameters(model):
                     self.record["grads"][name] = parameter.main_grad.detach().clone()
                     self.record["partition"][name] = shard_info(parameter)

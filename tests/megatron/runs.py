@@ -87,7 +87,7 @@ def _join(ranks: list[dict], kind: str) -> dict[str, Tensor]:
     joined = {}
     for name in sorted({name for rank in ranks for name in rank[kind]}):
         shards = [rank[kind][name] for rank in ranks if name in rank[kind]]
-        dimension = next(rank["partition"][name] for rank in ranks if name in rank["partition"])
+        dimension = next((rank["partition"][name] for rank in ranks if name in rank["partition"]), -1)
         joined[name] = _join_shards(name, shards, dimension)
     return joined
 

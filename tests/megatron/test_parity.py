@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.megatron import runs
 from tests.megatron.runs import SIMREG, Recorded
@@ -69,8 +68,9 @@ def test_the_distributed_optimizer_takes_the_same_steps(computed) -> None:
     one = computed(*SIMREG, *INSIDE)
     other = computed(*SIMREG, *INSIDE, "--use-distributed-optimizer", processes=2)
     assert runs.loss_difference(one, other) <= LOSS_BOUND
-    for name, parameter in one.params.items():
-        torch.testing.assert_close(other.params[name], parameter, rtol=1e-4, atol=1e-6, msg=name)
+    # Adam turns the rounding of a gradient near zero into a whole step of that element: compare in norm.
+    gaps = {name: one.params[name] - other.params[name] for name in one.params}
+    assert runs.total_norm(gaps) <= 1e-5 * runs.total_norm(one.params)
 
 
 @pytest.mark.parametrize("objective", [INSIDE, ACROSS, (*INSIDE, *PER_TOKEN)], ids=["inside", "across", "per-token"])

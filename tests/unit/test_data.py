@@ -89,6 +89,18 @@ def test_nothing_is_rebuilt_while_nothing_changed(corpus, library: Path) -> None
     assert again.manifest_path.stat().st_mtime_ns == before
 
 
+def test_the_import_path_does_not_matter(
+    corpus, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: other\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = corpus.manifest_path.stat().st_mtime_ns
+    again = ensure_builtin_corpus(corpus.directory, vocab_size=400, roots=[library], progress=False)
+    assert again.manifest_path.stat().st_mtime_ns == before
+
+
 @pytest.mark.megatron
 def test_a_damaged_corpus_is_rebuilt(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = ensure_builtin_corpus(tmp_path / "c", vocab_size=400, roots=[library], progress=False)
