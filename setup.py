@@ -39,8 +39,7 @@ EXTRAS = {
     "data": DATA,
     "eval": ["transformers>=4.50,<6", "lm-eval>=0.4.8,<0.5", "safetensors>=0.4"],
     "report": REPORT,
-    # The upper bounds are the newest releases that the demo and the tests were seen working with.
-    "demo": ["torch>=2.6,<2.14", *MEGATRON, *DATA, *REPORT],
+    "demo": [*MEGATRON, *DATA, *REPORT],
     "dev": [
         "pytest>=8,<10",
         "pytest-xdist>=3.6,<4",

@@ -128,7 +128,7 @@ origin_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2], sys.arg
 recipe() {
   "$venv/bin/python" -c 'import hashlib, sys
 print(hashlib.sha256(b"".join(open(path, "rb").read() for path in sys.argv[1:])).hexdigest())' \
-    "$root/setup.py" "$root/tools/setup.sh" 2>/dev/null
+    "$root/setup.py" "$root/constraints.txt" "$root/tools/setup.sh" 2>/dev/null
 }
 
 holds() { [ -n "$2" ] && [ -e "$1" ] && [ "$(cat "$1")" = "$2" ]; } # holds FILE LINE
@@ -173,7 +173,8 @@ install() {
   rm -f "$stamp"
   say "installing the packages: 2 to 4 minutes and 5.5 GB of disk, most of it torch with CUDA"
   # PIP_USER would send the packages out of .venv; everything else that pip was told stays.
-  PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --editable "${root}[demo,dev]" ||
+  PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$root/constraints.txt" \
+    --editable "${root}[demo,dev]" ||
     fail "pip could not install the packages (its own words are above): check the network or the mirror" \
       "(PIP_INDEX_URL) and the free disk (6 GB), and run 'make setup' again."
   printf '%s\n' "$installed" >"$stamp"
