@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
         console.print(f"error: {error}", markup=False, style="bold red")
         return 1
     except KeyboardInterrupt:
-        console.print(f"Stopped, and both runs with it; what they logged is in {settings.output}.", markup=False)
+        console.print(f"Stopped, with all that was running; the logs are in {settings.output}.", markup=False)
         return 130
     return 0
 

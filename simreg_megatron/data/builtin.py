@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import multiprocessing
 import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -159,12 +161,19 @@ def _build(
 def _write_splits(work: Path, train: list[str], valid: list[str]) -> dict[str, tuple[int, int]]:
     """Documents and tokens of each set. In a process of its own: Megatron's builder imports Megatron, and whoever
     asked for the corpus may still have to prepare that import (the CPU backend must come first)."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=fork, initializer=_silence_missing_gpu) as pool:
         tasks = {
             name: pool.submit(write_dataset, work / name, texts, work / "tokenizer.model")
             for name, texts in (("train", train), ("valid", valid))
         }
         return {name: task.result() for name, task in tasks.items()}
+
+
+def _silence_missing_gpu() -> None:
+    """A process that only writes files needs no GPU layers, and their absence is no news in its log."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _read(roots: Sequence[Path]) -> list[Document]:

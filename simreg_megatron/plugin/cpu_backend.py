@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +98,9 @@ def activate(mode: str = "on") -> None:
             "or say --simreg-cpu=force (SIMREG_CPU=force) to leave it idle"
         )
     _state["active"] = True
+    # Nobody on a CPU misses the fused layers whose absence Megatron reports once a module.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine|transformer-engine)")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _replace_device_queries(torch)
     _replace_streams(torch)
     _replace_random_state(torch)

@@ -246,7 +246,7 @@ def test_being_stopped_stops_the_runs_too(tmp_path, sent):
         process.send_signal(sent)
         rest, _ = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert rest.splitlines()[-1].startswith("Stopped, and both runs with it")
+    assert rest.splitlines()[-1].startswith("Stopped, with all that was running")
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
