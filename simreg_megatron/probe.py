@@ -66,6 +66,11 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
+def _readable(piece: str) -> str:
+    """A token as a label: line ends and other unprintable characters as escapes."""
+    return piece.encode("unicode_escape").decode() or "_"
+
+
 def write_probe(model: Any, args: Any) -> None:
     _, validation, _ = datasets_provider([0, args.probe_sample + 1, 0])
     sample = validation[args.probe_sample]
@@ -76,7 +81,7 @@ def write_probe(model: Any, args: Any) -> None:
         args.probe_output,
         hidden=hidden_states(model, sample).numpy(),
         labels=sample["labels"].numpy(),
-        tokens=np.array([tokenizer.detokenize([int(token)]) for token in sample["tokens"]]),
+        tokens=np.array([_readable(tokenizer.detokenize([int(token)])) for token in sample["tokens"]]),
     )
     print(f"> wrote {args.probe_output}")
 
