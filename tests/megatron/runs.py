@@ -37,20 +37,18 @@ class Finished:
     output: str
 
 
-def torchrun(command: Sequence[str], *, processes: int = 1, env: Mapping[str, str] | None = None) -> Finished:
-    """`torchrun --standalone --nproc-per-node N COMMAND`, one thread each."""
-    full = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        *command,
-    ]
+def torchrun(
+    command: Sequence[str],
+    *,
+    processes: int = 1,
+    rendezvous: Sequence[str] = ("--standalone",),
+    env: Mapping[str, str] | None = None,
+) -> Finished:
+    """`torchrun RENDEZVOUS --nproc-per-node N COMMAND`, one thread each."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(
-        full,
+        [*launcher, *command],
         cwd=ROOT,
         env=environment,
         text=True,

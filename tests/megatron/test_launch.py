@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,34 @@ def test_torchrun_starts_the_script(
     logged = [float(value) for value in re.findall(r"simreg loss: (\S+) \|", done.output)]
     assert len(logged) == 2 and all(value > 0 for value in logged), "SimReg must be on, and in the log"
     assert "chunks of 64 tokens" in done.output and "Megatron runs on the CPU" in done.output
+
+
+def test_two_nodes_meet(text, tmp_path: Path) -> None:
+    """`torchrun --nnodes 2` on each of two nodes, here both on this machine."""
+    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
+    port = str(_free_port())
+    nodes = ThreadPoolExecutor(2).map(
+        lambda rank: runs.torchrun(
+            [LLAMA, "--simreg-lambda", "10", *SHORT, *own],
+            rendezvous=["--nnodes", "2", "--node-rank", rank, "--master-addr", "localhost", "--master-port", port],
+        ),
+        ("0", "1"),
+    )
+    first, second = nodes
+    assert first.status == 0 == second.status, first.output[-2000:] + second.output[-2000:]
+    assert "data-parallel size: 2" in first.output
+    assert "simreg loss" in first.output + second.output
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_script_of_its_own_needs_no_flags() -> None:
+    done = runs.torchrun(["-m", "tests.megatron.own_script"])
+    assert done.status == 0 and "own script: all as expected" in done.output, done.output[-3000:]
 
 
 def test_a_truncated_corpus_ends_with_one_sentence(text, tmp_path: Path) -> None:

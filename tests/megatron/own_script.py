@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training script that uses megatron-core alone: no Megatron flags are parsed, `install(config=...)` decides."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from simreg_megatron import SimRegConfig, install, uninstall
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.plugin import cpu_backend
+
+LENGTH, VOCABULARY, WIDTH = 32, 64, 32
+CONFIG = SimRegConfig(lambda_=2, temperature=0.5, chunk_size=12)
+
+
+def build_model():
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=WIDTH, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
+        attention_dropout=0.0, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    return GPTModel(
+        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, share_embeddings_and_output_weights=False
+    ).train()
+
+
+def gradients(model, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    model.zero_grad()
+    loss = model(tokens, positions, mask, labels=labels).mean()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def expected_gradients(model, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The sum written out: mean loss + lambda * mean SimReg of what the decoder hands to the output layer."""
+    caught = []
+    hook = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
+    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    model.zero_grad()
+    loss = model(tokens, torch.arange(LENGTH).expand_as(tokens), mask, labels=labels).mean()
+    hook.remove()
+    term = simreg_loss(caught[0].transpose(0, 1), labels, temperature=0.5, chunk_size=12)
+    (loss + 2 * term).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def main() -> None:
+    cpu_backend.activate()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    os.environ.setdefault("MASTER_PORT", "29512")
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    model = build_model()
+    tokens = torch.randint(0, 8, (2, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    original = GPTModel._postprocess
+    plain_loss, plain = gradients(model, tokens, labels)
+    wanted = expected_gradients(model, tokens, labels)
+    install(config=CONFIG)
+    install(config=CONFIG)  # twice is once
+    loss, got = gradients(model, tokens, labels)
+    assert torch.equal(loss, plain_loss), "the value is the language-model loss"
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    share = sum((got[n] - plain[n]).norm() ** 2 for n in got) ** 0.5 / sum(g.norm() ** 2 for g in got.values()) ** 0.5
+    assert share > 0.1, share
+    try:
+        install(config=SimRegConfig(lambda_=3))
+    except ValueError as error:
+        assert "installed with other settings already" in str(error)
+    else:
+        raise AssertionError("other settings must be refused")
+
+    model.eval()
+    with torch.no_grad():  # evaluation is Megatron's own
+        model(
+            tokens,
+            torch.arange(LENGTH).expand_as(tokens),
+            torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool(),
+            labels=labels,
+        )
+    model.train()
+    uninstall()
+    assert GPTModel._postprocess is original
+    again_loss, again = gradients(model, tokens, labels)
+    assert torch.equal(again_loss, plain_loss) and all(torch.equal(again[name], plain[name]) for name in plain)
+    torch.distributed.destroy_process_group()
+    print("own script: all as expected")
+
+
+if __name__ == "__main__":
+    main()
