@@ -31,8 +31,12 @@ def build_model():
     ).train()
 
 
+def causal_mask() -> torch.Tensor:
+    return torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+
+
 def gradients(model, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    mask = causal_mask()
     positions = torch.arange(LENGTH).expand_as(tokens)
     model.zero_grad()
     loss = model(tokens, positions, mask, labels=labels).mean()
@@ -44,7 +48,7 @@ def expected_gradients(model, tokens: torch.Tensor, labels: torch.Tensor) -> dic
     """The sum written out: mean loss + lambda * mean SimReg of what the decoder hands to the output layer."""
     caught = []
     hook = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
-    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    mask = causal_mask()
     model.zero_grad()
     loss = model(tokens, torch.arange(LENGTH).expand_as(tokens), mask, labels=labels).mean()
     hook.remove()
@@ -90,7 +94,7 @@ def main() -> None:
         model(
             tokens,
             torch.arange(LENGTH).expand_as(tokens),
-            torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool(),
+            causal_mask(),
             labels=labels,
         )
     model.train()
