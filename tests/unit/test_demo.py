@@ -178,7 +178,7 @@ def stand_ins(tmp_path, monkeypatch):
 
 
 def run_demo(*argv):
-    console = Console(file=io.StringIO(), width=160)
+    console = Console(file=io.StringIO(), width=160, soft_wrap=True)  # as main makes it
     return demo.main(argv, console=console), console.file.getvalue()
 
 
