@@ -13,13 +13,14 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
 from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_value
-from launch.plan import BUILTIN_CORPUS, Corpus, Machine, Plan, build_plan, model_names
+from launch.plan import BUILTIN_CORPUS, TINY, Corpus, Machine, Plan, build_plan, model_names
 
 
 def make_parser(family: str) -> argparse.ArgumentParser:
@@ -69,6 +70,8 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     except argparse.ArgumentError as error:
         raise LaunchError(str(error)) from None
     machine = look_at_machine()
+    if options.dry_run:
+        machine = assume_gpus(machine, options.model or TINY, words)
     stamp = time.strftime("%Y%m%d-%H%M%S")
 
     def planned(corpus: Corpus | None = None) -> Plan:
@@ -104,6 +107,15 @@ def look_at_machine() -> Machine:
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
+
+
+def assume_gpus(machine: Machine, model: str, words: Sequence[str]) -> Machine:
+    """A real size is planned on login nodes too: there, as for a node with one GPU a rank and Transformer Engine."""
+    asked_for_cpu = "--simreg-cpu" in words or os.environ.get("SIMREG_CPU", "0") not in ("", "0")
+    if machine.gpus or model == TINY or asked_for_cpu:
+        return machine
+    _say("# no GPU here: planned as for a node with one a rank and Transformer Engine installed")
+    return replace(machine, gpus=machine.local_world_size, transformer_engine=True)
 
 
 def _alone_without_torchrun() -> None:

@@ -83,6 +83,21 @@ count_gpus() {
   "$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))'
 }
 
+# A dry run needs no ranks, only their number: one process, and errors without torchrun's report under them.
+plan_alone() {
+  local word processes=1 nodes=1
+  for word in "${TORCHRUN[@]}"; do
+    case ${word//_/-} in
+      --nproc-per-node=*) processes=${word#*=} ;;
+      --nnodes=*) nodes=${word#*=} ;;
+    esac
+  done
+  if [[ $processes =~ ^[0-9]+$ && $nodes =~ ^[0-9]+$ ]]; then
+    export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((processes * nodes)) LOCAL_WORLD_SIZE=$processes
+    exec "$PYTHON" "$1" "${SCRIPT_WORDS[@]}"
+  fi
+}
+
 start() {
   local script=$1 root word
   shift
@@ -95,5 +110,10 @@ start() {
   done
   split_words "$@"
   complete_torchrun
+  for word in "$@"; do
+    if [[ $word == --dry-run ]]; then
+      plan_alone "$script"
+    fi
+  done
   exec "$PYTHON" -m torch.distributed.run "${TORCHRUN[@]}" "$script" "${SCRIPT_WORDS[@]+"${SCRIPT_WORDS[@]}"}"
 }

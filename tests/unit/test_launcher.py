@@ -356,3 +356,23 @@ def test_presets_repeat_no_flag() -> None:
     for path in PRESETS.glob("*.args"):
         names = [flag_name(flag) for flag in read_preset(path)]
         assert len(names) == len(set(names)), path.name
+
+
+def test_a_real_size_is_planned_without_a_gpu(tmp_path: Path) -> None:
+    """From a login node: the plan of the GPU node, and nothing but the plan on the screen."""
+    done = subprocess.run(
+        ["bash", str(SCRIPTS[0]), "--model", "7b", "--data", "text", "--tokenizer", "some/folder",
+         "--simreg-lambda", "auto", "--nproc-per-node", "8", "--nnodes", "2", "--dry-run"],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "SIMREG_CPU": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "16 on GPUs, layers: transformer_engine" in done.stdout
+    assert "--simreg-lambda auto" in done.stdout and "--bf16" in done.stdout and "gloo" not in done.stdout
+
+
+def test_an_error_of_a_dry_run_is_one_sentence(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(SCRIPTS[0]), "--model", "7b", "--dry-run"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "error:" in line] == done.stderr.splitlines()[-1:]
