@@ -27,7 +27,7 @@ def doctor() -> None:
 
     Exit status 1 where SimReg could not be installed.
     """
-    console = Console(width=max(100, Console().width))
+    console = Console(width=max(120, Console().width))
     console.print(_packages())
     console.print(_device_sentence())
     console.print(_apex_sentence())
@@ -84,7 +84,7 @@ def _seams() -> tuple[Table, bool]:
     from simreg_megatron.plugin import compat
 
     table = Table(title=f"Megatron {_version('megatron-core') or '(source tree?)'}", title_justify="left")
-    table.add_column("function the plugin wraps", overflow="fold")
+    table.add_column("function the plugin wraps", no_wrap=True)
     table.add_column("found")
     table.add_column("because", overflow="fold")
     _use_cpu_if_alone()
