@@ -10,7 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.losses._chunks import as_batch, check_tokens, cut, label_pairs, no_autocast, without_self
+from simreg_megatron.losses._chunks import (
+    Block,
+    Span,
+    as_batch,
+    blocks,
+    check_tokens,
+    label_pairs,
+    no_autocast,
+    self_pairs,
+    usable_tokens,
+    zero_rows,
+)
 from simreg_megatron.losses.similarity import unit_rows
 
 
@@ -30,13 +41,20 @@ class PairCosines(NamedTuple):
 
 @torch.no_grad()
 def pair_cosines(
-    embeddings: Tensor, labels: Tensor, *, valid: Tensor | None = None, chunk_size: int = 0
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+    anchors: Span | None = None,
 ) -> PairCosines:
     """Sums and counts of cos(e_i, e_j) over the pairs that simreg_loss compares.
 
     Args:
         embeddings: [b, n, d] or [n, d]; cosines are taken in float32 (float64 for float64).
-        labels, valid, chunk_size: as in simreg_loss; the same tokens are left out, the same chunks are cut.
+        labels, valid, documents, chunk_size: as in simreg_loss; the same tokens are left out, the same chunks are cut.
+        anchors: (first, last) positions of i, for a rank that counts its own tokens only; None is all.
 
     Returns:
         PairCosines. Nothing is read on the host, and no gradient is kept.
@@ -44,27 +62,44 @@ def pair_cosines(
     Raises:
         ValueError: shapes, types or devices do not fit, or chunk_size is 1 or negative.
     """
-    check_tokens(embeddings, labels, valid, chunk_size)
-    embeddings, labels, valid = as_batch(embeddings, labels, valid)
+    check_tokens(embeddings, labels, valid, documents, chunk_size)
+    embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
+    anchors = (0, labels.shape[1]) if anchors is None else anchors
+    usable = usable_tokens(embeddings, labels, valid)
+    wanted = labels >= 0 if valid is None else valid & (labels >= 0)
+    own = slice(*anchors)
+    sums = embeddings.new_zeros(6, dtype=torch.float64)
+    lonely = embeddings.new_zeros((), dtype=torch.float64)
     with no_autocast(embeddings.device.type):
-        tokens = cut(embeddings, labels, valid, chunk_size)
-        units = unit_rows(tokens.rows)
-        cosines = units @ units.mT
-    same, different = label_pairs(tokens)
-    same = without_self(same)
+        for block, _ in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
+            block_sums, block_lonely = _block_sums(block)
+            sums, lonely = sums + block_sums, lonely + block_lonely
+    return PairCosines(
+        *sums.unbind(),
+        valid_count=_count(usable[:, own]),
+        zero_norm_count=_count((wanted & zero_rows(embeddings))[:, own]),
+        no_negative_count=lonely,
+    )
+
+
+def _block_sums(block: Block) -> tuple[Tensor, Tensor]:
+    """The first six of PairCosines, and the anchors without a negative."""
+    units = unit_rows(block.rows)
+    own = slice(*block.anchors)
+    cosines = units[:, own] @ units.mT
+    same, different = label_pairs(block)
+    same = same & ~self_pairs(block)
     has_negative = different.any(dim=-1)
     hardest = torch.where(different, cosines, -math.inf).amax(dim=-1)
-    return PairCosines(
-        same_sum=_sum(torch.where(same, cosines, 0.0)),
-        same_count=_count(same),
-        different_sum=_sum(torch.where(different, cosines, 0.0)),
-        different_count=_count(different),
-        hardest_sum=_sum(torch.where(has_negative, hardest, 0.0)),
-        hardest_count=_count(has_negative),
-        valid_count=_count(tokens.valid),
-        zero_norm_count=_count(tokens.zero_rows),
-        no_negative_count=_count(tokens.valid & ~has_negative),
+    sums = (
+        _sum(torch.where(same, cosines, 0.0)),
+        _count(same),
+        _sum(torch.where(different, cosines, 0.0)),
+        _count(different),
+        _sum(torch.where(has_negative, hardest, 0.0)),
+        _count(has_negative),
     )
+    return torch.stack(sums), _count(block.usable[:, own] & ~has_negative)
 
 
 def _sum(values: Tensor) -> Tensor:

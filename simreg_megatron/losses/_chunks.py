@@ -1,37 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens meet: input checks, the mask, the cut into chunks, and the pairs inside each chunk.
 
-Shapes: b sequences, n tokens, d features; c chunks of k tokens in each sequence, folded into m = b * c.
+Shapes: b sequences, n tokens, d features; chunks of k tokens, folded with the batch into m chunks; p anchors of each.
 Nothing here reads a value on the host, so nothing here waits for the device.
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_NO_LABEL = -1  # of filling; no valid token has it
+NO_LABEL = -1  # of filling and of tokens left out; no usable token has it
+
+Span = tuple[int, int]  # first position and one past the last
 
 
-class ChunkedTokens(NamedTuple):
-    """Tokens of all sequences, folded so that one batch entry is one chunk."""
+class Block(NamedTuple):
+    """Chunks of equal length, folded so that one batch entry is one chunk, and which of their tokens are anchors."""
 
-    rows: Tensor  # [m, k, d] float32 or float64; all ones where `valid` is False
+    rows: Tensor  # [m, k, d] float32 or float64; all ones where not usable
     labels: Tensor  # [m, k] int64
-    valid: Tensor  # [m, k] bool: takes part as anchor, positive and negative
-    zero_rows: Tensor  # [m, k] bool: would be valid, but the hidden state is exactly zero
+    usable: Tensor  # [m, k] bool: takes part as anchor, positive and negative
+    documents: Tensor | None  # [m, k]; tokens of different documents never meet
+    anchors: Span  # positions inside each chunk that have a term; the others are only compared with
 
 
-def check_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None, chunk_size: int) -> None:
+def check_tokens(
+    embeddings: Tensor, labels: Tensor, valid: Tensor | None, documents: Tensor | None, chunk_size: int
+) -> None:
     """Raise ValueError, in one sentence, for anything that shapes and types alone can show to be wrong."""
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}.")
     if embeddings.dim() not in (2, 3) or embeddings.shape[-1] == 0:
         raise ValueError(f"embeddings must be [n, d] or [b, n, d] with d of at least 1, got {list(embeddings.shape)}.")
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"labels must be integers (token ids), got {labels.dtype}.")
+    _check_integers("labels", "token ids", labels)
     if labels.shape != embeddings.shape[:-1]:
         raise ValueError(
             f"labels must have the shape {list(embeddings.shape[:-1])} of the embeddings without the last "
@@ -40,25 +47,33 @@ def check_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None, chunk
     if labels.device != embeddings.device:
         raise ValueError(f"labels are on {labels.device} but embeddings on {embeddings.device}; move one of them.")
     if valid is not None:
-        _check_valid(valid, labels)
+        if valid.dtype != torch.bool:
+            raise ValueError(f"valid must be a bool mask, got {valid.dtype}; for a 0/1 loss mask pass mask > 0.")
+        _check_like_labels("valid", valid, labels)
+    if documents is not None:
+        _check_integers("documents", "document numbers", documents)
+        _check_like_labels("documents", documents, labels)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 0 or chunk_size == 1:
         raise ValueError(f"chunk_size must be 0 (whole sequence) or an integer of at least 2, got {chunk_size!r}.")
 
 
-def _check_valid(valid: Tensor, labels: Tensor) -> None:
-    if valid.dtype != torch.bool:
-        raise ValueError(f"valid must be a bool mask, got {valid.dtype}; for a 0/1 loss mask pass mask > 0.")
-    if valid.shape != labels.shape:
-        raise ValueError(f"valid must have the shape of labels, {list(labels.shape)}, got {list(valid.shape)}.")
-    if valid.device != labels.device:
-        raise ValueError(f"valid is on {valid.device} but labels on {labels.device}; move one of them.")
+def _check_integers(name: str, what: str, values: Tensor) -> None:
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers ({what}), got {values.dtype}.")
 
 
-def as_batch(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One sequence [n, d], [n], [n] becomes a batch of one; a batch stays as it is."""
+def _check_like_labels(name: str, values: Tensor, labels: Tensor) -> None:
+    if values.shape != labels.shape:
+        raise ValueError(f"{name} must have the shape of labels, {list(labels.shape)}, got {list(values.shape)}.")
+    if values.device != labels.device:
+        raise ValueError(f"{name} is on {values.device} but labels on {labels.device}; move one of them.")
+
+
+def as_batch(embeddings: Tensor, *per_token: Tensor | None) -> tuple[Tensor | None, ...]:
+    """One sequence [n, d], [n], ... becomes a batch of one; a batch stays as it is."""
     if embeddings.dim() == 3:
-        return embeddings, labels, valid
-    return embeddings.unsqueeze(0), labels.unsqueeze(0), None if valid is None else valid.unsqueeze(0)
+        return (embeddings, *per_token)
+    return tuple(None if part is None else part.unsqueeze(0) for part in (embeddings, *per_token))
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
@@ -68,26 +83,15 @@ def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def cut(embeddings: Tensor, labels: Tensor, valid: Tensor | None, chunk_size: int) -> ChunkedTokens:
-    """Mask [b, n, d] tokens and fold contiguous chunks of `chunk_size` into the batch; the last may be short.
+def zero_rows(embeddings: Tensor) -> Tensor:
+    """Which rows [b, n] of [b, n, d] are exactly zero: they have no direction, so no cosine."""
+    return (embeddings.detach() == 0).all(dim=-1)
 
-    Out are tokens with valid False, with a label below 0 (the -100 convention), and with an exactly zero row,
-    which has no direction. Their rows are replaced before any arithmetic, so that even a NaN there can reach
-    neither a value nor a gradient. A NaN row of a valid token is kept: hiding it would hide a broken model.
-    """
+
+def usable_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor:
+    """Bool [b, n]: out are tokens with valid False, with a label below 0 (-100), and with an exactly zero row."""
     wanted = labels >= 0 if valid is None else valid & (labels >= 0)
-    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
-    zero_rows = wanted & (rows.detach() == 0).all(dim=-1)
-    kept = wanted & ~zero_rows
-    # Ones and not zeros: the norm's derivative is finite there, and where() cuts the gradient anyway.
-    rows = torch.where(kept.unsqueeze(-1), rows, 1.0)
-    length = chunk_length(labels.shape[1], chunk_size)
-    return ChunkedTokens(
-        rows=_fold(rows, length, 1.0),
-        labels=_fold(labels.long(), length, _NO_LABEL),  # wide enough for _NO_LABEL
-        valid=_fold(kept, length, False),
-        zero_rows=_fold(zero_rows, length, False),
-    )
+    return wanted & ~zero_rows(embeddings)
 
 
 def chunk_length(num_tokens: int, chunk_size: int) -> int:
@@ -95,7 +99,50 @@ def chunk_length(num_tokens: int, chunk_size: int) -> int:
     return max(num_tokens, 1) if chunk_size == 0 else min(chunk_size, max(num_tokens, 1))
 
 
-def _fold(tokens: Tensor, length: int, fill: float) -> Tensor:
+def blocks(
+    embeddings: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, *, chunk_size: int, anchors: Span
+) -> Iterator[tuple[Block, Span]]:
+    """Cut the tokens that the anchors meet into at most three blocks, each with the anchors it holds.
+
+    All chunks that hold nothing but anchors form one block of squares; a chunk of which only a part are anchors
+    forms a block by itself. Rows that are not usable are replaced before any arithmetic, so that even a NaN there
+    can reach neither a value nor a gradient. A NaN row of a usable token is kept: hiding it would hide a broken model.
+    """
+    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+    # Ones and not zeros: the norm's derivative is finite there, and where() cuts the gradient anyway.
+    rows = torch.where(usable.unsqueeze(-1), rows, 1.0)
+    num_tokens = labels.shape[1]
+    length = chunk_length(num_tokens, chunk_size)
+    for tokens, inside in _cuts(num_tokens, length, anchors):
+        part = slice(*tokens)
+        width = min(length, tokens[1] - tokens[0])
+        block = Block(
+            rows=fold(rows[:, part], width, 1.0),
+            labels=fold(labels[:, part].long(), width, NO_LABEL),
+            usable=fold(usable[:, part], width, False),
+            documents=None if documents is None else fold(documents[:, part], width, 0),
+            anchors=(0, width) if inside is None else inside,
+        )
+        yield block, (tokens if inside is None else (tokens[0] + inside[0], tokens[0] + inside[1]))
+
+
+def _cuts(num_tokens: int, length: int, anchors: Span) -> Iterator[tuple[Span, Span | None]]:
+    """(tokens, anchors inside them), in order; None where all of these tokens are anchors."""
+    position, last = anchors
+    while position < last:
+        start = position // length * length
+        stop = min(start + length, num_tokens)
+        if position == start and stop <= last:
+            stop = last if last == num_tokens else last // length * length
+            yield (start, stop), None
+            position = stop
+        else:
+            end = min(last, stop)
+            yield (start, stop), (position - start, end - start)
+            position = end
+
+
+def fold(tokens: Tensor, length: int, fill: float) -> Tensor:
     """[b, n, ...] -> [b * ceil(n / length), length, ...]; the last chunk of a sequence is filled up."""
     missing = -tokens.shape[1] % length
     if missing:
@@ -105,7 +152,7 @@ def _fold(tokens: Tensor, length: int, fill: float) -> Tensor:
 
 
 def unfold(tokens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
-    """[m, k] -> [b, n]: undo the folding of `cut` and drop the filling."""
+    """[m, p] -> [b, n]: undo `fold` and drop the filling."""
     return by_sequence(tokens, num_sequences)[:, :num_tokens]
 
 
@@ -115,18 +162,18 @@ def by_sequence(values: Tensor, num_sequences: int) -> Tensor:
     return values.reshape(num_sequences, values.numel() // max(num_sequences, 1))
 
 
-def label_pairs(tokens: ChunkedTokens) -> tuple[Tensor, Tensor]:
-    """Two bool [m, k, k]: both tokens valid and labels equal (diagonal included), or labels different."""
-    both = tokens.valid.unsqueeze(-1) & tokens.valid.unsqueeze(-2)
-    equal = tokens.labels.unsqueeze(-1) == tokens.labels.unsqueeze(-2)
-    return both & equal, both & ~equal
+def label_pairs(block: Block) -> tuple[Tensor, Tensor]:
+    """Two bool [m, p, k], anchor and key both usable: labels equal (the anchor itself included), or different."""
+    anchors = slice(*block.anchors)
+    meet = block.usable[:, anchors].unsqueeze(-1) & block.usable.unsqueeze(-2)
+    if block.documents is not None:
+        meet = meet & (block.documents[:, anchors].unsqueeze(-1) == block.documents.unsqueeze(-2))
+    equal = block.labels[:, anchors].unsqueeze(-1) == block.labels.unsqueeze(-2)
+    return meet & equal, meet & ~equal
 
 
-def without_self(pairs: Tensor) -> Tensor:
-    """The pairs [m, k, k] except those of a token with itself."""
-    return pairs & ~self_pairs(pairs)
-
-
-def self_pairs(pairs: Tensor) -> Tensor:
-    """The bool diagonal [k, k] that belongs to square pairs [m, k, k]."""
-    return torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
+def self_pairs(block: Block) -> Tensor:
+    """Bool [p, k]: where an anchor meets itself."""
+    first, last = block.anchors
+    keys = torch.arange(block.labels.shape[-1], device=block.labels.device)
+    return torch.arange(first, last, device=keys.device).unsqueeze(-1) == keys

@@ -1,46 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimReg: a supervised contrastive term on the hidden states that predict the next token (arXiv 2605.08809).
 
-Shapes: b sequences, n tokens, d features; chunks of k tokens, folded into m = b * (chunks in a sequence).
-This is the reference that faster forms are judged by: one k x k matrix per chunk, plain torch, autograd.
+Shapes: b sequences, n tokens, d features; chunks of k tokens, folded with the batch into m chunks; p anchors of each.
+This is the reference that faster forms are judged by: one p x k matrix per chunk, plain torch, autograd.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.losses._chunks import (
-    ChunkedTokens,
+    Block,
+    Span,
     as_batch,
+    blocks,
     by_sequence,
     check_tokens,
-    cut,
     label_pairs,
     no_autocast,
     self_pairs,
-    unfold,
-    without_self,
+    usable_tokens,
 )
+from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, TokenRoles, token_roles
 from simreg_megatron.losses.similarity import Similarity, get_similarity
 
-GROUP_REDUCTIONS = ("sum", "mean")
-SELF_POSITIVES = ("always", "only_if_alone", "never")
-CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
 REDUCTIONS = ("mean", "sum", "none")
 IMPLEMENTATIONS = ("auto", "reference")
-
-
-class _Pairs(NamedTuple):
-    """Who is compared with whom inside each chunk."""
-
-    positive: Tensor  # [m, k, k] bool
-    negative: Tensor  # [m, k, k] bool
-    anchor: Tensor  # [m, k] bool: tokens that have a term
-    num_positive: Tensor  # [m, k] float, per anchor
-    num_negative: Tensor  # [m, k] float, per anchor
 
 
 def simreg_loss(
@@ -49,6 +37,7 @@ def simreg_loss(
     *,
     temperature: float = 0.01,
     valid: Tensor | None = None,
+    documents: Tensor | None = None,
     chunk_size: int = 0,
     similarity: str = "cosine",
     group_reduce: str = "sum",
@@ -69,6 +58,7 @@ def simreg_loss(
         temperature: tau, above 0.
         valid: bool, shape of labels. Invalid tokens are neither anchor, positive nor negative. So are tokens
             whose embedding is exactly zero. Their gradient is exactly 0.
+        documents: integer of at least 0, shape of labels: tokens of different documents never meet. None: all do.
         chunk_size: tokens in a chunk, at least 2, cut from the start of the sequence; the last may be short.
             0, or n and more: the whole sequence.
         similarity: "cosine", "dot", "qnorm" (anchor normalised) or "dnorm" (keys normalised).
@@ -93,28 +83,82 @@ def simreg_loss(
 
     Source: arXiv 2605.08809, Eq 3; chunks: its section on chunk-wise SimReg.
     """
-    check_tokens(embeddings, labels, valid, chunk_size)
+    check_tokens(embeddings, labels, valid, documents, chunk_size)
     _check_options(temperature, group_reduce, self_positive, chunk_weight, reduction, impl)
-    logits_of = get_similarity(similarity)
     shape = labels.shape
-    embeddings, labels, valid = as_batch(embeddings, labels, valid)
-    num_sequences, num_tokens = labels.shape
-
-    with no_autocast(embeddings.device.type):
-        tokens = cut(embeddings, labels, valid, chunk_size)
-        pairs = _pairs(tokens, self_positive)
-        contrast = _contrast(_square_logits(tokens.rows, logits_of, temperature), pairs)
-        if group_reduce == "mean":
-            contrast = contrast - (_log_count(pairs.num_negative) - _log_count(pairs.num_positive))
-        if chunk_weight == "count-corrected":
-            contrast = contrast + _count_correction(tokens, pairs, num_sequences, self_positive)
-        terms = _terms(contrast, tokens.rows, pairs.anchor)
-        if chunk_weight in ("uniform", "pos-neg-ratio", "neg-pos-ratio"):
-            terms = terms * _chunk_weights(chunk_weight, pairs, num_sequences)
+    embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
+    usable = usable_tokens(embeddings, labels, valid)
+    roles = token_roles(
+        labels,
+        usable,
+        documents=documents,
+        chunk_size=chunk_size,
+        group_reduce=group_reduce,
+        self_positive=self_positive,
+        chunk_weight=chunk_weight,
+        dtype=torch.promote_types(embeddings.dtype, torch.float32),
+    )
+    terms = simreg_terms(
+        embeddings,
+        labels,
+        usable,
+        roles,
+        documents=documents,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        similarity=similarity,
+        self_positive=self_positive,
+    )
     if reduction == "none":
-        return unfold(terms, num_sequences, num_tokens).reshape(shape)
+        return terms.reshape(shape)
     total = terms.sum()
-    return total if reduction == "sum" else total / pairs.anchor.sum().clamp(min=1)
+    return total if reduction == "sum" else total / roles.anchor.sum().clamp(min=1)
+
+
+def simreg_terms(
+    embeddings: Tensor,
+    labels: Tensor,
+    usable: Tensor,
+    roles: TokenRoles,
+    *,
+    anchors: Span | None = None,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+    temperature: float = 0.01,
+    similarity: str = "cosine",
+    self_positive: str = "always",
+) -> Tensor:
+    """term_i = weight_i * softplus( LSE_{N_i}(s) - LSE_{P_i}(s) + offset_i ) of the anchors, [b, number of anchors].
+
+    The form for a rank that holds a part of a sequence: it computes the terms of its own tokens against all tokens
+    that they meet, and the gradient reaches all of them.
+
+    Args:
+        embeddings: [b, n, d]; n covers the chunks of the anchors from their first token on.
+        labels: integer [b, n].
+        usable: bool [b, n], from `usable_tokens`.
+        roles: of the anchors, [b, number of anchors], from `token_roles`.
+        anchors: (first, last) positions with a term, last not included; None is all.
+        documents, chunk_size, temperature, similarity, self_positive: as in `simreg_loss`.
+    """
+    anchors = (0, labels.shape[1]) if anchors is None else anchors
+    logits_of = get_similarity(similarity)
+    parts = []
+    with no_autocast(embeddings.device.type):
+        for block, (first, last) in blocks(
+            embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors
+        ):
+            own = roles.cut(first - anchors[0], last - anchors[0])
+            contrast, doubt = _contrast(block, logits_of, temperature, self_positive)
+            parts.append(_terms(*(_as_row(x, labels.shape[0], last - first) for x in (contrast, doubt)), own))
+    if not parts:  # no tokens, but still a place in the graph
+        return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
+    return torch.cat(parts, dim=1)
+
+
+def _as_row(values: Tensor, num_sequences: int, num_anchors: int) -> Tensor:
+    """[m, p] -> [b, anchors of the block]; the filling of the last chunk is dropped."""
+    return by_sequence(values, num_sequences)[:, :num_anchors]
 
 
 def _check_options(
@@ -139,79 +183,36 @@ def _check_options(
         )
 
 
-def _pairs(tokens: ChunkedTokens, self_positive: str) -> _Pairs:
-    positive, negative = label_pairs(tokens)
-    anchor = tokens.valid
-    if self_positive != "always":
-        others = without_self(positive)
-        accompanied = others.any(dim=-1)
-        if self_positive == "never":
-            positive, anchor = others, accompanied
-        else:
-            positive = torch.where(accompanied.unsqueeze(-1), others, positive)
-    dtype = tokens.rows.dtype
-    return _Pairs(positive, negative, anchor, positive.sum(dim=-1).to(dtype), (negative.sum(dim=-1) * anchor).to(dtype))
+def _logits(block: Block, logits_of: Similarity, temperature: float) -> Tensor:
+    """Shifted logits [m, p, k] of every anchor with every token of its chunk; exactly 0 with itself."""
+    anchors = block.rows[:, slice(*block.anchors)]
+    return logits_of(anchors, block.rows, temperature).masked_fill(self_pairs(block), 0.0)
 
 
-def _square_logits(rows: Tensor, logits_of: Similarity, temperature: float) -> Tensor:
-    """Shifted logits [m, k, k] of every token with every token of its chunk; exactly 0 with itself."""
-    logits = logits_of(rows, rows, temperature)
-    return logits.masked_fill(self_pairs(logits), 0.0)
-
-
-def _contrast(logits: Tensor, pairs: _Pairs) -> Tensor:
-    """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, k]; hugely negative where N_i is empty.
+def _contrast(block: Block, logits_of: Similarity, temperature: float, self_positive: str) -> tuple[Tensor, Tensor]:
+    """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, p], hugely negative where N_i is empty; and 0, or NaN for a NaN row.
 
     A finite filling in place of -inf: over an empty group it leaves a number whose softplus and gradient are
     exactly 0, and inf - inf never arises, forward or backward. A quarter of the range, so that L_i is finite.
     """
-    nothing = torch.finfo(logits.dtype).min / 4
-    negatives = logits.masked_fill(~pairs.negative, nothing).logsumexp(dim=-1)
-    positives = logits.masked_fill(~pairs.positive, nothing).logsumexp(dim=-1)
-    return negatives - positives
-
-
-def _terms(contrast: Tensor, rows: Tensor, anchor: Tensor) -> Tensor:
-    """softplus(L_i) at anchors, 0 elsewhere, [m, k]."""
-    # Not F.softplus, which returns x itself above 20: 2e-9 off in float64.
-    softplus = -F.logsigmoid(-contrast)
-    # 0, but NaN for a row that is not finite: one alone in its chunk would otherwise pass as a 0.
-    doubt = rows.detach().abs().amax(dim=-1) * 0.0
-    return torch.where(anchor, softplus + doubt, 0.0)
-
-
-def _log_count(count: Tensor) -> Tensor:
-    """log(count), and 0 for an empty group, whose sum decides the term by itself."""
-    return count.clamp(min=1.0).log()
-
-
-def _count_correction(tokens: ChunkedTokens, pairs: _Pairs, num_sequences: int, self_positive: str) -> Tensor:
-    """log(N_i in the sequence / N_i in the chunk) - log(P_i in the sequence / P_i in the chunk), [m, k]."""
-    # Invalid tokens share the label -1, which no valid token has.
-    labels = by_sequence(torch.where(tokens.valid, tokens.labels, -1), num_sequences)
-    ordered = labels.sort(dim=-1).values
-    same = torch.searchsorted(ordered, labels, right=True) - torch.searchsorted(ordered, labels)
-    num_valid = by_sequence(tokens.valid, num_sequences).sum(dim=-1, keepdim=True)
-    different = (num_valid - same).reshape_as(tokens.labels).to(tokens.rows.dtype)
-    same = same.reshape_as(tokens.labels).to(tokens.rows.dtype)
+    logits = _logits(block, logits_of, temperature)
+    positive, negative = label_pairs(block)
     if self_positive != "always":
-        same = same - 1.0  # a token alone in its sequence has 0, and _log_count then counts the token itself
-    more_negatives = _log_count(different) - _log_count(pairs.num_negative)
-    more_positives = _log_count(same) - _log_count(pairs.num_positive)
-    return more_negatives - more_positives
+        others = positive & ~self_pairs(block)
+        alone = ~others.any(dim=-1, keepdim=True)
+        positive = others if self_positive == "never" else torch.where(alone, positive, others)
+    nothing = torch.finfo(logits.dtype).min / 4
+    negatives = logits.masked_fill(~negative, nothing).logsumexp(dim=-1)
+    positives = logits.masked_fill(~positive, nothing).logsumexp(dim=-1)
+    # A row that is not finite and alone in its chunk would otherwise pass as a 0.
+    doubt = block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
+    return negatives - positives, doubt
 
 
-def _chunk_weights(kind: str, pairs: _Pairs, num_sequences: int) -> Tensor:
-    """One factor per chunk, [m, 1]: sum(terms) / anchors of a sequence is the weighted mean of chunks."""
-    anchors = by_sequence(pairs.anchor.sum(dim=-1).to(pairs.num_positive.dtype), num_sequences)
-    positive = by_sequence(pairs.num_positive.sum(dim=-1), num_sequences)
-    negative = by_sequence(pairs.num_negative.sum(dim=-1), num_sequences)
-    if kind == "uniform":
-        share = (anchors > 0).to(anchors.dtype)
-    else:
-        ratio = positive / negative if kind == "pos-neg-ratio" else negative / positive
-        share = torch.where((positive > 0) & (negative > 0), ratio, 0.0)
-    total = share.sum(dim=-1, keepdim=True)
-    share = share / torch.where(total > 0, total, 1.0)
-    weight = share * anchors.sum(dim=-1, keepdim=True) / anchors.clamp(min=1.0)
-    return weight.reshape(-1, 1)
+def _terms(contrast: Tensor, doubt: Tensor, roles: TokenRoles) -> Tensor:
+    """weight * softplus(contrast + offset) at anchors, 0 elsewhere, [b, p]."""
+    if roles.offset is not None:
+        contrast = contrast + roles.offset
+    # Not F.softplus, which returns x itself above 20: 2e-9 off in float64.
+    terms = torch.where(roles.anchor, -torch.nn.functional.logsigmoid(-contrast) + doubt, 0.0)
+    return terms if roles.weight is None else terms * roles.weight

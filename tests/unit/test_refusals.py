@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings under which SimReg would be wrong or silent are refused by name; the log writers that are open get its values."""
+"""Settings under which SimReg would be wrong or silent are refused by name; open log writers get its values."""
 
 from __future__ import annotations
 

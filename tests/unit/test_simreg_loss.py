@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses._chunks import Block
 from simreg_megatron.losses.similarity import SIMILARITIES, get_similarity, unit_rows
-from simreg_megatron.losses.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, _square_logits
+from simreg_megatron.losses.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, _logits
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.helpers.oracle import naive_simreg
 
@@ -320,8 +321,11 @@ def test_a_token_s_logit_with_itself_is_exactly_zero(similarity: str) -> None:
     rows = random_tokens((2, 9, 33), num_labels=2, dtype=torch.float32)[0]
     raw = get_similarity(similarity)(rows, rows, 0.01).diagonal(dim1=1, dim2=2)
     assert raw.abs().max() > 0, "rounding alone would leave something"
-    logits = _square_logits(rows, get_similarity(similarity), 0.01)
-    assert (logits.diagonal(dim1=1, dim2=2) == 0).all()
+    everyone = torch.ones(2, 9, dtype=torch.bool)
+    block = Block(rows, torch.zeros(2, 9, dtype=torch.long), everyone, None, anchors=(2, 7))
+    logits = _logits(block, get_similarity(similarity), 0.01)
+    assert logits.shape == (2, 5, 9)
+    assert (logits[:, :, 2:7].diagonal(dim1=1, dim2=2) == 0).all()
 
 
 def test_similarities_take_other_keys_than_anchors() -> None:

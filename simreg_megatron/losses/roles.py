@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the labels alone decide about each token's term: whether it has one, its offset, and its weight.
+
+    term_i = weight_i * softplus( LSE_{N_i} - LSE_{P_i} + offset_i )
+
+Labels are cheap to bring from other ranks, hidden states are not: so a rank that holds a part of a sequence computes
+these for the whole of it. All O(n log n), by sorting; nothing is read on the host.
+
+Shapes: b sequences, n tokens, c chunks of k tokens in each sequence, m = b * c.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.losses._chunks import NO_LABEL, by_sequence, chunk_length, fold, unfold
+
+GROUP_REDUCTIONS = ("sum", "mean")
+SELF_POSITIVES = ("always", "only_if_alone", "never")
+CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
+
+
+class TokenRoles(NamedTuple):
+    """Per token [b, n]."""
+
+    anchor: Tensor  # bool: has a term
+    lonely: Tensor  # bool: an anchor without a negative, so that its term is 0
+    offset: Tensor | None  # added to the contrast; None is 0
+    weight: Tensor | None  # factor of the term; None is 1
+
+    def cut(self, first: int, last: int) -> TokenRoles:
+        """The same for the tokens first:last."""
+        return TokenRoles(*(None if part is None else part[:, first:last] for part in self))
+
+
+def token_roles(
+    labels: Tensor,
+    usable: Tensor,
+    *,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+    group_reduce: str = "sum",
+    self_positive: str = "always",
+    chunk_weight: str = "token",
+    dtype: torch.dtype = torch.float32,
+) -> TokenRoles:
+    """Roles of all tokens of whole sequences (where chunk_weight is "token": of any whole chunks).
+
+    Args:
+        labels: integer [b, n].
+        usable: bool [b, n]; other tokens are neither anchor, positive nor negative.
+        documents: integer [b, n] or None; tokens of different documents never meet.
+        chunk_size, group_reduce, self_positive, chunk_weight: as in `simreg_loss`.
+        dtype: of offset and weight.
+    """
+    num_sequences, num_tokens = labels.shape
+    length = chunk_length(num_tokens, chunk_size)
+    chunks = _Counts.of(
+        fold(_named(labels, usable, documents), length, NO_LABEL),
+        None if documents is None else fold(torch.where(usable, documents, NO_LABEL), length, NO_LABEL),
+        self_positive,
+        dtype,
+    )
+    offset = weight = None
+    if group_reduce == "mean":
+        offset = _log(chunks.positive) - _log(chunks.negative)
+    elif chunk_weight == "count-corrected":
+        offset = _count_correction(chunks, labels, usable, documents, length, self_positive, dtype)
+    if chunk_weight in ("uniform", "pos-neg-ratio", "neg-pos-ratio"):
+        weight = _chunk_weights(chunk_weight, chunks, num_sequences)
+    parts = (chunks.anchor, chunks.anchor & (chunks.negative == 0), offset, weight)
+    return TokenRoles(*(None if part is None else unfold(part, num_sequences, num_tokens) for part in parts))
+
+
+class _Counts(NamedTuple):
+    """How many tokens of its row each token meets, [rows, length]."""
+
+    anchor: Tensor  # bool
+    positive: Tensor
+    negative: Tensor  # 0 for a token that is no anchor
+
+    @classmethod
+    def of(cls, names: Tensor, documents: Tensor | None, self_positive: str, dtype: torch.dtype) -> _Counts:
+        anchor = names != NO_LABEL
+        same = _occurrences(names)
+        meets = anchor.sum(dim=-1, keepdim=True) if documents is None else _occurrences(documents)
+        positive = same
+        if self_positive == "never":
+            anchor, positive = anchor & (same > 1), same - 1
+        elif self_positive == "only_if_alone":
+            positive = torch.where(same > 1, same - 1, same)
+        return cls(anchor, (positive * anchor).to(dtype), ((meets - same) * anchor).to(dtype))
+
+
+def _named(labels: Tensor, usable: Tensor, documents: Tensor | None) -> Tensor:
+    """One number for each (document, label); NO_LABEL for tokens left out."""
+    names = labels.long()
+    if documents is not None:
+        names = names + (documents.long() << 32)  # token ids stay far below 2^32
+    return torch.where(usable, names, NO_LABEL)
+
+
+def _occurrences(values: Tensor) -> Tensor:
+    """How often each value [r, k] occurs in its row."""
+    values = values.contiguous()
+    ordered = values.sort(dim=-1).values
+    return torch.searchsorted(ordered, values, right=True) - torch.searchsorted(ordered, values)
+
+
+def _log(count: Tensor) -> Tensor:
+    """log(count), and 0 for an empty group, whose sum decides the term by itself."""
+    return count.clamp(min=1.0).log()
+
+
+def _count_correction(
+    chunks: _Counts,
+    labels: Tensor,
+    usable: Tensor,
+    documents: Tensor | None,
+    length: int,
+    self_positive: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """log(N_i in the sequence / N_i in the chunk) - log(P_i in the sequence / P_i in the chunk), [m, k]."""
+    whole = _Counts.of(
+        _named(labels, usable, documents),
+        None if documents is None else torch.where(usable, documents, NO_LABEL),
+        self_positive,
+        dtype,
+    )
+    negative, positive = fold(whole.negative, length, 0.0), fold(whole.positive, length, 0.0)
+    return (_log(negative) - _log(chunks.negative)) - (_log(positive) - _log(chunks.positive))
+
+
+def _chunk_weights(kind: str, chunks: _Counts, num_sequences: int) -> Tensor:
+    """One factor per chunk, spread over its tokens [m, k]: sum(terms) / anchors is the weighted mean of chunks."""
+    anchors = by_sequence(chunks.anchor.sum(dim=-1).to(chunks.positive.dtype), num_sequences)
+    positive = by_sequence(chunks.positive.sum(dim=-1), num_sequences)
+    negative = by_sequence(chunks.negative.sum(dim=-1), num_sequences)
+    if kind == "uniform":
+        share = (anchors > 0).to(anchors.dtype)
+    else:
+        ratio = positive / negative if kind == "pos-neg-ratio" else negative / positive
+        share = torch.where((positive > 0) & (negative > 0), ratio, 0.0)
+    total = share.sum(dim=-1, keepdim=True)
+    share = share / torch.where(total > 0, total, 1.0)
+    weight = share * anchors.sum(dim=-1, keepdim=True) / anchors.clamp(min=1.0)
+    return weight.reshape(-1, 1).expand_as(chunks.anchor)

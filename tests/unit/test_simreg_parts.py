@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A part of the anchors against all tokens they meet, and tokens that meet inside their document only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from simreg_megatron.geometry import pair_cosines
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses._chunks import usable_tokens
+from simreg_megatron.losses.roles import CHUNK_WEIGHTS, SELF_POSITIVES, token_roles
+from simreg_megatron.losses.simreg import simreg_terms
+from tests.helpers.fixtures import random_tokens
+
+LENGTH = 23
+TIGHT = {"rtol": 1e-11, "atol": 1e-13}
+
+
+def sample() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Embeddings, labels, a mask, and documents of 1 to 9 tokens; one row is zero."""
+    embeddings, labels = random_tokens((2, LENGTH, 6), num_labels=4)
+    embeddings[0, 5] = 0.0
+    valid = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.8
+    documents = torch.tensor([[0] * 7 + [1] * 9 + [2] + [3] * 6, [0] * 2 + [1] * 8 + [2] * 13])
+    return embeddings, labels, valid, documents
+
+
+def gradient_of(terms: Tensor, embeddings: Tensor, upstream: Tensor) -> Tensor:
+    return torch.autograd.grad((terms * upstream).sum(), embeddings, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("chunk_size", [0, 5, 8, 64])
+@pytest.mark.parametrize("chunk_weight", CHUNK_WEIGHTS)
+@pytest.mark.parametrize("with_documents", [False, True], ids=["one-document", "documents"])
+def test_parts_of_the_anchors_add_up_to_the_whole(chunk_size: int, chunk_weight: str, with_documents: bool) -> None:
+    embeddings, labels, valid, documents = sample()
+    embeddings.requires_grad_()
+    documents = documents if with_documents else None
+    options = {"documents": documents, "chunk_size": chunk_size}
+    whole = simreg_loss(
+        embeddings, labels, valid=valid, temperature=0.2, chunk_weight=chunk_weight, reduction="none", **options
+    )
+    upstream = torch.rand(2, LENGTH, dtype=torch.float64)
+    expected = gradient_of(whole, embeddings, upstream)
+
+    usable = usable_tokens(embeddings, labels, valid)
+    roles = token_roles(labels, usable, chunk_weight=chunk_weight, dtype=torch.float64, **options)
+    total = torch.zeros_like(embeddings)
+    for first, last in ((0, 3), (3, 4), (4, 17), (17, LENGTH)):
+        part = simreg_terms(
+            embeddings, labels, usable, roles.cut(first, last), anchors=(first, last), temperature=0.2, **options
+        )
+        torch.testing.assert_close(part, whole[:, first:last], **TIGHT)
+        total += gradient_of(part, embeddings, upstream[:, first:last])
+    torch.testing.assert_close(total, expected, **TIGHT)
+    own_rows_only = gradient_of(whole[:, :17], embeddings, upstream[:, :17])[:, :17]
+    assert not torch.allclose(own_rows_only, expected[:, :17], rtol=1e-3), "keys must get their gradient too"
+
+
+@pytest.mark.parametrize("self_positive", SELF_POSITIVES)
+@pytest.mark.parametrize("chunk_size", [0, 6])
+def test_documents_are_sequences_of_their_own(self_positive: str, chunk_size: int) -> None:
+    """Inside each chunk the result is that of the documents cut out and computed one by one."""
+    embeddings, labels, valid, documents = sample()
+    embeddings.requires_grad_()
+    options = {"temperature": 0.2, "self_positive": self_positive, "reduction": "none"}
+    got = simreg_loss(embeddings, labels, valid=valid, documents=documents, chunk_size=chunk_size, **options)
+    expected = torch.zeros_like(got)
+    size = chunk_size or LENGTH
+    for b in range(2):
+        for start in range(0, LENGTH, size):
+            for document in range(4):
+                at = [i for i in range(start, min(start + size, LENGTH)) if documents[b, i] == document]
+                if at:
+                    alone = simreg_loss(embeddings[b, at], labels[b, at], valid=valid[b, at], **options)
+                    expected[b, at] = alone.to(expected.dtype)
+    torch.testing.assert_close(got, expected, **TIGHT)
+    upstream = torch.rand(2, LENGTH, dtype=torch.float64)
+    torch.testing.assert_close(
+        gradient_of(got, embeddings, upstream), gradient_of(expected, embeddings, upstream), **TIGHT
+    )
+    unlimited = simreg_loss(embeddings, labels, valid=valid, chunk_size=chunk_size, **options)
+    assert not torch.allclose(got, unlimited, rtol=1e-2), "borders must matter in this sample"
+
+
+def test_count_correction_stays_inside_the_document() -> None:
+    """With equal states in each class, the corrected chunk gives exactly the value of the whole document."""
+    labels = torch.tensor([[0, 1, 0, 1, 2, 1, 0, 1, 1, 1, 0, 2]])
+    documents = torch.tensor([[0] * 6 + [1] * 6])
+    embeddings = torch.eye(3, dtype=torch.float64)[labels]
+    options = {"temperature": 0.5, "documents": documents, "reduction": "none"}
+    corrected = simreg_loss(embeddings, labels, chunk_size=4, chunk_weight="count-corrected", **options)
+    whole = simreg_loss(embeddings, labels, **options)
+    torch.testing.assert_close(corrected, whole, **TIGHT)
+
+
+def test_cosines_of_parts_add_up() -> None:
+    embeddings, labels, valid, documents = sample()
+    options = {"valid": valid, "documents": documents, "chunk_size": 8}
+    whole = pair_cosines(embeddings, labels, **options)
+    parts = [pair_cosines(embeddings, labels, anchors=a, **options) for a in ((0, 10), (10, 11), (11, LENGTH))]
+    for name, values in zip(whole._fields, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(sum(values), getattr(whole, name), msg=name)
+    assert whole.no_negative_count > 0 and whole.zero_norm_count >= 0
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        (torch.zeros(2, LENGTH), "documents must be integers"),
+        (torch.zeros(2, LENGTH - 1, dtype=torch.long), "documents must have the shape of labels"),
+    ],
+)
+def test_bad_documents_are_refused(documents: Tensor, message: str) -> None:
+    embeddings, labels, _, _ = sample()
+    with pytest.raises(ValueError, match=message):
+        simreg_loss(embeddings, labels, documents=documents)
