@@ -1,25 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Things to break on purpose inside a run; named by SIMREG_RECORD_PATCH."""
+"""Things to break on purpose inside a run, each a function to call before it starts.
+
+Where only SimReg's part is to be wrong, the difference of two calls is used: Megatron's loss with SimReg minus the
+same loss without it has value zero and SimReg's gradient, whatever labels, mask or shape both were given.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Keywords = dict[str, Any]
+
+
+def doubled_scale() -> None:
+    """Twice SimReg's gradient, as a forgotten division by two ranks would give."""
+    from simreg_megatron.plugin import regularizer
+
+    add_gradient = regularizer.add_gradient
+    regularizer.add_gradient = lambda loss, term, *args, **kwargs: add_gradient(loss, 2 * term, *args, **kwargs)
+
+
+def shifted_labels() -> None:
+    """SimReg groups each hidden state by its neighbour's target."""
+    _change_simreg(lambda given: {**given, "labels": given["labels"].roll(1, dims=1)})
+
+
+def masked_tokens_kept() -> None:
+    """SimReg compares with tokens that the loss mask leaves out."""
+    _change_simreg(lambda given: {**given, "loss_mask": torch.ones_like(given["loss_mask"])})
+
+
+def flattened_batch() -> None:
+    """SimReg takes the sequences of a micro-batch for one long sequence."""
+
+    def flattened(given: Keywords) -> Keywords:
+        rows = {name: given[name].reshape(1, -1) for name in ("labels", "loss_mask")}
+        hidden = given["hidden_states"]
+        return {**given, **rows, "hidden_states": hidden.transpose(0, 1).reshape(-1, 1, hidden.shape[-1])}
+
+    _change_simreg(flattened)
+
+
+def _change_simreg(change: Callable[[Keywords], Keywords]) -> None:
+    """SimReg sees the changed arguments, the language-model loss the right ones."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    with_simreg = GPTModel._postprocess
+    without = with_simreg.__wrapped__  # type: ignore[attr-defined]  # what install() wrapped
+
+    def changed(model: Any, **given: Any) -> Tensor:
+        loss = without(model, **given)
+        wrong = change(given)
+        return loss + (with_simreg(model, **wrong) - without(model, **wrong)).view_as(loss)
+
+    GPTModel._postprocess = changed
+
+
+def other_ranks_dropped() -> None:
+    """Backwards, each rank keeps its own gradients of the shared tokens instead of the sum over ranks."""
+
+    def keep_own(output: Tensor, whole: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> None:
+        output.copy_(whole[group.rank() * output.shape[0] : (group.rank() + 1) * output.shape[0]])
+
+    _replace_in_simreg("reduce_scatter_tensor", keep_own)
+
+
+def _replace_in_simreg(name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a collective for the package's exchanges alone; Megatron keeps the true one."""
+    import importlib
+    import pkgutil
+
+    from simreg_megatron import parallel
+
+    class Replaced:
+        def __getattr__(self, attribute: str) -> Any:
+            return replacement if attribute == name else getattr(dist, attribute)
+
+    for found in pkgutil.iter_modules(parallel.__path__, f"{parallel.__name__}."):
+        module: Any = importlib.import_module(found.name)
+        if hasattr(module, "dist"):
+            module.dist = Replaced()
 
 
 def not_finite_from_second_step() -> None:
-    """SimReg's terms become NaN in the second step, while the language-model loss stays sound."""
-    from simreg_megatron.plugin import regularizer
+    """SimReg sees NaN from the second step on, while the language-model loss stays sound."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
-    sound, calls = regularizer.simreg_loss, []
+    import simreg_megatron
 
-    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+    simreg_megatron.uninstall()  # to come below the plugin as well as above it
+    postprocess, sound, calls = GPTModel._postprocess, [], []
+
+    def below(model: Any, **given: Any) -> Tensor:
+        return postprocess(model, **{**given, "hidden_states": sound[-1]})
+
+    GPTModel._postprocess = _like(postprocess, below)
+    simreg_megatron.install()
+    with_simreg = GPTModel._postprocess
+
+    def above(model: Any, **given: Any) -> Tensor:
+        sound.append(given["hidden_states"])
         calls.append(None)
-        terms = sound(*args, **kwargs)
-        return terms * float("nan") if len(calls) > 2 else terms  # two micro-batches a step
+        broken = len(calls) > 2  # two micro-batches a step
+        hidden = sound[-1] * float("nan") if broken else sound[-1]
+        return with_simreg(model, **{**given, "hidden_states": hidden})
 
-    regularizer.simreg_loss = broken
+    GPTModel._postprocess = above
+
+
+def _like(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement with the original's name and signature, which install() checks."""
+    import functools
+
+    return functools.wraps(original)(replacement)
 
 
 def not_finite_hidden_states() -> None:
@@ -32,8 +130,6 @@ def not_finite_hidden_states() -> None:
 
 def other_model_class() -> None:
     """A model that never passes through the wrapped function."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
     from simreg_megatron.plugin import hooks
 
     class HybridModel(torch.nn.Module):
@@ -41,4 +137,3 @@ def other_model_class() -> None:
 
     refuse = hooks._refuse_models
     hooks._refuse_models = lambda chunks: refuse([HybridModel()])
-    assert GPTModel is not HybridModel

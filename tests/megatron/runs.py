@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start tiny Megatron runs as a user would, and compare what they computed."""
+"""Tiny Megatron runs, started as a user would or on forked ranks, and what they computed, put together and compared."""
 
 from __future__ import annotations
 
@@ -14,27 +14,50 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.plugin.cpu_backend import MEGATRON_FLAGS
+from tests.megatron import forks
+from tests.megatron.parameters import Shard
+from tests.megatron.record import record
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "simreg_megatron" / "pretrain.py"
-TIMEOUT = 300  # seconds; a run takes about 20
+TIMEOUT = 300  # seconds; under torchrun a run takes about 20, on forked ranks 1 to 4
+_TAIL = 4000  # characters of a log that an error shows
 
-MODEL = (
+_BASE = (
     "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "128",
     "--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "2", "--global-batch-size", "4",
     "--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope", "--disable-bias-linear",
-    "--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--attention-dropout", "0",
+    "--hidden-dropout", "0", "--attention-dropout", "0",
     "--lr", "1e-3", "--eval-iters", "1", "--eval-interval", "1000", "--log-interval", "1", "--seed", "7",
 )  # fmt: skip
+_UNTIED = ("--untie-embeddings-and-output-weights",)
+# No load-balancing loss: Megatron takes it over each rank's own tokens, so it would depend on the layout by itself.
+_EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none")
+MODELS = {
+    "dense": _UNTIED,
+    "deep": (*_UNTIED, "--num-layers", "4"),
+    "tied": (),
+    "gqa": (*_UNTIED, "--group-query-attention", "--num-query-groups", "2"),
+    "mtp": (*_UNTIED, "--mtp-num-layers", "1"),
+    "moe": (*_UNTIED, *_EXPERTS, "--moe-token-dispatcher-type", "alltoall"),
+}
 SIMREG = ("--simreg-lambda", "10", "--simreg-temperature", "0.5")
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that ended: its status and everything it printed."""
+    """A job that ended: its status and everything it printed."""
 
     status: int
     output: str
+
+
+class RunError(AssertionError):
+    """A run that had to succeed did not; the message is the end of its log."""
+
+
+class ReplicasDifferError(AssertionError):
+    """Ranks that hold the same parameter do not hold the same numbers."""
 
 
 def torchrun(
@@ -59,10 +82,42 @@ def torchrun(
     return Finished(done.returncode, done.stdout)
 
 
-def train(out: Path, flags: Sequence[str], *, processes: int = 1, env: Mapping[str, str] | None = None) -> Finished:
-    """Train the tiny model with `flags` and record it in `out`."""
-    command = ["-m", "tests.megatron.record", str(out), str(PRETRAIN), *MODEL, *MEGATRON_FLAGS, *flags]
-    return torchrun(command, processes=processes, env=env)
+def all_flags(flags: Sequence[str], model: str = "dense") -> list[str]:
+    """The tiny model's flags and those of the CPU, then `flags`: the last one wins."""
+    return [*_BASE, *MODELS[model], *MEGATRON_FLAGS, *flags]
+
+
+def attempt(
+    out: Path, flags: Sequence[str], *, model: str = "dense", processes: int = 1, plain: bool = False, patch: str = ""
+) -> Finished:
+    """Train the tiny model with `flags` on forked ranks and record it in `out`; it may fail.
+
+    Args:
+        plain: leave the plugin out altogether.
+        patch: `module:function` to call before the run, such as "breakage:doubled_scale".
+    """
+    patch = f"tests.megatron.{patch}" if patch else ""
+    log = out / "log"
+    options = (out, PRETRAIN, all_flags(flags, model), plain, patch)
+    status = forks.run_ranks(_record, *options, processes=processes, log=log, timeout=TIMEOUT)
+    return Finished(status, log.read_text(errors="replace"))
+
+
+def _record(out: Path, script: Path, flags: Sequence[str], plain: bool, patch: str) -> None:
+    record(out, script, flags, plain=plain, patch=patch)
+
+
+def train(out: Path, flags: Sequence[str], **options: object) -> Recorded:
+    """The same for a run that must succeed: what it computed.
+
+    Raises:
+        RunError: it failed.
+        ReplicasDifferError: it succeeded, but its ranks do not agree.
+    """
+    done = attempt(out, flags, **options)  # type: ignore[arg-type]
+    if done.status:
+        raise RunError(f"status {done.status}\n{done.output[-_TAIL:]}")
+    return read(out)
 
 
 @dataclass(frozen=True)
@@ -70,54 +125,90 @@ class Recorded:
     """What one run computed, put together from its ranks."""
 
     losses: list[float]
+    norms: list[float]
     grads: dict[str, Tensor]
     params: dict[str, Tensor]
 
 
 def read(out: Path) -> Recorded:
-    """Put the ranks of a run together: tensor-parallel shards are joined, pipeline stages are added up."""
+    """Put the ranks of a run together: shards are joined, replicas must be equal bit for bit.
+
+    Raises:
+        ReplicasDifferError: two ranks hold different values of one thing.
+    """
     ranks = [torch.load(path, weights_only=True) for path in sorted(out.glob("rank*.pt"))]
-    losses = next(rank["losses"] for rank in reversed(ranks) if rank["losses"])
-    return Recorded(losses, _join(ranks, "grads"), _join(ranks, "params"))
+    losses = _agreed("losses", [rank["losses"] for rank in ranks if rank["losses"]])
+    norms = _agreed("gradient norms", [rank["norms"] for rank in ranks])
+    return Recorded(losses, norms, _joined(ranks, "grads"), _joined(ranks, "params"))
 
 
-def _join(ranks: list[dict], kind: str) -> dict[str, Tensor]:
-    joined = {}
-    for name in sorted({name for rank in ranks for name in rank[kind]}):
-        shards = [rank[kind][name] for rank in ranks if name in rank[kind]]
-        dimension = next((rank["partition"][name] for rank in ranks if name in rank["partition"]), -1)
-        joined[name] = _join_shards(name, shards, dimension)
-    return joined
+def _agreed(what: str, values: list[list[float]]) -> list[float]:
+    if any(repr(value) != repr(values[0]) for value in values):  # repr: NaN equals itself
+        raise ReplicasDifferError(f"{what} differ between ranks: {values}")
+    return values[0]
 
 
-def _join_shards(name: str, shards: list[Tensor], dimension: int) -> Tensor:
-    """Replicas must be equal; shards are concatenated, the two halves of a gated layer each by itself."""
-    if dimension < 0 or all(torch.equal(shard, shards[0]) for shard in shards[1:]):
-        for replica in shards[1:]:
-            torch.testing.assert_close(replica, shards[0], rtol=0, atol=0, msg=f"replicas of {name} differ")
-        return shards[0]
-    if "linear_fc1" in name:
-        gates, values = zip(*(shard.chunk(2, dim=dimension) for shard in shards), strict=True)
+def _joined(ranks: list[dict], kind: str) -> dict[str, Tensor]:
+    parts: dict[str, dict[int, Tensor]] = {}
+    shards: dict[str, Shard] = {}
+    for rank in ranks:
+        for name, tensor in rank[kind].items():
+            shards[name] = rank["shards"][name]
+            known = parts.setdefault(name, {}).setdefault(shards[name][1], tensor)
+            if not torch.equal(known, tensor):
+                raise ReplicasDifferError(f"{kind} of {name} differ between ranks that share them")
+    return {name: _whole(name, parts[name], shards[name]) for name in sorted(parts)}
+
+
+def _whole(name: str, parts: dict[int, Tensor], shard: Shard) -> Tensor:
+    """Concatenate the shards; the two halves of a gated layer each by itself."""
+    dimension, _, count = shard
+    ordered = [parts[index] for index in range(count)]
+    if "linear_fc1" in name and count > 1:
+        gates, values = zip(*(part.chunk(2, dim=dimension) for part in ordered), strict=True)
         return torch.cat([*gates, *values], dim=dimension)
-    return torch.cat(shards, dim=dimension)
+    return torch.cat(ordered, dim=dimension) if count > 1 else ordered[0]
 
 
-def grad_difference(left: Recorded, right: Recorded) -> tuple[float, str]:
-    """Largest relative difference of any parameter's first-step gradient, in norm, and that parameter's name."""
-    assert left.grads.keys() == right.grads.keys()
-    return max((_relative(left.grads[name], right.grads[name]), name) for name in left.grads)
+@dataclass(frozen=True)
+class Difference:
+    """How far one run is from another, relative to the first: the largest over steps, or over parameters."""
+
+    loss: float
+    norm: float
+    grad: float
+    parameter: str  # whose gradient differs most
 
 
-def _relative(left: Tensor, right: Tensor) -> float:
-    scale = max(left.double().norm().item(), 1e-12)
-    return (left.double() - right.double()).norm().item() / scale
+def difference(one: Recorded, other: Recorded) -> Difference:
+    assert one.grads.keys() == other.grads.keys(), one.grads.keys() ^ other.grads.keys()
+    grad, parameter = max((_apart(one.grads[name], other.grads[name]), name) for name in one.grads)
+    return Difference(_steps_apart(one.losses, other.losses), _steps_apart(one.norms, other.norms), grad, parameter)
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    gap, scale = (one.double() - other.double()).norm().item(), one.double().norm().item()
+    return gap / max(scale, 1e-12) if gap == gap else float("inf")  # NaN is as far as it gets
+
+
+def _steps_apart(one: list[float], other: list[float]) -> float:
+    assert len(one) == len(other) > 0
+    gaps = (abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
+    return max(gap if gap == gap else float("inf") for gap in gaps)
+
+
+def share(of: Recorded, without: Recorded) -> float:
+    """SimReg's part of the first gradient: norm(g - g_without) / norm(g)."""
+    parts = {name: grad - without.grads[name] for name, grad in of.grads.items()}
+    return total_norm(parts) / total_norm(of.grads)
 
 
 def total_norm(tensors: Mapping[str, Tensor]) -> float:
     return sum(tensor.double().pow(2).sum().item() for tensor in tensors.values()) ** 0.5
 
 
-def loss_difference(left: Recorded, right: Recorded) -> float:
-    """Largest relative difference of the loss over the steps."""
-    assert len(left.losses) == len(right.losses) > 0
-    return max(abs(a - b) / abs(a) for a, b in zip(left.losses, right.losses, strict=True))
+def same_bits(one: Recorded, other: Recorded) -> bool:
+    """Whether two runs ended with exactly the same parameters."""
+    return one.params.keys() == other.params.keys() and all(
+        torch.equal(tensor, other.params[name]) for name, tensor in one.params.items()
+    )

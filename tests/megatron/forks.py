@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks forked from one process that has torch and Megatron in memory: a tiny run costs seconds, its imports nothing.
+
+The server is multiprocessing's own. It holds what `tests.megatron.preload` imports, has one thread and no process
+group, and every rank is a fresh fork of it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = "tests.megatron.preload"
+TIMED_OUT = 124  # the status that timeout(1) gives
+
+
+@cache
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOAD])
+    return context
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(target: Callable[..., None], *arguments: Any, processes: int, log: Path, timeout: float) -> int:
+    """`target(*arguments)` on every rank of one job; all output goes to `log`.
+
+    Returns:
+        0 if every rank succeeded; else the status of the first that failed, or TIMED_OUT. The others are then killed.
+    """
+    job = (processes, free_port(), log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    ranks = [
+        _context().Process(target=_rank, args=(rank, *job, target, arguments), daemon=True) for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        return _first_failure(ranks, time.monotonic() + timeout)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def _first_failure(ranks: list[Any], deadline: float) -> int:
+    running = {rank.sentinel: rank for rank in ranks}
+    while running:
+        ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ended:
+            return TIMED_OUT
+        for sentinel in ended:
+            rank = running.pop(sentinel)
+            rank.join()
+            if rank.exitcode:
+                return int(rank.exitcode)
+    return 0
+
+
+def _rank(
+    rank: int, processes: int, port: int, log: Path, target: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(output, stream.fileno())
+        stream.reconfigure(line_buffering=True)  # a killed rank must leave what it said
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(processes),
+        LOCAL_WORLD_SIZE=str(processes),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
+    target(*arguments)

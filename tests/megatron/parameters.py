@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's parameters and gradients under names that every layout shares, and which part of each the rank holds.
+
+Only for tests: it knows how Megatron 0.19 numbers layers and experts and where its gradient buffers lie.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Shard = tuple[int, int, int]  # dimension that is cut (-1: whole), which part, of how many
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+def named_parameters(model_chunks: list[Any]) -> Iterator[tuple[str, Any]]:
+    """(name, parameter) of all chunks of this stage; layers and experts are counted over the whole model.
+
+    The copy of tied embeddings on the last pipeline stage goes by the name of what it copies.
+    """
+    from megatron.core.utils import unwrap_model
+
+    for chunk in unwrap_model(model_chunks):
+        offsets = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
+        for name, parameter in chunk.named_parameters():
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            for local, number in offsets.items():
+                if name.startswith(local):
+                    name = f"decoder.layers.{number}.{name.removeprefix(local)}"
+                    break
+            yield _EXPERT.sub(lambda index: str(_global_expert(int(index[0]), chunk.config)), name), parameter
+
+
+def _global_expert(local: int, config: Any) -> int:
+    from megatron.core import parallel_state
+
+    experts_here = config.num_moe_experts // config.expert_model_parallel_size
+    return parallel_state.get_expert_model_parallel_rank() * experts_here + local
+
+
+def shard_of(name: str, parameter: Any) -> Shard:
+    """The part of the parameter that this rank holds under tensor or expert-tensor parallelism."""
+    from megatron.core import parallel_state
+
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return -1, 0, 1
+    is_expert = _EXPERT.search(name) is not None
+    group = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if is_expert
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    return (parameter.partition_dim, group.rank(), group.size()) if group.size() > 1 else (-1, 0, 1)
+
+
+def gradients(model_chunks: list[Any]) -> dict[str, Tensor]:
+    """Every parameter's gradient as `finalize_model_grads` left it, without the fp16 loss scale.
+
+    The distributed optimizer leaves each data-parallel rank one part of every bucket: the parts are gathered here, so
+    that these runs too are compared in full. A collective then: all ranks call it.
+    """
+    from megatron.core.utils import get_model_config
+
+    found: dict[Any, Tensor] = {}
+    for chunk in model_chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            scattered = chunk.ddp_config.use_distributed_optimizer
+            whole = _gathered(buffer) if scattered else buffer.grad_data
+            for parameter, (first, last, _) in buffer.param_index_map.items():
+                found[parameter] = whole[first:last].view(parameter.shape)
+    scale_loss = get_model_config(model_chunks[0]).grad_scale_func
+    scale = float(scale_loss(torch.tensor(1.0))) if scale_loss else 1.0
+    return {name: found[parameter].float() / scale for name, parameter in named_parameters(model_chunks)}
+
+
+def _gathered(buffer: Any) -> Tensor:
+    """The buffer's gradients with every rank's reduced part in its place."""
+    group, whole = buffer.data_parallel_group, buffer.grad_data.clone()
+    for bucket in buffer.buckets:
+        part = bucket.grad_data.numel() // group.size()
+        own = bucket.grad_data[group.rank() * part : (group.rank() + 1) * part]
+        dist.all_gather_into_tensor(whole[bucket.offset : bucket.offset + group.size() * part], own, group=group)
+    return whole
