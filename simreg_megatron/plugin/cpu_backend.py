@@ -266,14 +266,18 @@ def _replace_compiler(torch: Any) -> None:
 
 
 def _adapt_megatron() -> None:
-    """Three places of Megatron that assume more than a device name."""
+    """The places of Megatron that assume more than a device name."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from simreg_megatron.plugin import cpu_attention
 
     dataset_utils.compile_helpers = lambda: None  # the wheel brings them compiled
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_to_host
     _allow_sequence_parallelism(WrappedTorchNorm)
+    cpu_attention.adapt(DotProductAttention)
 
 
 def _split_sizes_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

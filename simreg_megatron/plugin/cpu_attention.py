@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism and packed sequences for Megatron's local attention, on the CPU only.
+
+On a GPU, Transformer Engine does both; Megatron's own `DotProductAttention` refuses them. `adapt` changes that class
+itself rather than offering a layer spec, because every local layer is built from it: dense, MoE and
+multi-token-prediction layers of any script then run without a `--spec` flag of ours.
+
+It is meant to be plainly right, not fast: keys and values of the whole sequence are gathered on every rank and the
+score matrix is masked. The order of blocks is derived here anew, and not taken from `simreg_megatron.parallel`, so
+that a mistake in the one cannot hide behind the same mistake in the other.
+
+Shapes: S tokens of this context rank, T tokens of the whole sequence, B micro-batch, H heads, D of a head.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from simreg_megatron.plugin.cpu_backend import CpuBackendError
+
+
+def adapt(attention: type) -> None:
+    """Let `DotProductAttention` be built under context parallelism, and take packed sequences."""
+    attention.__init__ = _built_unsplit(attention.__init__)  # type: ignore[misc]
+    attention.forward = _attend_across(attention.forward)  # type: ignore[attr-defined]
+
+
+def _built_unsplit(build: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(build)
+    def built(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        unsplit = copy.copy(config)
+        unsplit.context_parallel_size = 1  # upstream refuses more, for want of the exchange below
+        build(self, unsplit, *args, **kwargs)
+        self.config = config
+
+    return built
+
+
+def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(attend)
+    def attended(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        group = _context_group(self)
+        if packed_seq_params is None and group is None:
+            return attend(self, query, key, value, attention_mask, attn_mask_type, attention_bias)
+        if self.scale_mask_softmax.window_size is not None:
+            raise CpuBackendError(
+                "on the CPU, sliding-window attention works on whole, unpacked sequences only: "
+                "leave out --window-size, or both --context-parallel-size and packed sequences"
+            )
+        if packed_seq_params is not None:
+            if group is not None:
+                raise CpuBackendError(
+                    "on the CPU, packed sequences cannot be split by context parallelism: "
+                    "leave out --context-parallel-size or --dataloader-inter-document-masking"
+                )
+            query, key, value = (packed.unsqueeze(1) for packed in (query, key, value))  # THD -> T1HD
+            attention_mask = packed_mask(_borders(packed_seq_params), len(query))
+        elif group is not None:
+            key, value = (in_natural_order(part, group) for part in (key, value))
+            if attention_mask is None and self.attn_mask_type == AttnMaskType.causal:
+                own = zigzag_positions(len(key), group.size())[group.rank()]
+                attention_mask = causal_mask(own, len(key))
+        return attend(self, query, key, value, attention_mask, attn_mask_type, attention_bias)
+
+    return attended
+
+
+def _context_group(attention: Any) -> Any:
+    if attention.config.context_parallel_size == 1:
+        return None
+    group = getattr(attention.pg_collection, "cp", None)
+    return parallel_state.get_context_parallel_group() if group is None else group
+
+
+def zigzag_positions(length: int, ranks: int) -> Tensor:
+    """Positions on the sequence of the rows of each context rank, [ranks, length / ranks].
+
+    The sequence is cut into 2 * ranks blocks; rank r holds block r and, after it, block 2 * ranks - 1 - r.
+    """
+    blocks = torch.arange(length).view(2 * ranks, -1)
+    return torch.cat([blocks[:ranks], blocks[ranks:].flip(0)], dim=1)
+
+
+def in_natural_order(part: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """[S, B, H, D] of every context rank -> the whole sequence [T, B, H, D] in its own order.
+
+    Backward: the gradients of all ranks' copies are summed, and each rank keeps its own rows (reduce-scatter).
+    """
+    gathered = gather_from_sequence_parallel_region(part.contiguous(), group=group)
+    return gathered[zigzag_positions(len(gathered), group.size()).flatten().argsort()]
+
+
+def causal_mask(positions: Tensor, length: int) -> Tensor:
+    """True where a key lies after the query: [1, 1, len(positions), length]."""
+    return (torch.arange(length) > positions[:, None])[None, None]
+
+
+def packed_mask(borders: Tensor, length: int) -> Tensor:
+    """True where a key lies after the query or in another document: [1, 1, length, length].
+
+    Args:
+        borders: first token of every document, and one past the last token, ascending from 0.
+        length: tokens in all.
+    """
+    positions = torch.arange(length)
+    document = torch.bucketize(positions, borders[1:].to(positions.dtype), right=True)
+    return causal_mask(positions, length) | (document != document[:, None])[None, None]
+
+
+def _borders(packed_seq_params: Any) -> Tensor:
+    padded = packed_seq_params.cu_seqlens_q_padded  # where documents are padded, the rows follow these
+    return packed_seq_params.cu_seqlens_q if padded is None else padded

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's local attention on the CPU: over context ranks and packed it is the attention of the whole sequence.
+
+The oracle is torch's own attention in float64 on the whole sequence (or document by document), values and gradients.
+Each case runs in processes of its own, which put Megatron on the CPU backend before they import it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from simreg_megatron.plugin import cpu_backend
+from tests.helpers.processes import run_processes
+
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+
+TOKENS, BATCH, HEADS, GROUPS, WIDTH = 24, 2, 4, 2, 8  # grouped queries: two heads share a key
+DOCUMENTS = (5, 1, 10, 8)
+TOLERANCE = 1e-12
+CLEARLY_WRONG = 1e-2
+
+
+class Inputs(NamedTuple):
+    """Query [T, B, H, D], key and value [T, B, G, D], and weights [T, B, H * D] that make a scalar of the output."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Tensor
+
+    def of_rows(self, rows: Any) -> Inputs:
+        return Inputs(*(part[rows].detach().clone().requires_grad_(part is not self.weights) for part in self))
+
+
+def inputs(batch: int = BATCH) -> Inputs:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, WIDTH), (HEADS * WIDTH,)]
+    return Inputs(
+        *(torch.randn(TOKENS, batch, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    ).of_rows(slice(None))
+
+
+def same_document() -> Tensor:
+    """[T, T]: whether two tokens lie in one document."""
+    number = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))
+    return number == number[:, None]
+
+
+def oracle(whole: Inputs, allowed: Tensor | None = None) -> list[Tensor]:
+    """Output of causal attention, and the gradients of query, key and value."""
+    heads_first = (part.permute(1, 2, 0, 3) for part in whole[:3])
+    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    mask = causal if allowed is None else causal & allowed
+    output = scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+    return with_gradients(output.permute(2, 0, 1, 3).flatten(2), whole)
+
+
+def with_gradients(output: Tensor, given: Inputs) -> list[Tensor]:
+    (output * given.weights).sum().backward()
+    return [output.detach(), *(part.grad for part in given[:3])]
+
+
+def rows_of(rank: int, ranks: int) -> Tensor:
+    blocks = torch.arange(TOKENS).chunk(2 * ranks)
+    return torch.cat([blocks[rank], blocks[-1 - rank]]) if ranks > 1 else torch.arange(TOKENS)
+
+
+def local_attention(ranks: int, **settings: Any) -> Any:
+    """Megatron's DotProductAttention on the CPU backend, in a process that has been forked for it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]  # an earlier test of this worker may have imported it as it is on a GPU
+    cpu_backend.activate("force")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    model_parallel_cuda_manual_seed(1)  # dropout asks for its state even where nothing is dropped
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        context_parallel_size=ranks, attention_dropout=0.0, masked_softmax_fusion=False,
+        params_dtype=torch.float64, **settings,
+    )  # fmt: skip
+    attention = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    assert attention.config.context_parallel_size == ranks
+    return attention
+
+
+def largest_differences(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    return [(left - right).abs().max().item() for left, right in zip(got, expected, strict=True)]
+
+
+def split_attention(rank: int, ranks: int, masked: bool, mistake: str | None = None) -> list[float]:
+    """How far output and gradients of this rank's rows are from the oracle's."""
+    attention = local_attention(ranks)
+    if mistake:
+        _make_mistake(mistake)
+    whole, rows = inputs(), rows_of(rank, ranks)
+    allowed = same_document() if masked else None
+    expected = [part[rows] for part in oracle(whole, allowed)]
+    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    mask = ~(causal & allowed)[rows].expand(BATCH, 1, -1, -1) if allowed is not None else None  # as the data set's
+    own = whole.of_rows(rows)
+    return largest_differences(with_gradients(attention(*own[:3], mask), own), expected)
+
+
+def _make_mistake(mistake: str) -> None:
+    from simreg_megatron.plugin import cpu_attention
+
+    if mistake == "ranks taken for contiguous":
+        cpu_attention.zigzag_positions = lambda length, ranks: torch.arange(length).view(ranks, -1)
+    elif mistake == "gradients of other ranks lost":
+        gather = cpu_attention.gather_from_sequence_parallel_region
+        cpu_attention.gather_from_sequence_parallel_region = lambda part, group: gather(part, False, group)
+
+
+def check_split(rank: int, ranks: int, masked: bool) -> None:
+    assert max(split_attention(rank, ranks, masked)) < TOLERANCE
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_split_over_context_ranks(ranks: int, masked: bool, tmp_path: Path) -> None:
+    run_processes(check_split, ranks, tmp_path, ranks, masked)
+
+
+def check_wrong_order(rank: int) -> None:
+    assert min(split_attention(rank, 2, False, "ranks taken for contiguous")) > CLEARLY_WRONG
+
+
+def test_the_wrong_order_is_told(tmp_path: Path) -> None:
+    run_processes(check_wrong_order, 2, tmp_path)
+
+
+def check_lost_gradients(rank: int) -> None:
+    output, query, key, value = split_attention(rank, 2, False, "gradients of other ranks lost")
+    assert max(output, query) < TOLERANCE
+    assert min(key, value) > CLEARLY_WRONG
+
+
+def test_lost_gradients_are_told(tmp_path: Path) -> None:
+    run_processes(check_lost_gradients, 2, tmp_path)
+
+
+def packed(**borders: Tensor) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, *DOCUMENTS]).cumsum(0).to(torch.int32)
+    return PackedSeqParams(qkv_format="thd", **{"cu_seqlens_q": ends, "cu_seqlens_kv": ends, **borders})
+
+
+def check_packed(rank: int) -> None:
+    attention = local_attention(1)
+    whole = inputs(batch=1)
+    expected = oracle(whole, same_document())
+    given = inputs(batch=1)
+
+    def attended(params: Any) -> list[Tensor]:
+        flat = given.of_rows(slice(None))
+        output = attention(*(part.squeeze(1) for part in flat[:3]), None, packed_seq_params=params)
+        return with_gradients(output, flat)
+
+    assert max(largest_differences(attended(packed()), expected)) < TOLERANCE
+    # Where documents are padded, these borders count.
+    padded = packed(cu_seqlens_q=torch.tensor([0, 4, 24]), cu_seqlens_q_padded=packed().cu_seqlens_q)
+    assert max(largest_differences(attended(padded), expected)) < TOLERANCE
+    one_document = packed(cu_seqlens_q=torch.tensor([0, TOKENS]))
+    assert min(largest_differences(attended(one_document), expected)) > CLEARLY_WRONG
+
+
+def test_packed_documents_do_not_meet(tmp_path: Path) -> None:
+    run_processes(check_packed, 1, tmp_path)
+
+
+def check_refusals(rank: int) -> None:
+    own = inputs(batch=1).of_rows(rows_of(rank, 2))
+    flat = [part.squeeze(1) for part in own[:3]]
+    attention = local_attention(2)
+    with pytest.raises(cpu_backend.CpuBackendError, match="packed sequences cannot be split by context parallelism"):
+        attention(*flat, None, packed_seq_params=packed())
+    attention.scale_mask_softmax.window_size = (4, 0)
+    with pytest.raises(cpu_backend.CpuBackendError, match="leave out --window-size"):
+        attention(*own[:3], None)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    run_processes(check_refusals, 2, tmp_path)
