@@ -31,6 +31,7 @@ class SimRegConfig:
         group_reduce: "sum" or "mean" over the positive and over the negative group.
         self_positive: when a token counts as its own positive.
         chunk_weight: how the chunks of one sequence are weighed against each other.
+        document_mask: tokens of different documents in one sequence never meet.
         warmup_iters: iterations over which lambda rises linearly from 0.
         impl: which implementation computes the loss.
         log_interval: iterations between SimReg's log values; None is Megatron's own interval.
@@ -48,6 +49,7 @@ class SimRegConfig:
     group_reduce: str = "sum"
     self_positive: str = "always"
     chunk_weight: str = "token"
+    document_mask: bool = False
     warmup_iters: int = 0
     impl: str = "auto"
     log_interval: int | None = None

@@ -74,12 +74,8 @@ def pair_cosines(
         for block, _ in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
             block_sums, block_lonely = _block_sums(block)
             sums, lonely = sums + block_sums, lonely + block_lonely
-    return PairCosines(
-        *sums.unbind(),
-        valid_count=_count(usable[:, own]),
-        zero_norm_count=_count((wanted & zero_rows(embeddings))[:, own]),
-        no_negative_count=lonely,
-    )
+    num_zero = _count((wanted & zero_rows(embeddings))[:, own])
+    return PairCosines._make((*sums.unbind(), _count(usable[:, own]), num_zero, lonely))
 
 
 def _block_sums(block: Block) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ def _check_like_labels(name: str, values: Tensor, labels: Tensor) -> None:
         raise ValueError(f"{name} is on {values.device} but labels on {labels.device}; move one of them.")
 
 
-def as_batch(embeddings: Tensor, *per_token: Tensor | None) -> tuple[Tensor | None, ...]:
+def as_batch(embeddings: Tensor, *per_token: Tensor | None) -> tuple[Any, ...]:
     """One sequence [n, d], [n], ... becomes a batch of one; a batch stays as it is."""
     if embeddings.dim() == 3:
         return (embeddings, *per_token)

@@ -11,6 +11,7 @@ Shapes: b sequences, n tokens, c chunks of k tokens in each sequence, m = b * c.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,12 @@ class TokenRoles(NamedTuple):
 
     def cut(self, first: int, last: int) -> TokenRoles:
         """The same for the tokens first:last."""
-        return TokenRoles(*(None if part is None else part[:, first:last] for part in self))
+        return self._each(lambda part: part[:, first:last])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenRoles:
+        offset = None if self.offset is None else change(self.offset)
+        weight = None if self.weight is None else change(self.weight)
+        return TokenRoles(change(self.anchor), change(self.lonely), offset, weight)
 
 
 def token_roles(
@@ -71,8 +77,8 @@ def token_roles(
         offset = _count_correction(chunks, labels, usable, documents, length, self_positive, dtype)
     if chunk_weight in ("uniform", "pos-neg-ratio", "neg-pos-ratio"):
         weight = _chunk_weights(chunk_weight, chunks, num_sequences)
-    parts = (chunks.anchor, chunks.anchor & (chunks.negative == 0), offset, weight)
-    return TokenRoles(*(None if part is None else unfold(part, num_sequences, num_tokens) for part in parts))
+    folded = TokenRoles(chunks.anchor, chunks.anchor & (chunks.negative == 0), offset, weight)
+    return folded._each(lambda part: unfold(part, num_sequences, num_tokens))
 
 
 class _Counts(NamedTuple):

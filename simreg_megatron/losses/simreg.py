@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.losses._chunks import (
@@ -17,11 +18,11 @@ from simreg_megatron.losses._chunks import (
     Span,
     as_batch,
     blocks,
-    by_sequence,
     check_tokens,
     label_pairs,
     no_autocast,
     self_pairs,
+    unfold,
     usable_tokens,
 )
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, TokenRoles, token_roles
@@ -149,16 +150,12 @@ def simreg_terms(
             embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors
         ):
             own = roles.cut(first - anchors[0], last - anchors[0])
-            contrast, doubt = _contrast(block, logits_of, temperature, self_positive)
-            parts.append(_terms(*(_as_row(x, labels.shape[0], last - first) for x in (contrast, doubt)), own))
+            contrast = unfold(_contrast(block, logits_of, temperature, self_positive), labels.shape[0], last - first)
+            doubt = unfold(_doubt(block), labels.shape[0], last - first)
+            parts.append(_terms(contrast + doubt, own))
     if not parts:  # no tokens, but still a place in the graph
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
     return torch.cat(parts, dim=1)
-
-
-def _as_row(values: Tensor, num_sequences: int, num_anchors: int) -> Tensor:
-    """[m, p] -> [b, anchors of the block]; the filling of the last chunk is dropped."""
-    return by_sequence(values, num_sequences)[:, :num_anchors]
 
 
 def _check_options(
@@ -189,8 +186,8 @@ def _logits(block: Block, logits_of: Similarity, temperature: float) -> Tensor:
     return logits_of(anchors, block.rows, temperature).masked_fill(self_pairs(block), 0.0)
 
 
-def _contrast(block: Block, logits_of: Similarity, temperature: float, self_positive: str) -> tuple[Tensor, Tensor]:
-    """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, p], hugely negative where N_i is empty; and 0, or NaN for a NaN row.
+def _contrast(block: Block, logits_of: Similarity, temperature: float, self_positive: str) -> Tensor:
+    """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, p]; hugely negative where N_i is empty.
 
     A finite filling in place of -inf: over an empty group it leaves a number whose softplus and gradient are
     exactly 0, and inf - inf never arises, forward or backward. A quarter of the range, so that L_i is finite.
@@ -204,15 +201,18 @@ def _contrast(block: Block, logits_of: Similarity, temperature: float, self_posi
     nothing = torch.finfo(logits.dtype).min / 4
     negatives = logits.masked_fill(~negative, nothing).logsumexp(dim=-1)
     positives = logits.masked_fill(~positive, nothing).logsumexp(dim=-1)
-    # A row that is not finite and alone in its chunk would otherwise pass as a 0.
-    doubt = block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
-    return negatives - positives, doubt
+    return negatives - positives
 
 
-def _terms(contrast: Tensor, doubt: Tensor, roles: TokenRoles) -> Tensor:
+def _doubt(block: Block) -> Tensor:
+    """0, but NaN for a row that is not finite, [m, p]: one alone in its chunk would otherwise pass as a 0."""
+    return block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
+
+
+def _terms(contrast: Tensor, roles: TokenRoles) -> Tensor:
     """weight * softplus(contrast + offset) at anchors, 0 elsewhere, [b, p]."""
     if roles.offset is not None:
         contrast = contrast + roles.offset
     # Not F.softplus, which returns x itself above 20: 2e-9 off in float64.
-    terms = torch.where(roles.anchor, -torch.nn.functional.logsigmoid(-contrast) + doubt, 0.0)
+    terms = torch.where(roles.anchor, -F.logsigmoid(-contrast), 0.0)
     return terms if roles.weight is None else terms * roles.weight

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differentiable steps between ranks and between losses; each says what its backward does.
+"""A loss that keeps its value and takes on a term's gradient.
 
-Shapes: S local sequence, B micro-batch, D hidden.
+Shapes: B micro-batch, S tokens.
 """
 
 from __future__ import annotations
@@ -9,35 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-
-class _GatherSequence(torch.autograd.Function):
-    """Forward: concatenate all ranks' rows. Backward: sum all ranks' gradients, keep the own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, local_SBD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        rows = local_SBD.shape[0] * group.size()
-        gathered = local_SBD.new_empty((rows, *local_SBD.shape[1:]))
-        dist.all_gather_into_tensor(gathered, local_SBD.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        local = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(local, grad.contiguous(), group=ctx.group)
-        return local, None
-
-
-def gather_sequence(local_SBD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather along dimension 0 in rank order; the backward is the reduce-scatter (sum).
-
-    Right when every rank uses its own part of the result as anchors: each anchor's gradient reaches all rows once.
-    """
-    return _GatherSequence.apply(local_SBD, group)
 
 
 class _AddGradient(torch.autograd.Function):

@@ -1,143 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions of the sequence this rank holds, and the term of its tokens.
+"""This rank's part of each sequence: its own rows, the rows it must see, and tensors addressed by position.
 
-Context parallelism cuts a sequence into 2*cp blocks and gives rank r the blocks r and 2*cp-1-r (zigzag);
-sequence parallelism cuts what a context rank holds into tp contiguous parts.
-
-Shapes: S tokens of this rank, T tokens of the whole sequence, B micro-batch, D hidden.
+Shapes: S rows of this rank, T tokens of the whole sequence, N tokens in view, B micro-batch, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.parallel.autograd import gather_sequence
+from simreg_megatron.parallel.collectives import exchange_rows, gather_tokens, share_work, wide
+from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, Run, ShardLayout, gathered_order, merged, row_plan
 
-Run = tuple[int, int]  # first position and one past the last, contiguous on the sequence
-TokenLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (embeddings BSD, labels BS, valid BS) -> terms BS
+
+@dataclass(frozen=True)
+class Located:
+    """A tensor of some runs of the sequence, addressed by position on the sequence.
+
+    Attributes:
+        values: [B, N, ...]; the columns are the runs, one after the other.
+        runs: ascending.
+    """
+
+    values: Tensor
+    runs: tuple[Run, ...]
+
+    def at(self, run: Run) -> Tensor:
+        """The columns of `run`, which must lie inside what is here without a gap."""
+        offset = 0
+        for first, last in merged(self.runs):
+            if first <= run[0] and run[1] <= last:
+                start = offset + run[0] - first
+                return self.values[:, start : start + run[1] - run[0]]
+            offset += last - first
+        raise IndexError(f"positions {run} are not all in {self.runs}")
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The part of each sequence that one rank holds.
+    """One rank among those that share the sequences of a micro-batch.
 
     Attributes:
-        length: tokens in the whole sequence.
-        sequence_group: ranks that split it by sequence parallelism; None where hidden states are whole.
-        context_group: ranks that split it by context parallelism; None where there is one.
+        layout: how a sequence lies over them.
+        rank: this one.
+        row_group: ranks that hold other rows of the same sequences, ordered as `layout.exchange_members`; or None.
+        tensor_group: ranks that split a context rank's tokens, or the work on them; or None.
     """
 
-    length: int
-    sequence_group: dist.ProcessGroup | None = None
-    context_group: dist.ProcessGroup | None = None
-
-    @cached_property
-    def layout(self) -> ShardLayout:
-        return ShardLayout(self.length, _size(self.context_group), _size(self.sequence_group))
+    layout: ShardLayout
+    rank: Rank = (0, 0)
+    row_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
 
     @property
-    def runs(self) -> tuple[Run, ...]:
-        """The contiguous pieces this rank holds, in the order of its rows."""
-        return self.layout.runs(_rank(self.context_group), _rank(self.sequence_group))
+    def num_rows(self) -> int:
+        return sum(last - first for first, last in self.layout.held(self.rank))
 
     @property
     def start(self) -> int:
-        """First column, among the tokens of this context rank, of the hidden states held here."""
-        return self.layout.rows * _rank(self.sequence_group)
+        """First of this rank's anchors among the tokens of its context rank."""
+        return self.layout.part_start(self.rank[1])
 
-    @property
-    def replicas(self) -> int:
-        """How many ranks see the same gathered sequence."""
-        return _size(self.context_group) * _size(self.sequence_group)
+    def plan(self, cutting: Cutting) -> RowPlan:
+        return row_plan(self.layout, self.rank, cutting)
 
-    def own_columns(self, per_token: Tensor) -> Tensor:
-        """Cut a [B, tokens of the context rank] tensor to the tokens whose hidden states are here."""
-        return per_token[:, self.start : self.start + self.layout.rows]
+    def held_columns(self, per_token: Tensor) -> Tensor:
+        """Cut [B, tokens of the context rank] to the tokens whose hidden states are here."""
+        return per_token[:, self.start : self.start + self.num_rows] if self.layout.rows_split else per_token
 
-    def terms_in_place(self, token_loss: TokenLoss, embeddings: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-        """Terms of this rank's tokens, every run by itself; nothing travels. All [B, S(, D)]."""
-        lengths = [stop - first for first, stop in self.runs]
-        parts = (part.split(lengths, dim=1) for part in (embeddings, labels, valid))
-        return torch.cat([token_loss(*run) for run in zip(*parts, strict=True)], dim=1)
+    def own_columns(self, per_row: Tensor) -> Tensor:
+        """Cut [B, S] to the tokens whose terms are computed here."""
+        if self.layout.rows_split:
+            return per_row
+        return per_row[:, self.start : self.layout.part_start(self.rank[1] + 1)]
 
-    def whole_sequence(self, embeddings: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Bring the whole sequence here in its own order: [B, S(, D)] of each rank -> [B, T(, D)]."""
-        return tuple(self._gathered(part) for part in (embeddings, labels, valid))  # type: ignore[return-value]
+    def rows_in_view(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
+        """The rows that this rank's anchors meet, [B, N, D], at least float32; gradients go back to their owners."""
+        if self.tensor_group is not None and not self.layout.rows_split:
+            rows_SBD = share_work(rows_SBD, self.tensor_group)
+        if plan.travels and self.row_group is not None:
+            rows, runs = exchange_rows(rows_SBD, plan, self.row_group), plan.needs
+        else:
+            rows, runs = wide(rows_SBD), self.layout.held(self.rank)
+        return Located(rows.transpose(0, 1), runs)
 
-    def own_part(self, whole: Tensor) -> Tensor:
-        """Cut [B, T] to this rank's tokens, in the order of its rows."""
-        return torch.cat([whole[:, first:stop] for first, stop in self.runs], dim=1)
+    def held(self, per_row: Tensor) -> Located:
+        """[B, S, ...] of this rank's rows."""
+        return Located(per_row, self.layout.held(self.rank))
 
-    def _gathered(self, local_BS: Tensor) -> Tensor:
-        rows = local_BS.transpose(0, 1).contiguous()
-        is_mask = rows.dtype == torch.bool
-        rows = rows.to(torch.uint8) if is_mask else rows  # gloo and NCCL move no booleans
-        for group in (self.sequence_group, self.context_group):
-            rows = rows if group is None else gather_sequence(rows, group)
-        rows = rows.bool() if is_mask else rows
-        return torch.cat([rows[first:stop] for first, stop in self.layout.gathered_order], dim=0).transpose(0, 1)
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """How one sequence of `length` tokens lies over context (zigzag) and sequence-parallel (contiguous) ranks."""
-
-    length: int
-    context_size: int
-    sequence_size: int
-
-    @property
-    def rows(self) -> int:
-        """Tokens on each rank."""
-        return self.length // (self.context_size * self.sequence_size)
-
-    def runs(self, context_rank: int, sequence_rank: int) -> tuple[Run, ...]:
-        """Contiguous pieces of the sequence on one rank, in the order of its rows."""
-        first, last = sequence_rank * self.rows, (sequence_rank + 1) * self.rows
-        pieces, offset = [], 0
-        for start, stop in self._context_blocks(context_rank):
-            low, high = max(first, offset), min(last, offset + stop - start)
-            if low < high:
-                pieces.append((start + low - offset, start + high - offset))
-            offset += stop - start
-        return tuple(pieces)
-
-    def _context_blocks(self, context_rank: int) -> tuple[Run, ...]:
-        if self.context_size == 1:
-            return ((0, self.length),)
-        block = self.length // (2 * self.context_size)
-        mirrored = 2 * self.context_size - 1 - context_rank
-        return tuple((index * block, (index + 1) * block) for index in (context_rank, mirrored))
-
-    @cached_property
-    def gathered_order(self) -> tuple[Run, ...]:
-        """Row ranges of the rank-ordered concatenation that, taken one after the other, restore the sequence."""
-        ranges, offset = [], 0
-        for context_rank in range(self.context_size):
-            for start, stop in self._context_blocks(context_rank):
-                ranges.append((start, (offset, offset + stop - start)))
-                offset += stop - start
-        return tuple(rows for _, rows in sorted(ranges))
-
-    def chunks_stay_on_ranks(self, chunk_size: int) -> bool:
-        """Whether chunks cut on the sequence lie each inside one run of one rank (the same answer on all ranks)."""
-        if self.context_size * self.sequence_size == 1:
-            return True
-        if chunk_size == 0:
-            return False
-        runs = (run for c in range(self.context_size) for s in range(self.sequence_size) for run in self.runs(c, s))
-        return all(first % chunk_size == 0 and (stop % chunk_size == 0 or stop == self.length) for first, stop in runs)
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else group.rank()
+    def whole(self, per_row: Tensor) -> Located:
+        """Integers [B, S, ...] of this rank's rows -> [B, T, ...] of all."""
+        if self.row_group is None:
+            return self.held(per_row)
+        order = gathered_order(self.layout, self.rank)
+        tokens = gather_tokens(per_row.transpose(0, 1), order, self.row_group)
+        return Located(tokens.transpose(0, 1), ((0, self.layout.length),))

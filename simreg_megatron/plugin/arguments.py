@@ -19,7 +19,7 @@ class _Flag:
 
     name: str
     field: str
-    parse: Callable[[str], Any]
+    parse: Callable[[str], Any] | None  # None: a switch
     help: str
 
     @property
@@ -41,6 +41,7 @@ _FLAGS = (
     _Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS)),
     _Flag("--simreg-self-positive", "self_positive", str, _one_of(choices.SELF_POSITIVES)),
     _Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS)),
+    _Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet"),
     _Flag("--simreg-warmup-iters", "warmup_iters", int, "iterations of a linear ramp of lambda (default 0)"),
     _Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS)),
     _Flag("--simreg-log-interval", "log_interval", int, "iterations between log values (a multiple of --log-interval)"),
@@ -53,7 +54,8 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         return parser
     group = parser.add_argument_group(title="simreg", description="embedding similarity regularization (SimReg)")
     for flag in _FLAGS:
-        group.add_argument(flag.name, dest=flag.dest, type=flag.parse, default=None, help=flag.help)
+        how: dict[str, Any] = {"type": flag.parse} if flag.parse else {"action": "store_true"}
+        group.add_argument(flag.name, dest=flag.dest, default=None, help=flag.help, **how)
     group.add_argument(
         "--simreg-cpu",
         dest="simreg_cpu",

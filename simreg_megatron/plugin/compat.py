@@ -113,16 +113,25 @@ def training_loop() -> ModuleType | None:
     return importlib.import_module("megatron.training.training") if found else None
 
 
-def process_groups(model: Any) -> tuple[Any, Any, Any]:
-    """(tensor, context, data-with-context) parallel groups of a model, from the model if it carries them."""
-    groups = getattr(model, "pg_collection", None)
-    tp, cp, dp_cp = (getattr(groups, name, None) for name in ("tp", "cp", "dp_cp"))
-    if None not in (tp, cp, dp_cp):
-        return tp, cp, dp_cp
+def tensor_group(model: Any) -> Any:
+    """The tensor-parallel group: the model's own if it carries groups (0.15 on), else Megatron's global one."""
+    return _group(model, "tp", "get_tensor_model_parallel_group")
+
+
+def context_group(model: Any) -> Any:
+    """The context-parallel group, likewise."""
+    return _group(model, "cp", "get_context_parallel_group")
+
+
+def tensor_and_context_group(model: Any) -> Any:
+    """Both together, tensor ranks first, likewise."""
+    return _group(model, "tp_cp", "get_tensor_and_context_parallel_group")
+
+
+def _group(model: Any, name: str, global_name: str) -> Any:
+    group = getattr(getattr(model, "pg_collection", None), name, None)
+    if group is not None:
+        return group
     from megatron.core import parallel_state
 
-    return (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
+    return getattr(parallel_state, global_name)()

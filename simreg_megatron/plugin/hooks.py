@@ -33,6 +33,11 @@ class _Installation:
             self._regularizer = Regularizer(self.given_config or _config_of_megatron())
         return self._regularizer
 
+    def begin_run(self) -> Regularizer:
+        """A fresh regularizer: a run that Megatron restarts inside the process has new groups and counts anew."""
+        self._regularizer = None
+        return self.regularizer()
+
     def wrap(self, seam: compat.Seam, wrapper: Wrapper) -> None:
         holder = seam.holder()
         original = getattr(holder, seam.name)
@@ -113,26 +118,35 @@ def _regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
         labels = given.get("labels")
         if labels is None or given.get("inference_context") is not None or not _current().config.active:
             return loss
-        _refuse_unknown_loss(given, loss)
+        _refuse_unknown_loss(model, given, loss)
         return _current().add_to(
-            loss, model, hidden_states=given["hidden_states"], labels=labels, loss_mask=given.get("loss_mask")
+            loss,
+            model,
+            hidden_states=given["hidden_states"],
+            labels=labels,
+            loss_mask=given.get("loss_mask"),
+            packed_seq_params=given.get("packed_seq_params"),
         )
 
     return with_simreg
 
 
-def _refuse_unknown_loss(given: dict[str, Any], loss: Any) -> None:
-    """SimReg needs Megatron's own per-token loss, one row a sequence."""
-    if given.get("packed_seq_params") is not None:
-        raise NotImplementedError(
-            "SimReg does not know the borders inside packed sequences yet: "
-            "train unpacked (drop --sft and --dataloader-inter-document-masking), or set --simreg-lambda 0"
-        )
+def _refuse_unknown_loss(model: Any, given: dict[str, Any], loss: Any) -> None:
+    """SimReg needs Megatron's own per-token loss, and rows that lie over the ranks as it knows."""
+    if given.get("packed_seq_params") is not None and compat.context_group(model).size() > 1:
+        raise NotImplementedError(_PACKED_AND_SPLIT)
     if given.get("output_processor") is not None or loss.shape != given["labels"].shape:
         raise NotImplementedError(
             "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
             "drop the processor, or set --simreg-lambda 0"
         )
+
+
+_PACKED_AND_SPLIT = (
+    "SimReg does not follow how packed sequences are cut over context-parallel ranks: train them with "
+    "--context-parallel-size 1, or unpacked (drop --sft and --dataloader-inter-document-masking), "
+    "or set --simreg-lambda 0"
+)
 
 
 def _add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,12 +157,16 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
     def checked(*args: Any, **kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
-        if _current().config.active:
-            _refuse_arguments(get_args(), _current().config)
+        assert _installation is not None
+        regularizer = _installation.begin_run()
+        if regularizer.config.active:
+            _refuse_arguments(get_args(), regularizer.config)
         built = setup_model_and_optimizer(*args, **kwargs)
-        if _current().config.active:
+        if regularizer.config.active:
             _refuse_models(built[0])
-            _announce(_current().config, built[0])
+            if regularizer.config.document_mask:
+                regularizer.end_of_document = _end_of_document()
+            _announce(regularizer.config, built[0])
         return built
 
     return checked
@@ -167,6 +185,27 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
             "SimReg has not been shown to work inside full-iteration CUDA graphs: capture layers only, "
             "or set --simreg-lambda 0"
         )
+    packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
+    if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
+        raise NotImplementedError(_PACKED_AND_SPLIT)
+    if packed and getattr(args, "overlap_moe_expert_parallel_comm", False):
+        raise NotImplementedError(
+            "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
+            "so SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"
+        )
+
+
+def _end_of_document() -> int:
+    """Token id that ends a document in Megatron's data sets."""
+    from megatron.training.global_vars import get_tokenizer
+
+    try:
+        return int(get_tokenizer().eod)
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            "--simreg-document-mask has no effect with a tokenizer that has no end-of-document token: "
+            "use another tokenizer, or drop it"
+        ) from error
 
 
 def _refuse_models(model_chunks: Any) -> None:

@@ -7,18 +7,19 @@ and per-token loss [B, S] (all tokens of the context rank, also where sequence p
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.autograd import add_gradient
+from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
 from simreg_megatron.plugin.reporting import Metrics, log_once
+from simreg_megatron.plugin.sequence import terms_of, views_of
 
 
 class Regularizer:
@@ -26,6 +27,7 @@ class Regularizer:
 
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
+        self.end_of_document: int | None = None  # token id, where Megatron has a tokenizer
         self.metrics = Metrics(config)
         self.ramp: Tensor | None = None  # 0-d device tensor; None while lambda is constant
         self.follows_iterations = False  # set once a training loop tells the iteration
@@ -38,7 +40,16 @@ class Regularizer:
                 self.ramp = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
             self.ramp.fill_(min(1.0, (iteration + 1) / self.config.warmup_iters))
 
-    def add_to(self, loss_BS: Tensor, model: Any, *, hidden_states: Tensor, labels: Tensor, loss_mask: Any) -> Tensor:
+    def add_to(
+        self,
+        loss_BS: Tensor,
+        model: Any,
+        *,
+        hidden_states: Tensor,
+        labels: Tensor,
+        loss_mask: Any,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
         """Return `loss_BS` with SimReg in its gradient; the value is untouched.
 
         Args:
@@ -47,23 +58,46 @@ class Regularizer:
             hidden_states: [S, B, D], what enters the output layer (or, with multi-token prediction, its stack).
             labels: [B, S] target ids; negative ids are ignored.
             loss_mask: [B, S], 0 where a token does not count; None counts every token with a label.
+            packed_seq_params: Megatron's description of a row that packs several texts, or None.
         """
-        shard = _shard_of(model, labels)
+        shard = shard_of(model, labels)
         hidden_states = _main_hidden_states(hidden_states, shard)
-        embeddings = hidden_states.transpose(0, 1)
-        valid = shard.own_columns(_valid_tokens(labels, loss_mask))
-        labels = shard.own_columns(labels)
-        self._describe_chunks(shard)
+        valid = shard.held_columns(_valid_tokens(labels, loss_mask))
+        labels = shard.held_columns(labels)
+        sample_length = getattr(packed_seq_params, "tokens_per_sample", None)
+        self._describe_chunks(shard, sample_length)
 
         trains = self.config.trains
         with torch.set_grad_enabled(trains):
-            terms = self._terms(shard, embeddings, labels, valid)
-        self.metrics.observe(terms.detach(), embeddings.detach(), labels, valid, shard)
+            views = views_of(
+                self.config,
+                shard,
+                hidden_states,
+                labels,
+                valid,
+                documents=self._documents(packed_seq_params),
+                sample_length=sample_length,
+            )
+            terms = terms_of(self.config, views)
+        self.metrics.observe(terms.detach(), views, hidden_states.detach(), valid, shard)
         if not trains:
             return loss_BS
         _stop_hidden_failure(loss_BS, terms)
         weighted = terms.to(loss_BS.dtype) * self._weight(model)
         return add_gradient(loss_BS, weighted, start=shard.start)
+
+    def _documents(self, packed_seq_params: Any) -> Documents | None:
+        if not self.config.document_mask:
+            return None
+        if packed_seq_params is not None:
+            padded = packed_seq_params.cu_seqlens_q_padded
+            return PackedLengths(packed_seq_params.cu_seqlens_q if padded is None else padded)
+        if self.end_of_document is None:
+            raise RuntimeError(
+                "--simreg-document-mask needs the tokenizer's end-of-document token, and this script has no "
+                "Megatron tokenizer: pass packed_seq_params to the model, or drop it"
+            )
+        return EndTokens(self.end_of_document)
 
     def _weight(self, model: Any) -> Any:
         weight = self.config.weight(model.config.hidden_size)
@@ -76,62 +110,38 @@ class Regularizer:
             )
         return weight * self.ramp
 
-    def _terms(self, shard: SequenceShard, embeddings: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-        loss = partial(_token_loss, self.config)
-        if self._stays_on_rank(shard):
-            return shard.terms_in_place(loss, embeddings, labels, valid)
-        return shard.own_part(loss(*shard.whole_sequence(embeddings, labels, valid)))
-
-    def _stays_on_rank(self, shard: SequenceShard) -> bool:
-        """Whether this rank's terms need no other rank's tokens.
-
-        Chunk weights other than "token" are normalised over the whole sequence, so they need all of it.
-        """
-        if shard.replicas == 1 or self.config.scope == "local":
-            return True
-        return self.config.chunk_weight == "token" and shard.layout.chunks_stay_on_ranks(self.config.chunk_size)
-
-    def _describe_chunks(self, shard: SequenceShard) -> None:
-        size = self.config.chunk_size
-        if size > shard.length:
-            log_once(f"SimReg chunk size {size} is beyond the sequence: chunks are whole sequences of {shard.length}")
-        if self.config.scope == "local" and shard.replicas > 1:
-            longest = max(stop - first for first, stop in shard.runs)
-            effective = min(size or longest, longest)
+    def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
+        size, sequence = self.config.chunk_size, sample_length or shard.layout.length
+        if size > sequence:
+            log_once(f"SimReg chunk size {size} is beyond the sequence: chunks are whole sequences of {sequence}")
+        longest = max(last - first for first, last in shard.layout.held(shard.rank))
+        if self.config.scope == "local" and longest < sequence:
             log_once(
-                f"SimReg scope local: chunks of {effective} tokens end where a rank's block of {longest} ends, "
-                "so the objective depends on the parallel layout"
+                f"SimReg scope local: chunks of {min(size or longest, longest)} tokens end where a rank's block of "
+                f"{longest} ends, so the objective depends on the parallel layout"
             )
 
 
-def _token_loss(config: SimRegConfig, embeddings: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-    return simreg_loss(
-        embeddings,
-        labels,
-        temperature=config.temperature,
-        valid=valid,
-        chunk_size=config.chunk_size,
-        similarity=config.similarity,
-        group_reduce=config.group_reduce,
-        self_positive=config.self_positive,
-        chunk_weight=config.chunk_weight,
-        reduction="none",
-        impl=config.impl,
-    )
-
-
-def _shard_of(model: Any, labels: Tensor) -> SequenceShard:
-    tp, cp, _ = compat.process_groups(model)
-    return SequenceShard(
-        length=labels.shape[1] * cp.size(),
-        sequence_group=tp if model.config.sequence_parallel and tp.size() > 1 else None,
-        context_group=cp if cp.size() > 1 else None,
-    )
+def shard_of(model: Any, labels: Tensor) -> SequenceShard:
+    """This rank's part of the sequences whose labels [B, tokens of the context rank] the model was given."""
+    tp, cp = compat.tensor_group(model), compat.context_group(model)
+    rows_split = bool(model.config.sequence_parallel) and tp.size() > 1
+    rank = (cp.rank(), tp.rank())
+    layout = ShardLayout(labels.shape[1] * cp.size(), cp.size(), tp.size(), rows_split)
+    row_group = None
+    if len(layout.exchange_members(rank)) > 1:
+        row_group = cp if not rows_split else tp if cp.size() == 1 else compat.tensor_and_context_group(model)
+        if layout.exchange_members(rank)[row_group.rank()] != rank:
+            raise NotImplementedError(
+                "SimReg expects tensor-parallel ranks to be numbered before context-parallel ones, and this run "
+                "orders them otherwise: leave the rank order to Megatron, or set --simreg-lambda 0"
+            )
+    return SequenceShard(layout, rank, row_group, tp if tp.size() > 1 else None)
 
 
 def _main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
     """Drop the states of multi-token-prediction depths, which some stages append after the main ones."""
-    rows, main = hidden_states.shape[0], shard.layout.rows
+    rows, main = hidden_states.shape[0], shard.num_rows
     if rows % main:
         raise RuntimeError(
             f"SimReg expected {main} hidden states a rank (or a multiple, with MTP), Megatron gave {rows}"

@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin.sequence import View
 
 logger = logging.getLogger("simreg_megatron")
 
 _TERM, _TOKENS, _ALL_MASKED, _ONE_LABEL, _ZERO_NORM = range(5)
 _ODDITIES = {
-    _ALL_MASKED: "sequences whose tokens are all masked",
+    _ALL_MASKED: "sequences (or a rank's parts of them) whose tokens are all masked",
     _ONE_LABEL: "tokens in chunks with one label only",
     _ZERO_NORM: "hidden states of norm zero",
 }
@@ -35,41 +36,50 @@ class Metrics:
         self.config = config
         self.wants_geometry = True  # the training loop clears it between log steps
         self._sums: Tensor | None = None
-        self._shard: SequenceShard | None = None
+        self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
 
     @torch.no_grad()
-    def observe(self, terms: Tensor, embeddings: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard) -> None:
-        """Add one micro-batch: terms [B, S], embeddings [B, S, D], labels and valid [B, S], all of this rank."""
+    def observe(
+        self, terms: Tensor, views: list[View], hidden_states: Tensor, valid: Tensor, shard: SequenceShard
+    ) -> None:
+        """Add one micro-batch of this rank: terms [B, A], hidden states [S, B, D], valid [B, S]."""
         if self._sums is None:
             self._sums = torch.zeros(_SLOTS, dtype=torch.float64, device=terms.device)
-        self._shard = shard
+        self._tensor_group = shard.tensor_group
+        own_valid = shard.own_columns(valid)
+        zero_norm = shard.own_columns(valid & zero_rows(hidden_states.transpose(0, 1)))
         self._sums[_TERM] += terms.sum(dtype=torch.float64)
-        self._sums[_TOKENS] += valid.sum()
-        self._sums[_ALL_MASKED] += (~valid.any(dim=1)).sum()
-        self._sums[_ZERO_NORM] += (valid & (embeddings == 0).all(dim=-1)).sum()
-        self._sums[_ONE_LABEL] += _tokens_without_negatives(labels, valid, self.config.chunk_size)
-        if self.wants_geometry:
-            self._sums[_PAIRS] += self._pair_sums(embeddings, labels, valid, shard)
+        self._sums[_TOKENS] += own_valid.sum()
+        self._sums[_ALL_MASKED] += (~own_valid.any(dim=1)).sum()
+        self._sums[_ZERO_NORM] += zero_norm.sum()
+        for view in views:
+            self._sums[_ONE_LABEL] += view.roles.lonely.sum()
+            if self.wants_geometry:
+                self._sums[_PAIRS] += self._pair_sums(view)
 
-    def _pair_sums(self, embeddings: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard) -> Tensor:
-        chunk = self.config.chunk_size
-        if shard.replicas > 1 and self.config.scope == "exact" and not shard.layout.chunks_stay_on_ranks(chunk):
-            embeddings, labels, valid = shard.whole_sequence(embeddings, labels, valid)
-        pairs = geometry.pair_cosines(embeddings, labels, valid=valid, chunk_size=chunk)
+    def _pair_sums(self, view: View) -> Tensor:
+        pairs = geometry.pair_cosines(
+            view.embeddings,
+            view.labels,
+            valid=view.usable,
+            documents=view.documents,
+            chunk_size=self.config.chunk_size,
+            anchors=view.anchors,
+        )
         return torch.stack(pairs[:6])  # sum and count: same label, different label, hardest
 
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
         """Means over all data- and context-parallel ranks since the last reset; empty where nothing was observed.
 
-        A collective over `dp_cp_group` (and over the sequence-parallel group): all ranks of the last stage call it.
+        A collective over `dp_cp_group` (and over the tensor-parallel group): all ranks of the last stage call it.
         """
-        if self._sums is None or self._shard is None:
+        if self._sums is None:
             return {}
         sums = self._sums.clone()
         if reset:
             self._sums.zero_()
-        for group in (dp_cp_group, self._shard.sequence_group):
+        for group in (dp_cp_group, self._tensor_group):
             if group is not None and group.size() > 1:
                 dist.all_reduce(sums, group=group)
         self._tell_oddities(sums)
@@ -81,18 +91,6 @@ class Metrics:
             if slot not in self._oddities_told and (count := int(sums[slot])):
                 self._oddities_told.add(slot)
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
-
-
-def _tokens_without_negatives(labels: Tensor, valid: Tensor, chunk_size: int) -> Tensor:
-    """How many valid tokens lie in a chunk whose valid tokens all have one label. O(n), no host sync."""
-    length = labels.shape[1]
-    size = min(chunk_size or length, length)
-    padding = (0, -length % size)
-    labels, valid = (F.pad(part, padding).unflatten(1, (-1, size)) for part in (labels, valid))
-    limit = torch.iinfo(labels.dtype)
-    lowest = labels.masked_fill(~valid, limit.max).amin(dim=-1)
-    highest = labels.masked_fill(~valid, limit.min).amax(dim=-1)
-    return (valid.sum(dim=-1) * (lowest == highest)).sum()
 
 
 def _named_means(sums: Tensor) -> dict[str, Tensor]:

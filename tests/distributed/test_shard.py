@@ -1,154 +1,331 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg over ranks that split a sequence equals SimReg on the whole sequence, in float64."""
+"""SimReg over ranks that share a sequence equals SimReg on the whole sequence, in float64: terms and gradients."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from simreg_megatron import SimRegConfig
+from simreg_megatron.geometry import pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.autograd import add_gradient
-from simreg_megatron.parallel.shard import SequenceShard, ShardLayout
+from simreg_megatron.parallel.layout import Rank, ShardLayout
+from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin.documents import EndTokens, PackedLengths
+from simreg_megatron.plugin.sequence import View, terms_of, views_of
 from tests.helpers.processes import run_processes
 
 LENGTH, BATCH, WIDTH = 32, 3, 8
-TEMPERATURE = 0.1
+TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+END = 5
 
 
-def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Embeddings, labels, a mask with very unequal counts per rank, and the weight each token's loss gets upstream."""
+def sample() -> dict[str, Tensor]:
+    """Tokens with a mask that leaves very unequal counts, and the weight that each token's loss gets upstream."""
     generator = torch.Generator().manual_seed(5)
     embeddings = torch.randn(BATCH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 6, (BATCH, LENGTH), generator=generator)
     valid = torch.rand(BATCH, LENGTH, generator=generator) < 0.7
     valid[0, : LENGTH // 2] = False  # a rank without a single valid token in this sequence
+    labels[1, 8:16] = 2  # chunks of one label
+    embeddings[2, 3] = 0.0
     weights = torch.rand(BATCH, LENGTH, generator=generator, dtype=torch.float64) * valid
-    return embeddings, labels, valid, weights
+    return {"embeddings": embeddings, "labels": labels, "valid": valid, "weights": weights}
 
 
-def token_loss(chunk_size: int, embeddings: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    return simreg_loss(
-        embeddings, labels, valid=valid, temperature=TEMPERATURE, chunk_size=chunk_size, reduction="none"
-    )
+def documents_of(labels: Tensor) -> Tensor:
+    """Written out token by token: a document ends with the input END, which is the label before it."""
+    numbers = torch.zeros_like(labels)
+    for b in range(labels.shape[0]):
+        for i in range(2, labels.shape[1]):
+            numbers[b, i] = numbers[b, i - 1] + (labels[b, i - 2] == END)
+    return numbers
 
 
-def whole_gradient(chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    embeddings, labels, valid, weights = sample()
-    embeddings.requires_grad_()
-    terms = token_loss(chunk_size, embeddings, labels, valid)
-    (terms * weights).sum().backward()
+def options_of(config: SimRegConfig) -> dict[str, Any]:
+    names = ("temperature", "chunk_size", "similarity", "group_reduce", "self_positive", "chunk_weight")
+    return {name: getattr(config, name) for name in names}
+
+
+def whole(config: SimRegConfig, *, sample_length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Terms and gradient of one process that sees everything; packed samples are sequences of their own."""
+    given = sample()
+    embeddings = given["embeddings"].clone().requires_grad_()
+    shape = (-1, sample_length or LENGTH)
+    documents = documents_of(given["labels"]).reshape(shape) if config.document_mask else None
+    terms = simreg_loss(
+        embeddings.reshape(*shape, WIDTH),
+        given["labels"].reshape(shape),
+        valid=given["valid"].reshape(shape),
+        documents=documents,
+        reduction="none",
+        **options_of(config),
+    ).reshape(BATCH, LENGTH)
+    (terms * given["weights"]).sum().backward()
     return terms.detach(), embeddings.grad
 
 
-def groups(rank: int, context: int, sequence: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Ranks are numbered as Megatron does: tensor parallelism fastest."""
-    mine: dict[str, dist.ProcessGroup | None] = {"sequence": None, "context": None}
-    for c in range(context):
-        members = [c * sequence + s for s in range(sequence)]
-        group = dist.new_group(members)
-        if sequence > 1 and rank in members:
-            mine["sequence"] = group
-    for s in range(sequence):
-        members = [c * sequence + s for c in range(context)]
-        group = dist.new_group(members)
-        if context > 1 and rank in members:
-            mine["context"] = group
-    return mine["sequence"], mine["context"]
+def groups(rank: Rank, layout: ShardLayout) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """(row group, tensor group); ranks are numbered as Megatron does: tensor parallelism fastest."""
+    members = {
+        layout.exchange_members((c, t)) for c in range(layout.context_size) for t in range(layout.tensor_size)
+    } | {tuple((c, t) for t in range(layout.tensor_size)) for c in range(layout.context_size)}
+    made = {group: dist.new_group([c * layout.tensor_size + t for c, t in group]) for group in sorted(members)}
+    row = made[layout.exchange_members(rank)]
+    tensor = made[tuple((rank[0], t) for t in range(layout.tensor_size))]
+    return row if row.size() > 1 else None, tensor if tensor.size() > 1 else None
 
 
-def check_rank(rank: int, context: int, sequence: int, chunk_size: int) -> None:
-    embeddings, labels, valid, weights = sample()
-    sequence_group, context_group = groups(rank, context, sequence)
-    shard = SequenceShard(LENGTH, sequence_group, context_group)
-    local = shard.own_part(embeddings).contiguous().requires_grad_()
-    own_labels, own_valid = shard.own_part(labels), shard.own_part(valid)
+def pick(values: Tensor, runs: tuple[tuple[int, int], ...]) -> Tensor:
+    return torch.cat([values[:, first:last] for first, last in runs], dim=1)
 
-    loss = partial(token_loss, chunk_size)
-    if shard.layout.chunks_stay_on_ranks(chunk_size):
-        terms = shard.terms_in_place(loss, local, own_labels, own_valid)
-    else:
-        terms = shard.own_part(loss(*shard.whole_sequence(local, own_labels, own_valid)))
 
-    # The per-token loss covers the context rank's tokens on every sequence rank, as Megatron's does.
-    context_shard = SequenceShard(LENGTH, None, context_group)
-    base = torch.zeros(BATCH, LENGTH // context, dtype=torch.float64, requires_grad=True)
+def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, sample_length: int | None) -> None:
+    rank = divmod(rank_number, layout.tensor_size)
+    shard = SequenceShard(layout, rank, *groups(rank, layout))
+    given, held = sample(), layout.held(rank)
+    local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
+    views = views_of(
+        config,
+        shard,
+        local,
+        pick(given["labels"], held),
+        pick(given["valid"], held),
+        documents=EndTokens(END) if config.document_mask else None,
+        sample_length=sample_length,
+    )
+    terms = terms_of(config, views)
+
+    # The per-token loss covers the context rank's tokens on every tensor rank, as Megatron's does.
+    context = layout.held(rank) if not layout.rows_split else replace(layout, rows_split=False).held(rank)
+    base = torch.zeros(BATCH, layout.context_tokens, dtype=torch.float64, requires_grad=True)
     summed = add_gradient(base, terms, start=shard.start)
     assert torch.equal(summed, base), "the forward value must be the loss alone"
-    (summed * context_shard.own_part(weights)).sum().backward()
+    (summed * pick(given["weights"], context)).sum().backward()
 
-    expected_terms, expected_grad = whole_gradient(chunk_size)
-    torch.testing.assert_close(terms.detach(), shard.own_part(expected_terms), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(local.grad, shard.own_part(expected_grad), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(base.grad, context_shard.own_part(weights), rtol=0, atol=0)
+    expected_terms, expected_grad = whole(config, sample_length=sample_length)
+    torch.testing.assert_close(terms.detach(), pick(expected_terms, layout.anchors(rank)), **TIGHT)
+    torch.testing.assert_close(local.grad.transpose(0, 1), pick(expected_grad, held), **TIGHT)
+    torch.testing.assert_close(base.grad, pick(given["weights"], context), rtol=0, atol=0)
+    check_cosines(config, views, sample_length)
+    check_the_known_mistake(config, layout, rank, expected_grad, travels=_foreign(layout, rank, views, shard))
 
-    wrong = torch.zeros_like(local.grad)  # what a gather whose backward only slices would give
-    full = embeddings.clone().requires_grad_()
-    own_rows = shard.own_part(torch.arange(LENGTH).expand(BATCH, LENGTH))
-    mask = torch.zeros(BATCH, LENGTH, dtype=torch.float64).scatter_(1, own_rows, 1.0)
-    (token_loss(chunk_size, full, labels, valid) * weights * mask).sum().backward()
-    wrong = shard.own_part(full.grad)
-    spans = not shard.layout.chunks_stay_on_ranks(chunk_size)
-    if spans and expected_grad.norm() > 0:
-        gap = (wrong - shard.own_part(expected_grad)).norm()
-        everywhere = torch.tensor([gap])
-        dist.all_reduce(everywhere)
-        assert everywhere.item() > 1e-3, "the test must tell a missing reduce-scatter"
+
+def _foreign(layout: ShardLayout, rank: Rank, views: list[View], shard: SequenceShard) -> bool:
+    """Whether any rank's anchors meet tokens of another rank's anchors."""
+    seen = sum(view.labels.shape[1] for view in views)
+    own = sum(last - first for first, last in layout.anchors(rank))
+    beyond = torch.tensor([float(seen > own)])
+    dist.all_reduce(beyond)
+    return bool(beyond.item())
+
+
+def check_cosines(config: SimRegConfig, views: list[View], sample_length: int | None) -> None:
+    """Sums and counts of all ranks add up to those of one process: no pair is counted twice."""
+    sums = torch.zeros(9, dtype=torch.float64)
+    for view in views:
+        sums += torch.stack(
+            pair_cosines(
+                view.embeddings,
+                view.labels,
+                valid=view.usable,
+                documents=view.documents,
+                chunk_size=config.chunk_size,
+                anchors=view.anchors,
+            )
+        )
+    dist.all_reduce(sums)
+    given, shape = sample(), (-1, sample_length or LENGTH)
+    documents = documents_of(given["labels"]).reshape(shape) if config.document_mask else None
+    expected = pair_cosines(
+        given["embeddings"].reshape(*shape, WIDTH),
+        given["labels"].reshape(shape),
+        valid=given["valid"].reshape(shape),
+        documents=documents,
+        chunk_size=config.chunk_size,
+    )
+    expected = torch.stack(expected)
+    expected[7] = 0  # rows of norm zero are known to their owner only, who takes them out
+    torch.testing.assert_close(sums, expected)
+
+
+def check_the_known_mistake(
+    config: SimRegConfig, layout: ShardLayout, rank: Rank, expected: Tensor, *, travels: bool
+) -> None:
+    """A gather whose backward keeps the own anchors' part alone would be far outside the bounds."""
+    if not travels or config.chunk_weight != "token" or config.document_mask:
+        return
+    given, own = sample(), layout.anchors(rank)
+    mask = torch.zeros(BATCH, LENGTH, dtype=torch.float64)
+    for first, last in own:
+        mask[:, first:last] = 1.0
+    embeddings = given["embeddings"].clone().requires_grad_()
+    terms = simreg_loss(embeddings, given["labels"], valid=given["valid"], reduction="none", **options_of(config))
+    (terms * given["weights"] * mask).sum().backward()
+    gap = (pick(embeddings.grad, own) - pick(expected, own)).norm().reshape(1)
+    dist.all_reduce(gap)
+    assert gap.item() > 1e-3, "the test must tell a missing sum over ranks"
+
+
+BASE = SimRegConfig(lambda_=1, temperature=0.1, chunk_size=8)
+SP2, SP4 = ShardLayout(LENGTH, 1, 2), ShardLayout(LENGTH, 1, 4)
+TP2, TP3 = ShardLayout(LENGTH, 1, 2, False), ShardLayout(LENGTH, 1, 3, False)
+CP2, CP2_SP2, CP2_TP2 = ShardLayout(LENGTH, 2, 1), ShardLayout(LENGTH, 2, 2), ShardLayout(LENGTH, 2, 2, False)
+CP4 = ShardLayout(LENGTH, 4, 1)
+LAYOUTS = {"sp2": SP2, "tp2": TP2, "tp3": TP3, "cp2": CP2, "cp2-sp2": CP2_SP2, "cp2-tp2": CP2_TP2}
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("chunk_size", [0, 4, 7, 8, 12, 100])
+def test_shards_equal_the_whole(tmp_path: Path, layout: ShardLayout, chunk_size: int) -> None:
+    """Chunks inside blocks, across ranks, ragged, and the whole sequence."""
+    size = layout.context_size * layout.tensor_size
+    run_processes(check_rank, size, tmp_path, layout, replace(BASE, chunk_size=chunk_size), None)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [SP2, TP3, CP2_SP2], ids=["sp2", "tp3", "cp2-sp2"])
+@pytest.mark.parametrize("chunk_size", [8, 12])
 @pytest.mark.parametrize(
-    ("context", "sequence", "chunk_size"),
+    "options",
     [
-        (1, 2, 8),  # chunks inside a rank's block: nothing travels
-        (1, 2, 0),  # the whole sequence
-        (1, 2, 12),  # chunks across the border, ragged last one
-        (2, 1, 8),  # zigzag, chunks inside blocks
-        (2, 1, 0),
-        (2, 2, 4),
-        (2, 2, 7),
+        {"chunk_weight": "uniform"},
+        {"chunk_weight": "pos-neg-ratio"},
+        {"chunk_weight": "neg-pos-ratio"},
+        {"chunk_weight": "count-corrected"},
+        {"document_mask": True},
+        {"document_mask": True, "chunk_weight": "neg-pos-ratio"},
+        {"self_positive": "never", "chunk_weight": "uniform"},
+        {"group_reduce": "mean", "similarity": "dot", "temperature": 2.0},
     ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
 )
-def test_shards_equal_the_whole(tmp_path: Path, context: int, sequence: int, chunk_size: int) -> None:
-    run_processes(check_rank, context * sequence, tmp_path, context, sequence, chunk_size)
+def test_weights_and_documents_are_those_of_the_whole_sequence(
+    tmp_path: Path, layout: ShardLayout, chunk_size: int, options: dict
+) -> None:
+    size = layout.context_size * layout.tensor_size
+    run_processes(check_rank, size, tmp_path, layout, replace(BASE, chunk_size=chunk_size, **options), None)
 
 
-@pytest.mark.parametrize("context", [1, 2, 4])
-@pytest.mark.parametrize("sequence", [1, 2, 4])
-def test_every_token_is_on_one_rank(context: int, sequence: int) -> None:
-    layout = ShardLayout(64, context, sequence)
-    held = [
-        position
-        for c in range(context)
-        for s in range(sequence)
-        for first, stop in layout.runs(c, s)
-        for position in range(first, stop)
-    ]
-    assert sorted(held) == list(range(64))
-    gathered = torch.tensor(held)
-    restored = torch.cat([gathered[first:stop] for first, stop in layout.gathered_order])
-    assert restored.tolist() == list(range(64))
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [SP2, TP3], ids=["sp2", "tp3"])
+@pytest.mark.parametrize("chunk_weight", ["token", "uniform"])
+def test_packed_samples_never_meet(tmp_path: Path, layout: ShardLayout, chunk_weight: str) -> None:
+    """Two samples of 16 tokens in one row; chunks of 6 start anew in each."""
+    config = replace(BASE, chunk_size=6, chunk_weight=chunk_weight)
+    run_processes(check_rank, layout.tensor_size, tmp_path, layout, config, 16)
 
 
-def test_zigzag_order() -> None:
-    assert ShardLayout(16, 2, 1).runs(0, 0) == ((0, 4), (12, 16))
-    assert ShardLayout(16, 2, 1).runs(1, 0) == ((4, 8), (8, 12))
-    assert ShardLayout(16, 2, 2).runs(0, 1) == ((12, 16),)
+def check_local_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig) -> None:
+    """Scope local: each run that a rank holds is a sequence by itself, whoever computes it; nothing travels."""
+    rank = divmod(rank_number, layout.tensor_size)
+    row_group, tensor_group = groups(rank, layout)
+    dist.all_to_all_single = dist.all_gather_into_tensor = None  # would fail if called
+    shard = SequenceShard(layout, rank, row_group, tensor_group)
+    given, held = sample(), layout.held(rank)
+    local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
+    views = views_of(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
+    terms = terms_of(config, views)
+    weights = pick(given["weights"], layout.anchors(rank))
+    (terms * weights).sum().backward()
+
+    embeddings = given["embeddings"].clone().requires_grad_()
+    expected = torch.zeros(BATCH, LENGTH, dtype=torch.float64)
+    for first, last in held:
+        run = slice(first, last)
+        expected[:, run] = simreg_loss(
+            embeddings[:, run],
+            given["labels"][:, run],
+            valid=given["valid"][:, run],
+            reduction="none",
+            **options_of(config),
+        )
+    (expected * given["weights"]).sum().backward()
+    torch.testing.assert_close(terms, pick(expected, layout.anchors(rank)), **TIGHT)
+    torch.testing.assert_close(local.grad.transpose(0, 1), pick(embeddings.grad, held), **TIGHT)
+    exact, _ = whole(replace(config, scope="exact"))
+    apart = torch.tensor([(pick(exact, held) - pick(expected.detach(), held)).abs().max()])
+    dist.all_reduce(apart)
+    assert apart.item() > 1e-2, "the scopes must differ in this sample"
 
 
-@pytest.mark.parametrize(
-    ("layout", "chunk_size", "stays"),
-    [
-        (ShardLayout(64, 1, 1), 0, True),
-        (ShardLayout(64, 1, 2), 0, False),
-        (ShardLayout(64, 1, 2), 32, True),
-        (ShardLayout(64, 1, 2), 24, False),
-        (ShardLayout(64, 2, 1), 16, True),
-        (ShardLayout(64, 2, 1), 32, False),
-    ],
-)
-def test_when_chunks_stay_on_their_rank(layout: ShardLayout, chunk_size: int, stays: bool) -> None:
-    assert layout.chunks_stay_on_ranks(chunk_size) is stays
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [SP2, CP2, CP2_SP2, CP2_TP2], ids=["sp2", "cp2", "cp2-sp2", "cp2-tp2"])
+@pytest.mark.parametrize("chunk_size", [0, 7])
+@pytest.mark.parametrize("chunk_weight", ["token", "uniform", "count-corrected"])
+def test_local_scope_ends_chunks_at_blocks(
+    tmp_path: Path, layout: ShardLayout, chunk_size: int, chunk_weight: str
+) -> None:
+    config = replace(BASE, scope="local", chunk_size=chunk_size, chunk_weight=chunk_weight)
+    run_processes(check_local_rank, layout.context_size * layout.tensor_size, tmp_path, layout, config)
+
+
+def check_bits(rank: int, layout: ShardLayout, config: SimRegConfig) -> None:
+    """Ranks that hold the same rows get the same bits; in float32, where the order of a sum shows."""
+    place = divmod(rank, layout.tensor_size)
+    shard = SequenceShard(layout, place, *groups(place, layout))
+    given, held = sample(), layout.held(place)
+    local = pick(given["embeddings"], held).float().transpose(0, 1).contiguous().requires_grad_()
+    views = views_of(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
+    (terms_of(config, views) * pick(given["weights"], layout.anchors(place)).float()).sum().backward()
+    copies = [torch.empty_like(local.grad) for _ in range(layout.tensor_size)]
+    dist.all_gather(copies, local.grad, group=shard.tensor_group)
+    assert local.grad.norm() > 0 and all(torch.equal(copies[0], copy) for copy in copies)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [TP3, CP2_TP2], ids=["tp3", "cp2-tp2"])
+def test_replicas_get_the_same_bits(tmp_path: Path, layout: ShardLayout) -> None:
+    run_processes(check_bits, layout.context_size * layout.tensor_size, tmp_path, layout, replace(BASE, chunk_size=0))
+
+
+def check_half_precision(rank: int, layout: ShardLayout, config: SimRegConfig, dtype: torch.dtype) -> None:
+    """Rows travel in their own type, gradients are summed in float32: as if one process had seen everything."""
+    place = divmod(rank, layout.tensor_size)
+    shard = SequenceShard(layout, place, *groups(place, layout))
+    given, held = sample(), layout.held(place)
+    local = pick(given["embeddings"], held).to(dtype).transpose(0, 1).contiguous().requires_grad_()
+    views = views_of(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
+    (terms_of(config, views) * pick(given["weights"], layout.anchors(place)).float()).sum().backward()
+    assert local.grad.dtype == dtype
+    embeddings = given["embeddings"].to(dtype).float().requires_grad_()
+    terms = simreg_loss(embeddings, given["labels"], valid=given["valid"], reduction="none", **options_of(config))
+    (terms * given["weights"].float()).sum().backward()
+    expected = pick(embeddings.grad, held).to(dtype)
+    off = (local.grad.transpose(0, 1).float() - expected.float()).norm() / expected.float().norm()
+    assert off < torch.finfo(dtype).eps / 4, "one rounding at the end, and hardly ever another one"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [SP4, CP2_TP2], ids=["sp4", "cp2-tp2"])
+def test_half_precision_rounds_once(tmp_path: Path, layout: ShardLayout, dtype: torch.dtype) -> None:
+    size = layout.context_size * layout.tensor_size
+    run_processes(check_half_precision, size, tmp_path, layout, replace(BASE, chunk_size=0), dtype)
+
+
+def test_documents_from_packing_lengths() -> None:
+    borders = torch.tensor([0, 5, 6, 20], dtype=torch.int32)
+    labels = torch.zeros(1, 10, dtype=torch.long)
+    numbers = PackedLengths(borders).of(labels, (3, 13))
+    assert numbers.tolist() == [[1, 1, 2, 3, 3, 3, 3, 3, 3, 3]]
+
+
+def test_documents_from_end_tokens_agree_with_megatrons_position_ids() -> None:
+    """Megatron restarts positions behind each end token in the input; the labels are the inputs one later."""
+    inputs = torch.tensor([1, 2, END, 3, 4, 5 + 1, END, END, 7, 8])
+    labels = torch.cat([inputs[1:], torch.tensor([9])]).unsqueeze(0)
+    numbers = EndTokens(END).of(labels, (0, 10))[0]
+    expected, document = [], 0
+    for token in inputs.tolist():
+        expected.append(document)
+        document += token == END
+    assert numbers.tolist() == expected

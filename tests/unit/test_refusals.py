@@ -11,24 +11,97 @@ import torch
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.plugin import hooks
+from simreg_megatron.plugin.regularizer import shard_of
 from simreg_megatron.plugin.reporting import write_scalars
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 
 
+class Group:
+    """A process group of a given size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+def model_on(context_ranks: int) -> SimpleNamespace:
+    return SimpleNamespace(pg_collection=SimpleNamespace(cp=Group(context_ranks)))
+
+
 @pytest.mark.parametrize(
-    ("given", "loss", "sentence"),
+    ("context_ranks", "given", "loss", "sentence"),
     [
-        ({"packed_seq_params": object()}, torch.zeros(2, 8), "borders inside packed sequences"),
-        ({"output_processor": print}, torch.zeros(2, 8), "an output processor returns something else"),
-        ({}, torch.zeros(2, 8, 5), "an output processor returns something else"),
+        (2, {"packed_seq_params": object()}, torch.zeros(2, 8), "how packed sequences are cut over context-parallel"),
+        (1, {"output_processor": print}, torch.zeros(2, 8), "an output processor returns something else"),
+        (1, {}, torch.zeros(2, 8, 5), "an output processor returns something else"),
     ],
 )
-def test_another_loss_than_megatrons_is_refused(given: dict, loss: torch.Tensor, sentence: str) -> None:
+def test_another_loss_than_megatrons_is_refused(
+    context_ranks: int, given: dict, loss: torch.Tensor, sentence: str
+) -> None:
     with pytest.raises(NotImplementedError, match=sentence) as caught:
-        hooks._refuse_unknown_loss({"labels": LABELS, **given}, loss)
+        hooks._refuse_unknown_loss(model_on(context_ranks), {"labels": LABELS, **given}, loss)
     assert "--simreg-lambda 0" in str(caught.value), "the way out"
-    hooks._refuse_unknown_loss({"labels": LABELS}, torch.zeros(2, 8))
+    hooks._refuse_unknown_loss(model_on(2), {"labels": LABELS}, torch.zeros(2, 8))
+    hooks._refuse_unknown_loss(model_on(1), {"labels": LABELS, "packed_seq_params": object()}, torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"sft": True, "context_parallel_size": 2}, "how packed sequences are cut"),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "how packed sequences are cut"),
+        ({"hybrid_context_parallel": True, "context_parallel_size": 2}, "how packed sequences are cut"),
+        (
+            {"dataloader_inter_document_masking": True, "overlap_moe_expert_parallel_comm": True},
+            "does not tell the model where packed sequences begin",
+        ),
+    ],
+)
+def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) -> None:
+    config = SimRegConfig(lambda_=1)
+    with pytest.raises(NotImplementedError, match=sentence) as caught:
+        hooks._refuse_arguments(SimpleNamespace(log_interval=1, **flags), config)
+    assert "--simreg-lambda 0" in str(caught.value)
+    unpacked = dict.fromkeys(flags, False) | {"context_parallel_size": 2}
+    hooks._refuse_arguments(SimpleNamespace(log_interval=1, **unpacked), config)
+    hooks._refuse_arguments(SimpleNamespace(log_interval=1, sft=True, context_parallel_size=1), config)
+
+
+def test_ranks_in_an_unknown_order_are_refused() -> None:
+    """Context ranks numbered before tensor ranks would put foreign rows where the own ones belong."""
+
+    class Ranked(Group):
+        def __init__(self, size: int, rank: int) -> None:
+            super().__init__(size)
+            self._rank = rank
+
+        def rank(self) -> int:
+            return self._rank
+
+    groups = SimpleNamespace(tp=Ranked(2, 1), cp=Ranked(2, 0), tp_cp=Ranked(4, 2))
+    model = SimpleNamespace(pg_collection=groups, config=SimpleNamespace(sequence_parallel=True))
+    with pytest.raises(NotImplementedError, match="numbered before context-parallel ones"):
+        shard_of(model, LABELS)
+    groups.tp_cp = Ranked(4, 1)
+    assert shard_of(model, LABELS).rank == (0, 1)
+
+
+@pytest.mark.parametrize("tokenizer", [SimpleNamespace(), SimpleNamespace(eod=None)])
+def test_a_document_mask_without_document_ends_is_refused(
+    tokenizer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("megatron.training.global_vars")
+    module.get_tokenizer = lambda: tokenizer
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    with pytest.raises(ValueError, match="no end-of-document token: use another tokenizer, or drop it"):
+        hooks._end_of_document()
+    tokenizer.eod = 7
+    assert hooks._end_of_document() == 7
 
 
 @pytest.mark.parametrize(

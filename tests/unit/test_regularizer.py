@@ -121,7 +121,7 @@ def test_what_only_the_data_knows_is_told_once(capsys: pytest.CaptureFixture[str
     assert hidden.grad[2, 1].abs().max() == 0 and hidden.grad[3, 1].abs().max() > 0
     regularizer.metrics.reduce(One())
     said = capsys.readouterr().out
-    assert "left out 1 sequences whose tokens are all masked" in said
+    assert "left out 1 sequences (or a rank's parts of them) whose tokens are all masked" in said
     assert "left out 6 tokens in chunks with one label only" in said
     assert "left out 1 hidden states of norm zero" in said
     add(regularizer, hidden, labels, mask, loss)
@@ -131,8 +131,8 @@ def test_what_only_the_data_knows_is_told_once(capsys: pytest.CaptureFixture[str
 
 def test_failure_behind_a_sound_loss_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, labels, mask, loss = micro_batch()
-    sound = regularizer_module.simreg_loss
-    monkeypatch.setattr(regularizer_module, "simreg_loss", lambda *a, **k: sound(*a, **k) * float("inf"))
+    sound = regularizer_module.terms_of
+    monkeypatch.setattr(regularizer_module, "terms_of", lambda *a, **k: sound(*a, **k) * float("inf"))
     regularizer = Regularizer(SimRegConfig(lambda_=1))
     with pytest.raises(RuntimeError, match="the SimReg term is not finite while the language-model loss is"):
         add(regularizer, hidden, labels, mask, loss)
@@ -174,3 +174,43 @@ def test_states_of_further_predictions_are_left_out() -> None:
     assert torch.equal(alone, hidden.grad)
     with pytest.raises(RuntimeError, match="expected 12 hidden states"):
         add(Regularizer(config), hidden[:-1], labels, mask, loss)
+
+
+def test_a_document_mask_needs_someone_who_knows_the_borders() -> None:
+    config = SimRegConfig(lambda_=1, temperature=0.1, document_mask=True)
+    hidden, labels, mask, loss = micro_batch()
+    with pytest.raises(RuntimeError, match="needs the tokenizer's end-of-document token"):
+        add(Regularizer(config), hidden, labels, mask, loss)
+    regularizer = Regularizer(config)
+    regularizer.end_of_document = 3
+    add(regularizer, hidden, labels, mask, loss).sum().backward()
+    masked = hidden.grad.clone()
+    hidden.grad = None
+    add(Regularizer(SimRegConfig(lambda_=1, temperature=0.1)), hidden, labels, mask, loss).sum().backward()
+    assert not torch.allclose(masked, hidden.grad, rtol=1e-2), "borders must matter in this sample"
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None:
+    """Two samples of 12 tokens packed into one row, the second of two documents: chunks start anew in each sample."""
+    config = SimRegConfig(lambda_=1, temperature=0.1, chunk_size=5, document_mask=document_mask)
+    hidden, labels, mask, loss = micro_batch()
+    flat = hidden.detach().transpose(0, 1).reshape(BATCH * LENGTH, 1, WIDTH).requires_grad_()
+    packing = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 12, 15, 24], dtype=torch.int32),
+        cu_seqlens_q_padded=None,
+        tokens_per_sample=LENGTH,
+    )
+    row = [part.reshape(1, -1) for part in (labels, mask, loss)]
+    result = Regularizer(config).add_to(
+        row[2], MODEL, hidden_states=flat, labels=row[0], loss_mask=row[1], packed_seq_params=packing
+    )
+    result.sum().backward()
+
+    expected = hidden.detach().transpose(0, 1).clone().requires_grad_()
+    documents = torch.tensor([[0] * 12, [0] * 3 + [1] * 9]) if document_mask else None
+    terms = simreg_loss(
+        expected, labels, temperature=0.1, valid=mask > 0, chunk_size=5, documents=documents, reduction="none"
+    )
+    terms.sum().backward()
+    torch.testing.assert_close(flat.grad.reshape(BATCH, LENGTH, WIDTH), expected.grad, rtol=1e-12, atol=1e-14)

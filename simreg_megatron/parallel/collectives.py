@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differentiable steps between ranks; each says what its backward does.
+
+All sum gradients in float32 (or wider) and in an order that does not depend on timing, so that replicas of a
+parameter receive the same bits on every rank.
+
+Shapes: S rows of this rank, N rows needed here, B micro-batch, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simreg_megatron.parallel.layout import RowPlan, Run
+
+
+def wide(rows: Tensor) -> Tensor:
+    """float32 for half precision, so that gradients of several readers are summed there; others as they are."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_SBD: Tensor, plan: RowPlan, group: dist.ProcessGroup) -> Tensor:
+        ctx.plan, ctx.group, ctx.shape, ctx.dtype = plan, group, rows_SBD.shape, rows_SBD.dtype
+        sent = _taken(rows_SBD, [local for ranges in plan.send for local in ranges])
+        received = rows_SBD.new_empty((sum(plan.receive_sizes), *rows_SBD.shape[1:]))
+        dist.all_to_all_single(received, sent, list(plan.receive_sizes), list(plan.send_sizes), group=group)
+        return wide(_taken(received, plan.order))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad_NBD,) = grads
+        plan: RowPlan = ctx.plan
+        to_owners = grad_NBD.new_empty(grad_NBD.shape)
+        position = 0
+        for first, last in plan.order:
+            to_owners[first:last] = grad_NBD[position : position + last - first]
+            position += last - first
+        returned = grad_NBD.new_empty((sum(plan.send_sizes), *ctx.shape[1:]))
+        dist.all_to_all_single(returned, to_owners, list(plan.send_sizes), list(plan.receive_sizes), group=ctx.group)
+        grad_SBD = grad_NBD.new_zeros(ctx.shape)
+        position = 0
+        for ranges in plan.send:  # in the order of ranks, whoever answered first
+            for first, last in ranges:
+                grad_SBD[first:last] += returned[position : position + last - first]
+                position += last - first
+        return grad_SBD.to(ctx.dtype), None, None
+
+
+def exchange_rows(rows_SBD: Tensor, plan: RowPlan, group: dist.ProcessGroup) -> Tensor:
+    """Bring the rows of `plan.needs` here, in the order of the sequence: [S, B, D] -> [N, B, D], at least float32.
+
+    Rows go only to ranks that need them. Backward: every rank returns the gradients of the rows it was sent, and
+    their owner sums them. Where all need all, these are an all-gather and a reduce-scatter.
+    """
+    return _ExchangeRows.apply(rows_SBD, plan, group)
+
+
+class _ShareWork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.dtype = group, rows.dtype
+        return wide(rows.view_as(rows))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)  # autograd may hand the same tensor to others
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.to(ctx.dtype), None
+
+
+def share_work(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows as they are, at least float32. Backward: sum the gradients of all ranks of the group.
+
+    For ranks that hold the same rows and compute different anchors: each then has the gradient of all anchors, and
+    all have the same bits, so their replicas of the model cannot drift apart.
+    """
+    return _ShareWork.apply(rows, group)
+
+
+@torch.no_grad()
+def gather_tokens(per_token_SB: Tensor, order: tuple[Run, ...], group: dist.ProcessGroup) -> Tensor:
+    """Integers of all ranks' tokens in the order of the sequence: [S, ...] of each rank -> [T, ...]."""
+    gathered = per_token_SB.new_empty((group.size() * per_token_SB.shape[0], *per_token_SB.shape[1:]))
+    dist.all_gather_into_tensor(gathered, per_token_SB.contiguous(), group=group)
+    return _taken(gathered, order)
+
+
+def _taken(rows: Tensor, ranges: Sequence[Run]) -> Tensor:
+    """The row ranges, one after the other, contiguous."""
+    return torch.cat([rows[first:last] for first, last in ranges]) if ranges else rows[:0].contiguous()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where tokens lie and what travels, by plain arithmetic: every token once, every plan with its counterpart."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from simreg_megatron.parallel.layout import Cutting, ShardLayout, gathered_order, row_plan, windows
+
+SIZES = [(c, t, split) for c, t, split in itertools.product((1, 2, 4), (1, 2, 3, 4), (True, False))]
+
+
+def layouts(length: int = 96) -> list[ShardLayout]:
+    return [ShardLayout(length, c, t, split) for c, t, split in SIZES]
+
+
+def ranks(layout: ShardLayout) -> list[tuple[int, int]]:
+    return list(itertools.product(range(layout.context_size), range(layout.tensor_size)))
+
+
+def positions(runs) -> list[int]:
+    return [position for first, last in runs for position in range(first, last)]
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+def test_every_token_is_the_anchor_of_one_rank(layout: ShardLayout) -> None:
+    anchors = [position for rank in ranks(layout) for position in positions(layout.anchors(rank))]
+    assert sorted(anchors) == list(range(96))
+    for rank in ranks(layout):
+        assert set(positions(layout.anchors(rank))) <= set(positions(layout.held(rank)))
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+def test_what_all_ranks_hold_restores_the_sequence(layout: ShardLayout) -> None:
+    rank = ranks(layout)[-1]
+    concatenated = [p for member in layout.exchange_members(rank) for p in positions(layout.held(member))]
+    restored = [concatenated[i] for i in positions(gathered_order(layout, rank))]
+    assert restored == list(range(96))
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize("cutting", [Cutting(0), Cutting(8), Cutting(20), Cutting(20, sample_length=32)], ids=str)
+def test_every_chunk_that_a_rank_needs_arrives_whole_and_in_order(layout: ShardLayout, cutting: Cutting) -> None:
+    size = cutting.chunk_size or 96
+    sample = cutting.sample_length or 96
+    for rank in ranks(layout):
+        plan = row_plan(layout, rank, cutting)
+        received = []
+        for member in layout.exchange_members(rank):
+            theirs = row_plan(layout, member, cutting)
+            place = layout.exchange_members(member).index(rank)
+            held = positions(layout.held(member))
+            sent = [held[i] for i in positions(theirs.send[place])]
+            assert len(sent) == plan.receive_sizes[layout.exchange_members(rank).index(member)]
+            received += sent
+        assert [received[i] for i in positions(plan.order)] == positions(plan.needs)
+        for window in plan.windows:
+            for anchor in range(*window.anchors):
+                origin = anchor // sample * sample
+                first = origin + (anchor - origin) // size * size
+                chunk = range(first, min(first + size, origin + sample))
+                assert set(chunk) <= set(range(*window.tokens)) <= set(positions(plan.needs))
+                assert (window.tokens[0] - origin) % size == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "cutting", "travels"),
+    [
+        (ShardLayout(64), Cutting(0), False),
+        (ShardLayout(64, 1, 2), Cutting(0), True),
+        (ShardLayout(64, 1, 2), Cutting(32), False),
+        (ShardLayout(64, 1, 2), Cutting(24), True),
+        (ShardLayout(64, 1, 2, False), Cutting(0), False),  # all rows are on all ranks
+        (ShardLayout(64, 2, 1), Cutting(16), False),
+        (ShardLayout(64, 2, 1), Cutting(32), True),  # although the middle chunk lies on one rank
+        (ShardLayout(64, 2, 1), Cutting(32, "local"), False),
+        (ShardLayout(64, 1, 2), Cutting(0, sample_length=32), False),
+    ],
+    ids=str,
+)
+def test_rows_travel_only_where_a_chunk_spans_ranks(layout: ShardLayout, cutting: Cutting, travels: bool) -> None:
+    for rank in ranks(layout):
+        assert row_plan(layout, rank, cutting).travels is travels
+
+
+def test_rows_go_only_to_ranks_that_share_the_chunk() -> None:
+    """Chunks of 24 over four ranks of 16: rank 3 shares its chunk with rank 2 alone."""
+    layout = ShardLayout(64, 1, 4)
+    assert row_plan(layout, (0, 3), Cutting(24)).receive_sizes == (0, 0, 0, 16)
+    assert row_plan(layout, (0, 1), Cutting(24)).receive_sizes == (16, 16, 16, 0)
+    assert row_plan(layout, (0, 0), Cutting(24)).receive_sizes == (16, 8, 0, 0)
+
+
+def test_zigzag() -> None:
+    assert ShardLayout(16, 2, 1).held((0, 0)) == ((0, 4), (12, 16))
+    assert ShardLayout(16, 2, 1).held((1, 0)) == ((4, 8), (8, 12))
+    assert ShardLayout(16, 2, 2).held((0, 1)) == ((12, 16),)
+
+
+def test_local_scope_cuts_each_block() -> None:
+    found = windows(ShardLayout(32, 2, 1), (0, 0), Cutting(6, "local"))
+    assert [w.tokens for w in found] == [(0, 8), (24, 32)]
+    assert [w.domain for w in found] == [(0, 8), (24, 32)]
+
+
+def test_more_ranks_than_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 tokens cannot be shared by 4 tensor-parallel ranks"):
+        ShardLayout(4, 2, 4)
