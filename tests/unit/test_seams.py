@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from simreg_megatron import SimRegConfig
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.hooks import _Installation
 
@@ -69,3 +70,12 @@ def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.
     monkeypatch.setattr(FitModel, "_postprocess", original)
     with pytest.raises(RuntimeError, match="wrapped again after SimReg"):
         installation.unwrap_all()
+
+
+def test_a_restarted_run_begins_anew() -> None:
+    """Megatron can restart a run inside the process, with new groups: nothing of the old run may be left."""
+    installation = _Installation(SimRegConfig(lambda_=1))
+    first = installation.regularizer()
+    assert installation.regularizer() is first
+    second = installation.begin_run()
+    assert second is not first and installation.regularizer() is second
