@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts in which Megatron's pipeline would lose the borders of documents are refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+# What Megatron says at import, of layers that are not installed, is not what is tested here.
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+
+
+def arguments(**given: object) -> SimpleNamespace:
+    usual = {
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "reset_attention_mask": False,
+        "dataloader_inter_document_masking": False,
+        "micro_batch_size": 2,
+    }
+    return SimpleNamespace(**{**usual, **given})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"reset_attention_mask": True},
+        {"reset_attention_mask": True, "pipeline_model_parallel_size": 2},
+        {"dataloader_inter_document_masking": True},
+        {"dataloader_inter_document_masking": True, "pipeline_model_parallel_size": 4, "micro_batch_size": 1},
+        {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+    ],
+)
+def test_what_works_passes(given: dict[str, object]) -> None:
+    from simreg_megatron.pretrain import check_document_masks
+
+    check_document_masks(arguments(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"reset_attention_mask": True, "pipeline_model_parallel_size": 3}, "first and the last pipeline stage only"),
+        (
+            {
+                "reset_attention_mask": True,
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            "use --dataloader-inter-document-masking with --micro-batch-size 1",
+        ),
+        ({"dataloader_inter_document_masking": True, "pipeline_model_parallel_size": 2}, "set --micro-batch-size 1"),
+    ],
+)
+def test_what_is_refused(given: dict[str, object], sentence: str) -> None:
+    from simreg_megatron.pretrain import check_document_masks
+
+    with pytest.raises(ValueError, match=sentence):
+        check_document_masks(arguments(**given))
