@@ -62,8 +62,7 @@ class Bench:
     @cached_property
     def data_flags(self) -> tuple[str, ...]:
         corpus = text.make_corpus(self._folder / "corpus")
-        paragraphs = text.cut_into_paragraphs(corpus, self._folder / "paragraphs")
-        return text.flags(corpus, self._folder / "cache", paragraphs)
+        return text.flags(corpus, self._folder / "cache", text.cut_into_phrases(corpus, self._folder / "phrases"))
 
     def _train_checkpoint(self, model: str) -> Path:
         """The model after ten steps of plain pretraining; every layout starts from it."""

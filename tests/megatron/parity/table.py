@@ -56,7 +56,7 @@ def headline(rows: Sequence[Row]) -> str:
 def print_row(console: Console, row: Row) -> None:
     """A line as soon as the row is known; the table follows when all are."""
     gap = row.difference
-    measured = f"grad {gap.grad:.1e}" if gap else row.trouble
+    measured = f"{gap.grad:.1e} in {gap.parameter}" if gap else row.trouble
     style = "" if row.as_expected else "bold red"
     console.print(f"{row.verdict:18} {row.seconds:5.1f} s  {row.cell.name}  {measured}", style=style, markup=False)
 
