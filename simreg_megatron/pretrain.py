@@ -19,14 +19,14 @@ from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
+from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
@@ -191,6 +191,14 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     return output, partial(loss_function, batch["loss_mask"])
 
 
+def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
+    """Ranks of a pipeline that hold the word embeddings: Megatron keeps their copies equal."""
+    args = get_args()
+    further = get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args))
+    last = [] if args.untie_embeddings_and_output_weights else pipeline_ranks[-1:]
+    return sorted({pipeline_ranks[0], *last, *further})
+
+
 def check_document_masks(args: Any) -> None:
     """Refuse layouts in which Megatron's own pipeline would lose the borders of documents.
 
@@ -211,10 +219,18 @@ def check_document_masks(args: Any) -> None:
 
 
 def main() -> None:
+    run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)  # as it is without --inprocess-restart
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
     check_document_masks(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    run(
+        config,
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        store=store,
+        get_embedding_ranks=embedding_ranks,
+    )
 
 
 if __name__ == "__main__":

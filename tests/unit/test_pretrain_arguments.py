@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts in which Megatron's pipeline would lose the borders of documents are refused by name."""
+"""What the pretraining script itself decides: layouts that it refuses, and which stages hold the embeddings."""
 
 from __future__ import annotations
 
@@ -58,3 +58,32 @@ def test_what_is_refused(given: dict[str, object], sentence: str) -> None:
 
     with pytest.raises(ValueError, match=sentence):
         check_document_masks(arguments(**given))
+
+
+@pytest.mark.parametrize(
+    ("depths", "untied", "expected"),
+    [(None, False, [4, 7]), (None, True, [4]), (1, True, [4, 7])],
+    ids=["tied", "untied", "multi-token prediction on the last stage"],
+)
+def test_stages_that_hold_embeddings(
+    depths: int | None, untied: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from simreg_megatron import pretrain
+
+    config = SimpleNamespace(mtp_num_layers=depths, pipeline_model_parallel_layout=None)
+    monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(untie_embeddings_and_output_weights=untied))
+    monkeypatch.setattr(pretrain, "core_transformer_config_from_args", lambda args: config)
+    assert pretrain.embedding_ranks([4, 5, 6, 7]) == expected
+    assert pretrain.embedding_ranks([4]) == [4]
+
+
+def test_a_middle_stage_that_predicts_further_holds_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.enums import LayerType
+
+    from simreg_megatron import pretrain
+
+    stages = [[[LayerType.embedding]], [[LayerType.mtp]], [[LayerType.loss]]]
+    config = SimpleNamespace(mtp_num_layers=1, pipeline_model_parallel_layout=SimpleNamespace(layout=stages))
+    monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(untie_embeddings_and_output_weights=True))
+    monkeypatch.setattr(pretrain, "core_transformer_config_from_args", lambda args: config)
+    assert pretrain.embedding_ranks([4, 5, 6]) == [4, 5]
