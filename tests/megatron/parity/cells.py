@@ -247,6 +247,8 @@ _BROKEN = [
     Cell(PP2, WHOLE, breakage="flattened_batch", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP, ACROSS, mode=PER_TOKEN, breakage="masked_tokens_kept", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP, WHOLE, breakage="other_ranks_dropped", must_fail="wrong on purpose", core=True),
+    Cell(CP2, ACROSS, breakage="other_ranks_dropped", must_fail="wrong on purpose"),
+    Cell(TP2, WHOLE, breakage="shared_work_not_summed", must_fail="wrong on purpose", core=True),
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,

@@ -95,5 +95,7 @@ def _rows_of_markdown(rows: Iterable[Sequence[str]]) -> list[str]:
 def _machine() -> str:
     from importlib.metadata import version
 
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {version('megatron-core')}"
+    versions = (
+        f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {version('megatron-core')}"
+    )
     return f"{versions}; {os.cpu_count()} CPU cores, no GPU, gloo."
