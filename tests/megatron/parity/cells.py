@@ -224,7 +224,8 @@ _MODELS = [
     Cell(TP2 + SP, ACROSS, model="gqa"),
     Cell(CP2, ACROSS, model="gqa"),
     Cell(TP2 + SP, ACROSS, model="mtp", core=True),
-    Cell(CP2, ACROSS, model="mtp"),
+    Cell(CP2, ACROSS, model="mtp", mode=part("MTP weight 0", "--mtp-loss-scaling-factor 0")),
+    Cell(CP2, OFF, model="mtp", must_fail="Megatron averages its MTP loss over ranks"),
     Cell(PP2, ACROSS, model="mtp"),
 ]
 _EXPERTS = [

@@ -16,18 +16,20 @@ from tests.megatron.parity.run import STEPS, Row
 
 COLUMNS = ("model", "layout", "objective", "procs", "against", "loss", "norm", "grad", "share", "bound", "result", "s")
 LEGEND = f"""\
-Each row trains {STEPS} steps on real text from a checkpoint of its model (hidden size 64, sequence 64, global batch 4) and is
-compared with one process, or with what the column *against* names, at full precision.
+Each row trains {STEPS} steps on real text from a checkpoint of its model (hidden size 64, sequence 64, global batch 4)
+and is compared with one process, or with what the column *against* names, at full precision.
 
 - **loss**, **norm**: largest relative difference of the loss and of the gradient norm over the {STEPS} steps.
-- **grad**: largest relative difference, in norm, of any parameter's gradient in the first step, after Megatron reduced and
-  scaled it and before clipping. Shards are joined; replicas must be equal bit for bit, or the row fails.
-- **share**: SimReg's part of the single process's gradient, norm(g - g without SimReg) / norm(g). Below 0.1 a row fails.
+- **grad**: largest relative difference, in norm, of any parameter's gradient in the first step, after Megatron reduced
+  and scaled it and before clipping. Shards are joined; replicas must be equal bit for bit, or the row fails.
+- **share**: SimReg's part of the single process's gradient, norm(g - g without SimReg) / norm(g). Below 0.1: fail.
 - **bound**: on grad; loss and norm have their own, in `tests/megatron/parity/cells.py`.
-- *chunk 16* lies inside every rank's part of the 64 tokens, *chunk 24* spans ranks and leaves a shorter last chunk, *whole* is
-  one chunk of 64. *local* is compared with the single process that has the chunk which ranks then really use.
-- *masked ends* leaves text ends out of the loss, so ranks count unequal tokens. There Megatron's default mode is a mean of
-  the ranks' means: those rows are compared with one process that averages so, and must differ from one that does not.
+- *chunk 16* lies inside every rank's part of the 64 tokens, *chunk 24* spans ranks and leaves a shorter last chunk,
+  *whole* is one chunk of 64. *local* is compared with the single process that has the chunk which ranks really use.
+- *masked ends* leaves text ends out of the loss, so ranks count unequal tokens. Megatron's default mode is then a mean
+  of the ranks' means: those rows are compared with one process that averages so, and differ from one that does not.
+- Megatron's loss of multi-token prediction is a mean of local means in every mode, so under CP it depends on the layout
+  without SimReg already; with its weight at 0 the row is exact.
 - bf16 and fp16 are compared with fp32: their own rounding, not the layout, sets the bound.
 - Rows that are wrong on purpose must miss the bound: *fails, as it must*.
 """
