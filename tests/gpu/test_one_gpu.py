@@ -17,11 +17,13 @@ from tests.gpu.runs import ENGINE, LOCAL, SIMREG, Run
 GRADIENT_BOUND = 0.03  # relative; SimReg's part of the gradient is the larger one
 MANY = 32  # connections, where FSDP refuses a single one
 
+# Megatron's own fused cross-entropy; it refuses that of Transformer Engine.
+FUSED = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
 LAYERS = {
     "local": LOCAL,
-    "local-native-ce": (*LOCAL, "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"),
+    "local-fused-ce": (*LOCAL, *FUSED),
     "engine": ENGINE,
-    "engine-ce": (*ENGINE, "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"),
+    "engine-fused-ce": (*ENGINE, *FUSED),
     "fp8": (*ENGINE, "--fp8-format", "hybrid"),
     "graphs-local": (*ENGINE, "--cuda-graph-impl", "local"),
     "graphs-engine": (*ENGINE, "--cuda-graph-impl", "transformer_engine"),
@@ -52,8 +54,8 @@ class Twin:
 
 TWINS = {
     "engine": Twin(LOCAL, ENGINE),
-    "native-ce": Twin(LOCAL, LAYERS["local-native-ce"]),
-    "engine-ce": Twin(ENGINE, LAYERS["engine-ce"]),
+    "local-fused-ce": Twin(LOCAL, LAYERS["local-fused-ce"]),
+    "engine-fused-ce": Twin(ENGINE, LAYERS["engine-fused-ce"]),
     "fp8": Twin(ENGINE, LAYERS["fp8"], loss=0.05, norm=0.25),
     "graphs-local": Twin(ENGINE, LAYERS["graphs-local"]),
     "graphs-engine": Twin(ENGINE, LAYERS["graphs-engine"]),
