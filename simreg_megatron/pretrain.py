@@ -126,7 +126,6 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
         flatten_batch_for_packed_sequences(batch),
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),
-        use_per_sequence_balancing=args.dataloader_inter_document_masking,
     )
 
 
@@ -200,16 +199,23 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def check_document_masks(args: Any) -> None:
-    """Refuse layouts in which Megatron's own pipeline would lose the borders of documents.
+    """Refuse layouts in which Megatron 0.19 itself would lose the borders of documents, most of them silently.
 
     Raises:
-        ValueError: a mask does not reach all stages, or packed rows arrive at the next stage in another shape.
+        ValueError: a mask does not reach all pipeline stages, packed rows arrive at the next stage in another shape,
+            or context parallelism cuts packed rows where attention does not expect it.
     """
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     if args.reset_attention_mask and (stages > 2 or virtual):
         raise ValueError(
             "--reset-attention-mask reaches the first and the last pipeline stage only, so layers in between would "
             "attend across documents: use --dataloader-inter-document-masking with --micro-batch-size 1 instead"
+        )
+    if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
+        raise ValueError(
+            "--dataloader-inter-document-masking cannot be split by context parallelism: rows are cut as a whole, "
+            "while rotary embeddings and attention take every document to be cut by itself; "
+            "leave --context-parallel-size out"
         )
     if args.dataloader_inter_document_masking and stages > 1 and args.micro_batch_size > 1:
         raise ValueError(

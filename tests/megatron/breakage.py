@@ -51,7 +51,7 @@ def _change_simreg(change: Callable[[Keywords], Keywords]) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     with_simreg = GPTModel._postprocess
-    without = with_simreg.__wrapped__  # type: ignore[attr-defined]  # what install() wrapped
+    without = with_simreg.__wrapped__  # what install() wrapped
 
     def changed(model: Any, **given: Any) -> Tensor:
         loss = without(model, **given)

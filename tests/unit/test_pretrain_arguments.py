@@ -15,6 +15,7 @@ def arguments(**given: object) -> SimpleNamespace:
     usual = {
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
         "reset_attention_mask": False,
         "dataloader_inter_document_masking": False,
         "micro_batch_size": 2,
@@ -27,6 +28,7 @@ def arguments(**given: object) -> SimpleNamespace:
     [
         {"reset_attention_mask": True},
         {"reset_attention_mask": True, "pipeline_model_parallel_size": 2},
+        {"reset_attention_mask": True, "context_parallel_size": 2},
         {"dataloader_inter_document_masking": True},
         {"dataloader_inter_document_masking": True, "pipeline_model_parallel_size": 4, "micro_batch_size": 1},
         {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
@@ -50,6 +52,7 @@ def test_what_works_passes(given: dict[str, object]) -> None:
             },
             "use --dataloader-inter-document-masking with --micro-batch-size 1",
         ),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "leave --context-parallel-size out"),
         ({"dataloader_inter_document_masking": True, "pipeline_model_parallel_size": 2}, "set --micro-batch-size 1"),
     ],
 )
@@ -58,6 +61,15 @@ def test_what_is_refused(given: dict[str, object], sentence: str) -> None:
 
     with pytest.raises(ValueError, match=sentence):
         check_document_masks(arguments(**given))
+
+
+def test_rotary_positions_of_packed_rows_need_documents_cut_one_by_one() -> None:
+    """Why the split is refused: of two documents of 8 tokens, rank 0 of 2 holds rows 0-3 and 12-15 of the 16."""
+    import torch
+    from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
+
+    taken = [_get_thd_freqs_on_this_cp_rank(0, 2, torch.empty(4), torch.arange(8)).tolist() for _ in range(2)]
+    assert taken == [[0, 1, 6, 7], [0, 1, 6, 7]] != [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def print_table(console: Console, rows: Sequence[Row]) -> None:
     console.print(table)
     for row in rows:
         if not row.as_expected and (row.trouble or row.difference):
-            why = row.trouble or f"gradient of {row.difference.parameter}"  # type: ignore[union-attr]
+            why = row.trouble or f"gradient of {row.difference.parameter}"
             console.print(f"{row.cell.name}: {why}", markup=False, soft_wrap=True)
 
 
