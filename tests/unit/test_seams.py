@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -68,8 +70,13 @@ def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.
     installation = _Installation(None)
     installation.wrap(seam("FitModel"), lambda inner: lambda *args: inner(*args))
     monkeypatch.setattr(FitModel, "_postprocess", original)
+    monkeypatch.setattr(OddModel, "_postprocess", OddModel._postprocess)  # so that it comes back
+    other = compat.Seam("pretended_megatron", "OddModel", "_postprocess", "wrapped too")
+    installation.wrap(other, lambda inner: lambda *args: inner(*args))
+    ours = OddModel._postprocess
     with pytest.raises(RuntimeError, match="wrapped again after SimReg"):
         installation.unwrap_all()
+    assert OddModel._postprocess is ours, "all or nothing"
 
 
 def test_a_restarted_run_begins_anew() -> None:
@@ -79,3 +86,19 @@ def test_a_restarted_run_begins_anew() -> None:
     assert installation.regularizer() is first
     second = installation.begin_run()
     assert second is not first and installation.regularizer() is second
+
+
+def test_a_wrapper_that_passes_everything_on_is_no_obstacle(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Someone else's `def wrapper(*args, **kwargs)` hides the parameters; names are read from the call then."""
+    inner = FitModel._postprocess
+    monkeypatch.setattr(FitModel, "_postprocess", lambda *args, **kwargs: inner(*args, **kwargs))
+    assert replace(seam("FitModel"), called_by_keyword=True).holder() is FitModel
+    with pytest.raises(compat.MegatronSeamError, match="does not take hidden_states, labels"):
+        seam("FitModel").holder()  # called by position, its arguments would have no names
+    signature = inspect.signature(FitModel._postprocess)
+    named = compat.named_arguments(signature, "model", hidden_states=1, labels=2)
+    assert named["hidden_states"] == 1 and named["labels"] == 2
+    plain = compat.named_arguments(inspect.signature(inner), "model", 1, labels=2)
+    assert plain == {"self": "model", "hidden_states": 1, "labels": 2}
