@@ -7,9 +7,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+NEWEST_TRIED = (0, 19)  # docs/versions.md
 
 
 class MegatronSeamError(RuntimeError):
@@ -157,6 +160,12 @@ def megatron_version() -> str:
             return importlib.metadata.version("megatron-core")
         except importlib.metadata.PackageNotFoundError:
             return "(not installed)"
+
+
+def is_untried_release() -> bool:
+    """Whether this Megatron is newer than any that the plugin was run with."""
+    numbers = re.match(r"(\d+)\.(\d+)", megatron_version())
+    return numbers is not None and tuple(map(int, numbers.groups())) > NEWEST_TRIED
 
 
 def training_loop() -> ModuleType | None:

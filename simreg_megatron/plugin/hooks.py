@@ -14,7 +14,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.plugin import compat, inner
 from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args, differences_to_checkpoint
 from simreg_megatron.plugin.regularizer import Regularizer
-from simreg_megatron.plugin.reporting import add_to_console, log_once, write_scalars
+from simreg_megatron.plugin.reporting import add_to_console, log_once, warn, write_scalars
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -97,6 +97,11 @@ def install(config: SimRegConfig | None = None) -> None:
             wrappers += [(compat.ARGUMENTS_SEAM, _add_flags), (compat.RESUME_SEAM, _compare_with_checkpoint)]
     for seam, _ in wrappers:
         seam.holder()  # all seams are there, or nothing is wrapped
+    if compat.is_untried_release():
+        warn(
+            f"SimReg was not yet tried with megatron-core {compat.megatron_version()}: all functions it wraps are "
+            "there, so it goes on; compare a short run with --simreg-lambda 0 and without the plugin first"
+        )
     for seam, wrapper in wrappers:
         installation.wrap(seam, wrapper)
     installation.model_classes = tuple(seam.holder() for seam in models)

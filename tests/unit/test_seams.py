@@ -12,7 +12,7 @@ import pytest
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.hooks import _Installation
+from simreg_megatron.plugin.hooks import _Installation, install, uninstall
 
 
 class OldModel:
@@ -102,3 +102,21 @@ def test_a_wrapper_that_passes_everything_on_is_no_obstacle(
     assert named["hidden_states"] == 1 and named["labels"] == 2
     plain = compat.named_arguments(inspect.signature(inner), "model", 1, labels=2)
     assert plain == {"self": "model", "hidden_states": 1, "labels": 2}
+
+
+@pytest.mark.parametrize(
+    ("version", "untried"),
+    [("0.12.3", False), ("0.19.2", False), ("0.20.0", True), ("0.20.0rc0+abc", True), ("1.0", True), ("(none)", False)],
+)
+def test_which_release_is_new_to_the_plugin(version: str, untried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "megatron_version", lambda: version)
+    assert compat.is_untried_release() is untried
+
+
+@pytest.mark.megatron
+def test_a_new_release_is_installed_into_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "megatron_version", lambda: "0.99.0")
+    with pytest.warns(UserWarning, match="not yet tried with megatron-core 0.99.0") as caught:
+        install(SimRegConfig(lambda_=1))
+    uninstall()
+    assert len([warning for warning in caught if "not yet tried" in str(warning.message)]) == 1
