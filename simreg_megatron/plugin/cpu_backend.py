@@ -112,8 +112,15 @@ def activate(mode: str = "on") -> None:
         print("> SimReg: no GPU in use, Megatron runs on the CPU over gloo (for trying and testing)", flush=True)
 
 
+class _Device(str):
+    """The name of the CPU, which in Megatron's f"cuda:{device}" reads as the number of a GPU."""
+
+    def __format__(self, specification: str) -> str:
+        return "0"
+
+
 def _replace_device_queries(torch: Any) -> None:
-    cuda, cpu = torch.cuda, torch.device("cpu")
+    cuda, cpu = torch.cuda, _Device("cpu")
 
     properties = SimpleNamespace(major=8, minor=0, name="cpu", total_memory=_MEMORY, multi_processor_count=1)
     cuda.is_available = lambda: True

@@ -7,11 +7,11 @@ same loss without it has value zero and SimReg's gradient, whatever labels, mask
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 Keywords = dict[str, Any]
@@ -55,6 +55,8 @@ def _change_simreg(change: Callable[[Keywords], Keywords]) -> None:
 
     def changed(model: Any, **given: Any) -> Tensor:
         loss = without(model, **given)
+        if given["labels"] is None:  # a pipeline stage before the last
+            return loss
         wrong = change(given)
         return loss + (with_simreg(model, **wrong) - without(model, **wrong)).view_as(loss)
 
@@ -62,29 +64,24 @@ def _change_simreg(change: Callable[[Keywords], Keywords]) -> None:
 
 
 def other_ranks_dropped() -> None:
-    """Backwards, each rank keeps its own gradients of the shared tokens instead of the sum over ranks."""
+    """Backwards, what a rank computed for another rank's tokens is lost."""
+    from simreg_megatron.parallel import shard
 
-    def keep_own(output: Tensor, whole: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> None:
-        output.copy_(whole[group.rank() * output.shape[0] : (group.rank() + 1) * output.shape[0]])
+    exchange = shard.exchange_rows
 
-    _replace_in_simreg("reduce_scatter_tensor", keep_own)
+    def own_alone(rows: Tensor, plan: Any, group: Any) -> Tensor:
+        exchanged = exchange(rows, plan, group)
+        owners = exchange(torch.full_like(rows, group.rank()).detach(), plan, group)
+        return torch.where(owners == group.rank(), exchanged, exchanged.detach())
+
+    shard.exchange_rows = own_alone
 
 
-def _replace_in_simreg(name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a collective for the package's exchanges alone; Megatron keeps the true one."""
-    import importlib
-    import pkgutil
+def shared_work_not_summed() -> None:
+    """Tensor-parallel ranks that share the anchors keep each its own part of the gradient."""
+    from simreg_megatron.parallel import shard
 
-    from simreg_megatron import parallel
-
-    class Replaced:
-        def __getattr__(self, attribute: str) -> Any:
-            return replacement if attribute == name else getattr(dist, attribute)
-
-    for found in pkgutil.iter_modules(parallel.__path__, f"{parallel.__name__}."):
-        module: Any = importlib.import_module(found.name)
-        if hasattr(module, "dist"):
-            module.dist = Replaced()
+    shard.share_work = lambda rows, group: rows.float()
 
 
 def not_finite_from_second_step() -> None:
@@ -99,7 +96,7 @@ def not_finite_from_second_step() -> None:
     def below(model: Any, **given: Any) -> Tensor:
         return postprocess(model, **{**given, "hidden_states": sound[-1]})
 
-    GPTModel._postprocess = _like(postprocess, below)
+    GPTModel._postprocess = functools.wraps(postprocess)(below)  # install() checks the signature
     simreg_megatron.install()
     with_simreg = GPTModel._postprocess
 
@@ -111,13 +108,6 @@ def not_finite_from_second_step() -> None:
         return with_simreg(model, **{**given, "hidden_states": hidden})
 
     GPTModel._postprocess = above
-
-
-def _like(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement with the original's name and signature, which install() checks."""
-    import functools
-
-    return functools.wraps(original)(replacement)
 
 
 def not_finite_hidden_states() -> None:

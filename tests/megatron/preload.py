@@ -17,8 +17,6 @@ from simreg_megatron.plugin import cpu_backend
 with contextlib.redirect_stdout(None):  # its sentence would reach the console and no run's log
     cpu_backend.activate()
 
-import megatron.core.tokenizers.text
-import megatron.training.training
 import torch._dynamo  # the first process group would import it  # noqa: F401
 
 import simreg_megatron.data.indexed

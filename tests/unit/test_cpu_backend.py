@@ -68,6 +68,8 @@ def test_megatron_meets_the_stand_ins() -> None:
         "from megatron.core.transformer.torch_norm import WrappedTorchNorm; "
         "assert torch.zeros(2, device='cuda').device.type == 'cpu'; "
         "assert torch.ones(1).cuda().type() == 'torch.cuda.FloatTensor'; "
+        "here = torch.cuda.current_device(); "
+        "assert torch.ones(1, device=here).to(here).device.type == 'cpu' and f'cuda:{here}' == 'cuda:0'; "
         "assert torch.cuda.is_available() and cpu_backend.is_active()"
     )
     assert done.returncode == 0, done.stderr
