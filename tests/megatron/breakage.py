@@ -7,7 +7,6 @@ same loss without it has value zero and SimReg's gradient, whatever labels, mask
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,29 +84,17 @@ def shared_work_not_summed() -> None:
 
 
 def not_finite_from_second_step() -> None:
-    """SimReg sees NaN from the second step on, while the language-model loss stays sound."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    """SimReg's terms are NaN from the second step on, while the language-model loss stays sound."""
+    from simreg_megatron.plugin import regularizer
 
-    import simreg_megatron
+    terms_of, calls = regularizer.terms_of, []
 
-    simreg_megatron.uninstall()  # to come below the plugin as well as above it
-    postprocess, sound, calls = GPTModel._postprocess, [], []
-
-    def below(model: Any, **given: Any) -> Tensor:
-        return postprocess(model, **{**given, "hidden_states": sound[-1]})
-
-    GPTModel._postprocess = functools.wraps(postprocess)(below)  # install() checks the signature
-    simreg_megatron.install()
-    with_simreg = GPTModel._postprocess
-
-    def above(model: Any, **given: Any) -> Tensor:
-        sound.append(given["hidden_states"])
+    def broken(*args: Any) -> Tensor:
         calls.append(None)
-        broken = len(calls) > 2  # two micro-batches a step
-        hidden = sound[-1] * float("nan") if broken else sound[-1]
-        return with_simreg(model, **{**given, "hidden_states": hidden})
+        terms = terms_of(*args)
+        return terms * float("nan") if len(calls) > 2 else terms  # two micro-batches a step
 
-    GPTModel._postprocess = above
+    regularizer.terms_of = broken
 
 
 def not_finite_hidden_states() -> None:
@@ -118,12 +105,19 @@ def not_finite_hidden_states() -> None:
     TransformerBlock.forward = lambda self, *args, **kwargs: forward(self, *args, **kwargs) * float("nan")
 
 
+def overwritten_wrapper() -> None:
+    """Someone put the function back that the plugin had wrapped: SimReg is on, and never reached."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    GPTModel._postprocess = GPTModel._postprocess.__wrapped__
+
+
 def other_model_class() -> None:
     """A model that never passes through the wrapped function."""
     from simreg_megatron.plugin import hooks
 
-    class HybridModel(torch.nn.Module):
+    class OtherModel(torch.nn.Module):
         post_process = True
 
     refuse = hooks._refuse_models
-    hooks._refuse_models = lambda chunks: refuse([HybridModel()])
+    hooks._refuse_models = lambda config, chunks: refuse(config, [OtherModel()])

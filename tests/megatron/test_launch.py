@@ -55,11 +55,6 @@ def test_two_nodes_meet(text, tmp_path: Path) -> None:
     assert "simreg loss" in first.output + second.output
 
 
-def test_a_script_of_its_own_needs_no_flags() -> None:
-    done = runs.torchrun(["-m", "tests.megatron.own_script"])
-    assert done.status == 0 and "own script: all as expected" in done.output, done.output[-3000:]
-
-
 def test_a_truncated_corpus_ends_with_one_sentence(text, tmp_path: Path) -> None:
     for name in ("train.bin", "train.idx"):
         (tmp_path / name).write_bytes((text.directory / name).read_bytes())

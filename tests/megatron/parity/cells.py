@@ -241,6 +241,17 @@ _EXPERTS = [
     Cell(EP2 + BF16 + SCHEDULE_PLAN, ACROSS, model="moe", reference=EP2 + BF16),
     Cell(EP2 + BF16 + SCHEDULE_PLAN, ACROSS, model="moe", reference=ONE + BF16, bound=_BF16_BOUND),
 ]
+_INNER = [
+    Cell(TP2, chunk(24, "--simreg-layers 1,final", "layers 1,final")),
+    Cell(TP2 + SP, chunk(24, "--simreg-layers 1", "layer 1"), core=True),
+    Cell(CP2, chunk(0, "--simreg-layers 2,final --simreg-placement pre-norm", "layers 2,final pre-norm")),
+    Cell(DP2, chunk(24, "--simreg-layers 1", "layer 1"), mode=PER_TOKEN),
+    Cell(PP2, chunk(24, "--simreg-layers 3,final", "layers 3,final"), model="deep"),
+    Cell(PP2 + VPP2, chunk(24, "--simreg-placement pre-norm", "pre-norm"), model="deep"),
+    Cell(TP2 + SP + SELECTIVE, chunk(24, "--simreg-layers 1", "layer 1")),
+    Cell(TP2 + SP + FULL, chunk(24, "--simreg-placement pre-norm", "pre-norm")),
+    Cell(EP2, chunk(24, "--simreg-layers 1,final", "layers 1,final"), model="moe"),
+]
 _BROKEN = [
     Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
@@ -253,5 +264,5 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
-    *_MODELS, *_EXPERTS, *_BROKEN,
+    *_MODELS, *_EXPERTS, *_INNER, *_BROKEN,
 )  # fmt: skip
