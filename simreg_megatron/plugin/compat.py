@@ -168,6 +168,21 @@ def is_untried_release() -> bool:
     return numbers is not None and tuple(map(int, numbers.groups())) > NEWEST_TRIED
 
 
+def unwrapped(model_chunks: Any) -> list[Any]:
+    """The models inside what `setup_model_and_optimizer` built, without Megatron's wrappers around each.
+
+    Megatron's own `unwrap_model` is not in `megatron.core.utils` before 0.14, and stops at the wrapper inside its FSDP.
+    """
+    chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
+    return [_unwrapped(chunk) for chunk in chunks]
+
+
+def _unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
 def training_loop() -> ModuleType | None:
     """`megatron.training.training`, or None where only megatron-core is installed (its wheels before 0.17)."""
     try:
