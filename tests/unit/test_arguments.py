@@ -36,7 +36,8 @@ def test_settings_are_read_from_a_yaml_file(tmp_path: Path, monkeypatch: pytest.
     from megatron.training.arguments import parse_args
 
     file = tmp_path / "run.yaml"
-    file.write_text("simreg_lambda: 10\nsimreg_chunk_size: 512\nsimreg_document_mask: true\n")
+    megatrons = "disable_msc_deprecated: false\nenable_msc: false\n"  # what its parser asks for at once
+    file.write_text(megatrons + "simreg_lambda: 10\nsimreg_chunk_size: 512\nsimreg_document_mask: true\n")
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", str(file)])
     config = config_from_args(parse_args(add_simreg_arguments))
     assert (config.lambda_, config.chunk_size, config.document_mask, config.scope) == (10, 512, True, "exact")
