@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-OBJECTIVES = ("simreg", "none")
+OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "none")
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm")
@@ -14,6 +14,22 @@ GROUP_REDUCTIONS = ("sum", "mean")
 SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
 IMPLEMENTATIONS = ("auto", "reference")
+
+TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "none": 0.01}
+"""Temperature of each objective where none is given."""
+OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | float]] = {
+    "cpretrain": {"same_label": ("masked", "kept")},
+    "creg": {"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},
+    "sce": {
+        "target": ("label", "instance"),
+        "exclude_self": ("no", "yes"),
+        "coupling": 0.5,
+        "target_temperature": 0.07,
+    },
+}
+"""Options of an objective's own: words to choose from, the first is the default; or a number, its default."""
+BY_SEQUENCE = ("simcse",)
+"""Objectives that compare whole sequences of a micro-batch: they know no chunks, labels or documents."""
 
 _REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
 
@@ -24,11 +40,12 @@ class SimRegConfig:
 
     Attributes:
         lambda_: weight of the term beside the next-token loss; "auto" is 10 * sqrt(hidden_size / 1024); 0 is off.
-        temperature: tau, the divisor of the cosine.
+        temperature: tau, the divisor of the cosine; None is the objective's own, 0.01 for SimReg.
         chunk_size: tokens per chunk; 0 compares within the whole sequence.
         scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
         similarity: how two hidden states are compared.
-        objective: "simreg", or "none" to measure without training on it.
+        objective: "simreg", a baseline, or "none" to measure SimReg without training on it.
+        objective_options: settings of a baseline's own, as pairs or as text: "form=per_pair,self_positive=always".
         layers: whose states get the term: "final" and layer numbers from 1; several are added up, lambda for each.
         placement: "post-norm" takes the final states behind the last norm (what enters the output layer), "pre-norm"
             before it. A numbered layer's output is behind no norm.
@@ -45,11 +62,12 @@ class SimRegConfig:
     """
 
     lambda_: float | str = 0.0
-    temperature: float = 0.01
+    temperature: float | None = None
     chunk_size: int = 1024
     scope: str = "exact"
     similarity: str = "cosine"
     objective: str = "simreg"
+    objective_options: tuple[tuple[str, str | float], ...] = ()
     layers: tuple[int | str, ...] = ("final",)
     placement: str = "post-norm"
     group_reduce: str = "sum"
@@ -63,8 +81,15 @@ class SimRegConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lambda_", _checked_lambda(self.lambda_))
         object.__setattr__(self, "layers", _checked_layers(self.layers))
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"the SimReg temperature must be a finite number above 0, not {self.temperature}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"unknown SimReg {name.replace('_', ' ')} {value!r}: choose from {', '.join(choices)}")
+        object.__setattr__(self, "objective_options", _checked_options(self.objective, self.objective_options))
+        if self.temperature is None:
+            object.__setattr__(self, "temperature", TEMPERATURES[self.objective])
+        if not (math.isfinite(self.tau) and self.tau > 0):
+            raise ValueError(f"the SimReg temperature must be a finite number above 0, not {self.tau}")
         if self.chunk_size < 0 or self.chunk_size == 1:
             raise ValueError(
                 f"the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not {self.chunk_size}: "
@@ -74,10 +99,6 @@ class SimRegConfig:
             raise ValueError(f"the SimReg warm-up must be 0 or more iterations, not {self.warmup_iters}")
         if self.log_interval is not None and self.log_interval < 1:
             raise ValueError(f"the SimReg log interval must be 1 or more iterations, not {self.log_interval}")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"unknown SimReg {name.replace('_', ' ')} {value!r}: choose from {', '.join(choices)}")
         self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:
@@ -90,6 +111,8 @@ class SimRegConfig:
                 "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
                 "drop one of them"
             )
+        if self.objective not in ("simreg", "none"):
+            self._refuse_settings_of_simreg()
         if self.placement != "post-norm" and "final" not in self.layers:
             raise ValueError(
                 f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
@@ -97,6 +120,28 @@ class SimRegConfig:
             )
         if self.warmup_iters and not self.trains:
             raise ValueError("a SimReg warm-up has no effect while lambda is 0: give lambda, or drop the warm-up")
+
+    def _refuse_settings_of_simreg(self) -> None:
+        names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
+        if self.objective in BY_SEQUENCE:
+            names += ["chunk_size", "scope", "document_mask"]
+        defaults = {field.name: field.default for field in fields(self)}
+        idle = [name for name in names if getattr(self, name) != defaults[name]]
+        if idle:
+            raise ValueError(
+                f"SimReg {idle[0].replace('_', ' ')} {getattr(self, idle[0])} has no effect on objective "
+                f"{self.objective}: drop it"
+            )
+
+    @property
+    def tau(self) -> float:
+        """The temperature in force."""
+        return TEMPERATURES[self.objective] if self.temperature is None else self.temperature
+
+    @property
+    def options(self) -> dict[str, str | float | bool]:
+        """Every option of the objective's own, by name."""
+        return dict(self.objective_options)
 
     @property
     def trains(self) -> bool:
@@ -146,6 +191,32 @@ def _checked_lambda(value: float | str) -> float | str:
         number = math.nan
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"SimReg lambda must be a finite number of 0 or more, or auto, not {value}")
+    return number
+
+
+def _checked_options(objective: str, value: object) -> tuple[tuple[str, str | float], ...]:
+    """All options of the objective, those not given at their defaults."""
+    known = OBJECTIVE_OPTIONS.get(objective, {})
+    words = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
+    given = {str(name).strip().replace("-", "_"): setting for name, setting in words}  # type: ignore[attr-defined]
+    for name in given:
+        if name not in known:
+            has = ", ".join(known) if known else "no options"
+            raise ValueError(f"unknown option {name!r} of SimReg objective {objective}: it has {has}")
+    return tuple((name, _checked_option(name, known[name], given.get(name))) for name in known)
+
+
+def _checked_option(name: str, known: tuple[str, ...] | float, value: object) -> str | float:
+    if isinstance(known, tuple):
+        if value is not None and value not in known:
+            raise ValueError(f"SimReg objective option {name} must be one of {', '.join(known)}, not {value!r}")
+        return known[0] if value is None else str(value)
+    try:
+        number = known if value is None else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"SimReg objective option {name} must be a number, not {value!r}")
     return number
 
 

@@ -84,6 +84,26 @@ def share_work(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _ShareWork.apply(rows, group)
 
 
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def sum_over(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of all ranks' parts, on every rank. Backward: the sum of all ranks' gradients, for each reads the sum."""
+    return _SumOver.apply(part, group)
+
+
 @torch.no_grad()
 def gather_tokens(per_token_SB: Tensor, order: tuple[Run, ...], group: dist.ProcessGroup) -> Tensor:
     """Integers of all ranks' tokens in the order of the sequence: [S, ...] of each rank -> [T, ...]."""

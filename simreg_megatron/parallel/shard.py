@@ -63,6 +63,12 @@ class SequenceShard:
         """First of this rank's anchors among the tokens of its context rank."""
         return self.layout.part_start(self.rank[1])
 
+    @property
+    def anchor_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups over which sums over this rank's anchors become sums over the sequence, one after the other."""
+        by_tensor_rank = None if self.layout.rows_split else self.tensor_group
+        return tuple(group for group in (self.row_group, by_tensor_rank) if group is not None)
+
     def plan(self, cutting: Cutting) -> RowPlan:
         return row_plan(self.layout, self.rank, cutting)
 

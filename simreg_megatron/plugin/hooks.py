@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
 from simreg_megatron.plugin import compat, inner
 from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args, differences_to_checkpoint
 from simreg_megatron.plugin.regularizer import Regularizer
@@ -247,9 +247,19 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         )
     if config.looks_inside:
         inner.refuse_arguments(config, args)
+    if config.objective in BY_SEQUENCE and args.micro_batch_size < 2:
+        raise ValueError(
+            f"SimReg objective {config.objective} compares the sequences of a micro-batch, and --micro-batch-size is "
+            f"{args.micro_batch_size}: give at least 2"
+        )
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(_PACKED_AND_SPLIT)
+    if packed and config.objective in BY_SEQUENCE:
+        raise NotImplementedError(
+            f"SimReg objective {config.objective} takes a row for one sequence, and packed rows hold several: "
+            "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
+        )
     if packed and getattr(args, "overlap_moe_expert_parallel_comm", False):
         raise NotImplementedError(
             "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
@@ -290,8 +300,13 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
     what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, not trained on"
+    if config.objective in BY_SEQUENCE:
+        log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences")
+        return
     chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
-    log_once(f"SimReg: {what}, temperature {config.temperature:g}, {chunk}, scope {config.scope}, impl {config.impl}")
+    options = "".join(f", {name} {value}" for name, value in config.objective_options)
+    name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
+    log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {config.impl}{options}")
 
 
 def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:

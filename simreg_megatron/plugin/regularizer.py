@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
 from simreg_megatron.plugin.inner import InnerStates
+from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.reporting import Metrics, log_once
-from simreg_megatron.plugin.sequence import View, terms_of, views_of
+from simreg_megatron.plugin.sequence import View, views_of
 
 
 class Regularizer:
@@ -72,7 +73,7 @@ class Regularizer:
         with torch.set_grad_enabled(trains):
             states = self.inner_states.take(model, hidden_states)
             views = [self._views(shard, state, labels, valid, packed_seq_params) for state in states]
-            terms = torch.stack([terms_of(self.config, of_state) for of_state in views]).sum(dim=0)
+            terms = torch.stack([objective_terms(self.config, of_state, shard) for of_state in views]).sum(dim=0)
         self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard)
         if not trains:
             return loss_BS
@@ -118,6 +119,8 @@ class Regularizer:
         return weight * self.ramp
 
     def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
+        if self.config.objective in BY_SEQUENCE:
+            return
         size, sequence = self.config.chunk_size, sample_length or shard.layout.length
         if size > sequence:
             log_once(f"SimReg chunk size {size} is beyond the sequence: chunks are whole sequences of {sequence}")

@@ -88,7 +88,7 @@ class Metrics:
             if group is not None and group.size() > 1:
                 dist.all_reduce(sums, group=group)
         self._tell_oddities(sums)
-        return _named_means(sums)
+        return _named_means(sums, self.config.objective)
 
     def _tell_oddities(self, sums: Tensor) -> None:
         """Say once, at log time, what only the data knew: tokens that SimReg had to leave out."""
@@ -98,14 +98,14 @@ class Metrics:
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
 
 
-def _named_means(sums: Tensor) -> dict[str, Tensor]:
+def _named_means(sums: Tensor, objective: str) -> dict[str, Tensor]:
     def mean(numerator: int, denominator: int) -> Tensor:
         return (sums[numerator] / sums[denominator].clamp(min=1)).float()
 
     first = _PAIRS.start
     negative = mean(first + 2, first + 3)
     return {
-        "simreg loss": mean(_TERM, _TOKENS),
+        f"{'simreg' if objective == 'none' else objective} loss": mean(_TERM, _TOKENS),
         "simreg positive cosine": mean(first, first + 1),
         "simreg negative cosine": negative,
         "simreg largest negative cosine": mean(first + 4, first + 5),

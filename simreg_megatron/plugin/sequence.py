@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import simreg_terms
@@ -53,7 +53,8 @@ def views_of(
         documents: who tells the borders of documents; None where tokens of all documents meet.
         sample_length: tokens in a sample, where a row packs several.
     """
-    plan = shard.plan(Cutting(config.chunk_size, config.scope, sample_length))
+    scope = "local" if config.objective in BY_SEQUENCE else config.scope  # those need no rows of other ranks
+    plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
     usable = usable_tokens(hidden_states.transpose(0, 1), labels, valid)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)
     beyond = plan.travels or (by_domain and config.scope == "exact")
@@ -103,7 +104,7 @@ def terms_of(config: SimRegConfig, views: list[View]) -> Tensor:
                 anchors=view.anchors,
                 documents=view.documents,
                 chunk_size=config.chunk_size,
-                temperature=config.temperature,
+                temperature=config.tau,
                 similarity=config.similarity,
                 self_positive=config.self_positive,
             )

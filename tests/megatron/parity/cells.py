@@ -123,6 +123,13 @@ def weighted(size: int, weight: str) -> Part:
     return chunk(size, f"--simreg-chunk-weight {weight}", weight)
 
 
+def baseline(name: str, size: int | None = None, options: str = "") -> Part:
+    chunks = "" if size is None else f"--simreg-chunk-size {size}"
+    named = f"{name} {options}".strip() + ("" if size is None else f" chunk {size}" if size else " whole")
+    flags = f"--simreg-objective {name} {chunks}" + (f" --simreg-objective-options {options}" if options else "")
+    return _SIMREG + part(named, flags)
+
+
 def local(size: int) -> Part:
     return chunk(size, "--simreg-scope local", "local")
 
@@ -257,6 +264,20 @@ _INNER = [
     Cell(TP2 + SP + FULL, chunk(24, "--simreg-placement pre-norm", "pre-norm")),
     Cell(EP2, chunk(24, "--simreg-layers 1,final", "layers 1,final"), model="moe"),
 ]
+_BASELINES = [
+    Cell(TP2, baseline("creg", 24), core=True),
+    Cell(CP2 + TP2 + SP, baseline("creg", 0, "form=supcon_out,self_positive=always")),
+    Cell(PP2, baseline("creg", 16, "form=per_pair")),
+    Cell(TP2 + SP, baseline("sce", 24), core=True),
+    Cell(CP2, baseline("sce", 0, "exclude_self=yes,coupling=0.7"), mode=PER_TOKEN),
+    Cell(TP2 + SP, baseline("cpretrain", 24)),
+    Cell(CP2, baseline("cpretrain", 0), mode=PER_TOKEN, core=True),
+    Cell(TP2, baseline("simcse")),
+    Cell(TP2 + SP, baseline("simcse"), mode=PER_TOKEN, core=True),
+    Cell(CP2 + TP2 + SP, baseline("simcse")),
+    Cell(EP2, baseline("sce", 24), model="moe"),
+    Cell(DP2 + DISTRIBUTED, baseline("simcse")),
+]
 _BROKEN = [
     Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
@@ -269,5 +290,5 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
-    *_MODELS, *_EXPERTS, *_INNER, *_BROKEN,
+    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_BROKEN,
 )  # fmt: skip

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPretrain: a baseline that pairs each token with the next of its label. Shapes: as in `_anchored`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.losses._anchored import (
+    BlockTerms,
+    check_choice,
+    check_temperature,
+    cosine_logits,
+    log_sum,
+    reduced,
+    spread,
+)
+from simreg_megatron.losses._chunks import Block, label_pairs
+
+SAME_LABEL = ("masked", "kept")
+
+
+def cpretrain_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.1,
+    same_label: str = "masked",
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+    reduction: str = "mean",
+) -> Tensor:
+    """L = 1/2 mean_m [ -log softmax_l( cos(a_m, b_l) / tau )_m - log softmax_l( cos(b_m, a_l) / tau )_m ].
+
+    The pairs (a_m, b_m) of a chunk are the consecutive occurrences of each label; all other pairs are negatives. A
+    chunk with fewer than two pairs has loss 0.
+
+    Args:
+        embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
+        temperature: tau, above 0: one over the scale of the original.
+        same_label: "masked" leaves other pairs of the same label out of both softmaxes; "kept" has them as negatives.
+        reduction: as in `creg_loss`.
+
+    Raises:
+        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+
+    Source: our adaptation of Neelakantan et al. 2022 (symmetric in-batch InfoNCE) to tokens of pretraining. The pairs,
+    the mask and a fixed scale in the place of a learned one are our choices.
+    """
+    return reduced(
+        cpretrain_terms(temperature=temperature, same_label=same_label),
+        embeddings,
+        labels,
+        valid=valid,
+        documents=documents,
+        chunk_size=chunk_size,
+        reduction=reduction,
+    )
+
+
+def cpretrain_terms(*, temperature: float = 0.1, same_label: str = "masked") -> BlockTerms:
+    """The same for the anchors of one block of chunks, its options checked."""
+    check_temperature("temperature", temperature)
+    check_choice("same_label", same_label, SAME_LABEL)
+
+    def terms(block: Block) -> Tensor:
+        logits, own = cosine_logits(block, temperature), slice(*block.anchors)
+        same, different = label_pairs(block)
+        follower, leader = _neighbours(block)
+        losses, counted = torch.zeros_like(logits[..., 0]), torch.zeros_like(same[..., 0])
+        for partner, partners in ((follower, leader.any(dim=-1)), (leader, follower.any(dim=-1))):
+            target = partner[:, own]
+            candidates = (different if same_label == "masked" else same | different) & partners.unsqueeze(-2)
+            loss = log_sum(logits, candidates | target) - torch.where(target, logits, 0.0).sum(dim=-1)
+            losses = losses + torch.where(target.any(dim=-1), loss, 0.0) / 2
+            counted = counted | target.any(dim=-1)
+        num_pairs = follower.any(dim=-1).sum(dim=-1)
+        counted = counted & (num_pairs > 1).unsqueeze(-1)
+        return spread(losses, counted, num_pairs, block.usable)
+
+    return terms
+
+
+def _neighbours(block: Block) -> tuple[Tensor, Tensor]:
+    """Two bool [m, k, k]: where column j is the next occurrence of row i's label, and where it is the one before."""
+    same, _ = label_pairs(block._replace(anchors=(0, block.labels.shape[-1])))
+    later = same.triu(1)
+    follower = later & (later.cumsum(dim=-1) == 1)
+    return follower, follower.mT

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CReg: a baseline that contrasts every positive by itself. Shapes: as in `_anchored`."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from simreg_megatron.losses._anchored import (
+    BlockTerms,
+    check_choice,
+    check_temperature,
+    cosine_logits,
+    log_sum,
+    mean_over,
+    reduced,
+    spread,
+)
+from simreg_megatron.losses._chunks import Block, label_pairs, self_pairs
+
+FORMS = ("per_positive", "per_pair", "supcon_out")
+SELF = ("never", "always")
+PER_PAIR_TOKENS = 256
+"""Longest chunk of form "per_pair", which holds chunk^3 numbers."""
+
+
+def creg_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.1,
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+    form: str = "per_positive",
+    self_positive: str = "never",
+    reduction: str = "mean",
+) -> Tensor:
+    """L_i = mean_{p in P_i} -log( exp(s_ip) / ( exp(s_ip) + sum_{q in N_i} exp(s_iq) ) ), s = cos / tau.
+
+    P_i are the other tokens of the chunk with the label of token i, N_i those with another label. Unlike SimReg, which
+    compares the two sums, every positive must win by itself, and the loss has no upper bound as tau goes to 0.
+
+    Args:
+        embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
+        temperature: tau, above 0.
+        form: "per_positive" is the equation above; "per_pair": mean over p in P_i and q in N_i of
+            softplus(s_iq - s_ip), every pair a problem of its own, for chunks of at most PER_PAIR_TOKENS tokens;
+            "supcon_out": the denominator is the sum over all j != i.
+        self_positive: "always" counts i among P_i, so that every token has a loss; "never" leaves out tokens
+            without another positive.
+        reduction: "none": [b, n] or [n], where each chunk's mean is spread over its tokens; "sum" of these; or
+            "mean" over the valid tokens.
+
+    Raises:
+        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+
+    Source: our adaptation of Yin et al. 2023 to tokens of pretraining, which SimReg (arXiv 2605.08809) compares with
+    in one sentence. The token-level contrast is theirs by description; its form, the temperature and leaving out
+    their second part (consistent predictions under dropout, which pretraining has not) are our choices.
+    """
+    block_terms = creg_terms(temperature=temperature, form=form, self_positive=self_positive)
+    return reduced(
+        block_terms,
+        embeddings,
+        labels,
+        valid=valid,
+        documents=documents,
+        chunk_size=chunk_size,
+        reduction=reduction,
+    )
+
+
+def creg_terms(*, temperature: float = 0.1, form: str = "per_positive", self_positive: str = "never") -> BlockTerms:
+    """The same for the anchors of one block of chunks, its options checked."""
+    check_temperature("temperature", temperature)
+    check_choice("form", form, FORMS)
+    check_choice("self_positive", self_positive, SELF)
+
+    def terms(block: Block) -> Tensor:
+        logits, (same, negative) = cosine_logits(block, temperature), label_pairs(block)
+        positive = same if self_positive == "always" else same & ~self_pairs(block)
+        losses = _LOSSES[form](logits, positive, negative, (same & ~self_pairs(block)) | negative)
+        return spread(losses, positive.any(dim=-1), _num_anchors(block, self_positive), block.usable)
+
+    return terms
+
+
+def _num_anchors(block: Block, self_positive: str) -> Tensor:
+    """How many tokens of each chunk have a loss, [m], anchors of this rank or not."""
+    if self_positive == "always":
+        return block.usable.sum(dim=-1)
+    whole = block._replace(anchors=(0, block.labels.shape[-1]))
+    same, _ = label_pairs(whole)
+    return (same.sum(dim=-1) > 1).sum(dim=-1)
+
+
+def _per_positive(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor) -> Tensor:
+    return mean_over(F.softplus(log_sum(logits, negative).unsqueeze(-1) - logits, threshold=60), positive)
+
+
+def _per_pair(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor) -> Tensor:
+    if logits.shape[-1] > PER_PAIR_TOKENS:
+        raise ValueError(
+            f"form 'per_pair' compares every positive with every negative: chunks of at most {PER_PAIR_TOKENS} "
+            f"tokens, got {logits.shape[-1]}."
+        )
+    pairs = F.softplus(logits.unsqueeze(-2) - logits.unsqueeze(-1), threshold=60)  # [m, p, positive, negative]
+    of_pairs = (positive.unsqueeze(-1) & negative.unsqueeze(-2)).flatten(-2)
+    return mean_over(pairs.flatten(-2), of_pairs)
+
+
+def _supcon_out(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor) -> Tensor:
+    return mean_over(log_sum(logits, others).unsqueeze(-1) - logits, positive)
+
+
+_LOSSES = {"per_positive": _per_positive, "per_pair": _per_pair, "supcon_out": _supcon_out}
