@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -111,7 +112,8 @@ def _per_pair(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor
 
 
 def _supcon_out(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor) -> Tensor:
-    return mean_over(log_sum(logits, others).unsqueeze(-1) - logits, positive)
+    losses = mean_over(log_sum(logits, others).unsqueeze(-1) - logits, positive)
+    return torch.where(others.any(dim=-1), losses, 0.0)  # alone in its chunk
 
 
 _LOSSES = {"per_positive": _per_positive, "per_pair": _per_pair, "supcon_out": _supcon_out}

@@ -33,7 +33,7 @@ def _one_of(values: tuple[str, ...]) -> str:
 
 _FLAGS = (
     _Flag("--simreg-lambda", "lambda_", str, "weight of the term; auto = 10*sqrt(hidden/1024); 0 = plain Megatron"),
-    _Flag("--simreg-temperature", "temperature", float, "temperature tau of the cosine (default 0.01; baselines: their own)"),
+    _Flag("--simreg-temperature", "temperature", float, "temperature tau (default 0.01; baselines have their own)"),
     _Flag("--simreg-chunk-size", "chunk_size", int, "tokens per chunk, 0 = whole sequence (default 1024)"),
     _Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, or on each rank"),
     _Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES)),

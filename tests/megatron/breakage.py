@@ -87,14 +87,14 @@ def not_finite_from_second_step() -> None:
     """SimReg's terms are NaN from the second step on, while the language-model loss stays sound."""
     from simreg_megatron.plugin import regularizer
 
-    terms_of, calls = regularizer.terms_of, []
+    objective_terms, calls = regularizer.objective_terms, []
 
     def broken(*args: Any) -> Tensor:
         calls.append(None)
-        terms = terms_of(*args)
+        terms = objective_terms(*args)
         return terms * float("nan") if len(calls) > 2 else terms  # two micro-batches a step
 
-    regularizer.terms_of = broken
+    regularizer.objective_terms = broken
 
 
 def not_finite_hidden_states() -> None:

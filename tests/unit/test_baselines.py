@@ -3,8 +3,15 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+from collections.abc import Callable
 
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import cpretrain_loss, creg_loss, sce_loss, simcse_loss
 from tests.helpers.fixtures import fixture_f1
 from tests.unit.test_simreg_facts import assert_prints
@@ -62,3 +69,167 @@ def test_sc1() -> None:
     rows, _ = fixture_f1()
     assert_prints(simcse_loss(rows.view(3, 4, 6)), "5.132981")
     assert simcse_loss(rows.view(1, 12, 6)) == 0, "one sequence has nobody to be compared with"
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "creg": creg_loss,
+    "creg per pair": lambda *given, **options: creg_loss(*given, form="per_pair", **options),
+    "creg supcon": lambda *given, **options: creg_loss(*given, form="supcon_out", self_positive="always", **options),
+    "sce": sce_loss,
+    "sce exclude self": lambda *given, **options: sce_loss(*given, exclude_self=True, **options),
+    "cpretrain": cpretrain_loss,
+}
+every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+
+
+def tokens(seed: int = 0, shape: tuple[int, int] = (2, 14)) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(*shape, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 4, shape, generator=generator)
+    return rows, labels, torch.rand(shape, generator=generator) < 0.8
+
+
+@every_loss
+def test_a_chunk_is_a_sequence_of_its_own(loss: Callable[..., Tensor]) -> None:
+    """Chunks, masked tokens and documents change who meets whom, never how a group is computed."""
+    rows, labels, valid = tokens()
+    together = loss(rows, labels, valid=valid, chunk_size=6, reduction="none")
+    for b, (first, last) in itertools.product(range(2), ((0, 6), (6, 12), (12, 14))):
+        own = valid[b, first:last]
+        alone = loss(rows[b, first:last][own], labels[b, first:last][own], reduction="none")
+        torch.testing.assert_close(together[b, first:last][own], alone)
+        assert not together[b, first:last][~own].any()
+        assert alone.sum() == pytest.approx(loss(rows[b, first:last][own], labels[b, first:last][own]) * own.sum())
+    numbers = (torch.arange(14) // 6).expand(2, 14)
+    # A document is a chunk here, except that a chunk's mean is taken over all that it holds.
+    by_document = loss(rows, labels, valid=valid, documents=numbers, reduction="none")
+    torch.testing.assert_close((by_document > 0), (together > 0))
+
+
+@every_loss
+def test_gradient_is_the_derivative(loss: Callable[..., Tensor]) -> None:
+    rows, labels, valid = tokens(3, (1, 9))
+    if loss in (LOSSES["sce"], LOSSES["sce exclude self"]):
+        pytest.skip("its keys and targets have no gradient, so it is not the derivative of its value")
+    assert torch.autograd.gradcheck(
+        lambda x: loss(x, labels, valid=valid, temperature=0.5), rows.requires_grad_(), atol=1e-7
+    )
+
+
+def test_the_gradient_of_sce_is_that_of_its_anchors() -> None:
+    """Written out, with targets computed by hand and keys held fixed."""
+    rows, labels, _ = tokens(1, (1, 8))
+    unit = F.normalize(rows[0], dim=-1)
+    same = (labels[0][:, None] == labels[0]).double()
+    others = (unit @ unit.T / 0.07).masked_fill(torch.eye(8, dtype=torch.bool), -torch.inf).softmax(-1)
+    target = 0.5 * same / same.sum(-1, keepdim=True) + 0.5 * others
+    anchors = rows[0].clone().requires_grad_()
+    logits = F.normalize(anchors, dim=-1) @ unit.T / 0.1
+    expected = -(target * logits.log_softmax(-1)).sum(-1).mean()
+    expected.backward()
+    given = rows.clone().requires_grad_()
+    loss = sce_loss(given, labels)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(given.grad[0], anchors.grad)
+
+
+@every_loss
+@pytest.mark.parametrize("case", ["one token", "one label", "all masked", "zero row", "no tokens"])
+def test_nothing_to_compare_is_zero_and_finite(loss: Callable[..., Tensor], case: str) -> None:
+    rows, labels, valid = tokens()
+    if case == "one token":
+        rows, labels, valid = rows[:, :1], labels[:, :1], valid[:, :1]
+    elif case == "one label":
+        labels = torch.zeros_like(labels)
+    elif case == "all masked":
+        valid = torch.zeros_like(valid)
+    elif case == "zero row":
+        rows[0, 2] = 0
+    else:
+        rows, labels, valid = rows[:, :0], labels[:, :0], valid[:, :0]
+    rows.requires_grad_()
+    terms = loss(rows, labels, valid=valid, reduction="none")
+    terms.sum().backward()
+    assert terms.isfinite().all() and rows.grad.isfinite().all()
+    if case in ("one token", "all masked", "no tokens"):
+        assert not terms.any() and not rows.grad.any()
+    if case == "zero row":
+        assert terms[0, 2] == 0 and not rows.grad[0, 2].any()
+
+
+@every_loss
+def test_masked_rows_cannot_be_seen(loss: Callable[..., Tensor]) -> None:
+    rows, labels, valid = tokens()
+    hidden = rows.masked_fill(~valid.unsqueeze(-1), torch.nan)
+    assert torch.equal(loss(rows, labels, valid=valid), loss(hidden, labels, valid=valid))
+    broken = rows.clone()
+    broken[0, valid[0].nonzero()[0]] = torch.nan
+    assert loss(broken, labels, valid=valid).isnan(), "a token that counts must not be hidden"
+
+
+def test_simcse_is_the_written_out_sum() -> None:
+    rows, _, valid = tokens(2, (3, 9))
+    valid[2, 5:] = False  # no second half: it takes no part, not even as a negative
+    halves = [
+        [F.normalize(rows[b, part][valid[b, part]].mean(0), dim=0) for part in (slice(5), slice(5, 9))]
+        for b in range(2)
+    ]
+    logits = torch.stack([torch.stack([first @ second for _, second in halves]) for first, _ in halves]) / 0.05
+    expected = -logits.log_softmax(-1).diagonal().mean()
+    torch.testing.assert_close(simcse_loss(rows, valid=valid), expected)
+    assert torch.autograd.gradcheck(lambda x: simcse_loss(x, valid=valid, temperature=0.5), rows.requires_grad_())
+
+
+def test_the_known_mistakes_are_told() -> None:
+    """SimReg-like sums in the place of single positives, and halves that forget the mask."""
+    rows, labels, valid = tokens()
+    assert abs(creg_loss(rows, labels) - creg_loss(rows, labels, form="supcon_out")) > 1e-3
+    assert abs(simcse_loss(rows, valid=valid) - simcse_loss(rows)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda rows, labels: creg_loss(rows, labels, form="mean"), "form 'mean' is not available"),
+        (lambda rows, labels: creg_loss(rows, labels, temperature=0), "temperature must be a finite number above 0"),
+        (lambda rows, labels: sce_loss(rows, labels, coupling=2), "coupling must be from 0 to 1"),
+        (lambda rows, labels: sce_loss(rows, labels, target="instance", exclude_self=True), "its only entry"),
+        (lambda rows, labels: cpretrain_loss(rows, labels, same_label="no"), "choose one of masked, kept"),
+        (lambda rows, labels: cpretrain_loss(rows, labels, reduction="max"), "reduction 'max' is not available"),
+        (
+            lambda rows, labels: creg_loss(rows.repeat(1, 20, 1), labels.repeat(1, 20), form="per_pair"),
+            "chunks of at most 256 tokens, got 280",
+        ),
+    ],
+)
+def test_bad_options_are_refused(call: Callable[..., Tensor], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        call(*tokens()[:2])
+
+
+def test_settings_of_an_objective() -> None:
+    config = SimRegConfig(lambda_=1, objective="creg", objective_options="form=per_pair")
+    assert config.options == {"form": "per_pair", "self_positive": "never"} and config.tau == 0.1
+    assert SimRegConfig(lambda_=1, objective="sce", objective_options="coupling=0.25").options["coupling"] == 0.25
+    assert SimRegConfig(lambda_=1).tau == 0.01 and SimRegConfig(lambda_=1, objective="simcse").tau == 0.05
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"objective": "creg", "objective_options": "from=per_pair"},
+            "unknown option 'from'.*it has form, self",
+        ),
+        ({"objective": "creg", "objective_options": "form=pair"}, "form must be one of per_positive, per_pair"),
+        ({"objective": "sce", "objective_options": "coupling=half"}, "coupling must be a number"),
+        ({"objective": "simreg", "objective_options": "form=per_pair"}, "it has no options"),
+        ({"objective": "creg", "similarity": "dot"}, "similarity dot has no effect on objective creg"),
+        ({"objective": "simcse", "chunk_size": 64}, "chunk size 64 has no effect on objective simcse"),
+        ({"objective": "simcse", "document_mask": True}, "document mask True has no effect"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SimRegConfig(lambda_=1, **settings)

@@ -23,7 +23,7 @@ from simreg_megatron import SimRegConfig
         ({"chunk_size": -64}, "chunk size must be"),
         ({"warmup_iters": -1, "lambda_": 1}, "warm-up must be"),
         ({"log_interval": 0}, "log interval must be"),
-        ({"objective": "simclr"}, "unknown SimReg objective 'simclr': choose from simreg, none"),
+        ({"objective": "simclr"}, "unknown SimReg objective 'simclr': choose from simreg, simcse, cpretrain"),
         ({"scope": "global"}, "unknown SimReg scope"),
         ({"similarity": "euclid"}, "unknown SimReg similarity"),
         ({"group_reduce": "max"}, "unknown SimReg group reduce"),

@@ -71,6 +71,19 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
     hooks._refuse_arguments(SimpleNamespace(log_interval=1, sft=True, context_parallel_size=1), config)
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"micro_batch_size": 1}, "--micro-batch-size is 1: give at least 2"),
+        ({"micro_batch_size": 2, "sft": True}, "packed rows hold several: train unpacked"),
+    ],
+)
+def test_sequences_that_cannot_be_compared_are_refused(flags: dict, sentence: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=sentence):
+        hooks._refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="simcse"))
+    hooks._refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="creg"))
+
+
 def test_ranks_in_an_unknown_order_are_refused() -> None:
     """Context ranks numbered before tensor ranks would put foreign rows where the own ones belong."""
 

@@ -131,8 +131,8 @@ def test_what_only_the_data_knows_is_told_once(capsys: pytest.CaptureFixture[str
 
 def test_failure_behind_a_sound_loss_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, labels, mask, loss = micro_batch()
-    sound = regularizer_module.terms_of
-    monkeypatch.setattr(regularizer_module, "terms_of", lambda *a, **k: sound(*a, **k) * float("inf"))
+    sound = regularizer_module.objective_terms
+    monkeypatch.setattr(regularizer_module, "objective_terms", lambda *a, **k: sound(*a, **k) * float("inf"))
     regularizer = Regularizer(SimRegConfig(lambda_=1))
     with pytest.raises(RuntimeError, match="the SimReg term is not finite while the language-model loss is"):
         add(regularizer, hidden, labels, mask, loss)
