@@ -7,6 +7,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
+import re
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -102,6 +105,37 @@ def megatron_version() -> str:
             return importlib.metadata.version("megatron-core")
         except importlib.metadata.PackageNotFoundError:
             return "(not installed)"
+
+
+NEWEST_TESTED = (0, 19)  # the newest release line in docs/versions.md
+
+
+def warn_if_untested() -> None:
+    """One warning a job where Megatron is newer than any tested release: every seam was found, so it goes on."""
+    version = megatron_version()
+    line = re.match(r"(\d+)\.(\d+)", version)
+    if line and tuple(map(int, line.groups())) > NEWEST_TESTED and os.environ.get("RANK", "0") == "0":
+        tested = ".".join(map(str, NEWEST_TESTED))
+        warnings.warn(
+            f"SimReg was tested with megatron-core up to {tested}, and this is {version}: every function it needs was "
+            "found, so it goes on; compare a few steps at --simreg-lambda 0 with and without it",
+            stacklevel=3,
+        )
+
+
+def unwrapped(model_chunks: Any) -> list[Any]:
+    """The models inside what `setup_model_and_optimizer` built, without Megatron's wrappers around each.
+
+    Megatron's own `unwrap_model` has lived in `megatron.core.utils` since 0.14 only.
+    """
+    chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
+    return [_unwrapped(chunk) for chunk in chunks]
+
+
+def _unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def training_loop() -> ModuleType | None:

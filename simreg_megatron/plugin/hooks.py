@@ -83,6 +83,7 @@ def install(config: SimRegConfig | None = None) -> None:
             wrappers += [(compat.ARGUMENTS_SEAM, _add_flags), (compat.RESUME_SEAM, _compare_with_checkpoint)]
     for seam, _ in wrappers:
         seam.holder()  # all seams are there, or nothing is wrapped
+    compat.warn_if_untested()
     for seam, wrapper in wrappers:
         installation.wrap(seam, wrapper)
     _installation = installation
@@ -211,9 +212,8 @@ def _end_of_document() -> int:
 def _refuse_models(model_chunks: Any) -> None:
     """A model that never passes the wrapped function would train without SimReg and say nothing."""
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.utils import unwrap_model
 
-    for model in unwrap_model(model_chunks if isinstance(model_chunks, list) else [model_chunks]):
+    for model in compat.unwrapped(model_chunks):
         carries = isinstance(model, GPTModel) and type(model)._postprocess is GPTModel._postprocess
         if getattr(model, "post_process", True) and not carries:
             raise NotImplementedError(

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tests.versions`: drive every release of Megatron with the plugin and print what works where."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from tests.versions import measure, releases, table
+from tests.versions.processes import ROOT
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
+    parser.add_argument("--only", default="", metavar="REGEX", help="releases whose number it finds (0.13, main, ...)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table there too, as Markdown")
+    parser.add_argument(
+        "--sources",
+        type=Path,
+        metavar="DIR",
+        help="Megatron-LM source trees by tag (DIR/core_v0.13.1, DIR/main), for their own scripts and the patches; "
+        "MEGATRON_PATH_0_13_1 names a single one",
+    )
+    parser.add_argument("--cache", type=Path, default=ROOT / ".versions", metavar="DIR", help="installed releases")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if argv is None else argv)
+    versions = [version for version in (*releases.VERSIONS, "main") if re.search(args.only, version)]
+    if not versions:
+        print(f"error: no release is found by --only {args.only}", file=sys.stderr)
+        return 2
+    bench = measure.Bench(args.cache, args.sources)
+    rows = []
+    for version in versions:
+        if version == "main" and releases.given_tree(version, args.sources) is None:
+            continue
+        rows.append(table.row(bench, version))
+        print(table.one_line(rows[-1]), flush=True)
+    shown = table.markdown(rows, argv=sys.argv[1:] if argv is None else argv)
+    print("\n" + shown)
+    if args.output:
+        args.output.write_text(shown, encoding="utf-8")
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Releases of megatron-core beside one another: each in a folder of its own, torch shared with this interpreter."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REFERENCE = "0.19.2"
+VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", REFERENCE)
+"""The last release of each line; the tag of the last line is named after its first release."""
+
+_TAGS = {REFERENCE: "core_v0.19.0", "main": "main"}
+EXTRAS = ("six",)
+"""What source trees up to 0.16 import and do not install."""
+
+_HELPER = "helpers_cpp*.so"
+_TIMEOUT = 1800  # seconds; 0.12 is built from source
+
+
+class ReleaseError(RuntimeError):
+    """A release cannot be had here; the message says why."""
+
+
+def tag_of(version: str) -> str:
+    return _TAGS.get(version, f"core_v{version}")
+
+
+def installed(version: str, cache: Path) -> Path:
+    """The folder of megatron-core `version` below `cache`, filled by pip at the first call.
+
+    Raises:
+        ReleaseError: pip could not install it; the message is pip's last line.
+    """
+    folder = cache / "core" / version
+    if not (folder / "megatron" / "core").is_dir():
+        _pip_install(f"megatron-core=={version}", folder=folder)
+    return folder
+
+
+def extras(cache: Path) -> Path:
+    """A folder with EXTRAS, likewise."""
+    folder = cache / "extras"
+    if not folder.is_dir():
+        _pip_install(*EXTRAS, folder=folder)
+    return folder
+
+
+def _pip_install(*packages: str, folder: Path) -> None:
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*command, "--target", str(partial), *packages],
+        text=True,
+        timeout=_TIMEOUT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if done.returncode:
+        raise ReleaseError(f"pip could not install it: {(done.stdout.strip().splitlines() or ['?'])[-1]}")
+    partial.rename(folder)
+
+
+def given_tree(version: str, sources: Path | None) -> Path | None:
+    """The tree of this release: MEGATRON_PATH_<version, dots as _> names it, or it lies in `sources` by its tag."""
+    named = os.environ.get(f"MEGATRON_PATH_{version.replace('.', '_')}")
+    places = [Path(named)] if named else [sources / tag_of(version), sources / version] if sources else []
+    return next((place for place in places if (place / "pretrain_gpt.py").is_file()), None)
+
+
+def working_tree(version: str, sources: Path | None, cache: Path) -> Path | None:
+    """A copy of the source tree given for this release, with the compiled helper that it needs.
+
+    The given tree stays as it is. None where none is given.
+    """
+    given = given_tree(version, sources)
+    if given is None:
+        return None
+    copy = cache / "trees" / version
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(given / "megatron", copy / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for script in given.glob("*.py"):
+        shutil.copy(script, copy)
+    _add_helper(copy, installed(REFERENCE if version == "main" else version, cache))
+    return copy
+
+
+def _add_helper(tree: Path, core: Path) -> None:
+    """The index builder of the data sets is C++: a tree has its source, the package has it compiled."""
+    place = tree / "megatron" / "core" / "datasets"
+    if not list(place.glob(_HELPER)):
+        for helper in (core / "megatron" / "core" / "datasets").glob(_HELPER):
+            shutil.copy(helper, place)
+
+
+def tree_version(tree: Path) -> str:
+    """What the tree itself says it is."""
+    text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
+    return ".".join(parts.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH"))
