@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,12 +26,20 @@ def _root() -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    script: Annotated[
+        Path | None,
+        typer.Option(help="your training script, such as pretrain_gpt.py: look at the Megatron it would use"),
+    ] = None,
+) -> None:
     """Tell what is installed, where training would run, and what of Megatron the plugin would wrap.
 
     Exit status 1 where SimReg could not be installed.
     """
     console = Console(width=max(120, Console().width))
+    if script is not None:
+        for sentence in _look_at_script(script):
+            console.print(sentence, soft_wrap=True)
     console.print(_packages())
     console.print(_device_sentence())
     console.print(_apex_sentence())
@@ -37,6 +49,35 @@ def doctor() -> None:
         console.print("SimReg cannot be installed into this Megatron: see the rows marked missing.")
         raise typer.Exit(1)
     console.print("SimReg can be installed: add `-m simreg_megatron` before your script, and --simreg-lambda 10.")
+
+
+def _look_at_script(script: Path) -> Iterator[str]:
+    """What the text of the script tells; and put the Megatron beside it first, as running it would."""
+    try:
+        tree = ast.parse(script.read_bytes(), filename=str(script))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise typer.BadParameter(f"cannot read {script} as Python: {error}", param_hint="--script") from None
+    folder = script.resolve().parent
+    sys.path.insert(0, str(folder))
+    where = folder if (folder / "megatron" / "core").is_dir() else "the installed megatron-core"
+    yield f"Script: {script}, with Megatron from {where}."
+    names: set[str | None] = set()
+    imported: set[str | None] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported |= {alias.name for alias in node.names} | {getattr(node, "module", None)}
+        elif isinstance(node, ast.Attribute | ast.Name):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+        elif isinstance(node, ast.keyword):
+            names.add(node.arg)
+    if "simreg_megatron" in imported and "install" in names | imported:
+        yield "It installs SimReg itself."
+    else:
+        yield "It does not mention SimReg: start it with `-m simreg_megatron` before it, or call install() in it."
+    if not names & {"pretrain", "initialize_megatron", "parse_args", "parse_and_validate_args"}:
+        yield "It never parses Megatron's flags: pass install(config=SimRegConfig(lambda_=...))."
+    if "output_processor" in names:
+        yield "It passes an output processor, which replaces the per-token loss: SimReg refuses such a forward pass."
 
 
 def _packages() -> Table:
@@ -83,13 +124,17 @@ def _apex_sentence() -> str:
 def _seams() -> tuple[Table, bool]:
     from simreg_megatron.plugin import compat
 
-    table = Table(title=f"Megatron {_version('megatron-core') or '(source tree?)'}", title_justify="left")
+    _use_cpu_if_alone()
+    table = Table(title=f"Megatron {compat.megatron_version()}", title_justify="left")
     table.add_column("function the plugin wraps", no_wrap=True)
     table.add_column("found")
     table.add_column("because", overflow="fold")
-    _use_cpu_if_alone()
     complete = True
-    for seam in (compat.MODEL_SEAM, *compat.TRAINING_SEAMS):
+    try:
+        models = compat.model_seams()
+    except compat.MegatronSeamError:
+        models = (compat.MODEL_SEAM,)
+    for seam in (*models, *compat.TRAINING_SEAMS):
         try:
             seam.holder()
             found = "yes"

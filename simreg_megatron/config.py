@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 OBJECTIVES = ("simreg", "none")
 SCOPES = ("exact", "local")
+PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm")
 GROUP_REDUCTIONS = ("sum", "mean")
 SELF_POSITIVES = ("always", "only_if_alone", "never")
@@ -28,6 +29,9 @@ class SimRegConfig:
         scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
         similarity: how two hidden states are compared.
         objective: "simreg", or "none" to measure without training on it.
+        layers: whose states get the term: "final" and layer numbers from 1; several are added up, lambda for each.
+        placement: "post-norm" takes the final states behind the last norm (what enters the output layer), "pre-norm"
+            before it. A numbered layer's output is behind no norm.
         group_reduce: "sum" or "mean" over the positive and over the negative group.
         self_positive: when a token counts as its own positive.
         chunk_weight: how the chunks of one sequence are weighed against each other.
@@ -46,6 +50,8 @@ class SimRegConfig:
     scope: str = "exact"
     similarity: str = "cosine"
     objective: str = "simreg"
+    layers: tuple[int | str, ...] = ("final",)
+    placement: str = "post-norm"
     group_reduce: str = "sum"
     self_positive: str = "always"
     chunk_weight: str = "token"
@@ -56,6 +62,7 @@ class SimRegConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lambda_", _checked_lambda(self.lambda_))
+        object.__setattr__(self, "layers", _checked_layers(self.layers))
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"the SimReg temperature must be a finite number above 0, not {self.temperature}")
         if self.chunk_size < 0 or self.chunk_size == 1:
@@ -83,6 +90,11 @@ class SimRegConfig:
                 "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
                 "drop one of them"
             )
+        if self.placement != "post-norm" and "final" not in self.layers:
+            raise ValueError(
+                f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
+                "drop it, or add final to the layers"
+            )
         if self.warmup_iters and not self.trains:
             raise ValueError("a SimReg warm-up has no effect while lambda is 0: give lambda, or drop the warm-up")
 
@@ -96,6 +108,16 @@ class SimRegConfig:
         """Whether anything is computed at all. False means plain Megatron, bit for bit."""
         return self.trains or self.objective == "none"
 
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """The numbered layers, from 1, ascending."""
+        return tuple(layer for layer in self.layers if isinstance(layer, int))
+
+    @property
+    def looks_inside(self) -> bool:
+        """Whether states inside the decoder are needed, beside what it returns."""
+        return bool(self.layer_numbers) or self.placement == "pre-norm"
+
     def weight(self, hidden_size: int) -> float:
         """lambda as a number for a model of this width: 10 * sqrt(hidden_size / 1024) if it is "auto"."""
         if self.lambda_ == "auto":
@@ -106,6 +128,7 @@ class SimRegConfig:
 _CHOICES = {
     "objective": OBJECTIVES,
     "scope": SCOPES,
+    "placement": PLACEMENTS,
     "similarity": SIMILARITIES,
     "group_reduce": GROUP_REDUCTIONS,
     "self_positive": SELF_POSITIVES,
@@ -124,3 +147,18 @@ def _checked_lambda(value: float | str) -> float | str:
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"SimReg lambda must be a finite number of 0 or more, or auto, not {value}")
     return number
+
+
+def _checked_layers(value: object) -> tuple[int | str, ...]:
+    """("final",), (3, "final"), or the same as text: "3,final". Numbers first, each once, ascending."""
+    words = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
+    numbers, final = set(), False
+    for word in words:
+        text = str(word).strip()
+        if text == "final":
+            final = True
+        elif text.isdecimal() and int(text) > 0:
+            numbers.add(int(text))
+        else:
+            raise ValueError(f"SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not {text!r}")
+    return (*sorted(numbers), *(("final",) if final else ()))

@@ -16,17 +16,26 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
 _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+# Megatron's batch helpers look all of these up; they stay None while sequences are not packed.
+_PACKING = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 _SPIKE = 10  # a loss this many times the largest one seen so far is reported by --check-for-spiky-loss
 
 
@@ -51,6 +60,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        inter_document_masking=args.dataloader_inter_document_masking,
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
@@ -64,7 +74,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 
 
 def _reads_data(vp_stage: int | None = None) -> bool:
-    return mpu.get_tensor_model_parallel_rank() == 0 and _sees_tokens(vp_stage)
+    return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage)
 
 
 def _predicts_further(vp_stage: int | None) -> bool:
@@ -82,11 +92,16 @@ def _sees_tokens(vp_stage: int | None) -> bool:
     return is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
 
 
+def _needs_batch(vp_stage: int | None) -> bool:
+    """Stages in the middle read too where documents are packed: their attention must know the borders."""
+    return _sees_tokens(vp_stage) or get_args().dataloader_inter_document_masking
+
+
 def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]:
     """This rank's part of the next micro-batch: read on tensor rank 0, broadcast, cut for context parallelism."""
     args = get_args()
-    if not _sees_tokens(vp_stage):
-        return dict.fromkeys(_BATCH)
+    if not _needs_batch(vp_stage):
+        return dict.fromkeys((*_BATCH, *_PACKING))
     batch: dict[str, Any] = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         read = next(data_iterator)
@@ -95,7 +110,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
+        has_cu_seqlens=args.dataloader_inter_document_masking,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
@@ -107,15 +122,31 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-
-
-# Megatron's batch helpers look these up; they stay None while sequences are not packed.
-_PACKING = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+    return get_batch_on_this_cp_rank(
+        flatten_batch_for_packed_sequences(batch),
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+    )
 
 
 def _to_device(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.cuda(non_blocking=True)
+
+
+def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """Where the documents of a packed micro-batch begin and end; None while sequences are not packed."""
+    if batch["cu_seqlens"] is None:
+        return None
+    borders, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
+    update_seqlen_stats_from_cu_seqlens(borders)  # for the FLOP/s of Megatron's log
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=get_args().seq_length,
+    )
 
 
 def loss_function(loss_mask: Tensor, per_token_loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -154,14 +185,58 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=packed_sequences(batch),
     )
     return output, partial(loss_function, batch["loss_mask"])
 
 
+def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
+    """Ranks of a pipeline that hold the word embeddings: Megatron keeps their copies equal."""
+    args = get_args()
+    further = get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args))
+    last = [] if args.untie_embeddings_and_output_weights else pipeline_ranks[-1:]
+    return sorted({pipeline_ranks[0], *last, *further})
+
+
+def check_document_masks(args: Any) -> None:
+    """Refuse layouts in which Megatron 0.19 itself would lose the borders of documents, most of them silently.
+
+    Raises:
+        ValueError: a mask does not reach all pipeline stages, packed rows arrive at the next stage in another shape,
+            or context parallelism cuts packed rows where attention does not expect it.
+    """
+    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    if args.reset_attention_mask and (stages > 2 or virtual):
+        raise ValueError(
+            "--reset-attention-mask reaches the first and the last pipeline stage only, so layers in between would "
+            "attend across documents: use --dataloader-inter-document-masking with --micro-batch-size 1 instead"
+        )
+    if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
+        raise ValueError(
+            "--dataloader-inter-document-masking cannot be split by context parallelism: rows are cut as a whole, "
+            "while rotary embeddings and attention take every document to be cut by itself; "
+            "leave --context-parallel-size out"
+        )
+    if args.dataloader_inter_document_masking and stages > 1 and args.micro_batch_size > 1:
+        raise ValueError(
+            "--dataloader-inter-document-masking packs a micro-batch into one row, and pipeline stages exchange "
+            f"{args.micro_batch_size} rows: set --micro-batch-size 1"
+        )
+
+
 def main() -> None:
+    run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)  # as it is without --inprocess-restart
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
+    check_document_masks(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    run(
+        config,
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        store=store,
+        get_embedding_ranks=embedding_ranks,
+    )
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ _FLAGS = (
     _Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, or on each rank"),
     _Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES)),
     _Flag("--simreg-objective", "objective", str, _one_of(choices.OBJECTIVES) + ": none measures without training"),
+    _Flag("--simreg-layers", "layers", str, "final (default), or layer numbers such as 12,24,final"),
+    _Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": the final states, behind the norm"),
     _Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS)),
     _Flag("--simreg-self-positive", "self_positive", str, _one_of(choices.SELF_POSITIVES)),
     _Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS)),

@@ -7,12 +7,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import os
 import re
-import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+NEWEST_TRIED = (0, 19)  # docs/versions.md
 
 
 class MegatronSeamError(RuntimeError):
@@ -21,13 +21,17 @@ class MegatronSeamError(RuntimeError):
 
 @dataclass(frozen=True)
 class Seam:
-    """One function of Megatron: who owns it, under which name, and why the plugin needs it."""
+    """One function of Megatron: who owns it, under which name, and why the plugin needs it.
+
+    Where Megatron calls it by keyword, someone else's wrapper may take the parameters as **kwargs.
+    """
 
     module: str
     owner: str | None  # a class inside the module, or None for a function of the module
     name: str
     purpose: str
     parameters: frozenset[str] = frozenset()
+    called_by_keyword: bool = False
 
     @property
     def path(self) -> str:
@@ -48,15 +52,17 @@ class Seam:
         function = getattr(holder, self.name, None)
         if function is None:
             raise self._missing(f"it has no {self.path}")
-        absent = self.parameters - set(inspect.signature(function).parameters)
-        if absent:
+        taken = inspect.signature(function).parameters
+        absent = self.parameters - set(taken)
+        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        if absent and not (self.called_by_keyword and passes_on):
             raise self._missing(f"{self.path} does not take {', '.join(sorted(absent))}")
         return holder
 
     def _missing(self, what: str) -> MegatronSeamError:
         return MegatronSeamError(
             f"megatron-core {megatron_version()} cannot carry SimReg ({self.purpose}): {what}; "
-            "use megatron-core 0.13 or newer (`simreg-megatron doctor` lists what was found)"
+            "use megatron-core 0.12 or newer (`simreg-megatron doctor` lists what was found)"
         )
 
 
@@ -66,6 +72,21 @@ MODEL_SEAM = Seam(
     "_postprocess",
     "final hidden states and labels meet here",
     frozenset({"hidden_states", "labels", "loss_mask", "packed_seq_params", "inference_context"}),
+    called_by_keyword=True,
+)
+# Models that compute their loss inside `forward` itself: what their decoder returns is caught on the way.
+FORWARD_SEAMS = (
+    Seam("megatron.core.models.gpt.gpt_model", "GPTModel", "forward", "it computes the loss", frozenset({"labels"})),
+    Seam("megatron.core.models.hybrid.hybrid_model", "HybridModel", "forward", "it computes the loss",
+         frozenset({"labels"})),
+    Seam("megatron.core.models.mamba.mamba_model", "MambaModel", "forward", "it computes the loss",
+         frozenset({"labels"})),
+)  # fmt: skip
+DECODER_SEAM = Seam(
+    "megatron.core.transformer.transformer_block",
+    "TransformerBlock",
+    "forward",
+    "states inside the decoder are caught while it runs",
 )
 ARGUMENTS_SEAM = Seam(
     "megatron.training.arguments",
@@ -79,7 +100,13 @@ SETUP_SEAM = Seam(
     "setup_model_and_optimizer",
     "what cannot work is refused before step one",
 )
-STEP_SEAM = Seam("megatron.training.training", None, "train_step", "the lambda warm-up follows the iteration")
+STEP_SEAM = Seam(
+    "megatron.training.training",
+    None,
+    "train_step",
+    "the lambda warm-up follows the iteration",
+    frozenset({"model"}),
+)
 LOG_SEAM = Seam(
     "megatron.training.training",
     None,
@@ -96,6 +123,34 @@ RESUME_SEAM = Seam(
 TRAINING_SEAMS = (ARGUMENTS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
 
 
+def named_arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name, also those that a function takes as **kwargs."""
+    named: dict[str, Any] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
+        named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return named
+
+
+def model_seams() -> tuple[Seam, ...]:
+    """The functions of this Megatron in which models compute their loss, GPTModel's first.
+
+    Raises:
+        MegatronSeamError: GPTModel has neither form, or one of other parameters.
+    """
+    gpt, *others = FORWARD_SEAMS
+    holder = gpt.holder()
+    found = [MODEL_SEAM if hasattr(holder, MODEL_SEAM.name) else gpt]
+    found[0].holder()
+    for seam in others:  # not in every release, and MambaModel may inherit HybridModel's
+        try:
+            if seam.name in vars(seam.holder()):
+                found.append(seam)
+        except MegatronSeamError:
+            continue
+    return tuple(found)
+
+
 def megatron_version() -> str:
     """Version of the installed megatron-core, or of the source tree on the path."""
     try:
@@ -107,20 +162,10 @@ def megatron_version() -> str:
             return "(not installed)"
 
 
-NEWEST_TESTED = (0, 19)  # the newest release line in docs/versions.md
-
-
-def warn_if_untested() -> None:
-    """One warning a job where Megatron is newer than any tested release: every seam was found, so it goes on."""
-    version = megatron_version()
-    line = re.match(r"(\d+)\.(\d+)", version)
-    if line and tuple(map(int, line.groups())) > NEWEST_TESTED and os.environ.get("RANK", "0") == "0":
-        tested = ".".join(map(str, NEWEST_TESTED))
-        warnings.warn(
-            f"SimReg was tested with megatron-core up to {tested}, and this is {version}: every function it needs was "
-            "found, so it goes on; compare a few steps at --simreg-lambda 0 with and without it",
-            stacklevel=3,
-        )
+def is_untried_release() -> bool:
+    """Whether this Megatron is newer than any that the plugin was run with."""
+    numbers = re.match(r"(\d+)\.(\d+)", megatron_version())
+    return numbers is not None and tuple(map(int, numbers.groups())) > NEWEST_TRIED
 
 
 def unwrapped(model_chunks: Any) -> list[Any]:

@@ -106,14 +106,22 @@ def activate(mode: str = "on") -> None:
     _replace_random_state(torch)
     _replace_tensor_types(torch)
     _replace_placement(torch)
+    _replace_meshes()
     _replace_compiler(torch)
     _adapt_megatron()
     if int(os.environ.get("RANK", "0")) == 0:
         print("> SimReg: no GPU in use, Megatron runs on the CPU over gloo (for trying and testing)", flush=True)
 
 
+class _Device(str):
+    """The name of the CPU, which in Megatron's f"cuda:{device}" reads as the number of a GPU."""
+
+    def __format__(self, specification: str) -> str:
+        return "0"
+
+
 def _replace_device_queries(torch: Any) -> None:
-    cuda, cpu = torch.cuda, torch.device("cpu")
+    cuda, cpu = torch.cuda, _Device("cpu")
 
     properties = SimpleNamespace(major=8, minor=0, name="cpu", total_memory=_MEMORY, multi_processor_count=1)
     cuda.is_available = lambda: True
@@ -254,6 +262,18 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*args, **kwargs)
 
     return made_on_cpu
+
+
+def _replace_meshes() -> None:
+    """torch's FSDP works on the CPU too, over a mesh that says so; Megatron asks for one of "cuda"."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from_group = DeviceMesh.from_group
+
+    def from_group_on_cpu(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return from_group(group, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
+
+    DeviceMesh.from_group = staticmethod(from_group_on_cpu)  # type: ignore[method-assign]
 
 
 def _replace_compiler(torch: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`install()`: wrap five functions of Megatron, one idea each, and give them back on `uninstall()`."""
+"""`install()`: wrap a few functions of Megatron, one idea each, and give them back on `uninstall()`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import compat
+from simreg_megatron.plugin import compat, inner
 from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args, differences_to_checkpoint
 from simreg_megatron.plugin.regularizer import Regularizer
-from simreg_megatron.plugin.reporting import add_to_console, log_once, write_scalars
+from simreg_megatron.plugin.reporting import add_to_console, log_once, warn, write_scalars
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -26,17 +26,26 @@ class _Installation:
         self.given_config = config
         self._regularizer: Regularizer | None = None
         self._originals: list[tuple[Any, str, Any, Any]] = []
+        self.model_classes: tuple[Any, ...] = ()
 
     def regularizer(self) -> Regularizer:
         """Made at first use: Megatron's flags are parsed by then."""
         if self._regularizer is None:
             self._regularizer = Regularizer(self.given_config or _config_of_megatron())
+            self._look_inside_if_asked(self._regularizer.config)
         return self._regularizer
 
     def begin_run(self) -> Regularizer:
         """A fresh regularizer: a run that Megatron restarts inside the process has new groups and counts anew."""
         self._regularizer = None
         return self.regularizer()
+
+    def _look_inside_if_asked(self, config: SimRegConfig) -> None:
+        """The decoder is wrapped only for settings that name states inside it."""
+        wrapped = any(name == compat.DECODER_SEAM.name and holder.__name__ == compat.DECODER_SEAM.owner
+                      for holder, name, _, _ in self._originals)  # fmt: skip
+        if config.active and config.looks_inside and not wrapped:
+            self.wrap(compat.DECODER_SEAM, _catch_inner_states)
 
     def wrap(self, seam: compat.Seam, wrapper: Wrapper) -> None:
         holder = seam.holder()
@@ -46,12 +55,14 @@ class _Installation:
         self._originals.append((holder, seam.name, original, wrapped))
 
     def unwrap_all(self) -> None:
-        while self._originals:
-            holder, name, original, wrapped = self._originals.pop()
+        """All of them, or none where someone wrapped one again since."""
+        for holder, name, _, wrapped in self._originals:
             if getattr(holder, name) is not wrapped:
                 raise RuntimeError(
                     f"{getattr(holder, '__name__', holder)}.{name} was wrapped again after SimReg: undo that first"
                 )
+        while self._originals:
+            holder, name, original, _ = self._originals.pop()
             setattr(holder, name, original)
 
 
@@ -72,7 +83,10 @@ def install(config: SimRegConfig | None = None) -> None:
             "flags: pass install(config=SimRegConfig(lambda_=...)), or put a Megatron-LM source tree on PYTHONPATH"
         )
     installation = _Installation(config)
-    wrappers: list[tuple[compat.Seam, Wrapper]] = [(compat.MODEL_SEAM, _regularize)]
+    models = compat.model_seams()
+    wrappers: list[tuple[compat.Seam, Wrapper]] = [
+        (seam, _regularize if seam is compat.MODEL_SEAM else _regularize_forward) for seam in models
+    ]
     if has_loop:
         wrappers += [
             (compat.SETUP_SEAM, _refuse_what_cannot_work),
@@ -83,10 +97,17 @@ def install(config: SimRegConfig | None = None) -> None:
             wrappers += [(compat.ARGUMENTS_SEAM, _add_flags), (compat.RESUME_SEAM, _compare_with_checkpoint)]
     for seam, _ in wrappers:
         seam.holder()  # all seams are there, or nothing is wrapped
-    compat.warn_if_untested()
+    if compat.is_untried_release():
+        warn(
+            f"SimReg was not yet tried with megatron-core {compat.megatron_version()}: all functions it wraps are "
+            "there, so it goes on; compare a short run with --simreg-lambda 0 and without the plugin first"
+        )
     for seam, wrapper in wrappers:
         installation.wrap(seam, wrapper)
+    installation.model_classes = tuple(seam.holder() for seam in models)
     _installation = installation
+    if config is not None:
+        installation.regularizer()
 
 
 def uninstall() -> None:
@@ -109,27 +130,65 @@ def _config_of_megatron() -> SimRegConfig:
 
 
 def _regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """For models that are handed their final hidden states and the labels in one call."""
     signature = inspect.signature(postprocess)
 
     def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
         loss = postprocess(model, *args, **kwargs)
-        if not (model.post_process and model.training and torch.is_grad_enabled()):
+        if not _trains(model):
             return loss
-        given = signature.bind(model, *args, **kwargs).arguments
-        labels = given.get("labels")
-        if labels is None or given.get("inference_context") is not None or not _current().config.active:
-            return loss
-        _refuse_unknown_loss(model, given, loss)
-        return _current().add_to(
-            loss,
-            model,
-            hidden_states=given["hidden_states"],
-            labels=labels,
-            loss_mask=given.get("loss_mask"),
-            packed_seq_params=given.get("packed_seq_params"),
-        )
+        given = compat.named_arguments(signature, model, *args, **kwargs)
+        return _add_to(loss, model, given, given["hidden_states"])
 
     return with_simreg
+
+
+def _regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """For models that compute their loss inside `forward`: the decoder's output is caught on the way."""
+    signature = inspect.signature(forward)
+
+    def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (_trains(model) and _current().config.active):
+            return forward(model, *args, **kwargs)
+        caught: list[Any] = []
+        handle = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
+        try:
+            loss = forward(model, *args, **kwargs)
+        finally:
+            handle.remove()
+        given = compat.named_arguments(signature, model, *args, **kwargs)
+        hidden_states = caught[-1]
+        return _add_to(loss, model, given, hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states)
+
+    return with_simreg
+
+
+def _trains(model: Any) -> bool:
+    return bool(model.post_process and model.training and torch.is_grad_enabled())
+
+
+def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) -> Any:
+    labels = given.get("labels")
+    if labels is None or given.get("inference_context") is not None or not _current().config.active:
+        return loss
+    _refuse_unknown_loss(model, given, loss)
+    return _current().add_to(
+        loss,
+        model,
+        hidden_states=hidden_states,
+        labels=labels,
+        loss_mask=given.get("loss_mask"),
+        packed_seq_params=given.get("packed_seq_params"),
+    )
+
+
+def _catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def caught(decoder: Any, *args: Any, **kwargs: Any) -> Any:
+        if not inner.wants(decoder):
+            return forward(decoder, *args, **kwargs)
+        return _current().inner_states.catch(forward, decoder, *args, **kwargs)
+
+    return caught
 
 
 def _refuse_unknown_loss(model: Any, given: dict[str, Any], loss: Any) -> None:
@@ -164,7 +223,7 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
             _refuse_arguments(get_args(), regularizer.config)
         built = setup_model_and_optimizer(*args, **kwargs)
         if regularizer.config.active:
-            _refuse_models(built[0])
+            _refuse_models(regularizer.config, built[0])
             if regularizer.config.document_mask:
                 regularizer.end_of_document = _end_of_document()
             _announce(regularizer.config, built[0])
@@ -186,6 +245,8 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
             "SimReg has not been shown to work inside full-iteration CUDA graphs: capture layers only, "
             "or set --simreg-lambda 0"
         )
+    if config.looks_inside:
+        inner.refuse_arguments(config, args)
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(_PACKED_AND_SPLIT)
@@ -209,17 +270,19 @@ def _end_of_document() -> int:
         ) from error
 
 
-def _refuse_models(model_chunks: Any) -> None:
-    """A model that never passes the wrapped function would train without SimReg and say nothing."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
+def _refuse_models(config: SimRegConfig, model_chunks: Any) -> None:
+    """A model that never passes a wrapped function would train without SimReg and say nothing."""
+    assert _installation is not None
     for model in compat.unwrapped(model_chunks):
-        carries = isinstance(model, GPTModel) and type(model)._postprocess is GPTModel._postprocess
-        if getattr(model, "post_process", True) and not carries:
+        if not getattr(model, "post_process", True):
+            continue
+        if not isinstance(model, _installation.model_classes):
+            known = " and ".join(known.__name__ for known in _installation.model_classes)
             raise NotImplementedError(
-                f"SimReg reaches GPTModel (dense and MoE) only, and this run builds {type(model).__name__}: "
-                "set --simreg-lambda 0 for it"
+                f"SimReg reaches {known} only, and this run builds {type(model).__name__}: set --simreg-lambda 0 for it"
             )
+        if config.looks_inside:
+            inner.refuse_decoder(config, model.decoder)
 
 
 def _announce(config: SimRegConfig, model_chunks: Any) -> None:
@@ -235,12 +298,30 @@ def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train_step)
 
     def with_iteration(*args: Any, **kwargs: Any) -> Any:
-        if _current().config.active:
-            iteration = signature.bind(*args, **kwargs).arguments.get("iteration")
-            _begin_step(_current(), _iteration_of_args() if iteration is None else iteration)
-        return train_step(*args, **kwargs)
+        if not _current().config.active:
+            return train_step(*args, **kwargs)
+        given = compat.named_arguments(signature, *args, **kwargs)
+        iteration = given.get("iteration")
+        _begin_step(_current(), _iteration_of_args() if iteration is None else iteration)
+        result = train_step(*args, **kwargs)
+        _refuse_silence(_current(), given["model"])
+        return result
 
     return with_iteration
+
+
+def _refuse_silence(regularizer: Regularizer, model_chunks: Any) -> None:
+    """A model that overrides the wrapped function without calling it would train without SimReg."""
+    from megatron.core.utils import unwrap_model
+
+    if regularizer.metrics.has_observed:
+        return
+    for model in unwrap_model(model_chunks if isinstance(model_chunks, list) else [model_chunks]):
+        if getattr(model, "post_process", True):
+            raise compat.MegatronSeamError(
+                f"SimReg is on, but {type(model).__name__} computed its loss without passing the function that SimReg "
+                "wraps: let its override call super(), or set --simreg-lambda 0"
+            )
 
 
 def _iteration_of_args() -> int:
@@ -264,7 +345,7 @@ def _report(training_log: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(training_log)
 
     def with_simreg(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        given = compat.named_arguments(signature, *args, **kwargs)
         first, iteration = bool(given.get("is_first_iteration")), given["iteration"]
         if not _current().config.active or not (first or _is_log_step(iteration)):
             return training_log(*args, **kwargs)

@@ -18,8 +18,9 @@ from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
+from simreg_megatron.plugin.inner import InnerStates
 from simreg_megatron.plugin.reporting import Metrics, log_once
-from simreg_megatron.plugin.sequence import terms_of, views_of
+from simreg_megatron.plugin.sequence import View, terms_of, views_of
 
 
 class Regularizer:
@@ -28,6 +29,7 @@ class Regularizer:
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
         self.end_of_document: int | None = None  # token id, where Megatron has a tokenizer
+        self.inner_states = InnerStates(config)
         self.metrics = Metrics(config)
         self.ramp: Tensor | None = None  # 0-d device tensor; None while lambda is constant
         self.follows_iterations = False  # set once a training loop tells the iteration
@@ -64,27 +66,32 @@ class Regularizer:
         hidden_states = _main_hidden_states(hidden_states, shard)
         valid = shard.held_columns(_valid_tokens(labels, loss_mask))
         labels = shard.held_columns(labels)
-        sample_length = getattr(packed_seq_params, "tokens_per_sample", None)
-        self._describe_chunks(shard, sample_length)
+        self._describe_chunks(shard, getattr(packed_seq_params, "tokens_per_sample", None))
 
         trains = self.config.trains
         with torch.set_grad_enabled(trains):
-            views = views_of(
-                self.config,
-                shard,
-                hidden_states,
-                labels,
-                valid,
-                documents=self._documents(packed_seq_params),
-                sample_length=sample_length,
-            )
-            terms = terms_of(self.config, views)
-        self.metrics.observe(terms.detach(), views, hidden_states.detach(), valid, shard)
+            states = self.inner_states.take(model, hidden_states)
+            views = [self._views(shard, state, labels, valid, packed_seq_params) for state in states]
+            terms = torch.stack([terms_of(self.config, of_state) for of_state in views]).sum(dim=0)
+        self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard)
         if not trains:
             return loss_BS
         _stop_hidden_failure(loss_BS, terms)
         weighted = terms.to(loss_BS.dtype) * self._weight(model)
         return add_gradient(loss_BS, weighted, start=shard.start)
+
+    def _views(
+        self, shard: SequenceShard, states: Tensor, labels: Tensor, valid: Tensor, packed_seq_params: Any
+    ) -> list[View]:
+        return views_of(
+            self.config,
+            shard,
+            states,
+            labels,
+            valid,
+            documents=self._documents(packed_seq_params),
+            sample_length=getattr(packed_seq_params, "tokens_per_sample", None),
+        )
 
     def _documents(self, packed_seq_params: Any) -> Documents | None:
         if not self.config.document_mask:

@@ -39,6 +39,11 @@ class Metrics:
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
 
+    @property
+    def has_observed(self) -> bool:
+        """Whether any micro-batch has come by."""
+        return self._sums is not None
+
     @torch.no_grad()
     def observe(
         self, terms: Tensor, views: list[View], hidden_states: Tensor, valid: Tensor, shard: SequenceShard

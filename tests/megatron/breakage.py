@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 Keywords = dict[str, Any]
@@ -51,10 +50,12 @@ def _change_simreg(change: Callable[[Keywords], Keywords]) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     with_simreg = GPTModel._postprocess
-    without = with_simreg.__wrapped__  # type: ignore[attr-defined]  # what install() wrapped
+    without = with_simreg.__wrapped__  # what install() wrapped
 
     def changed(model: Any, **given: Any) -> Tensor:
         loss = without(model, **given)
+        if given["labels"] is None:  # a pipeline stage before the last
+            return loss
         wrong = change(given)
         return loss + (with_simreg(model, **wrong) - without(model, **wrong)).view_as(loss)
 
@@ -62,62 +63,38 @@ def _change_simreg(change: Callable[[Keywords], Keywords]) -> None:
 
 
 def other_ranks_dropped() -> None:
-    """Backwards, each rank keeps its own gradients of the shared tokens instead of the sum over ranks."""
+    """Backwards, what a rank computed for another rank's tokens is lost."""
+    from simreg_megatron.parallel import shard
 
-    def keep_own(output: Tensor, whole: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> None:
-        output.copy_(whole[group.rank() * output.shape[0] : (group.rank() + 1) * output.shape[0]])
+    exchange = shard.exchange_rows
 
-    _replace_in_simreg("reduce_scatter_tensor", keep_own)
+    def own_alone(rows: Tensor, plan: Any, group: Any) -> Tensor:
+        exchanged = exchange(rows, plan, group)
+        owners = exchange(torch.full_like(rows, group.rank()).detach(), plan, group)
+        return torch.where(owners == group.rank(), exchanged, exchanged.detach())
+
+    shard.exchange_rows = own_alone
 
 
-def _replace_in_simreg(name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a collective for the package's exchanges alone; Megatron keeps the true one."""
-    import importlib
-    import pkgutil
+def shared_work_not_summed() -> None:
+    """Tensor-parallel ranks that share the anchors keep each its own part of the gradient."""
+    from simreg_megatron.parallel import shard
 
-    from simreg_megatron import parallel
-
-    class Replaced:
-        def __getattr__(self, attribute: str) -> Any:
-            return replacement if attribute == name else getattr(dist, attribute)
-
-    for found in pkgutil.iter_modules(parallel.__path__, f"{parallel.__name__}."):
-        module: Any = importlib.import_module(found.name)
-        if hasattr(module, "dist"):
-            module.dist = Replaced()
+    shard.share_work = lambda rows, group: rows.float()
 
 
 def not_finite_from_second_step() -> None:
-    """SimReg sees NaN from the second step on, while the language-model loss stays sound."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    """SimReg's terms are NaN from the second step on, while the language-model loss stays sound."""
+    from simreg_megatron.plugin import regularizer
 
-    import simreg_megatron
+    terms_of, calls = regularizer.terms_of, []
 
-    simreg_megatron.uninstall()  # to come below the plugin as well as above it
-    postprocess, sound, calls = GPTModel._postprocess, [], []
-
-    def below(model: Any, **given: Any) -> Tensor:
-        return postprocess(model, **{**given, "hidden_states": sound[-1]})
-
-    GPTModel._postprocess = _like(postprocess, below)
-    simreg_megatron.install()
-    with_simreg = GPTModel._postprocess
-
-    def above(model: Any, **given: Any) -> Tensor:
-        sound.append(given["hidden_states"])
+    def broken(*args: Any) -> Tensor:
         calls.append(None)
-        broken = len(calls) > 2  # two micro-batches a step
-        hidden = sound[-1] * float("nan") if broken else sound[-1]
-        return with_simreg(model, **{**given, "hidden_states": hidden})
+        terms = terms_of(*args)
+        return terms * float("nan") if len(calls) > 2 else terms  # two micro-batches a step
 
-    GPTModel._postprocess = above
-
-
-def _like(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement with the original's name and signature, which install() checks."""
-    import functools
-
-    return functools.wraps(original)(replacement)
+    regularizer.terms_of = broken
 
 
 def not_finite_hidden_states() -> None:
@@ -128,12 +105,19 @@ def not_finite_hidden_states() -> None:
     TransformerBlock.forward = lambda self, *args, **kwargs: forward(self, *args, **kwargs) * float("nan")
 
 
+def overwritten_wrapper() -> None:
+    """Someone put the function back that the plugin had wrapped: SimReg is on, and never reached."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    GPTModel._postprocess = GPTModel._postprocess.__wrapped__
+
+
 def other_model_class() -> None:
     """A model that never passes through the wrapped function."""
     from simreg_megatron.plugin import hooks
 
-    class HybridModel(torch.nn.Module):
+    class OtherModel(torch.nn.Module):
         post_process = True
 
     refuse = hooks._refuse_models
-    hooks._refuse_models = lambda chunks: refuse([HybridModel()])
+    hooks._refuse_models = lambda config, chunks: refuse(config, [OtherModel()])

@@ -43,9 +43,8 @@ def run_ranks(target: Callable[..., None], *arguments: Any, processes: int, log:
     """
     job = (processes, free_port(), log)
     log.parent.mkdir(parents=True, exist_ok=True)
-    ranks = [
-        _context().Process(target=_rank, args=(rank, *job, target, arguments), daemon=True) for rank in range(processes)
-    ]
+    # Not daemons: those may have no children, and Megatron writes checkpoints in some.
+    ranks = [_context().Process(target=_rank, args=(rank, *job, target, arguments)) for rank in range(processes)]
     for rank in ranks:
         rank.start()
     try:

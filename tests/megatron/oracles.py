@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that averages as Megatron's default mode does over many: a mean of every rank's own mean.
 
-Without --calculate-per-token-loss Megatron divides by the valid tokens N_r of each rank r and then averages the R ranks,
-so with unequal counts its own loss depends on the layout. These patches give one process that same function: the
-per-token loss keeps its value, and its gradient is multiplied by N / (R * N_r) before Megatron divides it by N.
+Without --calculate-per-token-loss Megatron divides by the valid tokens N_r of each rank r and then averages the R
+ranks, so with unequal counts its own loss depends on the layout. These patches give one process that same function:
+the per-token loss keeps its value, and its gradient is multiplied by N / (R * N_r) before Megatron divides it by N.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 
 from simreg_megatron import SimRegConfig, install, uninstall
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.plugin import cpu_backend
+from simreg_megatron.plugin import compat, cpu_backend
 
 LENGTH, VOCABULARY, WIDTH = 32, 64, 32
 CONFIG = SimRegConfig(lambda_=2, temperature=0.5, chunk_size=12)
@@ -102,6 +102,13 @@ def main() -> None:
     assert GPTModel._postprocess is original
     again_loss, again = gradients(model, tokens, labels)
     assert torch.equal(again_loss, plain_loss) and all(torch.equal(again[name], plain[name]) for name in plain)
+
+    compat.model_seams = lambda: (compat.FORWARD_SEAMS[0],)  # as in releases where `forward` computes the loss
+    install(config=CONFIG)
+    assert GPTModel._postprocess is original
+    other_loss, other = gradients(model, tokens, labels)
+    assert torch.equal(other_loss, plain_loss) and all(torch.equal(other[name], got[name]) for name in got)
+    uninstall()
     torch.distributed.destroy_process_group()
     print("own script: all as expected")
 

@@ -34,14 +34,17 @@ def named_parameters(model_chunks: list[Any]) -> Iterator[tuple[str, Any]]:
                 if name.startswith(local):
                     name = f"decoder.layers.{number}.{name.removeprefix(local)}"
                     break
-            yield _EXPERT.sub(lambda index: str(_global_expert(int(index[0]), chunk.config)), name), parameter
+            yield _with_global_expert(name, chunk.config), parameter
 
 
-def _global_expert(local: int, config: Any) -> int:
+def _with_global_expert(name: str, config: Any) -> str:
     from megatron.core import parallel_state
 
-    experts_here = config.num_moe_experts // config.expert_model_parallel_size
-    return parallel_state.get_expert_model_parallel_rank() * experts_here + local
+    def number(local: re.Match[str]) -> str:
+        experts_here = config.num_moe_experts // config.expert_model_parallel_size
+        return str(parallel_state.get_expert_model_parallel_rank() * experts_here + int(local[0]))
+
+    return _EXPERT.sub(number, name)
 
 
 def shard_of(name: str, parameter: Any) -> Shard:

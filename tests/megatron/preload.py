@@ -8,19 +8,22 @@ Megatron, so that a plain rank stays plain.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
-
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; a pool of threads would not survive the fork
 
 from simreg_megatron.plugin import cpu_backend
 
+_MODULES = (
+    "megatron.training.training",
+    "megatron.core.tokenizers.text",  # else each rank would import it for its tokenizer, with all of transformers
+    "torch._dynamo",  # the same for its first process group
+    "simreg_megatron.data.indexed",
+    "simreg_megatron.plugin.hooks",
+    "simreg_megatron.pretrain",
+)
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; a pool of threads would not survive the fork
 with contextlib.redirect_stdout(None):  # its sentence would reach the console and no run's log
     cpu_backend.activate()
-
-import megatron.core.tokenizers.text
-import megatron.training.training
-import torch._dynamo  # the first process group would import it  # noqa: F401
-
-import simreg_megatron.data.indexed
-import simreg_megatron.plugin.hooks
-import simreg_megatron.pretrain  # noqa: F401
+for module in _MODULES:
+    importlib.import_module(module)

@@ -10,6 +10,7 @@ and the parameters after the last step, with the part of each that this rank hol
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import runpy
@@ -39,6 +40,7 @@ class Recorder:
         return recorded
 
     def wrap_step(self, train_step: Any) -> Any:
+        @functools.wraps(train_step)
         def recorded(forward_step: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             self.model = model
             result = train_step(forward_step, data_iterator, model, *args, **kwargs)
@@ -71,11 +73,11 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
 
     from simreg_megatron import install
 
-    if not plain:
-        install()
     recorder = Recorder(out)
     training.finalize_model_grads = recorder.wrap_finalize(training.finalize_model_grads)
     training.train_step = recorder.wrap_step(training.train_step)
+    if not plain:
+        install()  # above the recorder, so that a patch may uninstall it
     if patch:
         module, function = patch.split(":")
         getattr(importlib.import_module(module), function)()

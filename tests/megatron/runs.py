@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,14 +108,14 @@ def _record(out: Path, script: Path, flags: Sequence[str], plain: bool, patch: s
     record(out, script, flags, plain=plain, patch=patch)
 
 
-def train(out: Path, flags: Sequence[str], **options: object) -> Recorded:
+def train(out: Path, flags: Sequence[str], **options: Any) -> Recorded:
     """The same for a run that must succeed: what it computed.
 
     Raises:
         RunError: it failed.
         ReplicasDifferError: it succeeded, but its ranks do not agree.
     """
-    done = attempt(out, flags, **options)  # type: ignore[arg-type]
+    done = attempt(out, flags, **options)
     if done.status:
         raise RunError(f"status {done.status}\n{done.output[-_TAIL:]}")
     return read(out)

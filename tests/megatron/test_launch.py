@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import re
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.megatron import runs
+from tests.megatron.forks import free_port
 
 LLAMA, MIXTRAL = "launch/pretrain_llama.sh", "launch/pretrain_mixtral.sh"
 SHORT = ("--train-iters", "2", "--log-interval", "1", "--eval-iters", "1")
@@ -27,7 +27,7 @@ SHORT = ("--train-iters", "2", "--log-interval", "1", "--eval-iters", "1")
     ],
 )
 def test_torchrun_starts_the_script(
-    script: str, processes: int, flags, text, data_flags: list[str], tmp_path: Path
+    script: str, processes: int, flags, text, data_flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
     command = [script, "--simreg-lambda", "10", *SHORT, *own, *flags]
@@ -41,7 +41,7 @@ def test_torchrun_starts_the_script(
 def test_two_nodes_meet(text, tmp_path: Path) -> None:
     """`torchrun --nnodes 2` on each of two nodes, here both on this machine."""
     own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
-    port = str(_free_port())
+    port = str(free_port())
     nodes = ThreadPoolExecutor(2).map(
         lambda rank: runs.torchrun(
             [LLAMA, "--simreg-lambda", "10", *SHORT, *own],
@@ -53,17 +53,6 @@ def test_two_nodes_meet(text, tmp_path: Path) -> None:
     assert first.status == 0 == second.status, first.output[-2000:] + second.output[-2000:]
     assert "data-parallel size: 2" in first.output
     assert "simreg loss" in first.output + second.output
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-def test_a_script_of_its_own_needs_no_flags() -> None:
-    done = runs.torchrun(["-m", "tests.megatron.own_script"])
-    assert done.status == 0 and "own script: all as expected" in done.output, done.output[-3000:]
 
 
 def test_a_truncated_corpus_ends_with_one_sentence(text, tmp_path: Path) -> None:

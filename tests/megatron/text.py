@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real text for the runs: documentation of the standard library, whole and cut into paragraphs.
+"""Real text for the runs: documentation of the standard library, module by module or phrase by phrase.
 
-A paragraph ends every few dozen tokens, so that sequences of 64 hold text ends in unequal numbers.
+A phrase ends every dozen tokens or so: sequences of 64 then hold several text ends, and unequal numbers of them.
 """
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.megatron import forks
 
 _PACKAGES = ("asyncio", "email", "logging", "concurrent", "importlib", "unittest", "json")
 VOCABULARY = 512
+_PHRASE_END = re.compile(r"[.,:;()]\s+|\n")
 
 
 def _roots() -> list[Path]:
@@ -26,24 +28,24 @@ def make_corpus(folder: Path) -> BuiltinCorpus:
     return ensure_builtin_corpus(folder, vocab_size=VOCABULARY, roots=_roots(), progress=False)
 
 
-def cut_into_paragraphs(corpus: BuiltinCorpus, prefix: Path) -> Path:
-    """The corpus's training text once more, each paragraph a document of its own."""
+def cut_into_phrases(corpus: BuiltinCorpus, prefix: Path) -> Path:
+    """The corpus's training text once more, each phrase a document of its own."""
     from simreg_megatron.data.corpus import read_documents
 
     texts = [document.text for document in read_documents(_roots()) if not document.is_validation]
-    paragraphs = [part.strip() for text in texts for part in text.split("\n\n") if part.strip()]
-    arguments = (prefix, paragraphs, corpus.tokenizer_model)
+    phrases = [phrase.strip() for text in texts for phrase in _PHRASE_END.split(text) if phrase.strip()]
+    arguments = (prefix, phrases, corpus.tokenizer_model)
     log = prefix.with_suffix(".log")
     if forks.run_ranks(_write, *arguments, processes=1, log=log, timeout=120):
         raise RuntimeError(log.read_text())
     return prefix
 
 
-def _write(prefix: Path, paragraphs: list[str], tokenizer: Path) -> None:
+def _write(prefix: Path, documents: list[str], tokenizer: Path) -> None:
     """On a forked rank: Megatron's builder imports Megatron, which the calling process must not."""
     from simreg_megatron.data.indexed import write_dataset
 
-    write_dataset(prefix, paragraphs, tokenizer)
+    write_dataset(prefix, documents, tokenizer)
 
 
 def flags(corpus: BuiltinCorpus, cache: Path, train: Path | None = None) -> tuple[str, ...]:

@@ -41,3 +41,44 @@ def test_doctor_fails_where_a_seam_is_missing() -> None:
 def test_which_apex(present: set[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object() if name in present else None)
     assert cli._apex_sentence().startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("import simreg_megatron\nsimreg_megatron.install()\npretrain()", ["It installs SimReg itself."]),
+        ("from simreg_megatron import install\ninstall()\nparse_args()", ["It installs SimReg itself."]),
+        ("from megatron.training import pretrain\npretrain()", ["It does not mention SimReg: start it with"]),
+        ("model(x)", ["It does not mention SimReg", "It never parses Megatron's flags"]),
+        ("pretrain(); model(x, output_processor=p)", ["It does not mention", "It passes an output processor"]),
+    ],
+)
+def test_doctor_reads_the_script(text: str, sentences: list[str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    _, *said = cli._look_at_script(script)
+    assert len(said) == len(sentences), said
+    assert all(got.startswith(wanted) for got, wanted in zip(said, sentences, strict=True))
+    assert sys.path[0] == str(tmp_path), "the Megatron beside the script comes first"
+
+
+def test_doctor_says_which_tree_a_script_would_use(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "train.py").write_text("")
+    first, *_ = cli._look_at_script(tmp_path / "train.py")
+    assert str(tmp_path) in first.partition("with Megatron from")[2]
+
+
+@pytest.mark.parametrize("content", [None, "def (:"])
+def test_doctor_refuses_what_is_no_script(content: str | None, tmp_path) -> None:
+    script = tmp_path / "train.py"
+    if content is not None:
+        script.write_text(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "simreg_megatron.cli", "doctor", "--script", str(script)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "cannot read" in done.stderr and "Traceback" not in done.stderr

@@ -73,27 +73,43 @@ def rows_of(rank: int, ranks: int) -> Tensor:
     return torch.cat([blocks[rank], blocks[-1 - rank]]) if ranks > 1 else torch.arange(TOKENS)
 
 
-def local_attention(ranks: int, **settings: Any) -> Any:
-    """Megatron's DotProductAttention on the CPU backend, in a process that has been forked for it."""
+def local_attention(ranks: int) -> Any:
+    """Megatron's DotProductAttention over `ranks` context ranks."""
+    config = megatron_config(ranks, params_dtype=torch.float64)
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    attention = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    assert attention.config.context_parallel_size == ranks
+    return attention
+
+
+def local_model() -> Any:
+    """A GPT of two local layers with rotary embeddings."""
+    config = megatron_config(1, normalization="RMSNorm", persist_layer_norm=False)
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(config, spec, vocab_size=64, max_sequence_length=TOKENS, position_embedding_type="rope")
+
+
+def megatron_config(ranks: int, **settings: Any) -> Any:
+    """Put Megatron on the CPU backend, in a process that has been forked for it, and describe a small model."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         del sys.modules[name]  # an earlier test of this worker may have imported it as it is on a GPU
     cpu_backend.activate("force")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
 
     parallel_state.initialize_model_parallel(context_parallel_size=ranks)
     model_parallel_cuda_manual_seed(1)  # dropout asks for its state even where nothing is dropped
-    config = TransformerConfig(
-        num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, num_query_groups=GROUPS,
-        context_parallel_size=ranks, attention_dropout=0.0, masked_softmax_fusion=False,
-        params_dtype=torch.float64, **settings,
+    return TransformerConfig(
+        num_layers=2, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        context_parallel_size=ranks, hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False,
+        apply_rope_fusion=False, **settings,
     )  # fmt: skip
-    attention = DotProductAttention(config, 1, AttnMaskType.causal, "self")
-    assert attention.config.context_parallel_size == ranks
-    return attention
 
 
 def largest_differences(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
@@ -152,11 +168,16 @@ def test_lost_gradients_are_told(tmp_path: Path) -> None:
     run_processes(check_lost_gradients, 2, tmp_path)
 
 
-def packed(**borders: Tensor) -> Any:
+def packed(documents: Sequence[int] = DOCUMENTS, padded: Sequence[int] | None = None) -> Any:
+    """Megatron's parameters of packed documents of these lengths; `padded` are their lengths with padding."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    ends = torch.tensor([0, *DOCUMENTS]).cumsum(0).to(torch.int32)
-    return PackedSeqParams(qkv_format="thd", **{"cu_seqlens_q": ends, "cu_seqlens_kv": ends, **borders})
+    ends, padded_ends = (
+        None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        for lengths in (documents, padded)
+    )
+    longest = max(padded or documents)
+    return PackedSeqParams("thd", ends, ends, padded_ends, padded_ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def check_packed(rank: int) -> None:
@@ -172,14 +193,38 @@ def check_packed(rank: int) -> None:
 
     assert max(largest_differences(attended(packed()), expected)) < TOLERANCE
     # Where documents are padded, these borders count.
-    padded = packed(cu_seqlens_q=torch.tensor([0, 4, 24]), cu_seqlens_q_padded=packed().cu_seqlens_q)
-    assert max(largest_differences(attended(padded), expected)) < TOLERANCE
-    one_document = packed(cu_seqlens_q=torch.tensor([0, TOKENS]))
-    assert min(largest_differences(attended(one_document), expected)) > CLEARLY_WRONG
+    assert max(largest_differences(attended(packed([4, 1, 9, 8], padded=DOCUMENTS)), expected)) < TOLERANCE
+    assert min(largest_differences(attended(packed([TOKENS])), expected)) > CLEARLY_WRONG
 
 
 def test_packed_documents_do_not_meet(tmp_path: Path) -> None:
     run_processes(check_packed, 1, tmp_path)
+
+
+def check_model(rank: int) -> None:
+    """Rows of two sequences in one pack, against the same two under the data set's masks."""
+    model = local_model()
+    generator = torch.Generator().manual_seed(3)
+    tokens, labels = torch.randint(0, 64, (2, BATCH, TOKENS), generator=generator)
+    mask = ~(same_document().tril())[None, None].expand(BATCH, 1, -1, -1)
+    order = torch.arange(TOKENS).expand(BATCH, -1)  # of no use to rotary embeddings
+
+    def computed(rows: tuple[Tensor, Tensor], **given: Any) -> list[Tensor]:
+        model.zero_grad()
+        loss = model(rows[0], order, labels=rows[1], **given)
+        loss.mean().backward()
+        return [loss.detach().flatten(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    pack = (tokens.view(1, -1), labels.view(1, -1))
+    expected = computed((tokens, labels), attention_mask=mask)
+    together = computed(pack, attention_mask=None, packed_seq_params=packed(DOCUMENTS * BATCH))
+    assert max(largest_differences(together, expected)) < 1e-6  # float32
+    joined = computed(pack, attention_mask=None, packed_seq_params=packed([TOKENS] * BATCH))
+    assert largest_differences(joined, expected)[0] > 1e-3
+
+
+def test_a_packed_model_is_the_masked_model(tmp_path: Path) -> None:
+    run_processes(check_model, 1, tmp_path)
 
 
 def check_refusals(rank: int) -> None:

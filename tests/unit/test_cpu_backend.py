@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from simreg_megatron.plugin import cpu_backend
+from tests.helpers.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,10 +69,40 @@ def test_megatron_meets_the_stand_ins() -> None:
         "from megatron.core.transformer.torch_norm import WrappedTorchNorm; "
         "assert torch.zeros(2, device='cuda').device.type == 'cpu'; "
         "assert torch.ones(1).cuda().type() == 'torch.cuda.FloatTensor'; "
+        "here = torch.cuda.current_device(); "
+        "assert torch.ones(1, device=here).to(here).device.type == 'cpu' and f'cuda:{here}' == 'cuda:0'; "
         "assert torch.cuda.is_available() and cpu_backend.is_active()"
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Megatron runs on the CPU") == 1
+
+
+def check_fsdp(rank: int) -> None:
+    """Two ranks shard a layer by a mesh that Megatron would ask for, and compute what the whole layer does."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]  # an earlier test of this worker may have imported it
+    cpu_backend.activate("force")
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    whole, sharded = (torch.nn.Linear(6, 4, dtype=torch.float64) for _ in range(2))
+    sharded.load_state_dict(whole.state_dict())
+    inputs = torch.randn(2, 5, 6, dtype=torch.float64)
+    fully_shard(sharded, mesh=DeviceMesh.from_group(torch.distributed.group.WORLD, "cuda"))
+    output = sharded(inputs[rank])
+    output.square().sum().backward()
+    whole(inputs).square().sum().div(2).backward()  # over the ranks, FSDP takes the mean
+    torch.testing.assert_close(output, whole(inputs[rank]))
+    torch.testing.assert_close(sharded.weight.grad.full_tensor(), whole.weight.grad)
+    assert sharded.weight.to_local().numel() == whole.weight.numel() // 2
+
+
+@pytest.mark.megatron
+@pytest.mark.distributed
+def test_fsdp_shards_on_the_cpu(tmp_path: Path) -> None:
+    run_processes(check_fsdp, 2, tmp_path)
 
 
 def test_without_a_gpu_and_without_asking(tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.hooks import _Installation
+from simreg_megatron.plugin.hooks import _Installation, install, uninstall
 
 
 class OldModel:
@@ -68,8 +70,13 @@ def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.
     installation = _Installation(None)
     installation.wrap(seam("FitModel"), lambda inner: lambda *args: inner(*args))
     monkeypatch.setattr(FitModel, "_postprocess", original)
+    monkeypatch.setattr(OddModel, "_postprocess", OddModel._postprocess)  # so that it comes back
+    other = compat.Seam("pretended_megatron", "OddModel", "_postprocess", "wrapped too")
+    installation.wrap(other, lambda inner: lambda *args: inner(*args))
+    ours = OddModel._postprocess
     with pytest.raises(RuntimeError, match="wrapped again after SimReg"):
         installation.unwrap_all()
+    assert OddModel._postprocess is ours, "all or nothing"
 
 
 def test_a_restarted_run_begins_anew() -> None:
@@ -79,3 +86,37 @@ def test_a_restarted_run_begins_anew() -> None:
     assert installation.regularizer() is first
     second = installation.begin_run()
     assert second is not first and installation.regularizer() is second
+
+
+def test_a_wrapper_that_passes_everything_on_is_no_obstacle(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Someone else's `def wrapper(*args, **kwargs)` hides the parameters; names are read from the call then."""
+    inner = FitModel._postprocess
+    monkeypatch.setattr(FitModel, "_postprocess", lambda *args, **kwargs: inner(*args, **kwargs))
+    assert replace(seam("FitModel"), called_by_keyword=True).holder() is FitModel
+    with pytest.raises(compat.MegatronSeamError, match="does not take hidden_states, labels"):
+        seam("FitModel").holder()  # called by position, its arguments would have no names
+    signature = inspect.signature(FitModel._postprocess)
+    named = compat.named_arguments(signature, "model", hidden_states=1, labels=2)
+    assert named["hidden_states"] == 1 and named["labels"] == 2
+    plain = compat.named_arguments(inspect.signature(inner), "model", 1, labels=2)
+    assert plain == {"self": "model", "hidden_states": 1, "labels": 2}
+
+
+@pytest.mark.parametrize(
+    ("version", "untried"),
+    [("0.12.3", False), ("0.19.2", False), ("0.20.0", True), ("0.20.0rc0+abc", True), ("1.0", True), ("(none)", False)],
+)
+def test_which_release_is_new_to_the_plugin(version: str, untried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "megatron_version", lambda: version)
+    assert compat.is_untried_release() is untried
+
+
+@pytest.mark.megatron
+def test_a_new_release_is_installed_into_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "megatron_version", lambda: "0.99.0")
+    with pytest.warns(UserWarning, match="not yet tried with megatron-core 0.99.0") as caught:
+        install(SimRegConfig(lambda_=1))
+    uninstall()
+    assert len([warning for warning in caught if "not yet tried" in str(warning.message)]) == 1

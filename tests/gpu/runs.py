@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny Megatron runs on GPUs under torchrun, and what their ranks observed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tests.megatron.runs import PRETRAIN, torchrun
+
+STEPS = 6  # layers are captured as CUDA graphs after the third
+MODEL = (
+    "--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--ffn-hidden-size", "256",
+    "--seq-length", "128", "--max-position-embeddings", "128", "--micro-batch-size", "2", "--global-batch-size", "4",
+    "--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope", "--disable-bias-linear",
+    "--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--attention-dropout", "0", "--bf16",
+    "--lr", "1e-3", "--eval-iters", "1", "--eval-interval", "1000", "--log-interval", "1", "--seed", "7",
+    "--no-gradient-accumulation-fusion", "--num-workers", "0", "--train-iters", str(STEPS),
+)  # fmt: skip
+SIMREG = ("--simreg-lambda", "10", "--simreg-temperature", "0.5", "--simreg-chunk-size", "48")
+# Plain torch in bf16: no kernel of Transformer Engine or Apex, which need not be installed.
+LOCAL = (
+    "--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion", "--no-rope-fusion",
+)  # fmt: skip
+ENGINE = ("--transformer-impl", "transformer_engine")
+EXPERTS = (
+    "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none",
+    "--moe-token-dispatcher-type", "alltoall",
+)  # fmt: skip
+# As reproducible as the kernels allow. FSDP refuses the single connection that tensor parallelism demands.
+_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job to start.
+
+    Attributes:
+        flags: added to the tiny model's; the last one wins.
+        processes: GPUs it takes.
+        plugin: False leaves SimReg out altogether.
+        compares: whether its last step compares SimReg's gradient with an autograd reference.
+        connections: CUDA_DEVICE_MAX_CONNECTIONS.
+    """
+
+    flags: tuple[str, ...]
+    processes: int = 1
+    plugin: bool = True
+    compares: bool = False
+    connections: int = 1
+
+    def with_flags(self, *flags: str) -> Run:
+        return replace(self, flags=(*self.flags, *flags))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one run computed.
+
+    Attributes:
+        losses: language-model loss of every step.
+        norms: gradient norm of every step.
+        digests: of the trained parameters, rank by rank.
+        comparison: see `tests.gpu.rank.Comparison`; None if the run made none.
+        log: everything that it printed.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    digests: list[str]
+    comparison: dict[str, float] | None
+    log: str
+
+    def simreg_losses(self) -> list[float]:
+        """SimReg's values in Megatron's log lines."""
+        return [float(value) for value in re.findall(r"simreg loss: (\S+)", self.log)]
+
+
+@cache
+def _engine_error() -> str | None:
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # it fails in many ways where its build does not fit torch or the driver
+        return f"Transformer Engine cannot be imported: {error}"
+    return None
+
+
+def why_not(run: Run) -> str | None:
+    """Why this machine cannot make the run; None if it can."""
+    devices = torch.cuda.device_count()
+    if devices < run.processes:
+        return f"{run.processes} GPUs are needed, {devices} here"
+    if "fp8" in " ".join(run.flags) and torch.cuda.get_device_capability() < (8, 9):
+        return "this GPU has no FP8"
+    return _engine_error() if {"transformer_engine", "te"} & set(run.flags) else None
+
+
+def observe(run: Run, data_flags: Sequence[str], out: Path) -> Observed:
+    """Make the run; it must succeed."""
+    mode = "plain" if not run.plugin else "compare" if run.compares else "plugin"
+    flags = [*MODEL, *data_flags, *run.flags]
+    done = torchrun(
+        ["-m", "tests.gpu.rank", str(out), mode, str(PRETRAIN), *flags],
+        processes=run.processes,
+        env={**_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": str(run.connections), "SIMREG_CPU": ""},
+    )
+    assert done.status == 0, f"status {done.status}\n{done.output[-6000:]}"
+    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(run.processes)]
+    return Observed(
+        losses=next(rank["losses"] for rank in reversed(ranks) if rank["losses"]),
+        norms=ranks[0]["norms"],
+        digests=[rank["digest"] for rank in ranks],
+        comparison=ranks[-1]["comparison"],
+        log=done.output,
+    )
+
+
+def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Largest relative difference of two series; their last steps may have been spent on a comparison."""
+    assert len(one) == len(other) == STEPS
+    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(one[:-1], other[:-1], strict=True))

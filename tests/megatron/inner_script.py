@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States from inside the decoder: SimReg on them equals the sum written out, on megatron-core alone."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from simreg_megatron import SimRegConfig, install, uninstall
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.plugin import cpu_backend
+from tests.megatron.own_script import LENGTH, build_model, causal_mask, gradients
+
+CASES = (((1,), "post-norm"), ((1, 2, "final"), "post-norm"), (("final",), "pre-norm"), ((1, "final"), "pre-norm"))
+
+
+def states_of(model, layers, placement: str, tokens, labels) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The mean loss and the wanted states, caught by plain hooks."""
+    caught = {}
+
+    def keep(name):
+        return lambda module, inputs, output: caught.__setitem__(
+            name, output[0] if isinstance(output, tuple) else output
+        )
+
+    hooks = [model.decoder.layers[n - 1].register_forward_hook(keep(n)) for n in layers if n != "final"]
+    hooks.append(model.decoder.register_forward_hook(keep("final")))
+    hooks.append(
+        model.decoder.final_layernorm.register_forward_pre_hook(lambda module, inputs: caught.update(before=inputs[0]))
+    )
+    loss = model(tokens, torch.arange(LENGTH).expand_as(tokens), causal_mask(), labels=labels).mean()
+    for hook in hooks:
+        hook.remove()
+    if placement == "pre-norm":
+        caught["final"] = caught["before"]
+    return loss, [caught[name] for name in layers]
+
+
+def check(model, layers, placement: str, tokens, labels) -> dict[str, torch.Tensor]:
+    config = SimRegConfig(lambda_=2, temperature=0.5, chunk_size=12, layers=layers, placement=placement)
+    model.zero_grad()
+    loss, states = states_of(model, layers, placement, tokens, labels)
+    terms = [simreg_loss(state.transpose(0, 1), labels, temperature=0.5, chunk_size=12) for state in states]
+    (loss + 2 * sum(terms)).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    install(config=config)
+    value, got = gradients(model, tokens, labels)
+    uninstall()
+    assert torch.equal(value, loss.detach()), "the value is the language-model loss"
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-7, msg=f"{layers} {placement} {name}")
+    return got
+
+
+def main() -> None:
+    cpu_backend.activate()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    os.environ.setdefault("MASTER_PORT", "29513")
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    model = build_model()
+    with torch.no_grad():  # with a gain of 1 everywhere, states before and after the norm would have equal cosines
+        for parameter in model.decoder.final_layernorm.parameters():
+            parameter.copy_(1 + 0.5 * torch.randn_like(parameter))
+    tokens = torch.randint(0, 8, (2, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    original = TransformerBlock.forward
+    seen = [check(model, layers, placement, tokens, labels) for layers, placement in CASES]
+    assert TransformerBlock.forward is original, "uninstall gives it back"
+    weight = "decoder.layers.0.mlp.linear_fc1.weight"
+    for i, one in enumerate(seen):
+        for other in seen[i + 1 :]:
+            assert not torch.allclose(one[weight], other[weight], rtol=1e-2), "the cases must differ"
+
+    install(config=SimRegConfig(lambda_=2, layers=(3,)))
+    try:
+        gradients(model, tokens, labels)
+    except NotImplementedError as error:
+        assert "--simreg-layers 3 lies on an earlier pipeline stage" in str(error), error
+    else:
+        raise AssertionError("a layer that is not here must be refused")
+    torch.distributed.destroy_process_group()
+    print("inner script: all as expected")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells of the parity table: one line each, a layout and an objective that must equal the single process.
+
+The sequence has 64 tokens. Chunks of 16 lie inside every rank's block in all layouts; a chunk of 24 spans ranks, and
+the last one is shorter; 0 is the whole sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.megatron.runs import SIMREG
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of Megatron's or SimReg's flags under the name that the table prints; parts add up."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    processes: int = 1
+
+    def __add__(self, other: Part) -> Part:
+        name = f"{self.name} {other.name}".strip()
+        return Part(name, (*self.flags, *other.flags), self.processes * other.processes)
+
+
+def part(name: str, flags: str = "", processes: int = 1) -> Part:
+    return Part(name, tuple(flags.split()), processes)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Largest relative differences that pass: of the losses, of the gradient norms, of any parameter's gradient."""
+
+    loss: float
+    norm: float
+    grad: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row: `layout` with `objective` against `reference`, which is one process with the same objective.
+
+    Attributes:
+        model: a key of runs.MODELS.
+        mode: flags that the reference has too.
+        reference: what the row is compared with, where that is not one plain process.
+        reference_objective: the reference's objective, where that is another one.
+        oracle: function of oracles.py applied to the reference.
+        breakage: function of breakage.py applied to the row.
+        must_fail: why the row must miss its bound; empty for all others.
+        core: part of the quick tests.
+    """
+
+    layout: Part
+    objective: Part
+    model: str = "dense"
+    mode: Part = field(default_factory=lambda: part(""))
+    reference: Part = field(default_factory=lambda: part("1 process"))
+    reference_objective: Part | None = None
+    oracle: str = ""
+    breakage: str = ""
+    must_fail: str = ""
+    bound: Bound = Bound(1e-6, 1e-5, 1e-5)
+    core: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [self.model, self.layout.name, self.objective.name, self.mode.name]
+        if self.reference.name != "1 process" or self.oracle or self.must_fail:
+            words.append(f"vs {self.oracle.replace('_', ' ') or self.reference.name}")
+        if self.breakage:
+            words.append(self.breakage.replace("_", " "))
+        return ", ".join(word for word in words if word)
+
+    @property
+    def processes(self) -> int:
+        return self.layout.processes
+
+
+# Layouts -----------------------------------------------------------------------------------------------------------
+ONE = part("1 process")
+TP2 = part("TP2", "--tensor-model-parallel-size 2", 2)
+SP = part("SP", "--sequence-parallel")
+CP2 = part("CP2", "--context-parallel-size 2", 2)
+PP2 = part("PP2", "--pipeline-model-parallel-size 2", 2)
+VPP2 = part("VPP2", "--num-virtual-stages-per-pipeline-rank 2")
+DP2 = part("DP2", "", 2)
+EP2 = part("EP2", "--expert-model-parallel-size 2", 2)
+ETP1 = part("ETP1", "--expert-tensor-parallel-size 1")
+ETP2 = part("ETP2", "--expert-tensor-parallel-size 2")
+DISTRIBUTED = part("distributed optimizer", "--use-distributed-optimizer")
+OVERLAP_GRADS = part("overlapped reduce", "--overlap-grad-reduce")
+OVERLAP_PARAMS = part("overlapped gather", "--overlap-param-gather")
+ALLGATHER = part("allgather dispatcher", "--moe-token-dispatcher-type allgather")
+HALF = part("micro-batch 1", "--micro-batch-size 1")
+DOUBLE = part("micro-batch 4", "--micro-batch-size 4")
+BF16 = part("bf16", "--bf16")
+FP16 = part("fp16 scale 1024", "--fp16 --loss-scale 1024")
+FP16_DYNAMIC = part("fp16 growing scale", "--fp16 --initial-loss-scale 1024 --loss-scale-window 1")
+FULL = part("full recompute", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+SELECTIVE = part("selective recompute", "--recompute-granularity selective")
+FUSED_CE = part("native CE fusion", "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native")
+SCHEDULE_PLAN = part("schedule plan", "--overlap-moe-expert-parallel-comm")
+RERUN = part("rerun validates", "--rerun-mode validate_results")
+
+# Objectives --------------------------------------------------------------------------------------------------------
+_SIMREG = Part("", SIMREG)
+OFF = part("off")
+
+
+def chunk(size: int, more: str = "", name: str = "") -> Part:
+    return _SIMREG + part(f"chunk {size}" if size else "whole", f"--simreg-chunk-size {size}") + part(name, more)
+
+
+INSIDE, ACROSS, WHOLE = chunk(16), chunk(24), chunk(0)
+HALVES = chunk(32)
+
+
+def weighted(size: int, weight: str) -> Part:
+    return chunk(size, f"--simreg-chunk-weight {weight}", weight)
+
+
+def local(size: int) -> Part:
+    return chunk(size, "--simreg-scope local", "local")
+
+
+# What both sides share -----------------------------------------------------------------------------------------------
+MASKED = part("masked ends", "--eod-mask-loss")
+PER_TOKEN = part("per token, masked ends", "--calculate-per-token-loss --eod-mask-loss")
+DOCUMENTS = part("documents", "--eod-mask-loss --reset-position-ids --reset-attention-mask")
+
+# Half precision rounds every activation to 8 (bf16) or 11 (fp16) bits and adds them up in another order in each layout,
+# Megatron's own loss alike. These rows hold the plumbing (loss scale, dtypes, casts): a factor of two still shows.
+_BF16_BOUND = Bound(2e-3, 2e-2, 5e-2)
+_FP16_BOUND = Bound(5e-4, 5e-3, 1e-2)
+
+_CHUNKS = [
+    Cell(TP2, INSIDE, core=True),
+    Cell(TP2, WHOLE),
+    Cell(TP2 + SP, INSIDE),
+    Cell(TP2 + SP, ACROSS, core=True),
+    Cell(TP2 + SP, WHOLE),
+    Cell(CP2, INSIDE),
+    Cell(CP2, ACROSS),
+    Cell(CP2, WHOLE, core=True),
+    Cell(CP2 + TP2 + SP, INSIDE),
+    Cell(CP2 + TP2 + SP, ACROSS),
+    Cell(CP2 + TP2 + SP, WHOLE),
+    Cell(PP2, INSIDE, core=True),
+    Cell(PP2, ACROSS),
+    Cell(PP2 + TP2 + SP, ACROSS),
+    Cell(PP2 + CP2, WHOLE),
+    Cell(PP2 + VPP2, ACROSS, model="deep", core=True),
+    Cell(DP2, INSIDE),
+    Cell(DP2, WHOLE),
+    Cell(DP2 + TP2 + SP, ACROSS),
+    Cell(DP2 + CP2, ACROSS),
+]
+_OPTIMIZERS = [
+    Cell(DP2 + DISTRIBUTED, ACROSS, core=True),
+    Cell(DP2 + OVERLAP_GRADS, ACROSS),
+    Cell(DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, ACROSS),
+    Cell(CP2 + DISTRIBUTED, ACROSS),
+    Cell(TP2 + SP + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, ACROSS),
+    Cell(HALF, ACROSS, core=True),
+    Cell(DOUBLE, ACROSS),
+    Cell(DP2 + HALF, ACROSS),
+]
+_SCOPES = [
+    Cell(TP2 + SP, local(32), reference_objective=HALVES),
+    Cell(TP2 + SP, local(0), reference_objective=HALVES, core=True),
+    Cell(CP2, local(16), reference_objective=INSIDE),
+    Cell(CP2, local(0), reference_objective=INSIDE),
+]
+_OBJECTIVES = [
+    Cell(TP2 + SP, chunk(24, "--simreg-similarity dot --simreg-temperature 32", "dot")),
+    Cell(CP2, chunk(24, "--simreg-group-reduce mean", "group mean")),
+    Cell(TP2 + SP, chunk(0, "--simreg-self-positive never", "self never")),
+]
+_WEIGHTS = [
+    Cell(layout, weighted(size, weight), mode=mode, core=(layout, weight) == (TP2 + SP, "count-corrected"))
+    for layout, size, mode in ((TP2 + SP, 24, MASKED), (CP2, 24, PER_TOKEN), (CP2, 0, PER_TOKEN))
+    for weight in ("uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
+    if size or weight == "count-corrected"
+]
+_COUNTS = [
+    *(Cell(layout, ACROSS, mode=PER_TOKEN) for layout in (DP2, TP2 + SP, PP2, HALF)),
+    Cell(CP2, ACROSS, mode=PER_TOKEN, core=True),
+    Cell(CP2 + TP2 + SP, ACROSS, mode=PER_TOKEN),
+    Cell(TP2 + SP, ACROSS, mode=MASKED),
+    Cell(DP2, ACROSS, mode=MASKED, reference=DOUBLE, oracle="data_ranks", core=True),
+    Cell(DP2, ACROSS, mode=MASKED, reference=DOUBLE, must_fail="Megatron averages the ranks' means"),
+    Cell(CP2, ACROSS, mode=MASKED, oracle="context_ranks", core=True),
+    Cell(CP2, ACROSS, mode=MASKED, must_fail="Megatron averages the ranks' means"),
+]
+_DOCUMENTS = [
+    Cell(layout, chunk(size, "--simreg-document-mask", "document mask"), mode=DOCUMENTS)
+    for layout, size in ((TP2 + SP, 24), (TP2 + SP, 0), (PP2, 24), (DP2, 0))
+]
+_PRECISION = [
+    Cell(ONE + BF16, ACROSS, bound=_BF16_BOUND),
+    Cell(TP2 + SP + BF16, ACROSS, bound=_BF16_BOUND),
+    Cell(CP2 + BF16, ACROSS, bound=_BF16_BOUND),
+    Cell(ONE + FP16, ACROSS, bound=_FP16_BOUND),
+    Cell(TP2 + SP + FP16, ACROSS, bound=_FP16_BOUND),
+    Cell(ONE + FP16_DYNAMIC, ACROSS, bound=_FP16_BOUND),
+    Cell(TP2 + SP + FP16_DYNAMIC, ACROSS, bound=_FP16_BOUND),
+]
+_RECOMPUTE = [
+    Cell(ONE + FULL, ACROSS),
+    Cell(TP2 + SP + FULL, ACROSS),
+    Cell(ONE + SELECTIVE, ACROSS),
+    Cell(TP2 + SP + SELECTIVE, ACROSS),
+    # Megatron's fused cross entropy rounds its gradient to bf16: fp32 is no reference for it.
+    Cell(TP2 + FUSED_CE, ACROSS, reference=FUSED_CE),
+    Cell(TP2 + SP + FUSED_CE, ACROSS, reference=FUSED_CE),
+    Cell(TP2 + SP + RERUN, ACROSS),
+]
+_MODELS = [
+    Cell(TP2, ACROSS, model="tied"),
+    Cell(PP2, ACROSS, model="tied", core=True),
+    Cell(TP2 + SP, ACROSS, model="gqa"),
+    Cell(CP2, ACROSS, model="gqa"),
+    Cell(TP2 + SP, ACROSS, model="mtp", core=True),
+    Cell(CP2, ACROSS, model="mtp", mode=part("MTP weight 0", "--mtp-loss-scaling-factor 0")),
+    Cell(CP2, OFF, model="mtp", must_fail="Megatron averages its MTP loss over ranks"),
+    Cell(PP2, ACROSS, model="mtp"),
+]
+_EXPERTS = [
+    Cell(EP2, ACROSS, model="moe", core=True),
+    Cell(EP2 + ALLGATHER, ACROSS, model="moe"),
+    Cell(EP2 + TP2 + SP + ETP1, ACROSS, model="moe"),
+    Cell(EP2 + TP2 + SP + ALLGATHER, ACROSS, model="moe"),
+    Cell(TP2 + SP + ETP1, ACROSS, model="moe"),
+    Cell(TP2 + SP + ETP2, ACROSS, model="moe"),
+    Cell(EP2 + PP2, ACROSS, model="moe"),
+    Cell(CP2, WHOLE, model="moe"),
+    Cell(EP2 + DISTRIBUTED, ACROSS, model="moe"),
+    Cell(EP2 + BF16 + SCHEDULE_PLAN, ACROSS, model="moe", reference=EP2 + BF16),
+    Cell(EP2 + BF16 + SCHEDULE_PLAN, ACROSS, model="moe", reference=ONE + BF16, bound=_BF16_BOUND),
+]
+_INNER = [
+    Cell(TP2, chunk(24, "--simreg-layers 1,final", "layers 1,final")),
+    Cell(TP2 + SP, chunk(24, "--simreg-layers 1", "layer 1"), core=True),
+    Cell(CP2, chunk(0, "--simreg-layers 2,final --simreg-placement pre-norm", "layers 2,final pre-norm")),
+    Cell(DP2, chunk(24, "--simreg-layers 1", "layer 1"), mode=PER_TOKEN),
+    Cell(PP2, chunk(24, "--simreg-layers 3,final", "layers 3,final"), model="deep"),
+    Cell(PP2 + VPP2, chunk(24, "--simreg-placement pre-norm", "pre-norm"), model="deep"),
+    Cell(TP2 + SP + SELECTIVE, chunk(24, "--simreg-layers 1", "layer 1")),
+    Cell(TP2 + SP + FULL, chunk(24, "--simreg-placement pre-norm", "pre-norm")),
+    Cell(EP2, chunk(24, "--simreg-layers 1,final", "layers 1,final"), model="moe"),
+]
+_BROKEN = [
+    Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
+    Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
+    Cell(DP2, ACROSS, breakage="shifted_labels", must_fail="wrong on purpose", core=True),
+    Cell(PP2, WHOLE, breakage="flattened_batch", must_fail="wrong on purpose", core=True),
+    Cell(TP2 + SP, ACROSS, mode=PER_TOKEN, breakage="masked_tokens_kept", must_fail="wrong on purpose", core=True),
+    Cell(TP2 + SP, WHOLE, breakage="other_ranks_dropped", must_fail="wrong on purpose", core=True),
+    Cell(CP2, ACROSS, breakage="other_ranks_dropped", must_fail="wrong on purpose"),
+    Cell(TP2, WHOLE, breakage="shared_work_not_summed", must_fail="wrong on purpose", core=True),
+]
+CELLS = (
+    *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
+    *_MODELS, *_EXPERTS, *_INNER, *_BROKEN,
+)  # fmt: skip

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ground the parity table stands on: forked ranks, and ranks put together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.megatron import forks, runs
+from tests.megatron.runs import PRETRAIN, SIMREG, Difference, Recorded, ReplicasDifferError
+
+CHUNK = ("--simreg-chunk-size", "24")
+
+
+def test_forked_ranks_compute_what_torchrun_does(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    flags = (*data_flags, *SIMREG, *CHUNK, "--tensor-model-parallel-size", "2", "--train-iters", "2")
+    command = ["-m", "tests.megatron.record", str(tmp_path / "torchrun"), str(PRETRAIN), *runs.all_flags(flags)]
+    done = runs.torchrun(command, processes=2)
+    assert done.status == 0, done.output[-3000:]
+    forked, started = runs.train(tmp_path / "forked", flags, processes=2), runs.read(tmp_path / "torchrun")
+    assert forked.losses == started.losses and forked.norms == started.norms and len(forked.norms) == 2
+    assert runs.same_bits(forked, started)
+    assert all(torch.equal(grad, started.grads[name]) for name, grad in forked.grads.items())
+
+
+def _end(statuses: list[int], seconds: float) -> None:
+    print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
+    status = statuses[int(os.environ["RANK"])]
+    if status:
+        sys.exit(status)
+    time.sleep(seconds)
+
+
+def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
+    started = time.monotonic()
+    assert forks.run_ranks(_end, [0, 3], 120.0, processes=2, log=tmp_path / "log", timeout=120) == 3
+    assert time.monotonic() - started < 100, "the other rank must not be waited for"
+    assert "rank 1 of 2" in (tmp_path / "log").read_text()
+
+
+def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
+    assert forks.run_ranks(_end, [0], 120.0, processes=1, log=tmp_path / "log", timeout=2) == forks.TIMED_OUT
+    assert forks.run_ranks(_end, [0, 0], 0.0, processes=2, log=tmp_path / "log", timeout=60) == 0
+
+
+def test_a_failed_run_shows_its_log(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(runs.RunError, match="--simreg-chunk-size"):
+        runs.train(tmp_path, (*data_flags, *SIMREG, "--simreg-chunk-size", "none"))
+
+
+def write_ranks(folder: Path, parts: list[torch.Tensor], name: str, shards: list[tuple[int, int, int]]) -> Path:
+    for number, (part, shard) in enumerate(zip(parts, shards, strict=True)):
+        rank = {"losses": [1.0], "norms": [2.0], "grads": {name: part}, "params": {}, "shards": {name: shard}}
+        torch.save(rank, folder / f"rank{number}.pt")
+    return folder
+
+
+def test_shards_are_joined_in_their_order(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    halves, shards = [whole[3:], whole[:3]], [(0, 1, 2), (0, 0, 2)]
+    assert torch.equal(runs.read(write_ranks(tmp_path, halves, "proj.weight", shards)).grads["proj.weight"], whole)
+
+
+def test_the_halves_of_a_gated_layer_are_joined_each_by_itself(tmp_path: Path) -> None:
+    gate, value = torch.arange(8.0).view(4, 2), torch.arange(8.0, 16.0).view(4, 2)
+    parts = [torch.cat([gate[:2], value[:2]]), torch.cat([gate[2:], value[2:]])]
+    name = "mlp.linear_fc1.weight"
+    joined = runs.read(write_ranks(tmp_path, parts, name, [(0, 0, 2), (0, 1, 2)])).grads[name]
+    assert torch.equal(joined, torch.cat([gate, value]))
+
+
+@pytest.mark.parametrize("shard", [(-1, 0, 1), (0, 1, 2)], ids=["whole", "same-shard"])
+def test_replicas_must_have_the_same_bits(shard: tuple[int, int, int], tmp_path: Path) -> None:
+    nearly = [torch.ones(2), torch.ones(2).nextafter(torch.tensor(2.0))]
+    with pytest.raises(ReplicasDifferError, match=r"grads of norm\.weight differ"):
+        runs.read(write_ranks(tmp_path, nearly, "norm.weight", [shard, shard]))
+
+
+def test_a_difference_is_the_largest_of_any_parameter_and_step() -> None:
+    one = Recorded([1.0, 2.0], [4.0, 4.0], {"a": torch.ones(4), "b": torch.ones(1)}, {})
+    other = Recorded([1.0, 2.2], [4.0, 5.0], {"a": torch.ones(4), "b": torch.full((1,), 1.5)}, {})
+    gap = runs.difference(one, other)
+    assert (gap.loss, gap.norm) == (pytest.approx(0.1), 0.25) and (gap.grad, gap.parameter) == (0.5, "b")
+    assert runs.difference(one, one) == Difference(0, 0, 0, "b")
+    lost = Recorded([1.0, float("nan")], [4.0, 4.0], {"a": torch.full((4,), float("nan")), "b": torch.ones(1)}, {})
+    assert runs.difference(one, lost).loss == runs.difference(one, lost).grad == float("inf")

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pretraining script itself decides: layouts that it refuses, and which stages hold the embeddings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+# What Megatron says at import, of layers that are not installed, is not what is tested here.
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+
+
+def arguments(**given: object) -> SimpleNamespace:
+    usual = {
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "reset_attention_mask": False,
+        "dataloader_inter_document_masking": False,
+        "micro_batch_size": 2,
+    }
+    return SimpleNamespace(**{**usual, **given})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"reset_attention_mask": True},
+        {"reset_attention_mask": True, "pipeline_model_parallel_size": 2},
+        {"reset_attention_mask": True, "context_parallel_size": 2},
+        {"dataloader_inter_document_masking": True},
+        {"dataloader_inter_document_masking": True, "pipeline_model_parallel_size": 4, "micro_batch_size": 1},
+        {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+    ],
+)
+def test_what_works_passes(given: dict[str, object]) -> None:
+    from simreg_megatron.pretrain import check_document_masks
+
+    check_document_masks(arguments(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"reset_attention_mask": True, "pipeline_model_parallel_size": 3}, "first and the last pipeline stage only"),
+        (
+            {
+                "reset_attention_mask": True,
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            "use --dataloader-inter-document-masking with --micro-batch-size 1",
+        ),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "leave --context-parallel-size out"),
+        ({"dataloader_inter_document_masking": True, "pipeline_model_parallel_size": 2}, "set --micro-batch-size 1"),
+    ],
+)
+def test_what_is_refused(given: dict[str, object], sentence: str) -> None:
+    from simreg_megatron.pretrain import check_document_masks
+
+    with pytest.raises(ValueError, match=sentence):
+        check_document_masks(arguments(**given))
+
+
+def test_rotary_positions_of_packed_rows_need_documents_cut_one_by_one() -> None:
+    """Why the split is refused: of two documents of 8 tokens, rank 0 of 2 holds rows 0-3 and 12-15 of the 16."""
+    import torch
+    from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
+
+    taken = [_get_thd_freqs_on_this_cp_rank(0, 2, torch.empty(4), torch.arange(8)).tolist() for _ in range(2)]
+    assert taken == [[0, 1, 6, 7], [0, 1, 6, 7]] != [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("depths", "untied", "expected"),
+    [(None, False, [4, 7]), (None, True, [4]), (1, True, [4, 7])],
+    ids=["tied", "untied", "multi-token prediction on the last stage"],
+)
+def test_stages_that_hold_embeddings(
+    depths: int | None, untied: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from simreg_megatron import pretrain
+
+    config = SimpleNamespace(mtp_num_layers=depths, pipeline_model_parallel_layout=None)
+    monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(untie_embeddings_and_output_weights=untied))
+    monkeypatch.setattr(pretrain, "core_transformer_config_from_args", lambda args: config)
+    assert pretrain.embedding_ranks([4, 5, 6, 7]) == expected
+    assert pretrain.embedding_ranks([4]) == [4]
+
+
+def test_a_middle_stage_that_predicts_further_holds_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.enums import LayerType
+
+    from simreg_megatron import pretrain
+
+    stages = [[[LayerType.embedding]], [[LayerType.mtp]], [[LayerType.loss]]]
+    config = SimpleNamespace(mtp_num_layers=1, pipeline_model_parallel_layout=SimpleNamespace(layout=stages))
+    monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(untie_embeddings_and_output_weights=True))
+    monkeypatch.setattr(pretrain, "core_transformer_config_from_args", lambda args: config)
+    assert pretrain.embedding_ranks([4, 5, 6]) == [4, 5]
