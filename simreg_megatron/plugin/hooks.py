@@ -312,11 +312,9 @@ def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_silence(regularizer: Regularizer, model_chunks: Any) -> None:
     """A model that overrides the wrapped function without calling it would train without SimReg."""
-    from megatron.core.utils import unwrap_model
-
     if regularizer.metrics.has_observed:
         return
-    for model in unwrap_model(model_chunks if isinstance(model_chunks, list) else [model_chunks]):
+    for model in compat.unwrapped(model_chunks):
         if getattr(model, "post_process", True):
             raise compat.MegatronSeamError(
                 f"SimReg is on, but {type(model).__name__} computed its loss without passing the function that SimReg "
