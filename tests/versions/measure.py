@@ -94,24 +94,36 @@ class Bench:
 
 def run_core(bench: Bench, version: str) -> dict[str, compare.Outcome | str]:
     """What each layout computed, or why it did not."""
-    out, core = bench.cache / "out" / version / "core", bench.core(version)
+    out = bench.cache / "out" / version / "core"
     shutil.rmtree(out, ignore_errors=True)
     by_count: dict[int, list[str]] = {}
     for name, layout in tiny.LAYOUTS.items():
         by_count.setdefault(layout.processes, []).append(name)
     found: dict[str, compare.Outcome | str] = {}
     for count, names in by_count.items():
-        failure = ""
+        while names:  # one that fails ends its processes: those after it go on in new ones
+            done = _run_layouts(bench, version, out, count, names)
+            found |= done
+            names = names[len(done) :]
+    return found
+
+
+def _run_layouts(
+    bench: Bench, version: str, out: Path, count: int, names: Sequence[str]
+) -> dict[str, compare.Outcome | str]:
+    """The layouts up to the first that fails, in the processes of one job."""
+    words = ["-m", "tests.versions.driver", str(bench.core(version)), str(bench.given), str(out), *names]
+    failure = ""
+    try:
+        bench.run(f"{version} core {names[0]}", words, count=count)
+    except RunError as error:
+        failure = str(error)
+    found: dict[str, compare.Outcome | str] = {}
+    for name in names:
         try:
-            words = ["-m", "tests.versions.driver", str(core), str(bench.given), str(out), *names]
-            bench.run(f"{version} core {count}", words, count=count)
+            found[name] = compare.read(out / name, count)
         except RunError as error:
-            failure = str(error)
-        for name in names:
-            try:
-                found[name] = compare.read(out / name, count)
-            except RunError as error:
-                found[name] = failure or str(error)
+            return {**found, name: str(error) if (out / name).exists() else failure or str(error)}
     return found
 
 

@@ -15,8 +15,8 @@ VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2"
 """The last release of each line; the tag of the last line is named after its first release."""
 
 _TAGS = {REFERENCE: "core_v0.19.0", "main": "main"}
-EXTRAS = ("six",)
-"""What source trees up to 0.16 import and do not install."""
+EXTRAS = ("six", "einops")
+"""What source trees up to 0.16 import beyond the packages of this interpreter."""
 
 _HELPER = "helpers_cpp*.so"
 _TIMEOUT = 1800  # seconds; 0.12 is built from source
@@ -44,7 +44,7 @@ def installed(version: str, cache: Path) -> Path:
 
 def extras(cache: Path) -> Path:
     """A folder with EXTRAS, likewise."""
-    folder = cache / "extras"
+    folder = cache / "-".join(("extras", *EXTRAS))
     if not folder.is_dir():
         _pip_install(*EXTRAS, folder=folder)
     return folder

@@ -47,6 +47,7 @@ def start(layout: Layout) -> None:
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
     parallel_state.destroy_model_parallel()
+    parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # 0.12 forgets the group but not its ranks
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
