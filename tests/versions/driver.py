@@ -22,6 +22,7 @@ TEMPERATURE, LAMBDA = 0.5, 10.0
 
 def use_only(core: Path) -> None:
     """Let `megatron` be this folder's alone: it is a namespace, and would go on in the interpreter's own packages."""
+    sys.path.insert(0, str(core))
     import megatron
 
     megatron.__path__ = [str(core / "megatron")]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +20,10 @@ from tests.versions.compare import RunError
 _OWN_SCRIPT = Path(__file__).resolve().with_name("pretrain.py")
 _SMALLEST_SHARE = 0.1  # SimReg's part of the gradient below which "equals the reference" would say little
 _PARALLEL = {"one process": (), "TP 2 + SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel")}
-_STEPS = ("--train-iters", "3", "--eval-iters", "0")
+_NUM_STEPS = 3
+_STEPS = ("--train-iters", str(_NUM_STEPS), "--eval-iters", "0")
+_NO_TREE = "no source tree given"
 Record = dict[str, Any]
-FIRST_WITH_LOOP = (0, 17)  # the first wheel that carries megatron.training
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,15 @@ class Cell:
 
 
 class Bench:
-    """Releases installed below `cache`, and source trees given in `sources` or by MEGATRON_PATH_<version>."""
+    """Releases installed below `cache`, and source trees given in `sources` or by MEGATRON_PATH."""
 
     def __init__(self, cache: Path, sources: Path | None) -> None:
         self.cache, self.sources = cache.resolve(), sources.resolve() if sources else None
 
-    def core(self, version: str) -> Path:
+    def core(self, version: str, python: str = sys.executable) -> Path:
         """Where this release's megatron.core lies: its package; for main, which has none, the tree."""
         tree = self.tree(version) if version == "main" else None
-        return tree or releases.installed(version, self.cache)
+        return tree or releases.installed(version, self.cache, python)
 
     def tree(self, version: str) -> Path | None:
         return releases.working_tree(version, self.sources, self.cache)
@@ -73,49 +75,62 @@ class Bench:
     def loop_reference(self) -> Record:
         return _wheel_loop(self, releases.REFERENCE, "one process")
 
-    def run(self, name: str, words: Sequence[str], *, count: int = 1, tree: Path | None = None) -> Path:
+    def run(
+        self,
+        name: str,
+        words: Sequence[str],
+        *,
+        count: int = 1,
+        tree: Path | None = None,
+        python: str = sys.executable,
+    ) -> Path:
         """Run one job; its log.
 
         Raises:
             RunError: it failed; the message is its last error.
         """
-        log = self.cache / "log" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.log"
+        log = self.log(name)
         path = [releases.extras(self.cache)] + ([tree] if tree else [])
         env = {"SIMREG_VERSIONS_INPUT": str(self.cache / "input.pt")}
-        status = processes.run(words, processes=count, log=log, path=path, env=env)
+        status = processes.run(words, processes=count, log=log, path=path, env=env, python=python)
         if status:
             late = "no end after five minutes: " if status == processes.TIMED_OUT else ""
             raise RunError(late + processes.last_error(log))
         return log
 
+    def log(self, name: str) -> Path:
+        return self.cache / "log" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.log"
+
 
 # megatron-core alone, by the functions of its schedule
 
 
-def run_core(bench: Bench, version: str) -> dict[str, compare.Outcome | str]:
+def run_core(bench: Bench, version: str, python: str = sys.executable) -> dict[str, compare.Outcome | str]:
     """What each layout computed, or why it did not."""
-    out = bench.cache / "out" / version / "core"
-    shutil.rmtree(out, ignore_errors=True)
     by_count: dict[int, list[str]] = {}
     for name, layout in tiny.LAYOUTS.items():
         by_count.setdefault(layout.processes, []).append(name)
     found: dict[str, compare.Outcome | str] = {}
     for count, names in by_count.items():
         while names:  # one that fails ends its processes: those after it go on in new ones
-            done = _run_layouts(bench, version, out, count, names)
+            done = _run_layouts(bench, version, names, count, python)
             found |= done
             names = names[len(done) :]
     return found
 
 
 def _run_layouts(
-    bench: Bench, version: str, out: Path, count: int, names: Sequence[str]
+    bench: Bench, version: str, names: Sequence[str], count: int, python: str
 ) -> dict[str, compare.Outcome | str]:
     """The layouts up to the first that fails, in the processes of one job."""
-    words = ["-m", "tests.versions.driver", str(bench.core(version)), str(bench.given), str(out), *names]
+    title = " ".join([version, *([] if python == sys.executable else [releases.python_version(python)]), "core"])
+    out = bench.cache / "out" / title
+    for name in names:
+        shutil.rmtree(out / name, ignore_errors=True)
+    words = ["-m", "tests.versions.driver", str(bench.core(version, python)), str(bench.given), str(out), *names]
     failure = ""
     try:
-        bench.run(f"{version} core {names[0]}", words, count=count)
+        bench.run(f"{title} {names[0]}", words, count=count, python=python)
     except RunError as error:
         failure = str(error)
     found: dict[str, compare.Outcome | str] = {}
@@ -127,8 +142,9 @@ def _run_layouts(
     return found
 
 
-def core_cells(bench: Bench, version: str) -> dict[str, Cell]:
-    found = run_core(bench, version)
+def core_cells(bench: Bench, version: str, python: str = sys.executable) -> dict[str, Cell]:
+    """Every layout against the reference, and lambda 0 in all of them."""
+    found = run_core(bench, version, python)
     cells = {name: _equals(bench, outcome) for name, outcome in found.items()}
     outcomes = [outcome for outcome in found.values() if not isinstance(outcome, str)]
     same = [compare.same_bits(outcome, "absent", "zero") for outcome in outcomes]
@@ -146,11 +162,16 @@ def _equals(bench: Bench, outcome: compare.Outcome | str) -> Cell:
 # Megatron's own training loop, from the wheel
 
 
+def has_loop(version: str) -> bool:
+    """Whether the wheel of this release carries megatron.training."""
+    return tuple(map(int, version.split(".")[:2])) >= (0, 17)
+
+
 def wheel_cell(bench: Bench, version: str) -> Cell:
     """Three steps on the weights and the text of all releases, one process and TP 2 + SP, against the reference's."""
     if version == "main":
         return Cell(None, "main has no wheel")
-    if tuple(map(int, version.split(".")[:2])) < FIRST_WITH_LOOP:
+    if not has_loop(version):
         return Cell(None, "its wheel has no megatron.training")
     try:
         apart = max(_loops_apart(bench.loop_reference, _wheel_loop(bench, version, layout)) for layout in _PARALLEL)
@@ -204,50 +225,57 @@ def tree_cell(bench: Bench, version: str) -> Cell:
     """Its own pretrain_gpt.py on real text, one process and TP 2 + SP; SimReg on as a user starts it."""
     tree = bench.tree(version)
     if tree is None:
-        return Cell(None, "no source tree given")
-    said = []
+        return Cell(None, _NO_TREE)
+    said: list[list[float]] = []
     try:
         for layout in _PARALLEL:
             script, flags = tree / "pretrain_gpt.py", _tree_flags(bench, layout)
             _recorded(bench, f"{version} tree {layout}", layout, tree, script, flags)
-            said.append(_by_the_command(bench, f"{version} tree {layout} command", layout, tree, flags))
+            said.append(_by_the_command(bench, _command_name(version, layout), layout, tree, flags))
     except RunError as error:
         return Cell(False, str(error))
-    return Cell(True, f"{said[0]}")
+    return Cell(True, f"simreg loss {said[0][-1]:.6f}")
+
+
+def _command_name(version: str, layout: str) -> str:
+    return f"{version} tree {layout} command"
 
 
 def _tree_flags(bench: Bench, layout: str) -> list[str]:
     return runs.all_flags([*bench.text_flags, *_STEPS, *_PARALLEL[layout]])
 
 
-def _by_the_command(bench: Bench, name: str, layout: str, tree: Path, flags: Sequence[str]) -> str:
-    """`python -m simreg_megatron pretrain_gpt.py ... --simreg-cpu`: the last values that its log gives."""
+def _by_the_command(bench: Bench, name: str, layout: str, tree: Path, flags: Sequence[str]) -> list[float]:
+    """`python -m simreg_megatron pretrain_gpt.py ... --simreg-cpu`: what its log says."""
     words = ["-m", "simreg_megatron", str(tree / "pretrain_gpt.py"), *flags, *runs.SIMREG, "--simreg-cpu"]
-    log = bench.run(name, words, count=tiny.LAYOUTS[layout].processes, tree=tree)
-    return _logged(log)
+    return _logged(bench.run(name, words, count=tiny.LAYOUTS[layout].processes, tree=tree))
 
 
-def _logged(log: Path) -> str:
-    """The last "simreg loss" of a training log.
+def _logged(log: Path) -> list[float]:
+    """The "simreg loss" of every step of a training log.
 
     Raises:
-        RunError: there is none.
+        RunError: it is missing, or missing in a step.
     """
-    values = re.findall(r"simreg loss: (\S+)", log.read_text(errors="replace"))
-    if len(values) < 3:
+    values = [float(value) for value in re.findall(r"simreg loss: (\S+)", log.read_text(errors="replace"))]
+    if len(values) < _NUM_STEPS:
         raise RunError("the log has no simreg loss")
-    return f"simreg loss {float(values[-1]):.6f}"
+    return values
 
 
 def patch_cell(bench: Bench, version: str) -> Cell:
-    """The patch of the release line on a copy of its tree, and the patched script with --simreg-lambda 10."""
+    """The patch of the release line on a copy of its tree: the patched script must do what `-m simreg_megatron` did."""
     tree = bench.tree(version)
     if tree is None:
-        return Cell(None, "no source tree given")
+        return Cell(None, _NO_TREE)
     try:
         patches.check(patches.patch_for(version), tree)
         flags = [*_tree_flags(bench, "one process"), *runs.SIMREG]
         words = ["-m", "tests.versions.patched", str(tree / "pretrain_gpt.py"), *flags]
-        return Cell(True, _logged(bench.run(f"{version} patched", words, tree=tree)))
-    except (patches.PatchError, RunError) as error:
+        patched = _logged(bench.run(f"{version} patched", words, tree=tree))
+        by_command = _logged(bench.log(_command_name(version, "one process")))
+    except (patches.PatchError, RunError, FileNotFoundError) as error:
         return Cell(False, str(error))
+    if patched != by_command:
+        return Cell(False, f"simreg loss {patched[-1]:.6f}, not {by_command[-1]:.6f}")
+    return Cell(True, f"simreg loss {patched[-1]:.6f}")

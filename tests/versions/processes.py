@@ -24,8 +24,9 @@ def run(
     path: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 300,
+    python: str = sys.executable,
 ) -> int:
-    """`python ARGUMENTS` on every rank; all output goes to `log`.
+    """`PYTHON ARGUMENTS` on every rank; all output goes to `log`.
 
     Args:
         path: folders before the interpreter's own packages.
@@ -48,7 +49,7 @@ def run(
     with log.open("w") as output:
         ranks = [
             subprocess.Popen(
-                [sys.executable, *arguments],
+                [python, *arguments],
                 cwd=ROOT,
                 env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=output,

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 REFERENCE = "0.19.2"
@@ -30,15 +31,15 @@ def tag_of(version: str) -> str:
     return _TAGS.get(version, f"core_v{version}")
 
 
-def installed(version: str, cache: Path) -> Path:
-    """The folder of megatron-core `version` below `cache`, filled by pip at the first call.
+def installed(version: str, cache: Path, python: str = sys.executable) -> Path:
+    """The folder of megatron-core `version` below `cache`, filled by this Python's pip at the first call.
 
     Raises:
         ReleaseError: pip could not install it; the message is pip's last line.
     """
-    folder = cache / "core" / version
+    folder = cache / ("core" if python == sys.executable else f"core-{python_version(python)}") / version
     if not (folder / "megatron" / "core").is_dir():
-        _pip_install(f"megatron-core=={version}", folder=folder)
+        _pip_install(f"megatron-core=={version}", folder=folder, python=python)
     return folder
 
 
@@ -50,10 +51,10 @@ def extras(cache: Path) -> Path:
     return folder
 
 
-def _pip_install(*packages: str, folder: Path) -> None:
+def _pip_install(*packages: str, folder: Path, python: str = sys.executable) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--disable-pip-version-check"]
+    command = [python, "-m", "pip", "install", "-q", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run(
         [*command, "--target", str(partial), *packages],
         text=True,
@@ -66,11 +67,65 @@ def _pip_install(*packages: str, folder: Path) -> None:
     partial.rename(folder)
 
 
+@cache
+def python_version(python: str) -> str:
+    """ "3.10.13", asked of the interpreter itself.
+
+    Raises:
+        ReleaseError: it does not answer.
+    """
+    return _answer(python, "import platform; print(platform.python_version())")
+
+
+@cache
+def torch_version(python: str) -> str:
+    """The torch that this interpreter has, likewise."""
+    return _answer(python, "import torch; print(torch.__version__)")
+
+
+def _answer(python: str, question: str) -> str:
+    try:
+        done = subprocess.run([python, "-c", question], capture_output=True, text=True, timeout=120)
+    except OSError as error:
+        raise ReleaseError(f"{python} cannot be started: {error.strerror}") from error
+    if done.returncode:
+        raise ReleaseError(f"{python} does not answer: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return done.stdout.strip()
+
+
+def line_of(version: str) -> str:
+    """The release line of a version: 0.13.1 -> 0.13; main is its own."""
+    return version if version == "main" else ".".join(version.split(".")[:2])
+
+
 def given_tree(version: str, sources: Path | None) -> Path | None:
-    """The tree of this release: MEGATRON_PATH_<version, dots as _> names it, or it lies in `sources` by its tag."""
-    named = os.environ.get(f"MEGATRON_PATH_{version.replace('.', '_')}")
-    places = [Path(named)] if named else [sources / tag_of(version), sources / version] if sources else []
-    return next((place for place in places if (place / "pretrain_gpt.py").is_file()), None)
+    """The source tree of this release: `sources` has it by its tag, or MEGATRON_PATH is one of its release line.
+
+    Raises:
+        ReleaseError: the tree in `sources` is of another line than its folder says.
+    """
+    named = os.environ.get("MEGATRON_PATH")
+    if named and _is_tree(Path(named)) and tree_line(Path(named)) == line_of(version):
+        return Path(named)
+    for tree in [sources / tag_of(version), sources / version] if sources else []:
+        if _is_tree(tree):
+            if tree_line(tree) != line_of(version):
+                raise ReleaseError(f"{tree.name} holds a tree of {tree_line(tree)}")
+            return tree
+    return None
+
+
+def _is_tree(place: Path) -> bool:
+    return (place / "pretrain_gpt.py").is_file()
+
+
+def tree_line(tree: Path) -> str:
+    """The release line that the tree itself names; main is whatever is newer than the last release."""
+    text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
+    parts = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)", text, flags=re.MULTILINE))
+    line = (int(parts["MAJOR"]), int(parts["MINOR"]))
+    newest = tuple(map(int, REFERENCE.split(".")[:2]))
+    return "main" if line > newest else ".".join(map(str, line))
 
 
 def working_tree(version: str, sources: Path | None, cache: Path) -> Path | None:
@@ -96,10 +151,3 @@ def _add_helper(tree: Path, core: Path) -> None:
     if not list(place.glob(_HELPER)):
         for helper in (core / "megatron" / "core" / "datasets").glob(_HELPER):
             shutil.copy(helper, place)
-
-
-def tree_version(tree: Path) -> str:
-    """What the tree itself says it is."""
-    text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
-    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
-    return ".".join(parts.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny GPT on megatron-core alone, of any release: its model, its plain weights, its text, one step of Megatron's schedule.
+"""A tiny GPT on megatron-core alone, of any release: its model, its plain weights, a step of Megatron's schedule.
 
 Shapes: M micro-batches, B sequences each, S tokens.
 """
@@ -83,7 +83,7 @@ def model_config(layout: Layout, *, per_token: bool) -> Any:
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
         pipeline_dtype=torch.float32,
-        # Two stages exchange both directions with one another: batched messages of interleaved chunks would mix them up.
+        # Two stages exchange both directions with one another: batched messages of interleaved chunks get mixed up.
         overlap_p2p_comm=layout.virtual > 1,
         batch_p2p_comm=layout.virtual == 1,
         calculate_per_token_loss=per_token,
@@ -238,5 +238,3 @@ def make_weights(vocabulary: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     chunks = build(Layout(), vocabulary, per_token=False)
     return {name: parameter.detach().clone() for name, parameter in named_parameters(chunks)}
-
-
