@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: no release is found by --only {args.only}", file=sys.stderr)
         return 2
     bench, began, rows = measure.Bench(args.cache, args.sources), time.monotonic(), []
-    for row in _rows(bench, versions, args.python):
+    for row in _rows(bench, versions, [os.path.abspath(python) for python in args.python]):
         print(table.one_line(row), flush=True)
         rows.append(row)
     minutes = (time.monotonic() - began) / 60

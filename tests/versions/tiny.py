@@ -30,6 +30,13 @@ class Layout:
     def processes(self) -> int:
         return self.tensor * self.pipeline
 
+    @property
+    def schedule(self) -> str:
+        """The function of Megatron's that has to drive it."""
+        if self.pipeline == 1:
+            return "forward_backward_no_pipelining"
+        return f"forward_backward_pipelining_{'with' if self.virtual > 1 else 'without'}_interleaving"
+
 
 LAYOUTS = {
     "one process": Layout(),
@@ -197,7 +204,9 @@ def step(chunks: list[Any], layout: Layout, tokens: Tensor, mask: Tensor) -> lis
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    reports = get_forward_backward_func()(
+    schedule = get_forward_backward_func()
+    assert schedule.__name__ == layout.schedule
+    reports = schedule(
         forward_step_func=_forward_step,
         data_iterator=[zip(tokens, mask, strict=True) for _ in chunks],
         model=chunks,
