@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +106,7 @@ def difference(reference: Outcome, other: Outcome, variant: str = "on") -> Diffe
             raise RunError(f"other parameters: {sorted(reference.grads[run].keys() ^ other.grads[run].keys())}")
         losses.append(((reference.losses[run] - other.losses[run]).abs() / reference.losses[run]).max().item())
         grads += [_apart(grad, other.grads[run][name]) for name, grad in reference.grads[run].items()]
-    return Difference(_finite(max(losses)), _finite(max(grads)))
+    return Difference(largest(losses), largest(grads))
 
 
 def share(outcome: Outcome) -> float:
@@ -121,5 +123,6 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return ((one - other).double().norm() / one.double().norm().clamp(min=1e-30)).item()
 
 
-def _finite(value: float) -> float:
-    return value if value == value else float("inf")  # NaN is as far as it gets
+def largest(differences: Iterable[float]) -> float:
+    """Their maximum; NaN is as far as it gets."""
+    return max(value if value == value else math.inf for value in differences)

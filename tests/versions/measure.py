@@ -174,7 +174,8 @@ def wheel_cell(bench: Bench, version: str) -> Cell:
     if not has_loop(version):
         return Cell(None, "its wheel has no megatron.training")
     try:
-        apart = max(_loops_apart(bench.loop_reference, _wheel_loop(bench, version, layout)) for layout in _PARALLEL)
+        loops = (_wheel_loop(bench, version, layout) for layout in _PARALLEL)
+        apart = compare.largest(_loops_apart(bench.loop_reference, loop) for loop in loops)
     except RunError as error:
         return Cell(False, str(error))
     return Cell(apart <= compare.TOLERANCE, f"{apart:.0e}")
@@ -189,7 +190,7 @@ def _wheel_loop(bench: Bench, version: str, layout: str) -> Record:
 
 def _loops_apart(one: Record, other: Record) -> float:
     pairs = [(a, b) for key in ("losses", "norms") for a, b in zip(one[key], other[key], strict=True)]
-    return max(abs(a - b) / abs(a) for a, b in pairs)
+    return compare.largest(abs(a - b) / abs(a) for a, b in pairs)
 
 
 def _recorded(bench: Bench, name: str, layout: str, folder: Path, script: Path, flags: Sequence[str]) -> Record:
