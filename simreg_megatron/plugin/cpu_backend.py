@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +70,11 @@ def require_gpu() -> None:
         )
 
 
+def connections(flags: Sequence[str]) -> str:
+    """The CUDA_DEVICE_MAX_CONNECTIONS that Megatron demands: 1 under tensor parallelism, any other under FSDP."""
+    return "32" if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags) else "1"
+
+
 def activate(mode: str = "on") -> None:
     """Answer Megatron's calls to torch.cuda on the CPU, for the rest of this process.
 
@@ -89,7 +94,7 @@ def activate(mode: str = "on") -> None:
             "`python -m simreg_megatron SCRIPT ... --simreg-cpu`"
         )
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiled graphs would bypass the stand-ins
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron demands it under tensor parallelism
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", connections(sys.argv))
     import torch
 
     if torch.cuda.is_available() and mode != "force":

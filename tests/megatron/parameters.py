@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from simreg_megatron.plugin import compat
 
 Shard = tuple[int, int, int]  # dimension that is cut (-1: whole), which part, of how many
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -23,9 +26,7 @@ def named_parameters(model_chunks: list[Any]) -> Iterator[tuple[str, Any]]:
 
     The copy of tied embeddings on the last pipeline stage goes by the name of what it copies.
     """
-    from megatron.core.utils import unwrap_model
-
-    for chunk in unwrap_model(model_chunks):
+    for chunk in compat.unwrapped(model_chunks):
         offsets = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
         for name, parameter in chunk.named_parameters():
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
@@ -66,12 +67,17 @@ def gradients(model_chunks: list[Any]) -> dict[str, Tensor]:
     """Every parameter's gradient as `finalize_model_grads` left it, without the fp16 loss scale.
 
     The distributed optimizer leaves each data-parallel rank one part of every bucket: the parts are gathered here, so
-    that these runs too are compared in full. A collective then: all ranks call it.
+    that these runs too are compared in full. A collective then: all ranks call it. None are told of Megatron-FSDP.
     """
     from megatron.core.utils import get_model_config
 
     found: dict[Any, Tensor] = {}
     for chunk in model_chunks:
+        if chunk.ddp_config.use_megatron_fsdp:
+            return {}
+        if isinstance(next(chunk.parameters()), DTensor):  # FSDP2, which has no buffers
+            found |= {parameter: whole_of(parameter.grad) for parameter in chunk.parameters()}
+            continue
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             scattered = chunk.ddp_config.use_distributed_optimizer
             whole = _gathered(buffer) if scattered else buffer.grad_data
@@ -80,6 +86,11 @@ def gradients(model_chunks: list[Any]) -> dict[str, Tensor]:
     scale_loss = get_model_config(model_chunks[0]).grad_scale_func
     scale = float(scale_loss(torch.tensor(1.0))) if scale_loss else 1.0
     return {name: found[parameter].float() / scale for name, parameter in named_parameters(model_chunks)}
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor of which FSDP leaves each rank a part. A collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _gathered(buffer: Any) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tests.megatron.parameters import gradients, named_parameters, shard_of
+from tests.megatron.parameters import gradients, named_parameters, shard_of, whole_of
 
 
 class Recorder:
@@ -53,9 +53,9 @@ class Recorder:
         return recorded
 
     def save(self) -> None:
-        if self.model is not None:
+        if self.record["grads"]:  # else it failed before, or Megatron-FSDP holds the parameters in its own way
             for name, parameter in named_parameters(self.model):
-                self.record["params"][name] = parameter.detach().clone()
+                self.record["params"][name] = whole_of(parameter.detach()).clone()
                 self.record["shards"][name] = shard_of(name, parameter)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(self.record, self.path)
@@ -72,7 +72,9 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
     import megatron.training.training as training
 
     from simreg_megatron import install
+    from simreg_megatron.plugin.cpu_backend import connections
 
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections(flags)
     recorder = Recorder(out)
     training.finalize_model_grads = recorder.wrap_finalize(training.finalize_model_grads)
     training.train_step = recorder.wrap_step(training.train_step)

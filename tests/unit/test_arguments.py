@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,20 @@ def test_flags_become_one_config() -> None:
 def test_defaults_are_off() -> None:
     assert not config_from_args(parser().parse_args([])).active
     assert not config_from_args(argparse.Namespace()).active, "a namespace from elsewhere has no such settings"
+
+
+@pytest.mark.megatron
+@pytest.mark.filterwarnings("ignore")
+def test_settings_are_read_from_a_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron puts the file's top-level keys in the place of all flags."""
+    from megatron.training.arguments import parse_args
+
+    file = tmp_path / "run.yaml"
+    megatrons = "disable_msc_deprecated: false\nenable_msc: false\n"  # what its parser asks for at once
+    file.write_text(megatrons + "simreg_lambda: 10\nsimreg_chunk_size: 512\nsimreg_document_mask: true\n")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", str(file)])
+    config = config_from_args(parse_args(add_simreg_arguments))
+    assert (config.lambda_, config.chunk_size, config.document_mask, config.scope) == (10, 512, True, "exact")
 
 
 def test_help_shows_a_group_of_its_own() -> None:

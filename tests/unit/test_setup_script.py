@@ -179,6 +179,7 @@ class TestInstall:
     @pytest.fixture
     def repo(self, machine):
         (machine / "repo" / "setup.py").write_text("from setuptools import setup\nsetup(name='x')\n")
+        (machine / "repo" / "constraints.txt").touch()
         return machine / "repo"
 
     def offline(self, machine: Path) -> subprocess.CompletedProcess[str]:
@@ -213,7 +214,7 @@ class TestInstall:
             "import hashlib, sys; "
             "print(hashlib.sha256(b''.join(open(p, 'rb').read() for p in sys.argv[1:])).hexdigest())"
         )
-        files = [str(repo / "setup.py"), str(repo / "tools" / "setup.sh")]
+        files = [str(repo / name) for name in ("setup.py", "constraints.txt", "tools/setup.sh")]
         stamp = subprocess.check_output([sys.executable, "-c", digest, *files], text=True)
         (repo / ".venv" / "simreg-stamp").write_text(stamp)
         quiet = self.offline(machine)

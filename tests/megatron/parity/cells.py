@@ -103,6 +103,7 @@ FULL = part("full recompute", "--recompute-granularity full --recompute-method u
 SELECTIVE = part("selective recompute", "--recompute-granularity selective")
 FUSED_CE = part("native CE fusion", "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native")
 SCHEDULE_PLAN = part("schedule plan", "--overlap-moe-expert-parallel-comm")
+FSDP2 = part("torch FSDP2", "--use-torch-fsdp2")
 RERUN = part("rerun validates", "--rerun-mode validate_results")
 
 # Objectives --------------------------------------------------------------------------------------------------------
@@ -164,6 +165,10 @@ _OPTIMIZERS = [
     Cell(DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, ACROSS),
     Cell(CP2 + DISTRIBUTED, ACROSS),
     Cell(TP2 + SP + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, ACROSS),
+    Cell(DP2 + FSDP2, ACROSS, core=True),
+    Cell(DP2 + FSDP2, OFF, mode=PER_TOKEN, must_fail="Megatron leaves out the division by tokens"),
+    Cell(CP2 + FSDP2, ACROSS),
+    Cell(TP2 + SP + DP2 + FSDP2, ACROSS),
     Cell(HALF, ACROSS, core=True),
     Cell(DOUBLE, ACROSS),
     Cell(DP2 + HALF, ACROSS),

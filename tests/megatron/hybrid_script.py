@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A HybridModel, which computes its loss inside `forward`: attention and MLP layers of plain torch in a hybrid stack.
+
+Mamba layers need kernels of a GPU; SimReg meets them no differently, for it looks at what the whole stack returns.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+
+from simreg_megatron import install, uninstall
+from simreg_megatron.plugin import cpu_backend
+from tests.megatron.own_script import CONFIG, LENGTH, VOCABULARY, WIDTH, expected_gradients, gradients
+
+
+def build_model():
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import ModuleSpec, TransformerConfig
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=4, hidden_size=WIDTH, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
+        attention_dropout=0.0, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False, persist_layer_norm=False, is_hybrid_model=True,
+    )  # fmt: skip
+    local = get_gpt_layer_local_spec().submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=local.input_layernorm, self_attention=local.self_attention, self_attn_bda=get_bias_dropout_add
+    )
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=local.pre_mlp_layernorm,
+        mlp=partial(MLP.as_mlp_submodule, submodules=linears),
+        mlp_bda=get_bias_dropout_add,
+    )
+    stack = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    hybrid_block.TENorm = WrappedTorchNorm  # the stack names Transformer Engine's norm itself
+    return HybridModel(
+        config,
+        ModuleSpec(module=hybrid_block.HybridStack, submodules=stack),
+        VOCABULARY,
+        LENGTH,
+        hybrid_layer_pattern="*-*-",
+    ).train()
+
+
+def main() -> None:
+    cpu_backend.activate()
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    os.environ.setdefault("MASTER_PORT", "29513")
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    model = build_model()
+    tokens = torch.randint(0, 8, (2, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    original = HybridModel.forward
+    plain_loss, plain = gradients(model, tokens, labels)
+    wanted = expected_gradients(model, tokens, labels)
+    install(config=CONFIG)
+    loss, got = gradients(model, tokens, labels)
+    assert torch.equal(loss, plain_loss), "the value is the language-model loss"
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    share = sum((got[n] - plain[n]).norm() ** 2 for n in got) ** 0.5 / sum(g.norm() ** 2 for g in got.values()) ** 0.5
+    assert share > 0.1, share
+    uninstall()
+    assert HybridModel.forward is original
+    again_loss, again = gradients(model, tokens, labels)
+    assert torch.equal(again_loss, plain_loss) and all(torch.equal(again[name], plain[name]) for name in plain)
+    print("hybrid script: all as expected")
+
+
+if __name__ == "__main__":
+    main()
