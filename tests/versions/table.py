@@ -121,7 +121,7 @@ leaves every micro-batch another number of tokens, fp32.
 - **one process** to **PP 2 x VPP 2**: SimReg on (lambda {driver.LAMBDA:g}, temperature {driver.TEMPERATURE:g}) equals
   {releases.REFERENCE} on one process. The numbers are the largest relative differences of a micro-batch's loss and of a
   parameter's gradient, in both modes; up to {compare.TOLERANCE:.0e} is "yes". The loss is the language-model loss,
-  whose value SimReg leaves alone: SimReg is in the gradient, and at least a tenth of it. (A lambda that was wrong by a
+  whose value SimReg leaves alone: SimReg is in the gradient, and at least a tenth of it. (A lambda wrong by a
   thousandth showed as 1e-03, fifty times the bound.)
 - **loop of the wheel**: `megatron.training` of the wheel trains three steps, on one process and with TP 2 + SP:
   lambda 0 ends with the same parameters, bit for bit, as without the plugin; with SimReg on, the number is the largest
@@ -151,6 +151,6 @@ columns say so.
 The wheels of 0.17 and later ask for Python 3.12. The plugin itself and the releases up to 0.16 take 3.10 and 3.11:
 `--python /path/to/python3.10`, one that has torch, numpy and packaging, adds a row for each of those releases.
 On 2026-11-21 the unit tests of losses, settings, layouts, seams and patches passed on 3.10.13 with torch 2.6.0 and on
-3.11.7 with torch 2.9.1 too, and a scan of the package (vermin) found nothing newer than 3.10. Training loops and patches
-were tried on 3.12 only.
+3.11.7 with torch 2.9.1 too, and a scan of the package (vermin) found nothing newer than 3.10. Training loops and
+patched scripts were run on 3.12 only.
 """
