@@ -33,7 +33,7 @@ test-all: setup ## every test; those for a GPU only where one is
 	  -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')" \
 	  $(PYTEST_ARGS) tests
 
-parity: setup ## the same function in every parallel layout: print the table (10 minutes on 2 cores)
+parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)
 
 versions: setup ## drive every release of Megatron and write docs/versions.md (15 minutes on 2 cores)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,8 @@ from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 PRELOAD = "tests.megatron.preload"
 TIMED_OUT = 124  # the status that timeout(1) gives
@@ -29,19 +30,14 @@ def _context() -> Any:
     return context
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
 def run_ranks(target: Callable[..., None], *arguments: Any, processes: int, log: Path, timeout: float) -> int:
     """`target(*arguments)` on every rank of one job; all output goes to `log`.
 
     Returns:
         0 if every rank succeeded; else the status of the first that failed, or TIMED_OUT. The others are then killed.
     """
-    job = (processes, free_port(), log)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # the kernel's port: no race for it
+    job = (processes, store.port, log)
     log.parent.mkdir(parents=True, exist_ok=True)
     # Not daemons: those may have no children, and Megatron writes checkpoints in some.
     ranks = [_context().Process(target=_rank, args=(rank, *job, target, arguments)) for rank in range(processes)]
@@ -84,5 +80,7 @@ def _rank(
         LOCAL_WORLD_SIZE=str(processes),
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there already, rank 0 need not start one
+        TORCHELASTIC_RESTART_COUNT="0",
     )
     target(*arguments)

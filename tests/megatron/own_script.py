@@ -31,15 +31,17 @@ def build_model():
     ).train()
 
 
-def causal_mask() -> torch.Tensor:
-    return torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+def causal_mask(device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.ones(LENGTH, LENGTH, device=device).triu(1).bool()[None, None]
+
+
+def positions_of(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.arange(LENGTH, device=tokens.device).expand_as(tokens)
 
 
 def gradients(model, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    mask = causal_mask()
-    positions = torch.arange(LENGTH).expand_as(tokens)
     model.zero_grad()
-    loss = model(tokens, positions, mask, labels=labels).mean()
+    loss = model(tokens, positions_of(tokens), causal_mask(tokens.device), labels=labels).mean()
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -48,9 +50,8 @@ def expected_gradients(model, tokens: torch.Tensor, labels: torch.Tensor) -> dic
     """The sum written out: mean loss + lambda * mean SimReg of what the decoder hands to the output layer."""
     caught = []
     hook = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
-    mask = causal_mask()
     model.zero_grad()
-    loss = model(tokens, torch.arange(LENGTH).expand_as(tokens), mask, labels=labels).mean()
+    loss = model(tokens, positions_of(tokens), causal_mask(tokens.device), labels=labels).mean()
     hook.remove()
     term = simreg_loss(caught[0].transpose(0, 1), labels, temperature=0.5, chunk_size=12)
     (loss + 2 * term).backward()
@@ -91,12 +92,7 @@ def main() -> None:
 
     model.eval()
     with torch.no_grad():  # evaluation is Megatron's own
-        model(
-            tokens,
-            torch.arange(LENGTH).expand_as(tokens),
-            causal_mask(),
-            labels=labels,
-        )
+        model(tokens, positions_of(tokens), causal_mask(), labels=labels)
     model.train()
     uninstall()
     assert GPTModel._postprocess is original

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.megatron import runs
-from tests.megatron.forks import free_port
 
 LLAMA, MIXTRAL = "launch/pretrain_llama.sh", "launch/pretrain_mixtral.sh"
 SHORT = ("--train-iters", "2", "--log-interval", "1", "--eval-iters", "1")
@@ -38,10 +38,16 @@ def test_torchrun_starts_the_script(
     assert "chunks of 64 tokens" in done.output and "Megatron runs on the CPU" in done.output
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
 def test_two_nodes_meet(text, tmp_path: Path) -> None:
     """`torchrun --nnodes 2` on each of two nodes, here both on this machine."""
     own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
-    port = str(free_port())
+    port = str(_free_port())
     nodes = ThreadPoolExecutor(2).map(
         lambda rank: runs.torchrun(
             [LLAMA, "--simreg-lambda", "10", *SHORT, *own],

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's support table says something in every cell, and what it names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.parity.cells import CELLS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SUPPORT = README[README.index("## What works where") : README.index("## The rooms")]
+ROWS = [line for line in SUPPORT.splitlines() if line.startswith("| ") and not line.startswith("| |")]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_no_cell_is_empty(row: str) -> None:
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert len(cells) == 3 and all(cells)
+
+
+@pytest.mark.parametrize("pattern", re.findall(r"\*parity '?([^']+?)'?\*(?= |,)", "\n".join(ROWS)))
+def test_named_rows_of_the_parity_table_exist(pattern: str) -> None:
+    assert any(re.search(pattern, cell.name) for cell in CELLS)
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"tests/[\w/.]+\.py|docs/[\w-]+\.(?:md|png)", README))))
+def test_named_files_exist(path: str) -> None:
+    assert (ROOT / path).is_file()
