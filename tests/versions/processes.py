@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.megatron.forks import free_port
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = 124  # the status that timeout(1) gives
@@ -35,6 +35,7 @@ def run(
         0 if every rank succeeded; else the status of the first that failed, or TIMED_OUT. The others are then ended.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # the kernel's port: no race for it
     shared = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(folder) for folder in (ROOT, *path)),
@@ -42,7 +43,9 @@ def run(
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already, rank 0 need not start one
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCH_CUDA_ARCH_LIST": "8.0",  # 0.15 asks nvcc, where one is installed, for a card that is not there
         **(env or {}),
     }
