@@ -36,7 +36,7 @@ test-all: setup ## every test; those for a GPU only where one is
 parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)
 
-versions: setup ## drive every release of Megatron and write docs/versions.md (15 minutes on 2 cores)
+versions: setup ## drive every release of Megatron and write docs/versions.md (20 minutes on 2 cores)
 	$(PY) -m tests.versions --output docs/versions.md $(VERSIONS_ARGS)
 
 lint: setup ## ruff (rules and format), mypy, shellcheck
