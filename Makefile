@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all parity lint bench clean distclean
+.PHONY: help setup demo test test-all parity versions lint bench clean distclean
 
 PY := .venv/bin/python
 # Shell files that bash alone reads; a launcher that is Python as well as bash is left to its tests.
@@ -11,6 +11,8 @@ SHELL_FILES := $(wildcard tools/*.sh) .ci/run
 PYTEST_ARGS ?=
 # The same for the parity table: make parity PARITY_ARGS="--only CP2", or "--output docs/parity.md" to keep it
 PARITY_ARGS ?=
+# And for the releases of Megatron: make versions VERSIONS_ARGS="--sources ../sources" (docs/versions.md)
+VERSIONS_ARGS ?=
 # Two workers, one file each at a time: whole runs of Megatron are made once a file and shared by its tests.
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 
@@ -33,6 +35,9 @@ test-all: setup ## every test; those for a GPU only where one is
 
 parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)
+
+versions: setup ## drive every release of Megatron and write docs/versions.md (20 minutes on 2 cores)
+	$(PY) -m tests.versions --output docs/versions.md $(VERSIONS_ARGS)
 
 lint: setup ## ruff (rules and format), mypy, shellcheck
 	$(PY) -m ruff check .

@@ -17,13 +17,13 @@ from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
+from simreg_megatron.plugin import compat
 from simreg_megatron.pretrain import datasets_provider
 
 
@@ -62,7 +62,7 @@ def main() -> None:
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     assert mpu.is_pipeline_last_stage()
-    write_probe(unwrap_model(chunks)[0], get_args())
+    write_probe(compat.unwrapped(chunks)[0], get_args())
     torch.distributed.destroy_process_group()
 
 

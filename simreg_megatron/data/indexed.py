@@ -114,5 +114,8 @@ def _check_tokenizer(tokenizer: Path, data: Path) -> None:
 
 def sha256(path: Path) -> str:
     """Hash of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()  # hashlib.file_digest came with Python 3.11
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

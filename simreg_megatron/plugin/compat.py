@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 NEWEST_TRIED = (0, 19)  # docs/versions.md
+_USE_ANOTHER = "use megatron-core 0.12 or newer"
 
 
 class MegatronSeamError(RuntimeError):
@@ -46,7 +47,10 @@ class Seam:
         try:
             holder: Any = importlib.import_module(self.module)
         except ImportError as error:
-            raise self._missing(f"cannot import {self.module}: {error}") from error
+            lacks = (error.name or "").partition(".")[0]  # up to 0.16 a source tree needs packages it never names
+            of_others = lacks not in ("", self.module.partition(".")[0])
+            mend = f"install {lacks}" if of_others else _USE_ANOTHER
+            raise self._missing(f"cannot import {self.module}: {error}", mend) from error
         if self.owner is not None:
             holder = getattr(holder, self.owner, None)
         function = getattr(holder, self.name, None)
@@ -59,10 +63,10 @@ class Seam:
             raise self._missing(f"{self.path} does not take {', '.join(sorted(absent))}")
         return holder
 
-    def _missing(self, what: str) -> MegatronSeamError:
+    def _missing(self, what: str, mend: str = _USE_ANOTHER) -> MegatronSeamError:
         return MegatronSeamError(
             f"megatron-core {megatron_version()} cannot carry SimReg ({self.purpose}): {what}; "
-            "use megatron-core 0.12 or newer (`simreg-megatron doctor` lists what was found)"
+            f"{mend} (`simreg-megatron doctor` lists what was found)"
         )
 
 

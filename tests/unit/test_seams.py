@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -54,6 +55,14 @@ def test_a_missing_seam_names_the_release_and_the_way_out(module: ModuleType, br
     with pytest.raises(compat.MegatronSeamError, match=what) as caught:
         broken.holder()
     assert "megatron-core 0.12.3" in str(caught.value) and "use megatron-core" in str(caught.value)
+
+
+def test_a_package_that_megatron_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Source trees up to 0.16 import packages that nothing installs: another Megatron would not help."""
+    (tmp_path / "needy_megatron.py").write_text("import no_such_package.part")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(compat.MegatronSeamError, match="; install no_such_package "):
+        seam(None, module="needy_megatron").holder()
 
 
 def test_wrapped_functions_come_back(module: ModuleType) -> None:

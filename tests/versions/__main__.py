@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tests.versions`: drive every release of Megatron with the plugin and print what works where."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.versions import measure, releases, table
+from tests.versions.processes import ROOT
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
+    parser.add_argument("--only", default="", metavar="REGEX", help="releases whose number it finds (0.13, main, ...)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table there too, as Markdown")
+    parser.add_argument(
+        "--sources",
+        type=Path,
+        metavar="DIR",
+        help="Megatron-LM source trees by tag (DIR/core_v0.13.1, DIR/main), for their own scripts and the patches; "
+        "the environment variable MEGATRON_PATH names a single one",
+    )
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="drive megatron-core up to 0.16 with this interpreter and its torch, too; may be given again",
+    )
+    parser.add_argument("--cache", type=Path, default=ROOT / ".versions", metavar="DIR", help="installed releases")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if argv is None else argv)
+    versions = [version for version in (*releases.VERSIONS, "main") if re.search(args.only, version)]
+    if not versions:
+        print(f"error: no release is found by --only {args.only}", file=sys.stderr)
+        return 2
+    bench, began, rows = measure.Bench(args.cache, args.sources), time.monotonic(), []
+    for row in _rows(bench, versions, [os.path.abspath(python) for python in args.python]):
+        print(table.one_line(row), flush=True)
+        rows.append(row)
+    minutes = (time.monotonic() - began) / 60
+    shown = table.markdown(rows, argv=sys.argv[1:] if argv is None else argv, minutes=minutes)
+    print("\n" + shown)
+    if args.output:
+        args.output.write_text(shown, encoding="utf-8")
+    return 0 if all(row.holds for row in rows) else 1
+
+
+def _rows(bench: measure.Bench, versions: Sequence[str], pythons: Sequence[str]) -> Iterator[table.Row]:
+    for version in versions:
+        yield table.row(bench, version)
+    for python in pythons:
+        for version in versions:
+            if version != "main" and not measure.has_loop(version):  # those ask for Python 3.12
+                yield table.row_of_python(bench, version, python)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a run on megatron-core alone: `python -m tests.versions.driver CORE INPUT OUT LAYOUT ...`.
+
+Under each layout, in both of Megatron's ways to normalise a loss, it takes the gradient of one global batch without the
+plugin, with the plugin at lambda 0, and with SimReg on, and writes OUT/<layout>/rank<r>.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MODES = ("default", "per-token")
+VARIANTS = ("absent", "zero", "on")
+TEMPERATURE, LAMBDA = 0.5, 10.0
+
+
+def use_only(core: Path) -> None:
+    """Let `megatron` be this folder's alone: it is a namespace, and would go on in the interpreter's own packages."""
+    sys.path.insert(0, str(core))
+    import megatron
+
+    megatron.__path__ = [str(core / "megatron")]
+
+
+def measure(layout: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Losses and gradients of every mode and variant on this rank."""
+    from simreg_megatron import SimRegConfig, install, uninstall
+    from tests.versions import tiny
+
+    tiny.start(layout)
+    configs = {
+        "absent": None,
+        "zero": SimRegConfig(),
+        "on": SimRegConfig(lambda_=LAMBDA, temperature=TEMPERATURE, chunk_size=given["chunk"]),
+    }
+    record: dict[str, Any] = {"shards": {}}
+    for mode in MODES:
+        for variant, config in configs.items():
+            chunks = tiny.build(layout, given["vocabulary"], per_token=mode == "per-token")
+            tiny.load(chunks, given["weights"])
+            if config is not None:
+                install(config=config)
+            try:
+                losses = tiny.step(chunks, layout, given["tokens"], given["mask"])
+            finally:
+                uninstall()
+            record[f"{mode} {variant}"] = {"losses": losses, "grads": tiny.gradients(chunks)}
+            record["shards"] = {name: tiny.shard_of(parameter) for name, parameter in tiny.named_parameters(chunks)}
+    return record
+
+
+def main() -> None:
+    core, source, out, *names = sys.argv[1:]
+    use_only(Path(core))
+    from simreg_megatron.plugin import cpu_backend
+
+    cpu_backend.activate()
+    import megatron.core
+
+    from tests.versions import tiny
+
+    assert Path(megatron.core.__file__).is_relative_to(core), megatron.core.__file__
+
+    given = torch.load(source, weights_only=True)
+    for name in names:
+        try:
+            record = measure(tiny.LAYOUTS[name], given)
+        except Exception as error:  # the other layouts still tell something
+            traceback.print_exc()
+            record = {"error": f"{type(error).__name__}: {error}"}
+        path = Path(out) / name / f"rank{os.environ['RANK']}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(record, path)
+        if "error" in record:
+            os._exit(1)  # ranks that wait for this one must not wait for ever
+
+
+if __name__ == "__main__":
+    main()
