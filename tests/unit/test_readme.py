@@ -12,7 +12,7 @@ from tests.megatron.parity.cells import CELLS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SUPPORT = README[README.index("## What works where") : README.index("## The rooms")]
+SUPPORT = README[README.index("## What works where") : README.index("## Megatron releases")]
 ROWS = [line for line in SUPPORT.splitlines() if line.startswith("| ") and not line.startswith("| |")]
 
 
