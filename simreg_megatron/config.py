@@ -13,7 +13,7 @@ SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm")
 GROUP_REDUCTIONS = ("sum", "mean")
 SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
-IMPLEMENTATIONS = ("auto", "reference")
+IMPLEMENTATIONS = ("auto", "reference", "tiled")
 
 TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "none": 0.01}
 """Temperature of each objective where none is given."""

@@ -23,7 +23,7 @@ Span = tuple[int, int]  # first position and one past the last
 class Block(NamedTuple):
     """Chunks of equal length, folded so that one batch entry is one chunk, and which of their tokens are anchors."""
 
-    rows: Tensor  # [m, k, d] float32 or float64; all ones where not usable
+    rows: Tensor  # [m, k, d] float32 or float64, all ones where not usable; or as they were given
     labels: Tensor  # [m, k] int64
     usable: Tensor  # [m, k] bool: takes part as anchor, positive and negative
     documents: Tensor | None  # [m, k]; tokens of different documents never meet
@@ -100,17 +100,29 @@ def chunk_length(num_tokens: int, chunk_size: int) -> int:
 
 
 def blocks(
-    embeddings: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, *, chunk_size: int, anchors: Span
+    embeddings: Tensor,
+    labels: Tensor,
+    usable: Tensor,
+    documents: Tensor | None,
+    *,
+    chunk_size: int,
+    anchors: Span,
+    prepare: bool = True,
 ) -> Iterator[tuple[Block, Span]]:
     """Cut the tokens that the anchors meet into at most three blocks, each with the anchors it holds.
 
     All chunks that hold nothing but anchors form one block of squares; a chunk of which only a part are anchors
     forms a block by itself. Rows that are not usable are replaced before any arithmetic, so that even a NaN there
     can reach neither a value nor a gradient. A NaN row of a usable token is kept: hiding it would hide a broken model.
+
+    Args:
+        prepare: False leaves the rows as they are, without a copy: for those who replace and widen them tile by tile.
     """
-    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
-    # Ones and not zeros: the norm's derivative is finite there, and where() cuts the gradient anyway.
-    rows = torch.where(usable.unsqueeze(-1), rows, 1.0)
+    rows = embeddings
+    if prepare:
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        # Ones and not zeros: the norm's derivative is finite there, and where() cuts the gradient anyway.
+        rows = torch.where(usable.unsqueeze(-1), rows, 1.0)
     num_tokens = labels.shape[1]
     length = chunk_length(num_tokens, chunk_size)
     for tokens, inside in _cuts(num_tokens, length, anchors):

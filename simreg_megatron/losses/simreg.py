@@ -2,7 +2,7 @@
 """SimReg: a supervised contrastive term on the hidden states that predict the next token (arXiv 2605.08809).
 
 Shapes: b sequences, n tokens, d features; chunks of k tokens, folded with the batch into m chunks; p anchors of each.
-This is the reference that faster forms are judged by: one p x k matrix per chunk, plain torch, autograd.
+The reference that faster forms are judged by is here: one p x k matrix per chunk, plain torch, autograd.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from simreg_megatron.kernels.tiled import Tokens, contrast_ratio
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -29,7 +30,7 @@ from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_P
 from simreg_megatron.losses.similarity import Similarity, get_similarity
 
 REDUCTIONS = ("mean", "sum", "none")
-IMPLEMENTATIONS = ("auto", "reference")
+IMPLEMENTATIONS = ("auto", "reference", "tiled")
 
 
 def simreg_loss(
@@ -73,7 +74,8 @@ def simreg_loss(
             to the number of positives and negatives in the whole sequence.
         reduction: "none": [b, n] or [n], 0 at tokens without a term; "sum"; "mean": the sum divided by the
             number of anchors of all sequences, 0 where there are none.
-        impl: "auto" or "reference".
+        impl: "reference": a matrix of all pairs of a chunk, every option; "tiled": tile by tile, memory O(n), for
+            similarity "cosine" and self_positive "always"; "auto": tiled where it can.
 
     Returns:
         A tensor of float32 (float64 for float64). A token without negatives has term 0 and gradient 0.
@@ -109,6 +111,7 @@ def simreg_loss(
         temperature=temperature,
         similarity=similarity,
         self_positive=self_positive,
+        impl=impl,
     )
     if reduction == "none":
         return terms.reshape(shape)
@@ -128,6 +131,8 @@ def simreg_terms(
     temperature: float = 0.01,
     similarity: str = "cosine",
     self_positive: str = "always",
+    impl: str = "auto",
+    stored_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """term_i = weight_i * softplus( LSE_{N_i}(s) - LSE_{P_i}(s) + offset_i ) of the anchors, [b, number of anchors].
 
@@ -140,22 +145,40 @@ def simreg_terms(
         usable: bool [b, n], from `usable_tokens`.
         roles: of the anchors, [b, number of anchors], from `token_roles`.
         anchors: (first, last) positions with a term, last not included; None is all.
-        documents, chunk_size, temperature, similarity, self_positive: as in `simreg_loss`.
+        documents, chunk_size, temperature, similarity, self_positive, impl: as in `simreg_loss`.
+        stored_dtype: float16 or bfloat16 where float32 embeddings hold such values and nothing finer.
     """
     anchors = (0, labels.shape[1]) if anchors is None else anchors
-    logits_of = get_similarity(similarity)
+    is_tiled = chosen_impl(impl, similarity, self_positive) == "tiled"
     parts = []
     with no_autocast(embeddings.device.type):
         for block, (first, last) in blocks(
-            embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors
+            embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors, prepare=not is_tiled
         ):
+            if is_tiled:
+                tokens = Tokens(block.rows, block.labels, block.usable, block.documents)
+                found = contrast_ratio(
+                    tokens, anchors=block.anchors, temperature=temperature, stored_dtype=stored_dtype
+                )
+            else:
+                found = _contrast(block, get_similarity(similarity), temperature, self_positive) + _doubt(block)
             own = roles.cut(first - anchors[0], last - anchors[0])
-            contrast = unfold(_contrast(block, logits_of, temperature, self_positive), labels.shape[0], last - first)
-            doubt = unfold(_doubt(block), labels.shape[0], last - first)
-            parts.append(_terms(contrast + doubt, own))
+            terms = _terms_of_ratio if is_tiled else _terms
+            parts.append(terms(unfold(found, labels.shape[0], last - first), own))
     if not parts:  # no tokens, but still a place in the graph
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
     return torch.cat(parts, dim=1)
+
+
+def chosen_impl(impl: str, similarity: str = "cosine", self_positive: str = "always") -> str:
+    """The implementation behind "auto"; ValueError for one that lacks an option."""
+    fits = similarity == "cosine" and self_positive == "always"
+    if impl == "tiled" and not fits:
+        raise ValueError(
+            f"impl 'tiled' knows similarity 'cosine' and self_positive 'always' only, not {similarity!r} and "
+            f"{self_positive!r}: use impl 'reference'."
+        )
+    return ("tiled" if fits else "reference") if impl == "auto" else impl
 
 
 def _check_options(
@@ -207,6 +230,14 @@ def _contrast(block: Block, logits_of: Similarity, temperature: float, self_posi
 def _doubt(block: Block) -> Tensor:
     """0, but NaN for a row that is not finite, [m, p]: one alone in its chunk would otherwise pass as a 0."""
     return block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
+
+
+def _terms_of_ratio(ratio: Tensor, roles: TokenRoles) -> Tensor:
+    """The same from exp(contrast)."""
+    if roles.offset is not None:
+        ratio = ratio * roles.offset.exp()
+    terms = torch.where(roles.anchor, torch.log1p(ratio), 0.0)
+    return terms if roles.weight is None else terms * roles.weight
 
 
 def _terms(contrast: Tensor, roles: TokenRoles) -> Tensor:

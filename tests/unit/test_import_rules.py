@@ -32,8 +32,8 @@ def room(rooms: str = "", packages: str = "") -> Room:
 # Only plugin, pretrain, data, checkpoint and probe may name megatron; triton lives in kernels alone.
 LAW = {
     "config": room(),
-    "losses": room(packages="torch"),
-    "kernels": room("losses", "torch triton"),
+    "losses": room("kernels", "torch"),
+    "kernels": room(packages="torch triton"),
     "adagc": room(packages="torch"),
     "geometry": room("losses", "torch"),
     "parallel": room(packages="torch"),

@@ -11,6 +11,8 @@ from torch import Tensor
 from simreg_megatron.losses import simreg_loss
 from tests.helpers.fixtures import fixture_f1
 
+pytestmark = pytest.mark.usefixtures("every_impl")
+
 MASKED = (3, 8, 9)
 
 
@@ -217,7 +219,9 @@ def test_sr10_identical_embeddings(num_tokens: int, printed: str) -> None:
     assert_prints(simreg_loss(rows, torch.arange(num_tokens), temperature=0.01), printed)
 
 
-def test_sr10_orthogonal_classes_reach_denormals() -> None:
+def test_sr10_orthogonal_classes_reach_denormals(every_impl: str) -> None:
+    if every_impl == "tiles of 3":
+        pytest.skip("hundreds of thousands of them")
     rows, labels = torch.eye(2048), torch.arange(2048)
     assert_prints(simreg_loss(rows.double(), labels, temperature=0.01), "7.615e-41")
     assert_prints(simreg_loss(rows, labels, temperature=0.1), "0.0888655")

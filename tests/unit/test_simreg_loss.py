@@ -16,6 +16,8 @@ from simreg_megatron.losses.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.helpers.oracle import naive_simreg
 
+pytestmark = pytest.mark.usefixtures("every_impl")
+
 OPTIONS = [
     {"group_reduce": group, "self_positive": own, "chunk_weight": weight}
     for group, own, weight in itertools.product(GROUP_REDUCTIONS, SELF_POSITIVES, CHUNK_WEIGHTS)
@@ -292,8 +294,9 @@ GOOD = {"embeddings": torch.ones(2, 4, 3), "labels": torch.zeros(2, 4, dtype=tor
         ({"chunk_weight": "pos_neg_ratio"}, "pos-neg-ratio"),
         ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect"),
         ({"reduction": "max"}, "mean, sum, none"),
-        ({"impl": "triton"}, "auto, reference"),
-        ({"impl": "tiled"}, "auto, reference"),
+        ({"impl": "triton"}, "auto, reference, tiled"),
+        ({"impl": "tiled", "similarity": "dot"}, "use impl 'reference'"),
+        ({"impl": "tiled", "self_positive": "never"}, "use impl 'reference'"),
         ({"embeddings": torch.ones(2, 4, 3, dtype=torch.long)}, "floating point"),
         ({"embeddings": torch.ones(4)}, r"\[n, d\]"),
         ({"embeddings": torch.ones(1, 2, 4, 3)}, r"\[n, d\]"),

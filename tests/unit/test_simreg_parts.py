@@ -14,6 +14,8 @@ from simreg_megatron.losses.roles import CHUNK_WEIGHTS, SELF_POSITIVES, token_ro
 from simreg_megatron.losses.simreg import simreg_terms
 from tests.helpers.fixtures import random_tokens
 
+pytestmark = pytest.mark.usefixtures("every_impl")
+
 LENGTH = 23
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}
 

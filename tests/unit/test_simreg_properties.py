@@ -3,17 +3,26 @@
 
 import math
 
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from simreg_megatron.losses import simreg_loss
 from tests.helpers.fixtures import random_tokens
 
+pytestmark = pytest.mark.usefixtures("every_impl")
+
 TEMPERATURES = (1.0, 0.1, 0.01)
 
-quick = settings(deadline=None, derandomize=True, max_examples=50, database=None)
+quick = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # it is the same for all examples
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    database=None,
+)
 seeds = st.integers(0, 2**31 - 1)
 
 

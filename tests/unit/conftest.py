@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the unit tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from simreg_megatron.kernels import tiled
+from simreg_megatron.losses import simreg
+
+
+@pytest.fixture(params=["reference", "tiled", "tiles of 3"])
+def every_impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """impl "auto" stands for one implementation after the other, where it has the option."""
+    chosen_impl = simreg.chosen_impl
+
+    def chosen(impl: str, *options: str) -> str:
+        found = chosen_impl(impl, *options)
+        return "reference" if (impl, request.param) == ("auto", "reference") else found
+
+    monkeypatch.setattr(simreg, "chosen_impl", chosen)
+    if request.param == "tiles of 3":
+        monkeypatch.setitem(tiled.TILE, "cpu", 3)
+        monkeypatch.setattr(tiled, "WORKSPACE", 512)  # a few chunks at a time
+    return request.param
