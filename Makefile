@@ -45,9 +45,8 @@ lint: setup ## ruff (rules and format), mypy, shellcheck
 	$(PY) -m mypy simreg_megatron
 	.venv/bin/shellcheck $(SHELL_FILES)
 
-bench: setup ## the benchmarks
-	@if [ -e benchmarks/__main__.py ]; then $(PY) -m benchmarks; \
-	else echo "No benchmark is in the repository yet."; fi
+bench: setup ## what SimReg costs, as ratios of one run
+	$(PY) -m benchmarks $(BENCH_ARGS)
 
 clean: ## remove builds, caches and runs/; keep .venv
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache runs

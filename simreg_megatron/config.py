@@ -106,6 +106,10 @@ class SimRegConfig:
             raise ValueError(
                 f"SimReg lambda {self.lambda_} has no effect with objective none, which only measures: drop one of them"
             )
+        if self.impl == "tiled" and (self.similarity, self.self_positive) != ("cosine", "always"):
+            raise ValueError(
+                "SimReg impl tiled knows similarity cosine and self positive always only: use impl reference, or auto"
+            )
         if self.group_reduce == "mean" and self.chunk_weight == "count-corrected":
             raise ValueError(
                 "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "

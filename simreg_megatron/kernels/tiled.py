@@ -17,6 +17,7 @@ Shapes: m chunks of k tokens with d features; p anchors of each; tiles of r rows
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 Span = tuple[int, int]
 
-TILE = {"cpu": 256, "cuda": 1024}
+TILE = {"cpu": 512, "cuda": 1024}
 """Longest side of a tile. On a CPU a tile should lie in its cache; on a GPU it should fill the device."""
 WORKSPACE = 64 << 20
 """Bytes that the pairs of one step may take: as many chunks go together as fit, but at least one."""
@@ -148,8 +149,11 @@ class _Pairs:
 
     def exponentials(self, first: Span, second: Span) -> tuple[Tensor, Tensor]:
         """P_ij [m, r, c], 0 for pairs that do not meet and for a token with itself; and whether labels are equal."""
-        cosines = self._cosines(first, second)
-        exponentials = cosines.sub_(1.0).div_(self._temperature).exp_()
+        exponents = self._cosines(first, second).sub_(1.0).div_(self._temperature)
+        # What would be subnormal is 0: it adds nothing to sums of at least 1, and a CPU computes it very slowly.
+        exponentials = exponents.masked_fill_(
+            exponents < math.log(torch.finfo(exponents.dtype).tiny) + 8, -math.inf
+        ).exp_()
         meet = _outer(torch.logical_and, self._usable, first, second)
         if self._documents is not None:
             meet &= _outer(torch.eq, self._documents, first, second)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
+from simreg_megatron.losses.simreg import chosen_impl
 from simreg_megatron.plugin import compat, inner
 from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args, differences_to_checkpoint
 from simreg_megatron.plugin.regularizer import Regularizer
@@ -306,7 +307,10 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
     options = "".join(f", {name} {value}" for name, value in config.objective_options)
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
-    log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {config.impl}{options}")
+    impl = "reference"
+    if config.objective in ("simreg", "none"):
+        impl = chosen_impl(config.impl, config.similarity, config.self_positive)
+    log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}")
 
 
 def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ from simreg_megatron import SimRegConfig
         ({"self_positive": "often"}, "unknown SimReg self positive"),
         ({"chunk_weight": "heavy"}, "unknown SimReg chunk weight"),
         ({"impl": "cuda"}, "unknown SimReg impl"),
+        ({"impl": "tiled", "similarity": "dot"}, "use impl reference, or auto"),
         ({"objective": "none", "lambda_": 10}, "no effect with objective none"),
         ({"warmup_iters": 10}, "no effect while lambda is 0"),
         ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect with group reduce mean"),

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiled form promises beyond the reference's values: memory, numerics in half precision, the same bits twice.
+
+That its values and gradients are the reference's is held by the tests of SimReg itself, which run on both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simreg_megatron.kernels import tiled
+from simreg_megatron.kernels.tiled import Tokens, contrast_ratio
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS
+from tests.helpers.fixtures import random_tokens
+
+WIDTH = 64
+
+
+def clustered(num_tokens: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Unequal norms, and a loss of some 1e-7 at tau 0.01: hidden states late in training."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 40, (num_tokens,), generator=generator)
+    centres = torch.randn(40, WIDTH, generator=generator) + 1.5
+    rows = centres[labels] + 0.6 * torch.randn(num_tokens, WIDTH, generator=generator)
+    return (scale * rows * torch.rand(num_tokens, 1, generator=generator).add(0.5)).to(dtype), labels
+
+
+def value_and_gradient(rows: Tensor, labels: Tensor, loss_scale: float = 1.0, **options: Any) -> tuple[Tensor, Tensor]:
+    rows = rows.detach().clone().requires_grad_()
+    loss = simreg_loss(rows, labels, **options)
+    (loss * loss_scale).backward()
+    return loss.detach(), rows.grad
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+
+
+@pytest.mark.parametrize("chunk_weight", CHUNK_WEIGHTS)
+@pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
+@pytest.mark.parametrize("chunk_size", [0, 7, 16])
+def test_equals_the_reference(
+    chunk_weight: str, group_reduce: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (group_reduce, chunk_weight) == ("mean", "count-corrected"):
+        pytest.skip("refused")
+    monkeypatch.setitem(tiled.TILE, "cpu", 5)
+    rows, labels = random_tokens((3, 29, 6), num_labels=5, seed=4)
+    generator = torch.Generator().manual_seed(1)
+    options = {
+        "valid": torch.rand(labels.shape, generator=generator) < 0.7,
+        "documents": torch.arange(29).div(9, rounding_mode="floor").expand(3, 29),
+        "temperature": 0.05,
+        "group_reduce": group_reduce,
+        "chunk_weight": chunk_weight,
+        "chunk_size": chunk_size,
+    }
+    expected = value_and_gradient(rows, labels, impl="reference", **options)
+    got = value_and_gradient(rows, labels, impl="tiled", **options)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [300, 1000])
+def test_close_to_float64(dtype: torch.dtype, num_tokens: int) -> None:
+    rows, labels = clustered(num_tokens, dtype)
+    loss_scale = 2.0**24  # in float16 the gradient of so small a loss would be 0
+    expected_loss, expected_grad = value_and_gradient(rows.double(), labels, loss_scale, impl="reference")
+    loss, grad = value_and_gradient(rows, labels, loss_scale, impl="tiled")
+    assert 1e-9 < expected_loss < 1e-4, "the regime that SimReg reaches"
+    assert apart(loss, expected_loss) < 2e-5
+    rounding = torch.finfo(dtype).eps / 2
+    assert apart(grad, expected_grad) < 2e-5 + rounding, "its own error, and one rounding to the type of the input"
+
+
+def test_the_known_wrong_ways_fall_outside() -> None:
+    """In float32 the difference of two log-sums loses the loss; normalising in bfloat16 loses the gradient."""
+    rows, labels = clustered(1000)
+    exact = simreg_loss(rows.double(), labels, impl="reference")
+    unit = F.normalize(rows, dim=-1)
+    logits = unit @ unit.T / 0.01
+    positives = logits.masked_fill(labels[:, None] != labels, -torch.inf).logsumexp(-1)
+    assert apart((logits.logsumexp(-1) - positives).mean(), exact) > 2e-4
+    _, grad = value_and_gradient(F.normalize(rows.bfloat16(), dim=-1), labels, impl="tiled")
+    _, of_unit = value_and_gradient(unit.double(), labels, impl="reference")
+    assert apart(grad, of_unit) > 1e-2
+
+
+def test_rows_that_hold_half_precision_values() -> None:
+    rows, labels = clustered(200, torch.bfloat16)
+    ones = torch.ones(1, 200, dtype=torch.bool)
+    wide = Tokens(rows.float()[None], labels[None], ones, None)
+    plain, told = (
+        contrast_ratio(wide, anchors=(0, 200), temperature=0.01, stored_dtype=dtype) for dtype in (None, torch.bfloat16)
+    )
+    torch.testing.assert_close(plain, told, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e18])
+def test_any_scale(scale: float) -> None:
+    rows, labels = clustered(100, scale=scale)
+    expected = simreg_loss(rows.double(), labels, temperature=0.1)
+    torch.testing.assert_close(
+        simreg_loss(rows, labels, temperature=0.1, impl="tiled").double(), expected, rtol=1e-5, atol=0
+    )
+
+
+def test_the_same_bits_twice() -> None:
+    rows, labels = clustered(700)
+    first, second = (value_and_gradient(rows, labels, impl="tiled", chunk_size=300) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def saved_bytes(num_tokens: int, impl: str) -> int:
+    """Kept between forward and backward, without what is there anyway: embeddings and labels."""
+    rows, labels = clustered(num_tokens)
+    rows.requires_grad_()
+    found: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in (rows.data_ptr(), labels.data_ptr()):
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = simreg_loss(rows, labels, impl=impl)
+    assert loss.requires_grad
+    return sum(found.values())
+
+
+def test_what_is_kept_grows_with_the_tokens_alone() -> None:
+    per_token = {n: saved_bytes(n, "tiled") / n for n in (500, 2000)}
+    assert per_token[500] == pytest.approx(per_token[2000], rel=0.05)
+    assert per_token[2000] < 32
+    assert saved_bytes(2000, "reference") / 2000 > 100 * per_token[2000]
+
+
+class _Largest(TorchDispatchMode):
+    """The most bytes that one result takes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.nbytes = max(self.nbytes, tensor.numel() * tensor.element_size())
+        return result
+
+
+@pytest.mark.parametrize("chunk_size", [0, 64])
+def test_no_matrix_of_all_pairs(chunk_size: int) -> None:
+    rows, labels = clustered(4096)
+    with _Largest() as largest:
+        value_and_gradient(rows, labels, impl="tiled", chunk_size=chunk_size)
+    assert largest.nbytes <= max(tiled.WORKSPACE // 4, rows.nbytes)
+    assert largest.nbytes < 4096 * 4096
+
+
+def test_inside_a_compiled_model() -> None:
+    rows, labels = clustered(60)
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+
+    def model(given: Tensor) -> Tensor:
+        return simreg_loss(layer(given), labels, temperature=0.1, chunk_size=25, impl="tiled")
+
+    losses, grads = [], []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        layer.zero_grad()
+        loss = run(rows)
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append(layer.weight.grad.clone())
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-9)
