@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-import resource
+import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from benchmarks.cases import LOSSES, hidden_states
 
@@ -33,7 +35,7 @@ class Case:
 class Cost:
     """Median seconds of one forward and backward, and the bytes it takes at its peak beside what is there before it.
 
-    On a CPU the peak is the process's; what the allocator of the system keeps is in it.
+    The gradient of the embeddings is among them.
     """
 
     seconds: float
@@ -55,9 +57,8 @@ def cost(case: Case, repeats: int = 5) -> Cost:
         _synchronize(case.device)
         return time.perf_counter() - started
 
-    before = _peak(case.device, reset=True)
+    peak = _peak(once, case.device)
     first = once()
-    peak = _peak(case.device) - before
     times = [once() for _ in range(repeats)] if first < 20 else [first]
     return Cost(statistics.median(times), peak)
 
@@ -67,10 +68,15 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _peak(device: str, *, reset: bool = False) -> int:
-    if device != "cuda":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if reset:
+def _peak(run: Callable[[], float], device: str) -> int:
+    """Most bytes of tensors that live at once, beside those that lived before."""
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    return torch.cuda.max_memory_allocated()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    steps = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    steps.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in steps), initial=0))

@@ -28,7 +28,7 @@ Span = tuple[int, int]
 
 TILE = {"cpu": 512, "cuda": 1024}
 """Longest side of a tile. On a CPU a tile should lie in its cache; on a GPU it should fill the device."""
-WORKSPACE = 64 << 20
+WORKSPACE = 32 << 20
 """Bytes that the pairs of one step may take: as many chunks go together as fit, but at least one."""
 _BYTES_PER_PAIR = 16  # products, exponentials, coefficients and masks of a tile, at their most
 
@@ -109,10 +109,10 @@ class _ContrastRatio(torch.autograd.Function):
         of_positives = torch.zeros_like(inverse)
         of_positives[:, slice(*anchors)] = of_negatives[:, slice(*anchors)] * ratio
 
-        grad_rows = torch.empty_like(rows)
+        grad_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format)
         for slab in _slabs(tokens, anchors):
             pairs = _Pairs(tokens, largest, inverse, slab, temperature, stored_dtype)
-            grad_unit = torch.zeros(pairs.shape, dtype=inverse.dtype, device=rows.device)
+            grad_unit = grad_rows[slab].to(inverse.dtype)  # the same memory, unless it is half precision
             for first, second in _tiles(anchors, labels.shape[1], rows.device.type):
                 exponentials, same = pairs.exponentials(first, second)
                 coefficients = torch.where(
@@ -124,7 +124,8 @@ class _ContrastRatio(torch.autograd.Function):
                 grad_unit[:, slice(*first)] += pairs.times_unit(coefficients, second)
                 if first != second:
                     grad_unit[:, slice(*second)] += pairs.times_unit(coefficients.mT, first)
-            grad_rows[slab] = pairs.grad_of_rows(grad_unit)
+            for span in _cut((0, labels.shape[1]), _strip(grad_unit)):
+                grad_rows[slab, slice(*span)] = pairs.grad_of_rows(grad_unit[:, slice(*span)], span)
         return grad_rows, None, None, None, None, None, None
 
 
@@ -145,7 +146,6 @@ class _Pairs:
         self._largest, self._inverse = largest[slab], inverse[slab]
         self._temperature = temperature
         self._halves = stored_dtype or tokens.rows.dtype
-        self.shape = self._rows.shape
 
     def exponentials(self, first: Span, second: Span) -> tuple[Tensor, Tensor]:
         """P_ij [m, r, c], 0 for pairs that do not meet and for a token with itself; and whether labels are equal."""
@@ -169,12 +169,12 @@ class _Pairs:
             return _matmul(scaled.to(torch.bfloat16), self._used(span).to(torch.bfloat16))
         return coefficients @ self._unit(span)
 
-    def grad_of_rows(self, grad_unit: Tensor) -> Tensor:
-        """From the gradient of the unit rows to that of the rows; 0 for those that are not usable."""
-        unit = self._unit((0, self.shape[1]))
+    def grad_of_rows(self, grad_unit: Tensor, span: Span) -> Tensor:
+        """From the gradient of the unit rows in the span to that of the rows; 0 for those that are not usable."""
+        unit, part = self._unit(span), slice(*span)
         radial = (grad_unit * unit).sum(dim=-1, keepdim=True)
-        grad = (grad_unit - radial * unit) * (self._inverse / self._largest).unsqueeze(-1)
-        return torch.where(self._usable.unsqueeze(-1), grad, 0.0).to(self._rows.dtype)
+        grad = (grad_unit - radial * unit) * (self._inverse / self._largest)[:, part].unsqueeze(-1)
+        return torch.where(self._usable[:, part].unsqueeze(-1), grad, 0.0)
 
     @property
     def _multiplies_halves(self) -> bool:
@@ -199,15 +199,21 @@ class _Pairs:
 
 def _scales(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """The largest entry of each row, and 1 / |row / largest|, both [m, k]; 1 where not usable."""
-    dtype = torch.promote_types(tokens.rows.dtype, torch.float32)
-    largest = torch.where(tokens.usable, tokens.rows.abs().amax(dim=-1).to(dtype), 1.0)
-    inverse = torch.empty_like(largest)
-    width = max(1, WORKSPACE // max(1, 8 * tokens.rows.shape[0] * tokens.rows.shape[2]))
-    for first in range(0, tokens.rows.shape[1], width):
-        part = slice(first, first + width)
-        scaled = tokens.rows[:, part] / largest[:, part].unsqueeze(-1)
-        inverse[:, part] = torch.linalg.vector_norm(scaled, dim=-1, dtype=dtype).reciprocal()
-    return largest, torch.where(tokens.usable, inverse, 1.0)
+    rows = tokens.rows.detach()
+    largest = torch.ones(rows.shape[:2], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
+    inverse = torch.ones_like(largest)
+    for span in _cut((0, rows.shape[1]), _strip(rows)):
+        part = slice(*span)
+        largest[:, part] = torch.where(tokens.usable[:, part], rows[:, part].abs().amax(dim=-1), 1.0)
+        scaled = rows[:, part] / largest[:, part].unsqueeze(-1)
+        norms = torch.linalg.vector_norm(scaled, dim=-1, dtype=largest.dtype)
+        inverse[:, part] = torch.where(tokens.usable[:, part], norms.reciprocal(), 1.0)
+    return largest, inverse
+
+
+def _strip(rows: Tensor) -> int:
+    """How many tokens of all chunks at once keep some copies of their rows inside the workspace."""
+    return max(1, WORKSPACE // max(1, 32 * rows.shape[0] * rows.shape[2]))
 
 
 def _slabs(tokens: Tokens, anchors: Span) -> Iterator[slice]:
