@@ -13,6 +13,7 @@ SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm")
 GROUP_REDUCTIONS = ("sum", "mean")
 SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
+ADAGC_VARIANTS = ("clipped", "raw", "global")
 IMPLEMENTATIONS = ("auto", "reference", "tiled")
 
 TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "none": 0.01}
@@ -172,6 +173,40 @@ class SimRegConfig:
         if self.lambda_ == "auto":
             return 10.0 * math.sqrt(hidden_size / _REFERENCE_HIDDEN_SIZE)
         return float(self.lambda_)
+
+
+@dataclass(frozen=True)
+class AdaGCConfig:
+    """Settings of adaptive clipping; see `simreg_megatron.adagc.AdaGC`.
+
+    Attributes:
+        lambda_rel: how far above its moving average a parameter's gradient norm may rise.
+        lambda_abs: largest global norm during the warm-up; None is Megatron's --clip-grad.
+        beta: of the moving average.
+        warmup_iters: steps that are clipped by their global norm.
+        variant: "clipped", "raw" or "global".
+
+    Raises:
+        ValueError: a setting is impossible.
+    """
+
+    lambda_rel: float = 1.04
+    lambda_abs: float | None = None
+    beta: float = 0.99
+    warmup_iters: int = 100
+    variant: str = "clipped"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lambda_rel) and self.lambda_rel > 0):
+            raise ValueError(f"AdaGC's lambda-rel must be a finite number above 0, not {self.lambda_rel}")
+        if self.lambda_abs is not None and not (math.isfinite(self.lambda_abs) and self.lambda_abs > 0):
+            raise ValueError(f"AdaGC's lambda-abs must be a finite number above 0, not {self.lambda_abs}")
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"AdaGC's beta must be at least 0 and below 1, not {self.beta}")
+        if self.warmup_iters < 0:
+            raise ValueError(f"AdaGC's warm-up must be 0 or more iterations, not {self.warmup_iters}")
+        if self.variant not in ADAGC_VARIANTS:
+            raise ValueError(f"unknown AdaGC variant {self.variant!r}: choose from {', '.join(ADAGC_VARIANTS)}")
 
 
 _CHOICES = {

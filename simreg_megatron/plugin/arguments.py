@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simreg_megatron import config as choices
-from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config import AdaGCConfig, SimRegConfig
 from simreg_megatron.plugin import cpu_backend
 
 
@@ -51,14 +51,26 @@ _FLAGS = (
 )  # fmt: skip
 
 
+_ADAGC_FLAGS = (
+    _Flag("--adagc-lambda-rel", "lambda_rel", float, "how far a norm may rise above its moving average (default 1.04)"),
+    _Flag("--adagc-lambda-abs", "lambda_abs", float, "largest global norm in the warm-up (default: --clip-grad)"),
+    _Flag("--adagc-beta", "beta", float, "of the moving average (default 0.99)"),
+    _Flag("--adagc-warmup-iters", "warmup_iters", int, "steps that are clipped by their global norm (default 100)"),
+    _Flag("--adagc-variant", "variant", str, _one_of(choices.ADAGC_VARIANTS) + ": what the averages follow"),
+)  # fmt: skip
+
+
 def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group "simreg" to Megatron's parser; a bad value ends the program with one sentence and status 2."""
     if _FLAGS[0].name in parser._option_string_actions:
         return parser
     group = parser.add_argument_group(title="simreg", description="embedding similarity regularization (SimReg)")
-    for flag in _FLAGS:
-        how: dict[str, Any] = {"type": flag.parse} if flag.parse else {"action": "store_true"}
-        group.add_argument(flag.name, dest=flag.dest, default=None, help=flag.help, **how)
+    _add_flags(group, _FLAGS)
+    clipping = parser.add_argument_group(title="adagc", description="adaptive clipping by parameter (AdaGC)")
+    clipping.add_argument(
+        "--adagc", action="store_true", default=None, help="clip by AdaGC in the place of --clip-grad; needs no SimReg"
+    )
+    _add_flags(clipping, _ADAGC_FLAGS)
     group.add_argument(
         "--simreg-cpu",
         dest="simreg_cpu",
@@ -69,6 +81,12 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     _check_after_parsing(parser)
     return parser
+
+
+def _add_flags(group: argparse._ArgumentGroup, flags: tuple[_Flag, ...]) -> None:
+    for flag in flags:
+        how: dict[str, Any] = {"type": flag.parse} if flag.parse else {"action": "store_true"}
+        group.add_argument(flag.name, dest=flag.dest, default=None, help=flag.help, **how)
 
 
 def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
@@ -88,9 +106,11 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
 
 def _check_namespace(namespace: argparse.Namespace) -> None:
     given = [flag.name for flag in _FLAGS if getattr(namespace, flag.dest) is not None]
-    if getattr(namespace, "yaml_cfg", None) is not None and given:
+    of_adagc = [flag.name for flag in _ADAGC_FLAGS if getattr(namespace, flag.dest) is not None]
+    if getattr(namespace, "yaml_cfg", None) is not None and (given or of_adagc or namespace.adagc):
+        dropped = [*given, *(["--adagc"] if namespace.adagc else []), *of_adagc]
         raise ValueError(
-            f"with --yaml-cfg Megatron drops {', '.join(given)} from the command line: "
+            f"with --yaml-cfg Megatron drops {', '.join(dropped)} from the command line: "
             "write them into the YAML file as top-level keys instead (simreg_lambda: 10)"
         )
     if namespace.simreg_cpu is not None and not cpu_backend.is_active():
@@ -98,6 +118,8 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
             "--simreg-cpu came too late, Megatron is imported already: start the script with "
             "`python -m simreg_megatron SCRIPT ...` or set SIMREG_CPU=1 and use the launch scripts"
         )
+    if adagc_from_args(namespace) is None and of_adagc:
+        raise ValueError(f"{', '.join(of_adagc)} has no effect without --adagc: add it, or drop them")
     config = config_from_args(namespace)
     idle = [name for name in given if name not in ("--simreg-lambda", "--simreg-objective")]
     if idle and not config.active:
@@ -113,17 +135,40 @@ def config_from_args(args: Any) -> SimRegConfig:
     return SimRegConfig(**{field: value for field, value in given.items() if value is not None})
 
 
+def adagc_from_args(args: Any) -> AdaGCConfig | None:
+    """The settings of AdaGC, or None where it is off."""
+    if not getattr(args, "adagc", None):
+        return None
+    given = {flag.field: getattr(args, flag.dest, None) for flag in _ADAGC_FLAGS}
+    return AdaGCConfig(**{field: value for field, value in given.items() if value is not None})
+
+
 def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
     """One line for every setting that differs between this run and the run that wrote the checkpoint."""
     if not hasattr(checkpoint_args, _FLAGS[0].dest):
         return []
-    before, now = config_from_args(checkpoint_args), config_from_args(args)
-    return [
+    pairs: list[tuple[tuple[_Flag, ...], Any, Any]] = [
+        (_FLAGS, config_from_args(checkpoint_args), config_from_args(args))
+    ]
+    clipped = [adagc_from_args(given) for given in (checkpoint_args, args)]
+    found = []
+    if (clipped[0] is None) != (clipped[1] is None):
+        found.append(
+            f"--adagc was {_on_or_off(clipped[0])} when the checkpoint was written and is {_on_or_off(clipped[1])} now"
+        )
+    elif clipped[0] is not None:
+        pairs.append((_ADAGC_FLAGS, clipped[0], clipped[1]))
+    return found + [
         f"{flag.name} was {getattr(before, flag.field)} when the checkpoint was written and is "
         f"{getattr(now, flag.field)} now{_origin(args, flag)}"
-        for flag in _FLAGS
+        for flags, before, now in pairs
+        for flag in flags
         if getattr(before, flag.field) != getattr(now, flag.field)
     ]
+
+
+def _on_or_off(config: AdaGCConfig | None) -> str:
+    return "off" if config is None else "on"
 
 
 def _origin(args: Any, flag: _Flag) -> str:

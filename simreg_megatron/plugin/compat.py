@@ -124,6 +124,15 @@ RESUME_SEAM = Seam(
     "check_checkpoint_args",
     "a resume compares its flags with the checkpoint's",
 )
+SCHEDULER_SEAMS = tuple(
+    Seam(
+        "megatron.core.optimizer_param_scheduler",
+        "OptimizerParamScheduler",
+        name,
+        "AdaGC's state lies beside the scheduler's in a checkpoint",
+    )
+    for name in ("state_dict", "load_state_dict")
+)
 TRAINING_SEAMS = (ARGUMENTS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
 
 

@@ -12,8 +12,14 @@ import torch
 
 from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
 from simreg_megatron.losses.simreg import chosen_impl
-from simreg_megatron.plugin import compat, inner
-from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args, differences_to_checkpoint
+from simreg_megatron.plugin import clipping, compat, inner
+from simreg_megatron.plugin.arguments import (
+    adagc_from_args,
+    add_simreg_arguments,
+    config_from_args,
+    differences_to_checkpoint,
+)
+from simreg_megatron.plugin.clipping import Clipping
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.reporting import add_to_console, log_once, warn, write_scalars
 
@@ -26,6 +32,7 @@ class _Installation:
     def __init__(self, config: SimRegConfig | None) -> None:
         self.given_config = config
         self._regularizer: Regularizer | None = None
+        self.clipping: Clipping | None = None
         self._originals: list[tuple[Any, str, Any, Any]] = []
         self.model_classes: tuple[Any, ...] = ()
 
@@ -96,6 +103,11 @@ def install(config: SimRegConfig | None = None) -> None:
         ]
         if config is None:
             wrappers += [(compat.ARGUMENTS_SEAM, _add_flags), (compat.RESUME_SEAM, _compare_with_checkpoint)]
+            state_dict, load_state_dict = compat.SCHEDULER_SEAMS
+            wrappers += [
+                (state_dict, functools.partial(clipping.saving, _clipping)),
+                (load_state_dict, functools.partial(clipping.loading, _clipping)),
+            ]
     for seam, _ in wrappers:
         seam.holder()  # all seams are there, or nothing is wrapped
     if compat.is_untried_release():
@@ -122,6 +134,10 @@ def uninstall() -> None:
 def _current() -> Regularizer:
     assert _installation is not None
     return _installation.regularizer()
+
+
+def _clipping() -> Clipping | None:
+    return None if _installation is None else _installation.clipping
 
 
 def _config_of_megatron() -> SimRegConfig:
@@ -220,6 +236,7 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
 
         assert _installation is not None
         regularizer = _installation.begin_run()
+        _installation.clipping = _begin_clipping(get_args()) if _installation.given_config is None else None
         if regularizer.config.active:
             _refuse_arguments(get_args(), regularizer.config)
         built = setup_model_and_optimizer(*args, **kwargs)
@@ -228,9 +245,16 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
             if regularizer.config.document_mask:
                 regularizer.end_of_document = _end_of_document()
             _announce(regularizer.config, built[0])
+        if _installation.clipping is not None:
+            _installation.clipping.attach(built[1], built[0])
         return built
 
     return checked
+
+
+def _begin_clipping(args: Any) -> Clipping | None:
+    config = adagc_from_args(args)
+    return None if config is None else Clipping(config, args.clip_grad)
 
 
 def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
@@ -364,10 +388,13 @@ def _report(training_log: Callable[..., Any]) -> Callable[..., Any]:
     def with_simreg(*args: Any, **kwargs: Any) -> Any:
         given = compat.named_arguments(signature, *args, **kwargs)
         first, iteration = bool(given.get("is_first_iteration")), given["iteration"]
-        if not _current().config.active or not (first or _is_log_step(iteration)):
+        adaptive = _clipping()
+        if not (_current().config.active or adaptive) or not (first or _is_log_step(iteration)):
             return training_log(*args, **kwargs)
         total_loss_dict = given["total_loss_dict"]
-        means = _current().metrics.reduce(_data_group(), reset=not first)
+        means = _current().metrics.reduce(_data_group(), reset=not first) if _current().config.active else {}
+        if adaptive is not None:
+            means |= adaptive.means(reset=not first)
         add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
         if not first:
             write_scalars(means, iteration)

@@ -8,6 +8,7 @@ same loss without it has value zero and SimReg's gradient, whatever labels, mask
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -121,3 +122,40 @@ def other_model_class() -> None:
 
     refuse = hooks._refuse_models
     hooks._refuse_models = lambda config, chunks: refuse(config, [OtherModel()])
+
+
+def adagc_local_norms() -> None:
+    """Norms of a rank's own shards in the place of whole parameters."""
+    from simreg_megatron.plugin import clipping
+
+    clipping.dist = SimpleNamespace(  # the all-reduce is left out
+        all_reduce=lambda squares: None,
+        all_gather_object=clipping.dist.all_gather_object,
+        get_world_size=clipping.dist.get_world_size,
+    )
+
+
+def adagc_replicas_counted_twice() -> None:
+    """What all tensor-parallel ranks hold counts once for each of them."""
+    from simreg_megatron.plugin import parameters
+
+    parameters._speaks = lambda parameter: True
+
+
+def gradient_not_finite_in_third_step() -> None:
+    """One parameter's gradient is infinite in the third step."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    from tests.megatron import watch
+
+    watch.adagc()
+    prepare_grads, calls = ChainedOptimizer.prepare_grads, []
+
+    def broken(optimizer: Any) -> Any:
+        result = prepare_grads(optimizer)
+        calls.append(None)
+        if len(calls) == 3:
+            optimizer.get_parameters()[0].grad.view(-1)[0] = float("inf")
+        return result
+
+    ChainedOptimizer.prepare_grads = broken

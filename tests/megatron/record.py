@@ -75,6 +75,7 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
     from simreg_megatron.plugin.cpu_backend import connections
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections(flags)
+    os.environ["RECORD_OUT"] = str(out)  # for patches that record more
     recorder = Recorder(out)
     training.finalize_model_grads = recorder.wrap_finalize(training.finalize_model_grads)
     training.train_step = recorder.wrap_step(training.train_step)

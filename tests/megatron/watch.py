@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
+
+import torch
+
+SPIKED = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
 def evaluation() -> None:
@@ -28,3 +34,41 @@ def evaluation() -> None:
 
     Regularizer.add_to = counted
     training.evaluate = watched
+
+
+def adagc() -> None:
+    """Write what AdaGC did in every step to RECORD_OUT/adagc<rank>.pt: its coefficients and averages, by name."""
+    from simreg_megatron.plugin.clipping import Clipping
+
+    steps: list[dict[str, Any]] = []
+    clip = Clipping.clip
+
+    def watched(self: Clipping) -> None:
+        given = [None if held.tensor.grad is None else held.tensor.grad.clone() for held in self._held]
+        clip(self)
+        found = {
+            self._names[held.slot]: (held.tensor.grad.norm() / before.norm()).item()
+            for held, before in zip(self._held, given, strict=True)
+            if before is not None and before.numel() and before.any()
+        }
+        steps.append({"coefficients": found, "state": self.state_dict()})
+        torch.save(steps, Path(os.environ["RECORD_OUT"]) / f"adagc{os.environ['RANK']}.pt")
+
+    Clipping.clip = watched
+
+
+def adagc_spike() -> None:
+    """As `adagc`, but the gradient of one parameter is 1000 times as large in the sixth step."""
+    from simreg_megatron.plugin.clipping import Clipping
+
+    adagc()
+    watched, calls = Clipping.clip, []
+
+    def spiked(self: Clipping) -> None:
+        calls.append(None)
+        for held in self._held if len(calls) == 6 else ():
+            if self._names[held.slot] == SPIKED and held.tensor.grad is not None:
+                held.tensor.grad.mul_(1000.0)
+        watched(self)
+
+    Clipping.clip = spiked

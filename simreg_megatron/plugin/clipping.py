@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdaGC between Megatron's finished gradients and its optimizer step, in every layout the same.
+
+Each rank adds the squares of the gradients it holds to one vector with an entry for every parameter of the model; one
+all-reduce makes the norms whole, so all ranks find the same coefficients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simreg_megatron.adagc import AdaGC, Clipped
+from simreg_megatron.config import AdaGCConfig
+from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.parameters import Named, is_expert, named_parameters
+from simreg_megatron.plugin.reporting import log_once
+
+STATE_KEY = "simreg_adagc"
+"""Where the state lies in the learning-rate scheduler's part of a checkpoint, which every format of Megatron keeps."""
+
+
+class _Held(NamedTuple):
+    """A tensor that the optimizer steps on: a parameter, its float32 copy, or this rank's piece of that."""
+
+    tensor: Any
+    slot: int
+    contributes: bool
+
+
+class Clipping:
+    """Clips the gradients of one optimizer by AdaGC.
+
+    Args:
+        config: its settings.
+        clip_grad: Megatron's --clip-grad, which AdaGC takes the place of.
+    """
+
+    def __init__(self, config: AdaGCConfig, clip_grad: float) -> None:
+        self.config = config
+        self.lambda_abs = config.lambda_abs or clip_grad or 1.0
+        self._loaded: dict[str, Any] | None = None
+        self._names: list[str] = []
+        self._held: list[_Held] = []
+        self._adagc: AdaGC | None = None
+        self._grad_norm: float | None = None
+        self._counted: list[int] = []
+        self._slots = torch.empty(0)
+        self._metrics = _Metrics()
+
+    # The optimizer
+
+    def attach(self, optimizer: Any, model_chunks: Any) -> None:
+        """Clip before every step of this optimizer, in the place of Megatron's global clip. A collective."""
+        _refuse_optimizer(optimizer)
+        members = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        for member in members:
+            member.config.clip_grad = 0.0
+        named = {id(entry.parameter): entry for entry in named_parameters(compat.unwrapped(model_chunks))}
+        self._names = _all_names([entry.name for entry in named.values()])
+        slots = {name: slot for slot, name in enumerate(self._names)}
+        for member in members:
+            for tensor, parameter, is_first_replica in _stepped_on(member):
+                entry: Named = named[id(parameter)]
+                self._held.append(_Held(tensor, slots[entry.name], entry.contributes and is_first_replica))
+        self._adagc = AdaGC(
+            len(self._names),
+            lambda_rel=self.config.lambda_rel,
+            lambda_abs=self.lambda_abs,
+            beta=self.config.beta,
+            warmup_iters=self.config.warmup_iters,
+            variant=self.config.variant,
+            device=torch.device(torch.cuda.current_device()),
+        )
+        self._restore()
+        self._wrap(optimizer)
+        log_once(
+            f"AdaGC ({self.config.variant}): {len(self._names)} parameters, lambda-rel {self.config.lambda_rel:g}, "
+            f"beta {self.config.beta:g}, {self.config.warmup_iters} warm-up steps below a global norm of "
+            f"{self.lambda_abs:g}, in the place of --clip-grad"
+        )
+
+    def _wrap(self, optimizer: Any) -> None:
+        get_grad_norm, step_with_ready_grads = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+
+        def remembered() -> Any:
+            self._grad_norm = get_grad_norm()  # Megatron brings it to the host in every step
+            return self._grad_norm
+
+        def clipped() -> Any:
+            if self._grad_norm is not None and not math.isfinite(self._grad_norm):
+                return False  # nothing is stepped, and no average moves
+            self.clip()
+            return step_with_ready_grads()
+
+        optimizer.get_grad_norm, optimizer.step_with_ready_grads = remembered, clipped
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Scale every gradient by its coefficient. A collective; nothing waits for the device."""
+        assert self._adagc is not None
+        grads = [(held, grad) for held in self._held if (grad := _grad_of(held.tensor)) is not None]
+        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._adagc.gammas.device)
+        counted = [(held.slot, grad) for held, grad in grads if held.contributes and grad.numel()]
+        if counted:
+            norms = torch.stack(torch._foreach_norm([grad for _, grad in counted], 2, dtype=torch.float32))
+            squares.index_add_(0, self._on_device([slot for slot, _ in counted]), norms.double().square())
+        dist.all_reduce(squares)
+        found = self._adagc.step(squares)
+        if grads:
+            coefficients = found.coefficients.float().unbind()
+            torch._foreach_mul_([grad for _, grad in grads], [coefficients[held.slot] for held, _ in grads])
+        self._metrics.observe(found)
+
+    def _on_device(self, slots: list[int]) -> Tensor:
+        """The slots as a tensor; copied anew only where other parameters have gradients than in the step before."""
+        if self._counted != slots:
+            self._counted = slots
+            self._slots = torch.tensor(slots, device=torch.device(torch.cuda.current_device()))
+        return self._slots
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers by parameter name: what any layout can read."""
+        assert self._adagc is not None
+        names = ["global"] if self.config.variant == "global" else self._names
+        gammas = dict(zip(names, self._adagc.gammas.tolist(), strict=True))
+        return {"variant": self.config.variant, "steps": self._adagc.steps, "gammas": gammas}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take the state of a checkpoint, or note that it has none; `attach` puts it in place."""
+        if state is None:
+            log_once("AdaGC: the checkpoint has no state of it, so its warm-up starts now")
+        elif state["variant"] != self.config.variant:
+            log_once(
+                f"AdaGC: the checkpoint's averages are of variant {state['variant']}, not {self.config.variant}, "
+                "so the warm-up starts now"
+            )
+        else:
+            self._loaded = state
+            if self._adagc is not None:
+                self._restore()
+
+    @property
+    def is_attached(self) -> bool:
+        return self._adagc is not None
+
+    def _restore(self) -> None:
+        if self._loaded is None or self._adagc is None:
+            return
+        names = ["global"] if self.config.variant == "global" else self._names
+        gammas: dict[str, float] = self._loaded["gammas"]
+        unknown, missing = sorted(gammas.keys() - set(names)), [name for name in names if name not in gammas]
+        for what, some in (("knows parameters that are not in the model", unknown), ("lacks", missing)):
+            if some:
+                log_once(f"AdaGC: the checkpoint {what}: {', '.join(some[:3])}{' ...' if len(some) > 3 else ''}")
+        values = [gammas.get(name, math.inf) for name in names]
+        self._adagc.gammas = torch.tensor(values, dtype=torch.float32, device=self._adagc.gammas.device)
+        self._adagc.steps = int(self._loaded["steps"])
+
+    # The log
+
+    def means(self, *, reset: bool) -> dict[str, Tensor]:
+        """Of the steps since the last reset; the same on every rank."""
+        return self._metrics.means(reset=reset)
+
+
+class _Metrics:
+    """Sums over the steps of a log interval, on the device."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None  # steps, share of clipped parameters, smallest coefficient, norm
+
+    def observe(self, found: Clipped) -> None:
+        share = (found.coefficients < 1).double().mean()
+        smallest = found.coefficients.min().double()
+        step = torch.stack([torch.ones_like(share), share, smallest, found.global_norm.double()])
+        if self._sums is None:
+            self._sums = step
+            return
+        smallest = torch.minimum(self._sums[2], step[2])
+        self._sums = self._sums + step
+        self._sums[2] = smallest
+
+    def means(self, *, reset: bool) -> dict[str, Tensor]:
+        if self._sums is None:
+            return {}
+        steps, share, smallest, norm = self._sums.float().unbind()
+        if reset:
+            self._sums = None
+        return {
+            "adagc clipped share": share / steps,
+            "adagc smallest coefficient": smallest,
+            "adagc norm before clipping": norm / steps,
+        }
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    for flag in ("use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"):
+        if getattr(args, flag, False):
+            raise NotImplementedError(
+                f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them"
+            )
+    if not hasattr(optimizer, "step_with_ready_grads") or not hasattr(optimizer, "get_grad_norm"):
+        raise compat.MegatronSeamError(
+            f"megatron-core {compat.megatron_version()} cannot carry AdaGC: {type(optimizer).__name__} has no "
+            "step_with_ready_grads; use megatron-core 0.12 or newer, or drop --adagc"
+        )
+
+
+def _all_names(own: list[str]) -> list[str]:
+    """The names of all ranks, sorted. A collective."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    return sorted({name for names in gathered for name in names})
+
+
+def _stepped_on(optimizer: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """(tensor with the gradient, the model's parameter, whether this rank's data-parallel replicas count it)."""
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return
+    if hasattr(optimizer, "model_param_group_index_map"):  # DistributedOptimizer: each rank has a piece of its own
+        groups = optimizer.optimizer.param_groups
+        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+            yield groups[group]["params"][order], parameter, True
+        return
+    if hasattr(optimizer, "fp32_from_float16_groups"):
+        for copies, parameters in zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True):
+            for copy, parameter in zip(copies, parameters, strict=True):
+                yield copy, parameter, _is_first_replica(parameter)
+        for parameters in optimizer.fp32_from_fp32_groups:
+            yield from ((parameter, parameter, _is_first_replica(parameter)) for parameter in parameters)
+        return
+    if type(optimizer).__name__ != "FP32Optimizer":
+        raise NotImplementedError(f"--adagc does not know {type(optimizer).__name__}: use Adam or SGD, or drop --adagc")
+    for group in optimizer.param_groups:
+        yield from ((parameter, parameter, _is_first_replica(parameter)) for parameter in group["params"])
+
+
+def _is_first_replica(parameter: Any) -> bool:
+    from megatron.core import parallel_state
+
+    if is_expert(parameter):
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def _grad_of(tensor: Any) -> Tensor | None:
+    decoupled = getattr(tensor, "decoupled_grad", None)
+    return tensor.grad if decoupled is None else decoupled
+
+
+# Wrappers of the scheduler that carries the state ---------------------------------------------------------------------
+
+
+def saving(clipping_of: Callable[[], Clipping | None], state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    def with_adagc(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        state, clipping = state_dict(scheduler, *args, **kwargs), clipping_of()
+        return {**state, STATE_KEY: clipping.state_dict()} if clipping and clipping.is_attached else state
+
+    return with_adagc
+
+
+def loading(clipping_of: Callable[[], Clipping | None], load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    def with_adagc(scheduler: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if clipping := clipping_of():
+            clipping.load_state_dict(state.get(STATE_KEY))
+        elif STATE_KEY in state:
+            log_once("AdaGC: the checkpoint was written with --adagc, and this run goes on without it")
+        return load_state_dict(scheduler, state, *args, **kwargs)
+
+    return with_adagc

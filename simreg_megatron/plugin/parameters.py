@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One name for each parameter of the whole model, the same in every layout, and who speaks for it.
+
+Megatron counts layers and experts anew on every rank; here layers are counted over all pipeline stages and experts
+over all expert-parallel ranks. Tensor-parallel shards of a parameter share its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
+_SEQUENTIAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_GROUPED_EXPERT = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)$")
+_ALL_EXPERTS = re.compile(r"\.experts\.weight[12]$")
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class Named(NamedTuple):
+    """A parameter of this rank."""
+
+    name: str
+    parameter: Any
+    contributes: bool  # its gradient counts in sums over all ranks: it is no replica over tensor parallelism, no copy
+
+
+def named_parameters(models: list[Any]) -> Iterator[Named]:
+    """The parameters of this rank's pipeline stages.
+
+    Args:
+        models: without Megatron's wrappers around them.
+
+    Raises:
+        NotImplementedError: one tensor holds several experts, so that none of them has a norm of its own.
+    """
+    for model in models:
+        layers = {
+            name + ".": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
+            for name, module in model.named_modules()
+            if _LAYER.search(name) and hasattr(module, "layer_number")
+        }
+        for name, parameter in model.named_parameters():
+            is_copy = bool(getattr(parameter, "shared", False))
+            if is_copy:  # of tied embeddings, on the last pipeline stage or on that of a further prediction
+                name = _EMBEDDING
+            for local, counted in layers.items():
+                if name.startswith(local):
+                    name = counted + name.removeprefix(local)
+                    break
+            yield Named(_counted_experts(name, model.config), parameter, not is_copy and _speaks(parameter))
+
+
+def is_expert(parameter: Any) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
+def _speaks(parameter: Any) -> bool:
+    """A shard speaks for itself, the first rank for what all tensor-parallel ranks hold."""
+    from megatron.core import parallel_state
+
+    if getattr(parameter, "tensor_model_parallel", False):
+        return True
+    if is_expert(parameter):
+        return parallel_state.get_expert_tensor_parallel_rank() == 0
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _counted_experts(name: str, config: Any) -> str:
+    if _ALL_EXPERTS.search(name):
+        raise NotImplementedError(
+            f"--adagc clips every expert by itself, and {name} holds all of a rank's experts in one tensor: "
+            "train with Transformer Engine's grouped experts or without --moe-grouped-gemm, or drop --adagc"
+        )
+    name = _SEQUENTIAL_EXPERT.sub(lambda found: str(_first_expert(config) + int(found[0])), name)
+    return _GROUPED_EXPERT.sub(lambda found: f"{found[1]}{_first_expert(config) + int(found[2])}", name)
+
+
+def _first_expert(config: Any) -> int:
+    from megatron.core import parallel_state
+
+    here = config.num_moe_experts // config.expert_model_parallel_size
+    return parallel_state.get_expert_model_parallel_rank() * here

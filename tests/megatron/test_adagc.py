@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdaGC in Megatron's own loop: the same coefficients in every layout, kept in checkpoints, off unless asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron import runs
+from tests.megatron.parity.run import Bench
+from tests.megatron.watch import SPIKED
+
+STEPS = 6
+SIMREG = (*runs.SIMREG, "--simreg-chunk-size", "24")
+# A limit below the average, so that every step after the warm-up clips many parameters.
+ADAGC = ("--adagc", "--adagc-lambda-rel", "0.9", "--adagc-beta", "0.8", "--adagc-warmup-iters", "2")
+CONSTANT = ("--lr-decay-style", "constant", "--eval-iters", "0")
+TP2, EP2 = "--tensor-model-parallel-size 2", "--expert-model-parallel-size 2"
+LAYOUTS = {
+    "tp2": ("dense", TP2, 2),
+    "tp2-sp": ("dense", f"{TP2} --sequence-parallel", 2),
+    "pp2-tied": ("tied", "--pipeline-model-parallel-size 2", 2),
+    "pp2-vpp2": ("deep", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+    "dp2": ("dense", "", 2),
+    "dp2-distributed": ("dense", "--use-distributed-optimizer", 2),
+    "tp2-dp2-distributed": ("dense", f"{TP2} --sequence-parallel --use-distributed-optimizer", 4),
+    "cp2": ("dense", "--context-parallel-size 2", 2),
+    "ep2": ("moe", EP2, 2),
+    "ep2-distributed": ("moe", f"{EP2} --use-distributed-optimizer", 2),
+    "ep2-tp2-etp1": (
+        "moe",
+        f"--expert-model-parallel-size 2 {TP2} --sequence-parallel --expert-tensor-parallel-size 1",
+        4,
+    ),
+    "tp2-etp2": ("moe", f"{TP2} --sequence-parallel --expert-tensor-parallel-size 2", 2),
+}
+
+
+class Ran:
+    """What a run computed, and what AdaGC did in each of its steps, by parameter name."""
+
+    def __init__(self, out: Path) -> None:
+        self.recorded = runs.read(out)
+        ranks = [torch.load(path, weights_only=True) for path in sorted(out.glob("adagc*.pt"))]
+        self.coefficients: list[dict[str, float]] = []
+        for steps in zip(*ranks, strict=True):
+            assert all(step["state"] == steps[0]["state"] for step in steps), "every rank has the same averages"
+            self.coefficients.append({name: value for step in steps for name, value in step["coefficients"].items()})
+        self.states: list[dict[str, Any]] = [step["state"] for step in ranks[0]]
+        self.log = (out / "log").read_text()
+
+
+def start(bench: Bench, model: str, steps: int = STEPS) -> tuple[str, ...]:
+    load = ("--load", str(bench.checkpoint(model)), "--finetune", "--no-load-optim", "--no-load-rng")
+    return (*bench.data_flags, *load, *CONSTANT, "--train-iters", str(steps))
+
+
+def train(out: Path, flags: tuple[str, ...], *, model: str = "dense", processes: int = 1, patch: str = "adagc") -> Ran:
+    runs.train(out, flags, model=model, processes=processes, patch=f"watch:{patch}")
+    return Ran(out)
+
+
+@pytest.fixture(scope="module")
+def one_process(bench: Bench, tmp_path_factory: pytest.TempPathFactory):
+    found: dict[str, Ran] = {}
+
+    def of(model: str) -> Ran:
+        if model not in found:
+            out = tmp_path_factory.mktemp(model)
+            found[model] = train(out, (*start(bench, model), *SIMREG, *ADAGC), model=model)
+        return found[model]
+
+    return of
+
+
+def apart(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
+    assert [step.keys() for step in one] == [step.keys() for step in other]
+    return max(abs(a[name] - b[name]) / a[name] for a, b in zip(one, other, strict=True) for name in a)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_in_every_layout(layout: str, bench: Bench, one_process, tmp_path: Path) -> None:
+    model, flags, processes = LAYOUTS[layout]
+    expected = one_process(model)
+    got = train(tmp_path, (*start(bench, model), *SIMREG, *ADAGC, *flags.split()), model=model, processes=processes)
+    gammas = [[state["gammas"] for state in ran.states] for ran in (expected, got)]
+    assert apart(*gammas) < 1e-5
+    assert apart(expected.coefficients, got.coefficients) < 1e-5
+    clipped = [sum(value < 0.999 for value in step.values()) for step in expected.coefficients]
+    assert min(clipped[2:]) > 3 and len({round(value, 4) for value in expected.coefficients[3].values()}) > 3
+    assert got.recorded.losses == pytest.approx(expected.recorded.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("mistake", ["local_norms", "replicas_counted_twice"])
+def test_the_known_mistakes_are_told(mistake: str, bench: Bench, one_process, tmp_path: Path) -> None:
+    flags = (*start(bench, "dense"), *SIMREG, *ADAGC, *LAYOUTS["tp2-sp"][1].split())
+    try:
+        losses = runs.train(tmp_path, flags, processes=2, patch=f"breakage:adagc_{mistake}").losses
+    except runs.ReplicasDifferError:
+        return  # each rank clipped what it shares by another coefficient
+    assert losses != pytest.approx(one_process("dense").recorded.losses, rel=1e-5)
+
+
+def test_fp16_is_unscaled_first(bench: Bench, one_process, tmp_path: Path) -> None:
+    flags = (*start(bench, "dense"), *SIMREG, *ADAGC, "--fp16", "--loss-scale", "1024")
+    got = train(tmp_path, flags)
+    assert (
+        apart([state["gammas"] for state in one_process("dense").states][:3], [s["gammas"] for s in got.states][:3])
+        < 0.02
+    )
+
+
+def test_a_spike_is_cut_and_the_others_are_left_alone(bench: Bench, tmp_path: Path) -> None:
+    flags = (
+        *start(bench, "dense"),
+        "--adagc",
+        "--adagc-lambda-rel",
+        "1.5",
+        "--adagc-warmup-iters",
+        "2",
+        "--lr",
+        "1e-5",
+    )
+    usual, spiked = (
+        train(tmp_path / patch, (*flags, "--adagc-lambda-abs", "1e9"), patch=patch)
+        for patch in ("adagc", "adagc_spike")
+    )
+    before, cut = usual.coefficients[-1], spiked.coefficients[-1]
+    limit = 1.5 * spiked.states[-2]["gammas"][SPIKED]
+    growth = spiked.states[-1]["gammas"][SPIKED] / spiked.states[-2]["gammas"][SPIKED]
+    assert cut[SPIKED] < 0.01 < before[SPIKED]
+    assert growth == pytest.approx(0.99 + 0.01 * 1.5, rel=1e-5), f"its norm after the cut was {limit}"
+    assert {name: value for name, value in cut.items() if name != SPIKED} == {
+        name: value for name, value in before.items() if name != SPIKED
+    }
+
+
+def test_it_works_without_simreg_and_says_so(bench: Bench, tmp_path: Path) -> None:
+    ran = train(tmp_path, (*start(bench, "dense", 3), *ADAGC, "--clip-grad", "0.5"))
+    assert (
+        "AdaGC (clipped): 15 parameters" in ran.log
+        and "below a global norm of 0.5, in the place of --clip-grad" in ran.log
+    )
+    assert "simreg loss" not in ran.log
+    shares = [float(value) for value in re.findall(r"adagc clipped share: (\S+)", ran.log)]
+    norms = [float(value) for value in re.findall(r"adagc norm before clipping: (\S+)", ran.log)]
+    assert len(shares) == 3 and 0 < shares[-1] <= 1
+    assert norms == pytest.approx(ran.recorded.norms, rel=1e-4), "Megatron's own norm, before any clipping"
+
+
+def test_a_warm_up_is_megatrons_own_clipping(bench: Bench, tmp_path: Path) -> None:
+    plain = runs.train(tmp_path / "plain", start(bench, "dense", 4))
+    warm = train(tmp_path / "warm", (*start(bench, "dense", 4), "--adagc"))
+    assert warm.recorded.losses == pytest.approx(plain.losses, rel=1e-6)
+    unclipped = runs.train(tmp_path / "unclipped", (*start(bench, "dense", 4), "--clip-grad", "0"))
+    assert warm.recorded.losses != pytest.approx(unclipped.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("stop", [2, 4], ids=["in the warm-up", "after it"])
+@pytest.mark.parametrize("variant", ["clipped", "global"])
+def test_going_on_is_never_having_stopped(stop: int, variant: str, bench: Bench, tmp_path: Path) -> None:
+    adagc = ("--adagc", "--adagc-lambda-rel", "0.9", "--adagc-warmup-iters", "3", "--adagc-variant", variant)
+    flags = (*bench.data_flags, *CONSTANT, *SIMREG, *adagc, "--train-iters", str(STEPS))
+    whole = train(tmp_path / "whole", flags)
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", str(stop), "--exit-interval", str(stop))
+    train(tmp_path / "stopped", (*flags, *save))
+    gone_on = train(tmp_path / "on", (*flags, "--load", str(tmp_path / "saved")))
+    assert gone_on.recorded.losses == whole.recorded.losses[stop:] and runs.same_bits(gone_on.recorded, whole.recorded)
+    assert gone_on.states == whole.states[stop:]
+
+
+@pytest.mark.parametrize("after", ["tp2-sp", "dp2-distributed", "pp2"])
+def test_the_averages_survive_another_layout(after: str, bench: Bench, tmp_path: Path) -> None:
+    layout = {"pp2": ("dense", "--pipeline-model-parallel-size 2", 2), **LAYOUTS}[after][1].split()
+    flags = (*bench.data_flags, *CONSTANT, *SIMREG, *ADAGC, "--train-iters", str(STEPS))
+    distributed = ("--use-distributed-optimizer",) if "distributed" in after else ()
+    whole = train(tmp_path / "whole", (*flags, *distributed))
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3")
+    train(tmp_path / "stopped", (*flags, *distributed, *save))
+    gone_on = train(tmp_path / "on", (*flags, *layout, "--load", str(tmp_path / "saved")), processes=2)
+    assert apart([state["gammas"] for state in whole.states[3:]], [state["gammas"] for state in gone_on.states]) < 1e-4
+    assert [state["steps"] for state in gone_on.states] == [4, 5, 6]
+
+
+def test_a_checkpoint_without_averages_starts_the_warm_up(bench: Bench, tmp_path: Path) -> None:
+    flags = (*bench.data_flags, *CONSTANT)
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--train-iters", "2")
+    runs.train(tmp_path / "before", (*flags, *save))
+    gone_on = train(tmp_path / "on", (*flags, *ADAGC, "--load", str(tmp_path / "saved"), "--train-iters", "4"))
+    assert "AdaGC: the checkpoint has no state of it, so its warm-up starts now" in gone_on.log
+    assert "--adagc was off when the checkpoint was written and is on now" in gone_on.log
+    assert [state["steps"] for state in gone_on.states] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--adagc-beta", "0.9"), "error: --adagc-beta has no effect without --adagc"),
+        (("--adagc", "--adagc-beta", "1"), "error: AdaGC's beta must be at least 0 and below 1"),
+        (("--adagc", "--use-torch-fsdp2"), "does not know where --use-torch-fsdp2 keeps the gradients"),
+    ],
+)
+def test_what_cannot_work_is_refused(flags: tuple[str, ...], sentence: str, bench: Bench, tmp_path: Path) -> None:
+    done = runs.attempt(tmp_path, (*bench.data_flags, *CONSTANT, "--train-iters", "1", *flags))
+    assert done.status != 0 and "iteration        1/" not in done.output
+    assert sentence in done.output, done.output[-2000:]
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped_on(bench: Bench, tmp_path: Path) -> None:
+    flags = (*start(bench, "dense", 4), *ADAGC, "--no-check-for-nan-in-loss-and-grad")
+    runs.train(tmp_path, flags, patch="breakage:gradient_not_finite_in_third_step")
+    ran = Ran(tmp_path)
+    assert len(ran.states) == 3, "the third step is left out"
+    assert all(torch.isfinite(parameter).all() for parameter in ran.recorded.params.values())
+    assert [state["steps"] for state in ran.states] == [1, 2, 3]

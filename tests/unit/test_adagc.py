@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdaGC against independently computed numbers, and what must hold for every trajectory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from simreg_megatron.adagc import AdaGC
+from simreg_megatron.config import AdaGCConfig
+
+NORMS = [(3, 4), (1.2, 1.6), (2.4, 1), (0.55, 0.39), (2, 0.3), (0.5, 5), (0.58, 0.38)]
+
+
+def trajectory(norms: list[tuple[float, float]], **options: object) -> tuple[Tensor, Tensor]:
+    """Coefficients and gammas after every step."""
+    adagc = AdaGC(2, **options)
+    adagc.gammas = adagc.gammas.double()
+    steps = [(adagc.step(torch.tensor(pair, dtype=torch.float64) ** 2).coefficients, adagc.gammas) for pair in norms]
+    coefficients, gammas = zip(*steps, strict=True)
+    return torch.stack(coefficients), torch.stack(gammas)
+
+
+def test_ag1() -> None:
+    coefficients, gammas = trajectory(NORMS, warmup_iters=3)
+    expected = [
+        (0.2, 0.2), (0.5, 0.5), (0.384615, 0.384615), (1, 1), (0.311740, 1), (1, 0.0798350), (1, 1)
+    ]  # fmt: skip
+    torch.testing.assert_close(coefficients, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+    expected = [
+        (0.6, 0.8), (0.6, 0.8), (0.6, 0.384615), (0.599499, 0.384669), (0.599739, 0.383822), (0.598742, 0.383976),
+        (0.598555, 0.383936),
+    ]  # fmt: skip
+    torch.testing.assert_close(gammas, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1.5e-6)
+
+
+def test_ag1_raw() -> None:
+    coefficients, gammas = trajectory(NORMS, warmup_iters=3, variant="raw")
+    expected = [
+        (3, 4), (1.2, 1.6), (1.2, 1), (1.1935, 0.9939), (1.193977, 0.986961), (1.187038, 0.987356),
+        (1.180967, 0.981282),
+    ]  # fmt: skip
+    torch.testing.assert_close(gammas, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert coefficients[4, 0].item() == pytest.approx(0.620620, abs=1e-6)
+    assert coefficients[5, 1].item() == pytest.approx(0.205288, abs=1e-6)
+
+
+def test_ag2_growth_is_bounded() -> None:
+    _, gammas = trajectory([(1, 1)] * 2 + [(1e9, 1e-9)] * 1800, warmup_iters=1, lambda_abs=10.0)
+    growth = gammas[2:, 0] / gammas[1:-1, 0]
+    assert growth.max() == pytest.approx(1.0004, abs=1e-7)
+    assert (gammas[2:, 0] < 2).sum() == 1733, "steps before it has doubled"
+    assert (gammas[2:, 1] / gammas[1:-1, 1]).min() >= 0.99 - 1e-12
+
+
+def test_ag3_a_huge_lambda_leaves_gradients_alone() -> None:
+    coefficients, _ = trajectory(NORMS, warmup_iters=1, lambda_rel=1e30)
+    assert (coefficients[1:] == 1).all()
+
+
+def test_ag4_an_endless_warm_up_is_global_clipping() -> None:
+    coefficients, _ = trajectory(NORMS, warmup_iters=10**9)
+    for pair, found in zip(NORMS, coefficients, strict=True):
+        weights = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in pair]
+        for weight, norm in zip(weights, pair, strict=True):
+            weight.grad = torch.tensor([float(norm)], dtype=torch.float64)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        clipped = torch.cat([weight.grad for weight in weights]) / torch.tensor(pair, dtype=torch.float64)
+        torch.testing.assert_close(found, clipped, rtol=1e-5, atol=0)
+
+
+def test_global_is_one_average() -> None:
+    coefficients, gammas = trajectory(NORMS, warmup_iters=3, variant="global")
+    assert gammas.shape == (7, 1) and (coefficients[:, 0] == coefficients[:, 1]).all()
+    alone = AdaGC(1, warmup_iters=3)
+    alone.gammas = alone.gammas.double()
+    for pair, found in zip(NORMS, coefficients, strict=True):
+        squares = torch.tensor([pair[0] ** 2 + pair[1] ** 2], dtype=torch.float64)
+        torch.testing.assert_close(alone.step(squares).coefficients, found[:1])
+
+
+@pytest.mark.parametrize("warmup_iters", [0, 2, 10])
+def test_a_parameter_without_gradient_is_not_frozen(warmup_iters: int) -> None:
+    norms = [(1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (1.0, 0.3), (1.0, 0.3)]
+    coefficients, gammas = trajectory(norms, warmup_iters=warmup_iters, lambda_abs=10.0)
+    assert gammas[2, 1] == torch.inf, "not seen yet"
+    assert (coefficients[3:, 1] == 1).all()
+    assert gammas[4, 1] == pytest.approx(0.3)
+
+
+def test_a_spike_is_cut_and_the_others_are_left_alone() -> None:
+    adagc = AdaGC(3, warmup_iters=2, lambda_abs=100.0)
+    for _ in range(5):
+        adagc.step(torch.tensor([1.0, 4.0, 9.0]))
+    before = adagc.gammas.clone()
+    found = adagc.step(torch.tensor([1.0, 4.0e6, 9.0]))
+    assert found.coefficients[1] * 2e3 == pytest.approx(1.04 * before[1].item(), rel=1e-5)
+    assert found.coefficients[[0, 2]].tolist() == [1, 1]
+    assert found.global_norm == pytest.approx((10 + 4e6) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"lambda_rel": 0}, "lambda-rel must be a finite number above 0"),
+        ({"lambda_abs": -1}, "lambda-abs must be a finite number above 0"),
+        ({"beta": 1}, "beta must be at least 0 and below 1"),
+        ({"warmup_iters": -1}, "warm-up must be 0 or more"),
+        ({"variant": "shard"}, "choose from clipped, raw, global"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        AdaGCConfig(**settings)
