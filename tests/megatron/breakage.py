@@ -138,7 +138,9 @@ def adagc_local_norms() -> None:
 def adagc_replicas_counted_twice() -> None:
     """What all tensor-parallel ranks hold counts once for each of them."""
     from simreg_megatron.plugin import parameters
+    from tests.megatron import watch
 
+    watch.adagc()
     parameters._speaks = lambda parameter: True
 
 
