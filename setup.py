@@ -44,6 +44,7 @@ EXTRAS = {
         "pytest>=8,<10",
         "pytest-xdist>=3.6,<4",
         "hypothesis>=6.100,<7",
+        "pytorch-optimizer>=3.6,<5",  # another AdaGC, to compare with
         "pytorch-metric-learning>=2.5,<3",  # a peer in the benchmarks
         "einops>=0.8,<1",  # Megatron-FSDP imports it
         "ruff>=0.14,<0.18",

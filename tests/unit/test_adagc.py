@@ -113,3 +113,20 @@ def test_a_spike_is_cut_and_the_others_are_left_alone() -> None:
 def test_impossible_settings_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         AdaGCConfig(**settings)
+
+
+def test_an_independent_package_finds_the_same_averages() -> None:
+    """pytorch-optimizer's AdaGC, an Adam with the clipping inside; its warm-up ends before the step it names."""
+    package = pytest.importorskip("pytorch_optimizer")
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (5,), (2, 2, 2))]
+    theirs = package.AdaGC(parameters, lr=0.0, weight_decay=0.0, beta=0.9, lambda_rel=1.1, warmup_steps=5)
+    ours = AdaGC(3, lambda_rel=1.1, beta=0.9, warmup_iters=4)
+    for step in range(12):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * (3.0 if step % 3 else 0.5)
+        squares = torch.stack([parameter.grad.double().square().sum() for parameter in parameters])
+        ours.step(squares)
+        theirs.step()
+        found = torch.stack([theirs.state[parameter]["gamma"] for parameter in parameters])
+        torch.testing.assert_close(found.view(-1), ours.gammas, rtol=1e-5, atol=0)
