@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_value
-from launch.plan import BUILTIN_CORPUS, TINY, Corpus, Machine, Plan, build_plan, model_names
+from launch.plan import BUILTIN_CORPUS, RECIPES, TINY, Corpus, Machine, Plan, build_plan, model_names
 
 
 def make_parser(family: str) -> argparse.ArgumentParser:
@@ -36,6 +36,9 @@ def make_parser(family: str) -> argparse.ArgumentParser:
         exit_on_error=False,
     )
     parser.add_argument("--model", choices=model_names(family), help="preset (default: tiny)")
+    parser.add_argument(
+        "--recipe", choices=RECIPES, help="one run of the paper's table: AdaGC, and this objective (default: neither)"
+    )
     parser.add_argument("--data", metavar="PREFIX", help="your tokenized text: PREFIX.bin and PREFIX.idx")
     parser.add_argument("--valid-data", metavar="PREFIX", help="validation text (default: 1 %% of --data)")
     parser.add_argument(

@@ -37,6 +37,16 @@ _OWN_DATA = {
     "--per-split-data-args-path",
     "--mock-data",
 }
+_ADAGC = ("--adagc", "--adagc-lambda-rel", "1.04", "--adagc-beta", "0.99")
+# What the paper compares: one objective each, all else alike. Its weights for the baselines are not stated.
+RECIPES: dict[str, tuple[str, ...]] = {
+    "baseline": _ADAGC,
+    "paper": (*_ADAGC, "--simreg-lambda", "auto"),
+    **{
+        name: (*_ADAGC, "--simreg-objective", name, "--simreg-lambda", "0.1")
+        for name in ("simcse", "cpretrain", "creg", "sce")
+    },
+}
 _PRECISIONS = {"--bf16", "--fp16"}
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 
@@ -124,7 +134,8 @@ def build_plan(
     Raises:
         LaunchError: the run cannot start as asked.
     """
-    user = group_flags(user_words)
+    asked = group_flags(user_words)
+    user = [*without(group_flags(RECIPES.get(options.recipe, ())), flag_names(asked)), *asked]
     model = options.model or TINY
     on_cpu = _choose_cpu(model, user, machine, environ)
     builtin = _uses_builtin_corpus(model, options, user)
@@ -287,6 +298,13 @@ def _replace(flags: list[Flag], name: str, value: str) -> list[Flag]:
     return [(name, value) if flag_name(flag) == name else flag for flag in flags]
 
 
+_OWN_TEMPERATURE = {"--simreg-temperature"}  # the presets' is SimReg's
+_NOT_OF_OBJECTIVE = {
+    "simcse": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
+    **dict.fromkeys(("cpretrain", "creg", "sce"), _OWN_TEMPERATURE),
+}
+
+
 def _simreg_asked(user: Sequence[Flag]) -> bool:
     weight = flag_value(user, "--simreg-lambda") or "0"
     off = re.fullmatch(r"0*\.?0*(e[+-]?\d+)?", weight, re.IGNORECASE) is not None
@@ -294,10 +312,11 @@ def _simreg_asked(user: Sequence[Flag]) -> bool:
 
 
 def _without_idle_simreg(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]:
-    """SimReg's settings without SimReg would be flags without effect, which the plugin refuses."""
-    if _simreg_asked(user):
-        return preset
-    return [flag for flag in preset if not flag_name(flag).startswith("--simreg-")]
+    """Settings of SimReg without SimReg would be flags without effect, which the plugin refuses."""
+    if not _simreg_asked(user):
+        return [flag for flag in preset if not flag_name(flag).startswith("--simreg-")]
+    objective = flag_value(user, "--simreg-objective") or "simreg"
+    return without(preset, _NOT_OF_OBJECTIVE.get(objective, set()))
 
 
 def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, large: bool) -> list[Flag]:

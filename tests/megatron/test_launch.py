@@ -38,6 +38,15 @@ def test_torchrun_starts_the_script(
     assert "chunks of 64 tokens" in done.output and "Megatron runs on the CPU" in done.output
 
 
+@pytest.mark.parametrize("recipe", ["paper", "creg"])
+def test_a_recipe_runs(recipe: str, text, tmp_path: Path) -> None:
+    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
+    done = runs.torchrun([LLAMA, "--recipe", recipe, *SHORT, *own])
+    assert done.status == 0, done.output[-4000:]
+    assert "AdaGC (clipped)" in done.output and "adagc clipped share" in done.output
+    assert f"{recipe.replace('paper', 'simreg')} loss: " in done.output
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

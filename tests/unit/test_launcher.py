@@ -15,7 +15,7 @@ from launch import sizes
 from launch.dry_run import command, describe
 from launch.flags import LaunchError, flag_name, flag_number, flag_value, flatten, group_flags, read_preset
 from launch.launcher import make_parser
-from launch.plan import BUILTIN_CORPUS, PRESETS, Machine, Plan, PlannedCorpus, build_plan
+from launch.plan import BUILTIN_CORPUS, PRESETS, RECIPES, Machine, Plan, PlannedCorpus, build_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh")]
@@ -376,3 +376,29 @@ def test_an_error_of_a_dry_run_is_one_sentence(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "error:" in line] == done.stderr.splitlines()[-1:]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_adagc_and_one_objective(recipe: str) -> None:
+    made = plan("--model", "350m", *OWN, "--recipe", recipe, machine=GPU)
+    assert [values(made, name) for name in ("--adagc", "--adagc-lambda-rel", "--adagc-beta")] == [
+        [""],
+        ["1.04"],
+        ["0.99"],
+    ]
+    objective = {"baseline": [], "paper": []}.get(recipe, [recipe])
+    assert values(made, "--simreg-objective") == objective
+    assert values(made, "--simreg-lambda") == {"baseline": [], "paper": ["auto"]}.get(recipe, ["0.1"])
+    assert values(made, "--simreg-temperature") == (["0.01"] if recipe == "paper" else []), "the preset's is SimReg's"
+    assert values(made, "--simreg-chunk-size") == ([] if recipe in ("baseline", "simcse") else ["1024"])
+    plain = plan("--model", "350m", *OWN, machine=GPU)
+    own = [flag for flag in made.flags if not flag_name(flag).startswith(("--adagc", "--simreg"))]
+    assert own[: own.index(("--save-interval", "500"))] == list(
+        plain.flags[: plain.flags.index(("--save-interval", "500"))]
+    )
+
+
+def test_the_users_flags_win_over_a_recipe() -> None:
+    made = plan("--recipe", "paper", "--simreg-lambda", "3", "--adagc-beta", "0.9")
+    assert values(made, "--simreg-lambda") == ["3"] and values(made, "--adagc-beta") == ["0.9"]
+    assert values(plan("--simreg-objective", "creg", "--simreg-lambda", "1"), "--simreg-temperature") == []
