@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "none")
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
-SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm")
+SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
 GROUP_REDUCTIONS = ("sum", "mean")
 SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
@@ -106,6 +106,10 @@ class SimRegConfig:
         if self.objective == "none" and self.lambda_ != 0:
             raise ValueError(
                 f"SimReg lambda {self.lambda_} has no effect with objective none, which only measures: drop one of them"
+            )
+        if self.objective == "none" and self.similarity == "learnable":
+            raise ValueError(
+                "SimReg similarity learnable has nothing to learn from with objective none: drop one of them"
             )
         if self.impl == "tiled" and (self.similarity, self.self_positive) != ("cosine", "always"):
             raise ValueError(

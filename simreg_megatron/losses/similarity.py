@@ -51,11 +51,32 @@ def _norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
 
 
+def learnable(query: Tensor, key: Tensor) -> Similarity:
+    """<a, k> / (||a||^gamma_q ||k||^gamma_d), each gamma the sigmoid of a trained scalar; 0 is halfway to the cosine.
+
+    gamma (1, 1) is the cosine, (0, 0) dot, (1, 0) qnorm and (0, 1) dnorm. Source: arXiv 2602.09229.
+    """
+    gamma_q, gamma_d = torch.sigmoid(query), torch.sigmoid(key)
+
+    def logits(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
+        anchor_norms, key_norms = _norms(anchors), _norms(keys).mT
+        scales = anchor_norms ** (1.0 - gamma_q) * key_norms ** (1.0 - gamma_d)
+        own = anchor_norms ** (2.0 - gamma_q - gamma_d)
+        return (scales * (unit_rows(anchors) @ unit_rows(keys).mT) - own) / temperature
+
+    return logits
+
+
 SIMILARITIES: dict[str, Similarity] = {"cosine": _cosine, "dot": _dot, "qnorm": _qnorm, "dnorm": _dnorm}
 
 
-def get_similarity(name: str) -> Similarity:
-    """The similarity of that name; ValueError names those there are."""
+def get_similarity(name: str, exponents: tuple[Tensor, Tensor] | None = None) -> Similarity:
+    """The similarity of that name; ValueError names those there are. "learnable" takes its two scalars."""
+    if (name == "learnable") != (exponents is not None):
+        raise ValueError("similarity 'learnable' and the two scalars of exponents belong together: give both or none.")
+    if exponents is not None:
+        return learnable(*exponents)
     if name not in SIMILARITIES:
-        raise ValueError(f"similarity {name!r} is not available; choose one of {', '.join(SIMILARITIES)}.")
+        known = ", ".join((*SIMILARITIES, "learnable"))
+        raise ValueError(f"similarity {name!r} is not available; choose one of {known}.")
     return SIMILARITIES[name]

@@ -42,6 +42,7 @@ def simreg_loss(
     documents: Tensor | None = None,
     chunk_size: int = 0,
     similarity: str = "cosine",
+    exponents: tuple[Tensor, Tensor] | None = None,
     group_reduce: str = "sum",
     self_positive: str = "always",
     chunk_weight: str = "token",
@@ -63,7 +64,9 @@ def simreg_loss(
         documents: integer of at least 0, shape of labels: tokens of different documents never meet. None: all do.
         chunk_size: tokens in a chunk, at least 2, cut from the start of the sequence; the last may be short.
             0, or n and more: the whole sequence.
-        similarity: "cosine", "dot", "qnorm" (anchor normalised) or "dnorm" (keys normalised).
+        similarity: "cosine", "dot", "qnorm" (anchor normalised), "dnorm" (keys normalised) or "learnable".
+        exponents: for "learnable": two scalars whose sigmoids are the powers of the anchor's and the key's norm that
+            are divided out; they get gradients.
         group_reduce: "sum", or "mean" over P_i and over N_i in place of the sums.
         self_positive: whether i belongs to P_i: "always", "only_if_alone" (no other positive), or "never"
             (tokens without another positive have no term, but remain negatives of others).
@@ -110,6 +113,7 @@ def simreg_loss(
         chunk_size=chunk_size,
         temperature=temperature,
         similarity=similarity,
+        exponents=exponents,
         self_positive=self_positive,
         impl=impl,
     )
@@ -130,6 +134,7 @@ def simreg_terms(
     chunk_size: int = 0,
     temperature: float = 0.01,
     similarity: str = "cosine",
+    exponents: tuple[Tensor, Tensor] | None = None,
     self_positive: str = "always",
     impl: str = "auto",
     stored_dtype: torch.dtype | None = None,
@@ -145,7 +150,7 @@ def simreg_terms(
         usable: bool [b, n], from `usable_tokens`.
         roles: of the anchors, [b, number of anchors], from `token_roles`.
         anchors: (first, last) positions with a term, last not included; None is all.
-        documents, chunk_size, temperature, similarity, self_positive, impl: as in `simreg_loss`.
+        documents, chunk_size, temperature, similarity, exponents, self_positive, impl: as in `simreg_loss`.
         stored_dtype: float16 or bfloat16 where float32 embeddings hold such values and nothing finer.
     """
     anchors = (0, labels.shape[1]) if anchors is None else anchors
@@ -161,7 +166,8 @@ def simreg_terms(
                     tokens, anchors=block.anchors, temperature=temperature, stored_dtype=stored_dtype
                 )
             else:
-                found = _contrast(block, get_similarity(similarity), temperature, self_positive) + _doubt(block)
+                logits_of = get_similarity(similarity, exponents)
+                found = _contrast(block, logits_of, temperature, self_positive) + _doubt(block)
             own = roles.cut(first - anchors[0], last - anchors[0])
             terms = _terms_of_ratio if is_tiled else _terms
             parts.append(terms(unfold(found, labels.shape[0], last - first), own))

@@ -164,6 +164,20 @@ def model_seams() -> tuple[Seam, ...]:
     return tuple(found)
 
 
+def built(model: Seam) -> Seam:
+    """Where a model of this class is made."""
+    return Seam(model.module, model.owner, "__init__", "parameters that an objective trains join the model")
+
+
+def has_parsed_arguments() -> bool:
+    """Whether Megatron's training loop has read its command line in this process."""
+    if training_loop() is None:
+        return False
+    from megatron.training import global_vars
+
+    return getattr(global_vars, "_GLOBAL_ARGS", None) is not None
+
+
 def megatron_version() -> str:
     """Version of the installed megatron-core, or of the source tree on the path."""
     try:

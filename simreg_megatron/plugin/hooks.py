@@ -12,7 +12,7 @@ import torch
 
 from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
 from simreg_megatron.losses.simreg import chosen_impl
-from simreg_megatron.plugin import clipping, compat, inner
+from simreg_megatron.plugin import clipping, compat, inner, learnable
 from simreg_megatron.plugin.arguments import (
     adagc_from_args,
     add_simreg_arguments,
@@ -95,6 +95,7 @@ def install(config: SimRegConfig | None = None) -> None:
     wrappers: list[tuple[compat.Seam, Wrapper]] = [
         (seam, _regularize if seam is compat.MODEL_SEAM else _regularize_forward) for seam in models
     ]
+    wrappers += [(compat.built(seam), _add_parameters) for seam in models]
     if has_loop:
         wrappers += [
             (compat.SETUP_SEAM, _refuse_what_cannot_work),
@@ -178,6 +179,26 @@ def _regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         return _add_to(loss, model, given, hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states)
 
     return with_simreg
+
+
+def _add_parameters(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters that an objective trains belong to the model from its birth on, before anyone wraps or loads it."""
+
+    def with_parameters(model: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(model, *args, **kwargs)
+        if _wants_parameters():
+            learnable.add_to(model)
+
+    return with_parameters
+
+
+def _wants_parameters() -> bool:
+    """Whether the settings ask for any; without settings, or before Megatron knows its own, none are asked for."""
+    assert _installation is not None
+    if _installation.given_config is None and not compat.has_parsed_arguments():
+        return False
+    config = _current().config
+    return config.active and config.similarity == "learnable"
 
 
 def _trains(model: Any) -> bool:

@@ -29,12 +29,17 @@ _BLOCK_TERMS: dict[str, Callable[..., BlockTerms]] = {
 _SWITCH = {"yes": True, "no": False}
 
 
-def objective_terms(config: SimRegConfig, views: list[View], shard: SequenceShard) -> Tensor:
+def objective_terms(
+    config: SimRegConfig,
+    views: list[View],
+    shard: SequenceShard,
+    exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """term_i of every anchor of this rank, [B, A], in the order of its rows. A collective for those by sequence."""
     if config.objective in BY_SEQUENCE:
         return _by_sequence(config, views, shard)
     if config.objective not in _BLOCK_TERMS:
-        return terms_of(config, views)
+        return terms_of(config, views, exponents)
     options = {name: _SWITCH.get(str(value), value) for name, value in config.options.items()}
     block_terms = _BLOCK_TERMS[config.objective](temperature=config.tau, **options)
     return torch.cat(

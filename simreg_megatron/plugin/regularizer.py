@@ -19,6 +19,7 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
 from simreg_megatron.plugin.inner import InnerStates
+from simreg_megatron.plugin.learnable import exponents_of
 from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.reporting import Metrics, log_once
 from simreg_megatron.plugin.sequence import View, views_of
@@ -73,7 +74,12 @@ class Regularizer:
         with torch.set_grad_enabled(trains):
             states = self.inner_states.take(model, hidden_states)
             views = [self._views(shard, state, labels, valid, packed_seq_params) for state in states]
-            terms = torch.stack([objective_terms(self.config, of_state, shard) for of_state in views]).sum(dim=0)
+            exponents = None
+            if self.config.similarity == "learnable":
+                exponents = exponents_of(model, shard.tensor_group)
+            terms = torch.stack([objective_terms(self.config, of_state, shard, exponents) for of_state in views]).sum(
+                dim=0
+            )
         self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard)
         if not trains:
             return loss_BS

@@ -95,8 +95,12 @@ def views_of(
     return found
 
 
-def terms_of(config: SimRegConfig, views: list[View]) -> Tensor:
-    """term_i of every anchor of this rank, [B, anchors], in the order of its rows."""
+def terms_of(config: SimRegConfig, views: list[View], exponents: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """term_i of every anchor of this rank, [B, anchors], in the order of its rows.
+
+    Args:
+        exponents: the two scalars of similarity "learnable".
+    """
     return torch.cat(
         [
             simreg_terms(
@@ -109,6 +113,7 @@ def terms_of(config: SimRegConfig, views: list[View]) -> Tensor:
                 chunk_size=config.chunk_size,
                 temperature=config.tau,
                 similarity=config.similarity,
+                exponents=exponents,
                 self_positive=config.self_positive,
                 impl=config.impl,
                 stored_dtype=view.stored_dtype,

@@ -288,7 +288,7 @@ GOOD = {"embeddings": torch.ones(2, 4, 3), "labels": torch.zeros(2, 4, dtype=tor
         ({"chunk_size": 1}, "chunk_size"),
         ({"chunk_size": -4}, "chunk_size"),
         ({"chunk_size": 2.0}, "chunk_size"),
-        ({"similarity": "learnable"}, "cosine, dot, qnorm, dnorm"),
+        ({"similarity": "euclid"}, "cosine, dot, qnorm, dnorm"),
         ({"group_reduce": "max"}, "sum, mean"),
         ({"self_positive": "sometimes"}, "always, only_if_alone, never"),
         ({"chunk_weight": "pos_neg_ratio"}, "pos-neg-ratio"),
@@ -339,3 +339,43 @@ def test_similarities_take_other_keys_than_anchors() -> None:
         square = get_similarity(name)(pair, pair, 0.5)
         torch.testing.assert_close(logits[1, 2], square[0, 1])
         torch.testing.assert_close(square.diagonal(), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("exponents", "name"),
+    [((30.0, 30.0), "cosine"), ((-30.0, -30.0), "dot"), ((30.0, -30.0), "qnorm"), ((-30.0, 30.0), "dnorm")],
+)
+def test_learnable_reaches_the_others(exponents: tuple[float, float], name: str) -> None:
+    rows, labels = fixture_f1()
+    scalars = tuple(torch.tensor([value], dtype=torch.float64) for value in exponents)
+    learned = simreg_loss(rows, labels, temperature=0.5, similarity="learnable", exponents=scalars)
+    torch.testing.assert_close(learned, simreg_loss(rows, labels, temperature=0.5, similarity=name))
+
+
+def test_mg1_mg2_learnable_values_and_derivatives() -> None:
+    rows, _ = fixture_f1()
+
+    def similarity(i: int, j: int, gamma_q: Tensor, gamma_d: Tensor) -> Tensor:
+        logits = get_similarity("learnable", (gamma_q.logit(), gamma_d.logit()))
+        own = rows[i].norm() ** (2 - gamma_q - gamma_d)
+        return logits(rows[i : i + 1], rows[j : j + 1], 1.0)[0, 0] + own
+
+    half = torch.tensor(0.5, dtype=torch.float64)
+    found = [similarity(0, j, half, half).item() for j in range(1, 6)]
+    assert found == pytest.approx([0.190122, -0.283586, 0.084485, 0.196128, 0.639604], abs=6e-7)
+    gammas = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.3, 0.7)]
+    value = similarity(5, 10, *gammas)
+    grads = torch.autograd.grad(value, gammas)
+    assert [value.item(), *(grad.item() for grad in grads)] == pytest.approx([1.508107, -0.865218, -1.518459], abs=6e-7)
+
+
+def test_learnable_trains_its_scalars() -> None:
+    rows, labels = fixture_f1()
+    scalars = tuple(torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(
+        lambda *given: simreg_loss(rows, labels, temperature=0.5, similarity="learnable", exponents=given), scalars
+    )
+    with pytest.raises(ValueError, match="belong together: give both or none"):
+        simreg_loss(rows, labels, similarity="learnable")
+    with pytest.raises(ValueError, match="belong together"):
+        simreg_loss(rows, labels, exponents=scalars, impl="reference")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two trained scalars of `--simreg-similarity learnable` in Megatron's own loop: one model in every layout.
+
+These runs start from the seed: a checkpoint of a model without the scalars lacks them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.megatron import runs
+
+QUERY, KEY = "simreg_similarity.query", "simreg_similarity.key"
+ON = (*runs.SIMREG, "--simreg-chunk-size", "24", "--simreg-similarity", "learnable", "--lr-decay-style", "constant")
+STEPS = ("--train-iters", "4", "--eval-iters", "0")
+
+
+@pytest.fixture(scope="module")
+def one(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
+    return runs.train(tmp_path_factory.mktemp("one"), (*data_flags, *ON, *STEPS))
+
+
+def test_they_are_trained(one: runs.Recorded) -> None:
+    for name in (QUERY, KEY):
+        assert one.grads[name].item() != 0 and one.params[name].item() != 0
+    assert one.grads[QUERY] != one.grads[KEY]
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ("--use-distributed-optimizer", 2),
+        ("--context-parallel-size 2", 2),
+        ("--micro-batch-size 1", 1),
+    ],
+    ids=["dp2 distributed", "cp2", "micro-batch 1"],
+)
+def test_the_same_in_every_layout(
+    flags: str, processes: int, one: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    got = runs.train(tmp_path, (*data_flags, *ON, *STEPS, *flags.split()), processes=processes)
+    gap = runs.difference(one, got)
+    assert gap.loss < 1e-6 and gap.norm < 1e-5 and gap.grad < 1e-5, gap
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2",
+    ],
+    ids=["tp2", "tp2-sp", "pp2"],
+)
+def test_the_same_where_the_model_is_split(layout: str, data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """A model that is split draws other weights from its seed, so a single process writes the start."""
+    place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
+    runs.train(tmp_path / "start", (*data_flags, *ON, *STEPS, *place))
+    load = ("--load", str(tmp_path / "saved"))
+    alone = runs.train(tmp_path / "alone", (*data_flags, *ON, *STEPS, *load))
+    got = runs.train(tmp_path / "split", (*data_flags, *ON, *STEPS, *load, *layout.split()), processes=2)
+    gap = runs.difference(alone, got)
+    assert gap.loss < 1e-6 and gap.norm < 1e-5 and gap.grad < 1e-5, gap
+    torch.testing.assert_close(got.grads[QUERY], alone.grads[QUERY], rtol=1e-5, atol=0)
+
+
+def test_going_on_is_never_having_stopped(one: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
+    runs.train(tmp_path / "stopped", (*data_flags, *ON, *STEPS, *place))
+    gone_on = runs.train(tmp_path / "on", (*data_flags, *ON, *STEPS, "--load", str(tmp_path / "saved")))
+    assert gone_on.losses == one.losses[2:] and runs.same_bits(gone_on, one)
+
+
+def test_weights_do_not_decay_towards_them(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Weight decay so strong that a step of it would be seen."""
+    flags = (*data_flags, *ON, *STEPS)
+    plain, decayed = (
+        runs.train(tmp_path / decay, (*flags, "--train-iters", "1", "--weight-decay", decay)) for decay in ("0", "100")
+    )
+    assert torch.equal(plain.params[QUERY], decayed.params[QUERY])
+    weight = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert not torch.equal(plain.params[weight], decayed.params[weight])
