@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiled form on a GPU: half precision through the tensor cores against float64, without a wait, in bounded memory."""
+"""The tiled form on a GPU: half precision through the tensor cores against float64, no wait, bounded memory."""
 
 from __future__ import annotations
 
