@@ -134,7 +134,8 @@ def _seams() -> tuple[Table, bool]:
         models = compat.model_seams()
     except compat.MegatronSeamError:
         models = (compat.MODEL_SEAM,)
-    for seam in (*models, *compat.TRAINING_SEAMS):
+    births = [compat.built(seam) for seam in models]
+    for seam in (*models, *births, *compat.TRAINING_SEAMS, *compat.SCHEDULER_SEAMS):
         try:
             seam.holder()
             found = "yes"
