@@ -29,6 +29,14 @@ LAYOUTS = {
     "dp2": ("dense", "", 2),
     "dp2-distributed": ("dense", "--use-distributed-optimizer", 2),
     "tp2-dp2-distributed": ("dense", f"{TP2} --sequence-parallel --use-distributed-optimizer", 4),
+    "dp2-two-instances": ("dense", "--use-distributed-optimizer --num-distributed-optimizer-instances 2", 2),
+    "tied-tp2-pp2-distributed": (
+        "tied",
+        f"{TP2} --sequence-parallel --pipeline-model-parallel-size 2 --use-distributed-optimizer",
+        4,
+    ),
+    "mtp-pp2": ("mtp", "--pipeline-model-parallel-size 2", 2),
+    "pp2-ep2-distributed": ("moe", f"--pipeline-model-parallel-size 2 {EP2} --use-distributed-optimizer", 4),
     "cp2": ("dense", "--context-parallel-size 2", 2),
     "ep2": ("moe", EP2, 2),
     "ep2-distributed": ("moe", f"{EP2} --use-distributed-optimizer", 2),
@@ -96,15 +104,29 @@ def test_the_same_in_every_layout(layout: str, bench: Bench, one_process, tmp_pa
     assert got.recorded.losses == pytest.approx(expected.recorded.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("mistake", ["local_norms", "replicas_counted_twice"])
+MISTAKES = {
+    "local_norms": "tp2-sp",
+    "replicas_counted_twice": "tp2-sp",
+    "instances_counted_twice": "dp2-two-instances",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_known_mistakes_are_told(mistake: str, bench: Bench, one_process, tmp_path: Path) -> None:
-    flags = (*start(bench, "dense"), *SIMREG, *ADAGC, *LAYOUTS["tp2-sp"][1].split())
+    flags = (*start(bench, "dense"), *SIMREG, *ADAGC, *LAYOUTS[MISTAKES[mistake]][1].split())
     try:
         runs.train(tmp_path, flags, processes=2, patch=f"breakage:adagc_{mistake}")
     except runs.ReplicasDifferError:
         return  # each rank clipped what it shares by another coefficient
     gammas = [[state["gammas"] for state in ran.states] for ran in (one_process("dense"), Ran(tmp_path))]
     assert apart(*gammas) > 0.1
+
+
+def test_what_would_count_twice_is_refused(bench: Bench, tmp_path: Path) -> None:
+    flags = (*start(bench, "dense"), *ADAGC, *LAYOUTS["tp2-sp"][1].split())
+    done = runs.attempt(tmp_path, flags, processes=2, patch="breakage:adagc_replicas_counted_twice_and_checked")
+    assert done.status != 0 and "iteration        1/" not in done.output
+    assert "--adagc would count 128 elements of decoder.final_layernorm.weight, which has 64" in done.output
 
 
 def test_fp16_is_unscaled_first(bench: Bench, one_process, tmp_path: Path) -> None:
@@ -213,9 +235,13 @@ def test_what_cannot_work_is_refused(flags: tuple[str, ...], sentence: str, benc
     assert sentence in done.output, done.output[-2000:]
 
 
-def test_a_gradient_that_is_not_finite_is_not_stepped_on(bench: Bench, tmp_path: Path) -> None:
-    flags = (*start(bench, "dense", 4), *ADAGC, "--no-check-for-nan-in-loss-and-grad")
-    runs.train(tmp_path, flags, patch="breakage:gradient_not_finite_in_third_step")
+@pytest.mark.parametrize(("model", "whose"), [("dense", "gradient"), ("mtp", "gradient_of_mtp")])
+def test_a_gradient_that_is_not_finite_is_not_stepped_on(
+    model: str, whose: str, bench: Bench, tmp_path: Path
+) -> None:
+    detached = ("--mtp-detach-heads",) if model == "mtp" else ()
+    flags = (*start(bench, model, 4), *ADAGC, *detached, "--no-check-for-nan-in-loss-and-grad")
+    runs.train(tmp_path, flags, model=model, patch=f"breakage:{whose}_not_finite_in_third_step")
     ran = Ran(tmp_path)
     assert len(ran.states) == 3, "the third step is left out"
     assert all(torch.isfinite(parameter).all() for parameter in ran.recorded.params.values())

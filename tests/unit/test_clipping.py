@@ -70,7 +70,7 @@ def test_experts_are_counted_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 
 def attached(names: list[str], **settings: Any) -> Clipping:
     """As `attach` leaves it, without an optimizer."""
-    made = Clipping(AdaGCConfig(**settings), clip_grad=1.0)
+    made = Clipping(AdaGCConfig(**settings))
     made._names = names
     made._adagc = clipping.AdaGC(len(names), variant=made.config.variant)
     return made
