@@ -19,7 +19,11 @@ _OF_SHARDS = (  # DistributedOptimizer
     "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups",
     "shard_fp32_groups",
 )  # fmt: skip
-_OF_COPIES = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")  # Float16OptimizerWithFloat16Params
+_OF_COPIES = (
+    "float16_groups",
+    "fp32_from_float16_groups",
+    "fp32_from_fp32_groups",
+)  # Float16OptimizerWithFloat16Params
 
 
 class Stepped(NamedTuple):
