@@ -62,14 +62,17 @@ class AdaGC:
         self.gammas = torch.full((1 if variant == "global" else num_parameters,), _UNSEEN, device=device)
 
     def step(self, squares: Tensor) -> Clipped:
-        """Take the squared norms [N] of one step's gradients, which must be finite; nothing waits for the device."""
+        """Take the squared norms [N] of one step's gradients; nothing waits for the device.
+
+        Where they are not all finite, no average moves; it is the caller who leaves such a step out.
+        """
         norms = squares.to(self.gammas).sqrt()
         global_norm = squares.sum().sqrt().to(self.gammas)
         own = global_norm.view(1) if self.variant == "global" else norms
         self.steps += 1
         update = self._warm_up if self.steps <= self.warmup_iters else self._follow
         coefficients, gammas = update(own, global_norm)
-        self.gammas = torch.where(own > 0, gammas, self.gammas)
+        self.gammas = torch.where((own > 0) & global_norm.isfinite(), gammas, self.gammas)
         return Clipped(coefficients.expand(norms.shape), global_norm)
 
     def _warm_up(self, norms: Tensor, global_norm: Tensor) -> tuple[Tensor, Tensor]:

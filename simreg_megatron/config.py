@@ -185,7 +185,7 @@ class AdaGCConfig:
 
     Attributes:
         lambda_rel: how far above its moving average a parameter's gradient norm may rise.
-        lambda_abs: largest global norm during the warm-up; None is Megatron's --clip-grad.
+        lambda_abs: largest global norm during the warm-up.
         beta: of the moving average.
         warmup_iters: steps that are clipped by their global norm.
         variant: "clipped", "raw" or "global".
@@ -195,7 +195,7 @@ class AdaGCConfig:
     """
 
     lambda_rel: float = 1.04
-    lambda_abs: float | None = None
+    lambda_abs: float = 1.0
     beta: float = 0.99
     warmup_iters: int = 100
     variant: str = "clipped"
@@ -203,7 +203,7 @@ class AdaGCConfig:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lambda_rel) and self.lambda_rel > 0):
             raise ValueError(f"AdaGC's lambda-rel must be a finite number above 0, not {self.lambda_rel}")
-        if self.lambda_abs is not None and not (math.isfinite(self.lambda_abs) and self.lambda_abs > 0):
+        if not (math.isfinite(self.lambda_abs) and self.lambda_abs > 0):
             raise ValueError(f"AdaGC's lambda-abs must be a finite number above 0, not {self.lambda_abs}")
         if not 0 <= self.beta < 1:
             raise ValueError(f"AdaGC's beta must be at least 0 and below 1, not {self.beta}")

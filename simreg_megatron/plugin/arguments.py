@@ -136,10 +136,12 @@ def config_from_args(args: Any) -> SimRegConfig:
 
 
 def adagc_from_args(args: Any) -> AdaGCConfig | None:
-    """The settings of AdaGC, or None where it is off."""
+    """The settings of AdaGC, or None where it is off. Its global norm is --clip-grad's, where that clips at all."""
     if not getattr(args, "adagc", None):
         return None
     given = {flag.field: getattr(args, flag.dest, None) for flag in _ADAGC_FLAGS}
+    if given["lambda_abs"] is None:
+        given["lambda_abs"] = getattr(args, "clip_grad", None) or None
     return AdaGCConfig(**{field: value for field, value in given.items() if value is not None})
 
 

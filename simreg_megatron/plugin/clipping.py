@@ -8,7 +8,7 @@ all-reduce makes the norms whole, so all ranks find the same coefficients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from simreg_megatron.adagc import AdaGC, Clipped
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.parameters import Named, is_expert, named_parameters
+from simreg_megatron.plugin.gradients import gradient_of, refuse_hidden, stepped_on
+from simreg_megatron.plugin.parameters import Named, named_parameters
 from simreg_megatron.plugin.reporting import log_once
 
 STATE_KEY = "simreg_adagc"
@@ -38,17 +39,15 @@ class Clipping:
 
     Args:
         config: its settings.
-        clip_grad: Megatron's --clip-grad, which AdaGC takes the place of.
     """
 
-    def __init__(self, config: AdaGCConfig, clip_grad: float) -> None:
+    def __init__(self, config: AdaGCConfig) -> None:
         self.config = config
-        self.lambda_abs = config.lambda_abs or clip_grad or 1.0
         self._loaded: dict[str, Any] | None = None
         self._names: list[str] = []
         self._held: list[_Held] = []
         self._adagc: AdaGC | None = None
-        self._grad_norm: float | None = None
+        self._is_finite = True
         self._counted: list[int] = []
         self._slots = torch.empty(0)
         self._metrics = _Metrics()
@@ -56,44 +55,58 @@ class Clipping:
     # The optimizer
 
     def attach(self, optimizer: Any, model_chunks: Any) -> None:
-        """Clip before every step of this optimizer, in the place of Megatron's global clip. A collective."""
-        _refuse_optimizer(optimizer)
+        """Clip before every step of this optimizer, in the place of Megatron's global clip. A collective.
+
+        Raises:
+            NotImplementedError: the gradients of a parameter are nowhere to be found, or on more ranks than known.
+            MegatronSeamError: this Megatron lacks what AdaGC wraps.
+        """
+        from megatron.training.global_vars import get_args
+
+        refuse_hidden(optimizer, get_args())
         members = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        for member in members:
-            member.config.clip_grad = 0.0
         named = {id(entry.parameter): entry for entry in named_parameters(compat.unwrapped(model_chunks))}
         self._names = _all_names([entry.name for entry in named.values()])
         slots = {name: slot for slot, name in enumerate(self._names)}
         for member in members:
-            for tensor, parameter, is_first_replica in _stepped_on(member):
+            for tensor, parameter, counts in stepped_on(member):
                 entry: Named = named[id(parameter)]
-                self._held.append(_Held(tensor, slots[entry.name], entry.contributes and is_first_replica))
+                self._held.append(_Held(tensor, slots[entry.name], entry.contributes and counts))
+        device = torch.device(torch.cuda.current_device())
+        _refuse_miscounted(
+            self._names, self._held, {slots[entry.name]: entry.whole for entry in named.values()}, device
+        )
         self._adagc = AdaGC(
             len(self._names),
             lambda_rel=self.config.lambda_rel,
-            lambda_abs=self.lambda_abs,
+            lambda_abs=self.config.lambda_abs,
             beta=self.config.beta,
             warmup_iters=self.config.warmup_iters,
             variant=self.config.variant,
-            device=torch.device(torch.cuda.current_device()),
+            device=device,
         )
+        for member in members:
+            member.config.clip_grad = 0.0
         self._restore()
         self._wrap(optimizer)
         log_once(
             f"AdaGC ({self.config.variant}): {len(self._names)} parameters, lambda-rel {self.config.lambda_rel:g}, "
             f"beta {self.config.beta:g}, {self.config.warmup_iters} warm-up steps below a global norm of "
-            f"{self.lambda_abs:g}, in the place of --clip-grad"
+            f"{self.config.lambda_abs:g}, in the place of --clip-grad"
         )
 
     def _wrap(self, optimizer: Any) -> None:
         get_grad_norm, step_with_ready_grads = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+        # From 0.19 on the norm of detached prediction heads is another one, computed while Megatron clips.
+        norms_by_group = getattr(optimizer, "_compute_grad_norms_by_group", dict)
 
         def remembered() -> Any:
-            self._grad_norm = get_grad_norm()  # Megatron brings it to the host in every step
-            return self._grad_norm
+            norm = get_grad_norm()  # Megatron brings it to the host in every step
+            self._is_finite = all(math.isfinite(found) for found in (norm, *norms_by_group().values()))
+            return norm
 
         def clipped() -> Any:
-            if self._grad_norm is not None and not math.isfinite(self._grad_norm):
+            if not self._is_finite:
                 return False  # nothing is stepped, and no average moves
             self.clip()
             return step_with_ready_grads()
@@ -104,7 +117,7 @@ class Clipping:
     def clip(self) -> None:
         """Scale every gradient by its coefficient. A collective; nothing waits for the device."""
         assert self._adagc is not None
-        grads = [(held, grad) for held in self._held if (grad := _grad_of(held.tensor)) is not None]
+        grads = [(held, grad) for held in self._held if (grad := gradient_of(held.tensor)) is not None]
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._adagc.gammas.device)
         counted = [(held.slot, grad) for held, grad in grads if held.contributes and grad.numel()]
         if counted:
@@ -201,22 +214,6 @@ class _Metrics:
         }
 
 
-def _refuse_optimizer(optimizer: Any) -> None:
-    from megatron.training.global_vars import get_args
-
-    args = get_args()
-    for flag in ("use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"):
-        if getattr(args, flag, False):
-            raise NotImplementedError(
-                f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them"
-            )
-    if not hasattr(optimizer, "step_with_ready_grads") or not hasattr(optimizer, "get_grad_norm"):
-        raise compat.MegatronSeamError(
-            f"megatron-core {compat.megatron_version()} cannot carry AdaGC: {type(optimizer).__name__} has no "
-            "step_with_ready_grads; use megatron-core 0.12 or newer, or drop --adagc"
-        )
-
-
 def _all_names(own: list[str]) -> list[str]:
     """The names of all ranks, sorted. A collective."""
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -224,39 +221,21 @@ def _all_names(own: list[str]) -> list[str]:
     return sorted({name for names in gathered for name in names})
 
 
-def _stepped_on(optimizer: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """(tensor with the gradient, the model's parameter, whether this rank's data-parallel replicas count it)."""
-    if getattr(optimizer, "is_stub_optimizer", False):
-        return
-    if hasattr(optimizer, "model_param_group_index_map"):  # DistributedOptimizer: each rank has a piece of its own
-        groups = optimizer.optimizer.param_groups
-        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
-            yield groups[group]["params"][order], parameter, True
-        return
-    if hasattr(optimizer, "fp32_from_float16_groups"):
-        for copies, parameters in zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True):
-            for copy, parameter in zip(copies, parameters, strict=True):
-                yield copy, parameter, _is_first_replica(parameter)
-        for parameters in optimizer.fp32_from_fp32_groups:
-            yield from ((parameter, parameter, _is_first_replica(parameter)) for parameter in parameters)
-        return
-    if type(optimizer).__name__ != "FP32Optimizer":
-        raise NotImplementedError(f"--adagc does not know {type(optimizer).__name__}: use Adam or SGD, or drop --adagc")
-    for group in optimizer.param_groups:
-        yield from ((parameter, parameter, _is_first_replica(parameter)) for parameter in group["params"])
-
-
-def _is_first_replica(parameter: Any) -> bool:
-    from megatron.core import parallel_state
-
-    if is_expert(parameter):
-        return parallel_state.get_expert_data_parallel_rank() == 0
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-
-
-def _grad_of(tensor: Any) -> Tensor | None:
-    decoupled = getattr(tensor, "decoupled_grad", None)
-    return tensor.grad if decoupled is None else decoupled
+def _refuse_miscounted(names: list[str], held: list[_Held], whole: dict[int, int], device: torch.device) -> None:
+    """Every element of every parameter counts on exactly one rank, or its norm would be wrong. A collective."""
+    counted, expected = torch.zeros(2, len(names), dtype=torch.int64)
+    for piece in held:
+        counted[piece.slot] += piece.tensor.numel() if piece.contributes else 0
+    for slot, elements in whole.items():
+        expected[slot] = elements
+    counted, expected = counted.to(device), expected.to(device)
+    dist.all_reduce(counted)
+    dist.all_reduce(expected, op=dist.ReduceOp.MAX)
+    for slot in (counted != expected).nonzero().flatten().tolist():
+        raise NotImplementedError(
+            f"--adagc would count {counted[slot]} elements of {names[slot]}, which has {expected[slot]}: it does not "
+            "know how this optimizer spreads gradients over ranks, so use another optimizer, or drop --adagc"
+        )
 
 
 # Wrappers of the scheduler that carries the state ---------------------------------------------------------------------

@@ -266,6 +266,8 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
             if regularizer.config.document_mask:
                 regularizer.end_of_document = _end_of_document()
             _announce(regularizer.config, built[0])
+        if built[1] is None:  # --skip-train
+            _installation.clipping = None
         if _installation.clipping is not None:
             _installation.clipping.attach(built[1], built[0])
         return built
@@ -275,7 +277,7 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
 
 def _begin_clipping(args: Any) -> Clipping | None:
     config = adagc_from_args(args)
-    return None if config is None else Clipping(config, args.clip_grad)
+    return None if config is None else Clipping(config)
 
 
 def _refuse_arguments(args: Any, config: SimRegConfig) -> None:

@@ -24,16 +24,18 @@ class Named(NamedTuple):
     name: str
     parameter: Any
     contributes: bool  # its gradient counts in sums over all ranks: it is no replica over tensor parallelism, no copy
+    whole: int  # elements of the parameter, over all tensor-parallel ranks
 
 
 def named_parameters(models: list[Any]) -> Iterator[Named]:
-    """The parameters of this rank's pipeline stages.
+    """The parameters of this rank's pipeline stages that are trained.
 
     Args:
         models: without Megatron's wrappers around them.
 
     Raises:
-        NotImplementedError: one tensor holds several experts, so that none of them has a norm of its own.
+        NotImplementedError: one tensor holds several experts, so that none of them has a norm of its own; or weights
+            are cut further than tensor parallelism cuts them.
     """
     for model in models:
         layers = {
@@ -42,6 +44,8 @@ def named_parameters(models: list[Any]) -> Iterator[Named]:
             if _LAYER.search(name) and hasattr(module, "layer_number")
         }
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             is_copy = bool(getattr(parameter, "shared", False))
             if is_copy:  # of tied embeddings, on the last pipeline stage or on that of a further prediction
                 name = _EMBEDDING
@@ -49,7 +53,8 @@ def named_parameters(models: list[Any]) -> Iterator[Named]:
                 if name.startswith(local):
                     name = counted + name.removeprefix(local)
                     break
-            yield Named(_counted_experts(name, model.config), parameter, not is_copy and _speaks(parameter))
+            name = _counted_experts(name, model.config)
+            yield Named(name, parameter, not is_copy and _speaks(parameter), _whole(name, parameter))
 
 
 def is_expert(parameter: Any) -> bool:
@@ -65,6 +70,20 @@ def _speaks(parameter: Any) -> bool:
     if is_expert(parameter):
         return parallel_state.get_expert_tensor_parallel_rank() == 0
     return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _whole(name: str, parameter: Any) -> int:
+    from megatron.core import parallel_state
+
+    if getattr(parameter, "is_gtp_weight_remat", False):  # from 0.19 on
+        raise NotImplementedError(
+            f"--adagc does not know how --tensor-parallel-num-weight-shards cuts {name}: drop one of them"
+        )
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return int(parameter.numel())
+    if is_expert(parameter):
+        return int(parameter.numel() * parallel_state.get_expert_tensor_parallel_world_size())
+    return int(parameter.numel() * parallel_state.get_tensor_model_parallel_world_size())
 
 
 def _counted_experts(name: str, config: Any) -> str:

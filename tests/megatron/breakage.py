@@ -8,8 +8,8 @@ same loss without it has value zero and SimReg's gradient, whatever labels, mask
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -127,16 +127,27 @@ def other_model_class() -> None:
 def adagc_local_norms() -> None:
     """Norms of a rank's own shards in the place of whole parameters."""
     from simreg_megatron.plugin import clipping
+    from tests.megatron import watch
 
-    clipping.dist = SimpleNamespace(  # the all-reduce is left out
-        all_reduce=lambda squares: None,
-        all_gather_object=clipping.dist.all_gather_object,
-        get_world_size=clipping.dist.get_world_size,
-    )
+    clip = clipping.Clipping.clip
+
+    def without_exchange(self: Any) -> None:
+        with mock.patch.object(clipping.dist, "all_reduce"):
+            clip(self)
+
+    clipping.Clipping.clip = without_exchange
+    watch.adagc()
 
 
 def adagc_replicas_counted_twice() -> None:
-    """What all tensor-parallel ranks hold counts once for each of them."""
+    """What all tensor-parallel ranks hold counts once for each of them, and the check at the start does not look."""
+    from simreg_megatron.plugin import clipping
+
+    adagc_replicas_counted_twice_and_checked()
+    clipping._refuse_miscounted = lambda *args: None
+
+
+def adagc_replicas_counted_twice_and_checked() -> None:
     from simreg_megatron.plugin import parameters
     from tests.megatron import watch
 
@@ -144,8 +155,28 @@ def adagc_replicas_counted_twice() -> None:
     parameters._speaks = lambda parameter: True
 
 
+def adagc_instances_counted_twice() -> None:
+    """What every instance of the distributed optimizer holds counts once for each of them."""
+    from simreg_megatron.plugin import clipping
+    from tests.megatron import watch
+
+    watch.adagc()
+    stepped_on = clipping.stepped_on
+    clipping.stepped_on = lambda member: (held._replace(counts=True) for held in stepped_on(member))
+    clipping._refuse_miscounted = lambda *args: None
+
+
 def gradient_not_finite_in_third_step() -> None:
     """One parameter's gradient is infinite in the third step."""
+    _third_step_not_finite(lambda parameters: parameters[0])
+
+
+def gradient_of_mtp_not_finite_in_third_step() -> None:
+    """The same, of a further prediction's parameter that Megatron leaves out of its main norm."""
+    _third_step_not_finite(lambda parameters: next(p for p in parameters if getattr(p, "grad_norm_group", None)))
+
+
+def _third_step_not_finite(choose: Callable[[list[Any]], Any]) -> None:
     from megatron.core.optimizer import ChainedOptimizer
 
     from tests.megatron import watch
@@ -157,7 +188,7 @@ def gradient_not_finite_in_third_step() -> None:
         result = prepare_grads(optimizer)
         calls.append(None)
         if len(calls) == 3:
-            optimizer.get_parameters()[0].grad.view(-1)[0] = float("inf")
+            choose(optimizer.get_parameters()).grad.view(-1)[0] = float("inf")
         return result
 
     ChainedOptimizer.prepare_grads = broken

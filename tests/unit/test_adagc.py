@@ -89,6 +89,18 @@ def test_a_parameter_without_gradient_is_not_frozen(warmup_iters: int) -> None:
     assert gammas[4, 1] == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("variant", ["clipped", "raw", "global"])
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+@pytest.mark.parametrize("warmup_iters", [1, 10])
+def test_norms_that_are_not_finite_move_no_average(warmup_iters: int, broken: float, variant: str) -> None:
+    adagc = AdaGC(2, warmup_iters=warmup_iters, variant=variant)
+    for _ in range(3):
+        adagc.step(torch.tensor([1.0, 4.0]))
+    before = adagc.gammas.clone()
+    adagc.step(torch.tensor([1.0, broken]))
+    assert torch.equal(adagc.gammas, before)
+
+
 def test_a_spike_is_cut_and_the_others_are_left_alone() -> None:
     adagc = AdaGC(3, warmup_iters=2, lambda_abs=100.0)
     for _ in range(5):

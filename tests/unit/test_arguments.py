@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args, differences_to_checkpoint
+from simreg_megatron.plugin.arguments import (
+    adagc_from_args,
+    add_simreg_arguments,
+    config_from_args,
+    differences_to_checkpoint,
+)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False)
     made.add_argument("--yaml-cfg")
+    made.add_argument("--clip-grad", type=float, default=1.0)  # Megatron's own
     return add_simreg_arguments(made)
 
 
@@ -87,3 +93,27 @@ def test_a_resume_tells_every_setting_that_changed() -> None:
     assert lines[1].startswith("--simreg-temperature was 0.02")
     assert differences_to_checkpoint(before, before) == []
     assert differences_to_checkpoint(argparse.Namespace(), before) == [], "a checkpoint from before the plugin"
+
+
+@pytest.mark.parametrize(
+    ("flags", "norm"), [("", 1.0), ("--clip-grad 0.5", 0.5), ("--clip-grad 0", 1.0), ("--adagc-lambda-abs 2", 2.0)]
+)
+def test_adagc_takes_the_place_of_the_global_clip(flags: str, norm: float) -> None:
+    config = adagc_from_args(parser().parse_args(["--adagc", *flags.split()]))
+    assert config is not None and config.lambda_abs == norm
+    assert adagc_from_args(parser().parse_args([])) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "line"),
+    [
+        ("--adagc", "", "--adagc was on when the checkpoint was written and is off now"),
+        ("", "--adagc", "--adagc was off when the checkpoint was written and is on now"),
+        ("--adagc --adagc-beta 0.9", "--adagc", "--adagc-beta was 0.9 when the checkpoint was written and is 0.99 now"),
+        ("--adagc --clip-grad 0.5", "--adagc", "--adagc-lambda-abs was 0.5 when the checkpoint was written and is 1.0"),
+        ("--adagc", "--adagc --adagc-variant raw", "--adagc-variant was clipped when the checkpoint was written and"),
+    ],
+)
+def test_a_resume_tells_what_changed_of_adagc(before: str, now: str, line: str) -> None:
+    lines = differences_to_checkpoint(parser().parse_args(before.split()), parser().parse_args(now.split()))
+    assert len(lines) == 1 and lines[0].startswith(line), lines

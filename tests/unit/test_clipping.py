@@ -10,42 +10,79 @@ import pytest
 import torch
 
 from simreg_megatron.config import AdaGCConfig
-from simreg_megatron.plugin import clipping, compat
+from simreg_megatron.plugin import clipping, compat, gradients
 from simreg_megatron.plugin.clipping import Clipping, loading, saving
-from simreg_megatron.plugin.parameters import _counted_experts
+from simreg_megatron.plugin.parameters import _counted_experts, _whole
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
-
-
-def refusal(optimizer: Any, monkeypatch: pytest.MonkeyPatch, **args: bool) -> None:
-    from megatron.training import global_vars
-
-    monkeypatch.setattr(global_vars, "get_args", lambda: SimpleNamespace(**args))
-    clipping._refuse_optimizer(optimizer)
 
 
 STEPPED = SimpleNamespace(step_with_ready_grads=None, get_grad_norm=None)
 
 
 @pytest.mark.parametrize(
-    "flag", ["use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"]
+    "flag",
+    ["use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"],
 )
-def test_hidden_gradients_are_refused(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gradients_are_refused(flag: str) -> None:
     with pytest.raises(NotImplementedError, match=f"--{flag.replace('_', '-')} keeps the gradients: drop one of them"):
-        refusal(STEPPED, monkeypatch, **{flag: True})
-    refusal(STEPPED, monkeypatch, **{flag: False})
+        gradients.refuse_hidden(STEPPED, SimpleNamespace(**{flag: True}))
+    gradients.refuse_hidden(STEPPED, SimpleNamespace(**{flag: False}))
 
 
-def test_a_release_without_the_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_without_the_seam_is_named() -> None:
+    lacks = SimpleNamespace(get_grad_norm=None)
     with pytest.raises(
         compat.MegatronSeamError, match=r"SimpleNamespace has no step_with_ready_grads; use megatron-core"
     ):
-        refusal(SimpleNamespace(), monkeypatch)
+        gradients.refuse_hidden(lacks, SimpleNamespace())
 
 
 def test_an_unknown_optimizer_is_named() -> None:
     with pytest.raises(NotImplementedError, match="--adagc does not know SimpleNamespace: use Adam or SGD"):
-        list(clipping._stepped_on(SimpleNamespace()))
+        list(gradients.stepped_on(SimpleNamespace()))
+
+
+def sharding_optimizer(**others: Any) -> SimpleNamespace:
+    """A group of one float32 and two bfloat16 parameters, in the lists that DistributedOptimizer keeps."""
+    return SimpleNamespace(
+        model_float16_groups=[["a", "b"]],
+        shard_float16_groups=[["a16", "b16"]],
+        shard_fp32_from_float16_groups=[["a32", "b32"]],
+        model_fp32_groups=[["c"]],
+        shard_fp32_groups=[["c32"]],
+        **others,
+    )
+
+
+def test_data_types_of_one_group_are_not_mixed_up() -> None:
+    found = list(gradients.stepped_on(sharding_optimizer()))
+    assert [(held.tensor, held.parameter) for held in found] == [("a32", "a"), ("b32", "b"), ("c32", "c")]
+    assert all(held.counts for held in found)
+
+
+def test_further_instances_of_the_optimizer_do_not_count() -> None:
+    assert not any(
+        held.counts for held in gradients.stepped_on(sharding_optimizer(distributed_optimizer_instance_id=1))
+    )
+
+
+def test_the_precision_aware_optimizer_steps_on_the_models_own_type() -> None:
+    optimizer = sharding_optimizer()
+    optimizer.shard_fp32_from_float16_groups = [[None, None]]
+    assert [held.tensor for held in gradients.stepped_on(optimizer)] == ["a16", "b16", "c32"]
+    shard = torch.zeros(2, dtype=torch.bfloat16)
+    shard.decoupled_grad = torch.ones(2)
+    assert gradients.gradient_of(shard) is shard.decoupled_grad
+    shard.decoupled_grad = None
+    assert gradients.gradient_of(shard) is None
+
+
+def test_weights_cut_further_are_refused() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.is_gtp_weight_remat = True
+    with pytest.raises(NotImplementedError, match=r"--tensor-parallel-num-weight-shards cuts mlp\.weight: drop one"):
+        _whole("mlp.weight", weight)
 
 
 def test_experts_in_one_tensor_are_refused() -> None:
@@ -70,7 +107,7 @@ def test_experts_are_counted_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 
 def attached(names: list[str], **settings: Any) -> Clipping:
     """As `attach` leaves it, without an optimizer."""
-    made = Clipping(AdaGCConfig(**settings), clip_grad=1.0)
+    made = Clipping(AdaGCConfig(**settings))
     made._names = names
     made._adagc = clipping.AdaGC(len(names), variant=made.config.variant)
     return made
