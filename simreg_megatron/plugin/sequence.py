@@ -32,7 +32,6 @@ class View(NamedTuple):
     documents: Tensor | None  # [B, K]
     anchors: Run  # positions inside K
     roles: TokenRoles  # of the anchors, [B, A]
-    stored_dtype: torch.dtype | None  # of the model's hidden states, where it is half precision
 
 
 def views_of(
@@ -62,7 +61,6 @@ def views_of(
     pairs = torch.stack([labels.long(), usable.long()], dim=-1)
     tokens: Located = shard.whole(pairs) if beyond else shard.held(pairs)
     rows = shard.rows_in_view(hidden_states, plan)
-    stored_dtype = hidden_states.dtype if hidden_states.dtype in (torch.float16, torch.bfloat16) else None
 
     found = []
     for window in plan.windows:
@@ -89,7 +87,6 @@ def views_of(
                 documents=None if numbers is None else numbers[:, inside],
                 anchors=_relative(window.anchors, window.tokens),
                 roles=roles.cut(*_relative(window.anchors, stretch)),
-                stored_dtype=stored_dtype,
             )
         )
     return found
@@ -111,7 +108,6 @@ def terms_of(config: SimRegConfig, views: list[View]) -> Tensor:
                 similarity=config.similarity,
                 self_positive=config.self_positive,
                 impl=config.impl,
-                stored_dtype=view.stored_dtype,
             )
             for view in views
         ],
