@@ -59,6 +59,31 @@ def contrast_ratio(tokens: Tokens, *, anchors: Span, temperature: float, impl: s
     return _ContrastRatio.apply(*tokens, anchors, temperature, impl)
 
 
+class Kept(NamedTuple):
+    """What the gradient needs beside the rows."""
+
+    documents: Tensor | None  # [b, c, k], or None
+    names: Tensor  # [b, c, k]
+    scale: Tensor  # [b, c, k]
+    total: Tensor  # S_pos [b, c, p]
+    ratio: Tensor  # S_neg / S_pos [b, c, p]
+
+
+def measure(tokens: Tokens, anchors: Span, temperature: float, impl: str) -> Kept:
+    """The forward pass, outside autograd."""
+    names, scale = token_names(tokens.labels, tokens.usable), inverse_norms(tokens.rows, tokens.usable)
+    total, ratio = FORMS[impl].anchor_sums(tokens.rows, names, scale, tokens.documents, *anchors, temperature)
+    return Kept(tokens.documents, names, scale, total, ratio)
+
+
+def pull_back(
+    rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, reach: Span, temperature: float, impl: str
+) -> Tensor:
+    """The backward pass: see `tiled.pair_gradient`."""
+    of_tokens = kept.names, kept.scale, kept.documents
+    return FORMS[impl].pair_gradient(rows, *of_tokens, pull, *anchors, *reach, temperature)
+
+
 class _ContrastRatio(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -71,28 +96,27 @@ class _ContrastRatio(torch.autograd.Function):
         temperature: float,
         impl: str,
     ) -> Tensor:
-        names, scale = token_names(labels, usable), inverse_norms(rows, usable)
-        total, ratio = FORMS[impl].anchor_sums(rows, names, scale, documents, *anchors, temperature)
-        ctx.save_for_backward(rows, documents, names, scale, total, ratio)
+        kept = measure(Tokens(rows, labels, usable, documents), anchors, temperature, impl)
+        ctx.save_for_backward(rows, *kept)
         ctx.options = anchors, temperature, impl
-        return ratio
+        return kept.ratio
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, documents, names, scale, total, ratio = ctx.saved_tensors
+        rows, *saved = ctx.saved_tensors
+        kept = Kept(*saved)
         anchors, temperature, impl = ctx.options
-        pull = torch.zeros(2, *names.shape, dtype=scale.dtype, device=scale.device)  # of no anchor: 0
-        pull[..., slice(*anchors)] = anchor_pull(grads[0], total, ratio, temperature)
-        reach = 0, rows.shape[2]
-        grad = FORMS[impl].pair_gradient(rows, names, scale, documents, pull, *anchors, *reach, temperature)
+        pull = torch.zeros(2, *kept.names.shape, dtype=kept.scale.dtype, device=rows.device)  # of no anchor: 0
+        pull[..., slice(*anchors)] = anchor_pull(grads[0], kept, temperature)
+        grad = pull_back(rows, kept, pull, anchors, (0, rows.shape[2]), temperature, impl)
         return grad, None, None, None, None, None, None
 
 
-def anchor_pull(grad_ratio: Tensor, total: Tensor, ratio: Tensor, temperature: float) -> Tensor:
-    """(a, b) of the anchors, [2, ...]: how strongly each pulls at its negatives and at its positives."""
-    of_negatives = torch.where(ratio > 0, grad_ratio / (total * temperature), 0.0)
-    return torch.stack([of_negatives, of_negatives * ratio])
+def anchor_pull(grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
+    """(a, b) of the anchors, [2, b, c, p]: how strongly each pulls at its negatives and at its positives."""
+    of_negatives = torch.where(kept.ratio > 0, grad_ratio / (kept.total * temperature), 0.0)
+    return torch.stack([of_negatives, of_negatives * kept.ratio])
 
 
 def token_names(labels: Tensor, usable: Tensor) -> Tensor:
