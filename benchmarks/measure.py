@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -57,7 +58,7 @@ def cost(case: Case, repeats: int = 5) -> Cost:
         _synchronize(case.device)
         return time.perf_counter() - started
 
-    peak = _peak(once, case.device)
+    peak = peak_bytes(once, case.device)
     first = once()
     times = [once() for _ in range(repeats)] if first < 20 else [first]
     return Cost(statistics.median(times), peak)
@@ -68,7 +69,7 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _peak(run: Callable[[], float], device: str) -> int:
+def peak_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
     """Most bytes of tensors that live at once, beside those that lived before."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

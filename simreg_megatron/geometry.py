@@ -71,7 +71,7 @@ def pair_cosines(
     sums = embeddings.new_zeros(6, dtype=torch.float64)
     lonely = embeddings.new_zeros((), dtype=torch.float64)
     with no_autocast(embeddings.device.type):
-        for block, _ in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
+        for block in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
             block_sums, block_lonely = _block_sums(block)
             sums, lonely = sums + block_sums, lonely + block_lonely
     num_zero = _count((wanted & zero_rows(embeddings))[:, own])

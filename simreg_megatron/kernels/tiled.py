@@ -1,240 +1,270 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg by tiles, in plain torch: every pair computed once, nothing of size k x k kept.
+"""The sums and the gradient of `contrast` by tiles, in plain torch: every pair computed once, no k x k matrix.
 
-With P_ij = exp((cos(e_i, e_j) - 1) / tau) and the token itself among its positives, S_pos lies in [1, k]: the shift by
-1 / tau needs no maximum, and one exponential serves row i and row j. The term is log1p(S_neg / S_pos), never a
-difference of two large logarithms.
+Masks are numbers, not bools: on a CPU arithmetic is five times faster than a selection.
 
-The gradient is one symmetric matrix times the unit rows: with u = S_neg / S_pos and g the gradient that reaches u,
-
-    a_i = g_i / (tau S_pos_i),  b_i = a_i u_i,  H_ij = P_ij (a_i + a_j) for other labels, -P_ij (b_i + b_j) for equal,
-
-and dL/de_i = (h_i - <h_i, e^_i> e^_i) / |e_i| with h = H e^. Tokens that are no anchors have a = b = 0. Kept between
-forward and backward beside the embeddings: four numbers a token; P is computed again.
-
-Shapes: m chunks of k tokens with d features; p anchors of each; tiles of r rows and c columns.
+Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk; m chunks worked on together;
+tiles of r rows and s columns.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Span = tuple[int, int]
+Slab = tuple[slice, slice]  # of sequences and of chunks; one of the two has length 1, or all chunks are in it
 
-TILE = {"cpu": 512, "cuda": 1024}
-"""Longest side of a tile. On a CPU a tile should lie in its cache; on a GPU it should fill the device."""
-WORKSPACE = 32 << 20
-"""Bytes that the pairs of one step may take: as many chunks go together as fit, but at least one."""
-_BYTES_PER_PAIR = 16  # products, exponentials, coefficients and masks of a tile, at their most
-
-
-class Tokens(NamedTuple):
-    """What the pairs are made of."""
-
-    rows: Tensor  # [m, k, d]; those that are not usable may hold anything
-    labels: Tensor  # [m, k] integer
-    usable: Tensor  # [m, k] bool
-    documents: Tensor | None  # [m, k]; tokens of different documents never meet
+TILE = {"cpu": 512, "cuda": 2048}
+"""Longest side of a tile. On a CPU a tile should lie near its cache; on a GPU it should fill the device."""
+WORKSPACE = {"cpu": 32 << 20, "cuda": 192 << 20}
+"""Bytes that the tiles of one step may take: as many chunks go together as fit, but at least one."""
+_PAIR_MATRICES = 4  # pairs x coefficients, label masks, exponentials, and one for documents
+_ROW_COPIES = 3  # unit rows of both sides of a tile, and what one product returns
 
 
-def contrast_ratio(
-    tokens: Tokens, *, anchors: Span, temperature: float, stored_dtype: torch.dtype | None = None
+@torch.library.custom_op("simreg_megatron::anchor_sums", mutates_args=())
+def anchor_sums(
+    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, first: int, last: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(S_pos, S_neg / S_pos) of the anchors first:last, both [b, c, last - first].
+
+    One operator, so that torch.compile keeps it whole and does not unroll its tiles.
+    """
+    anchors = first, last
+    sums = torch.zeros(2, *names.shape, dtype=torch.float64, device=rows.device)  # many tiles are added up
+    sums[0] = 1.0  # the token itself
+    for slab in _slabs(rows):
+        pairs = _Pairs(rows, names, scale, documents, slab, temperature)
+        positive_sums, negative_sums = (part[slab].flatten(0, 1) for part in sums)
+        for one, others in _panels(anchors, rows):
+            pairs.hold(one)
+            for other in others:
+                positive, negative = pairs.positive_and_negative(other)
+                positive_sums[:, slice(*one)] += positive.sum(dim=-1)
+                negative_sums[:, slice(*one)] += negative.sum(dim=-1)
+                if one != other and anchors[0] <= other[0] < anchors[1]:
+                    positive_sums[:, slice(*other)] += positive.sum(dim=-2)
+                    negative_sums[:, slice(*other)] += negative.sum(dim=-2)
+        sums[0][slab], sums[1][slab] = (part.view_as(sums[0][slab]) for part in (positive_sums, negative_sums))
+    own = sums[..., first:last].to(scale.dtype)
+    doubt = scale[..., first:last] * 0.0  # NaN for a row that is not finite: one that meets nobody would pass as a 0
+    return own[0].clone(), torch.where(names[..., first:last] >= 0, own[1] / own[0] + doubt, 0.0)
+
+
+@anchor_sums.register_fake
+def _(
+    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, first: int, last: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    shape = *scale.shape[:2], last - first
+    return scale.new_empty(shape), scale.new_empty(shape)
+
+
+@torch.library.custom_op("simreg_megatron::pair_gradient", mutates_args=())
+def pair_gradient(
+    rows: Tensor,
+    names: Tensor,
+    scale: Tensor,
+    documents: Tensor | None,
+    pull: Tensor,
+    first: int,
+    last: int,
+    reach_first: int,
+    reach_last: int,
+    temperature: float,
 ) -> Tensor:
-    """u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij of the anchors, [m, p]; SimReg's term is log1p(u_i).
+    """Gradient of the rows reach_first:reach_last, [b, c, reach, d] in their type, from pairs that hold an anchor.
 
     Args:
-        tokens: float16, bfloat16, float32 or float64 rows; half precision is multiplied as it is and summed in
-            float32, its norms applied afterwards.
-        anchors: first and last (not included) position with a ratio; the gradient reaches all rows.
-        temperature: tau, above 0.
-        stored_dtype: float16 or bfloat16 where float32 rows hold such values and nothing finer: then their
-            products are computed in it, exactly.
-
-    Returns:
-        float32 (float64 for float64). 0 for an anchor without negatives and for one that is not usable.
+        rows, names, scale, documents, temperature: as in `anchor_sums`.
+        pull: (a, b) of all tokens, [2, b, c, k]; tokens that are anchors on other ranks have theirs, too.
+        first, last: the anchors of this call, inside the reach.
+        reach_first, reach_last: all rows, or the anchors alone, whose gradient is then complete if all tokens that
+            they meet have their pull.
     """
-    return _ContrastRatio.apply(*tokens, anchors, temperature, stored_dtype)
+    reach = reach_first, reach_last
+    grad = torch.zeros_like(rows[:, :, slice(*reach)])
+    for slab in _slabs(rows):
+        pairs = _Pairs(rows, names, scale, documents, slab, temperature)
+        of_unit = pairs.accumulator(grad[slab])
+        a, b = (part[slab].flatten(0, 1) for part in pull)
+        for one, others in _panels((first, last), rows):
+            pairs.hold(one)
+            for other in others:
+                weights = pairs.weights(a, b, other)
+                pairs.add_product(of_unit, weights, one, other, reach)
+                if one != other and reach[0] <= other[0] < reach[1]:
+                    pairs.add_product(of_unit, weights.mT, other, one, reach)
+        pairs.finish(grad[slab], of_unit, reach)
+    return grad
 
 
-class _ContrastRatio(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        labels: Tensor,
-        usable: Tensor,
-        documents: Tensor | None,
-        anchors: Span,
-        temperature: float,
-        stored_dtype: torch.dtype | None,
-    ) -> Tensor:
-        tokens = Tokens(rows, labels, usable, documents)
-        largest, inverse = _scales(tokens)
-        # Of positives and of negatives; float64 because many tiles are added up.
-        sums = torch.zeros(2, *labels.shape, dtype=torch.float64, device=rows.device)
-        sums[0] = usable  # the token itself
-        for slab in _slabs(tokens, anchors):
-            pairs = _Pairs(tokens, largest, inverse, slab, temperature, stored_dtype)
-            for first, second in _tiles(anchors, labels.shape[1], rows.device.type):
-                exponentials, same = pairs.exponentials(first, second)
-                positive = torch.where(same, exponentials, 0.0)
-                negative = exponentials - positive  # exact: one of the two is 0
-                sums[0, slab, slice(*first)] += positive.sum(dim=-1)
-                sums[1, slab, slice(*first)] += negative.sum(dim=-1)
-                if first != second and anchors[0] <= second[0] < anchors[1]:
-                    sums[0, slab, slice(*second)] += positive.sum(dim=-2)
-                    sums[1, slab, slice(*second)] += negative.sum(dim=-2)
-        own = slice(*anchors)
-        total = torch.where(usable[:, own], sums[0, :, own], 1.0).to(inverse.dtype)
-        doubt = largest[:, own] * 0.0  # NaN for a row that is not finite: one that meets nobody would pass as a 0
-        ratio = torch.where(usable[:, own], sums[1, :, own].to(inverse.dtype) / total + doubt, 0.0)
-        ctx.save_for_backward(rows, labels, usable, documents, largest, inverse, total, ratio)
-        ctx.options = anchors, temperature, stored_dtype
-        return ratio
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, labels, usable, documents, largest, inverse, total, ratio = ctx.saved_tensors
-        anchors, temperature, stored_dtype = ctx.options
-        tokens = Tokens(rows, labels, usable, documents)
-        # Of tokens that are no anchors both are 0.
-        of_negatives = torch.zeros_like(inverse)
-        of_negatives[:, slice(*anchors)] = torch.where(ratio > 0, grads[0] / (total * temperature), 0.0)
-        of_positives = torch.zeros_like(inverse)
-        of_positives[:, slice(*anchors)] = of_negatives[:, slice(*anchors)] * ratio
-
-        grad_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format)
-        for slab in _slabs(tokens, anchors):
-            pairs = _Pairs(tokens, largest, inverse, slab, temperature, stored_dtype)
-            grad_unit = grad_rows[slab].to(inverse.dtype)  # the same memory, unless it is half precision
-            for first, second in _tiles(anchors, labels.shape[1], rows.device.type):
-                exponentials, same = pairs.exponentials(first, second)
-                coefficients = torch.where(
-                    same,
-                    -_outer_sum(of_positives[slab], first, second),
-                    _outer_sum(of_negatives[slab], first, second),
-                )
-                coefficients *= exponentials
-                grad_unit[:, slice(*first)] += pairs.times_unit(coefficients, second)
-                if first != second:
-                    grad_unit[:, slice(*second)] += pairs.times_unit(coefficients.mT, first)
-            for span in _cut((0, labels.shape[1]), _strip(grad_unit)):
-                grad_rows[slab, slice(*span)] = pairs.grad_of_rows(grad_unit[:, slice(*span)], span)
-        return grad_rows, None, None, None, None, None, None
+@pair_gradient.register_fake
+def _(
+    rows: Tensor,
+    names: Tensor,
+    scale: Tensor,
+    documents: Tensor | None,
+    pull: Tensor,
+    first: int,
+    last: int,
+    reach_first: int,
+    reach_last: int,
+    temperature: float,
+) -> Tensor:
+    return torch.empty_like(rows[:, :, reach_first:reach_last])
 
 
 class _Pairs:
-    """Cosines of the chunks in one slab, tile by tile."""
+    """The pairs of the chunks in one slab, tile by tile; every tile is written over the one before."""
 
     def __init__(
         self,
-        tokens: Tokens,
-        largest: Tensor,
-        inverse: Tensor,
-        slab: slice,
+        rows: Tensor,
+        names: Tensor,
+        scale: Tensor,
+        documents: Tensor | None,
+        slab: Slab,
         temperature: float,
-        stored_dtype: torch.dtype | None,
     ) -> None:
-        self._rows, self._labels, self._usable = tokens.rows[slab], tokens.labels[slab], tokens.usable[slab]
-        self._documents = None if tokens.documents is None else tokens.documents[slab]
-        self._largest, self._inverse = largest[slab], inverse[slab]
+        self._rows = rows[slab]  # [b, c, k, d]: chunks are merged tile by tile, which costs no copy of all of them
+        self._names, self._scale = names[slab].flatten(0, 1), scale[slab].flatten(0, 1)
+        self._documents = None if documents is None else documents[slab].flatten(0, 1)
+        self._shift = torch.where(self._names >= 0, 0.0, -math.inf).to(scale.dtype)
         self._temperature = temperature
-        self._halves = stored_dtype or tokens.rows.dtype
+        self._keeps_halves = rows.is_cuda and rows.dtype.itemsize == 2 and _BMM_WIDENS
+        side = min(_limit(TILE, rows), rows.shape[2])
+        self._buffers = scale.new_empty(3, self._names.shape[0] * side * side)
 
-    def exponentials(self, first: Span, second: Span) -> tuple[Tensor, Tensor]:
-        """P_ij [m, r, c], 0 for pairs that do not meet and for a token with itself; and whether labels are equal."""
-        exponents = self._cosines(first, second).sub_(1.0).div_(self._temperature)
-        # What would be subnormal is 0: it adds nothing to sums of at least 1, and a CPU computes it very slowly.
-        exponentials = exponents.masked_fill_(
-            exponents < math.log(torch.finfo(exponents.dtype).tiny) + 8, -math.inf
-        ).exp_()
-        meet = _outer(torch.logical_and, self._usable, first, second)
+    def hold(self, one: Span) -> None:
+        """Choose the rows of the next tiles."""
+        self._one = one
+        self._left = self._factor(one)
+
+    def positive_and_negative(self, other: Span) -> tuple[Tensor, Tensor]:
+        """P_ij [m, r, s] over the pairs of equal labels, without a token and itself, and over the others; else 0."""
+        exponentials, differs = self._exponentials(other)
+        negative = differs.mul_(exponentials)
+        return exponentials.sub_(negative), negative  # exact: one of the two is 0
+
+    def weights(self, a: Tensor, b: Tensor, other: Span) -> Tensor:
+        """H_ij [m, r, s]."""
+        exponentials, differs = self._exponentials(other)
+        one, two = slice(*self._one), slice(*other)
+        found = torch.add(a[:, one, None], a[:, None, two], out=self._buffer(2, other)).mul_(differs)
+        same = differs.sub_(1.0)  # -1 where labels are equal
+        found.addcmul_(same, b[:, one, None]).addcmul_(same, b[:, None, two])
+        return found.mul_(exponentials)
+
+    def accumulator(self, grad: Tensor) -> Tensor:
+        """Zeros [m, k, d] for H e^: the memory of `grad` [b, c, k, d] itself where its type and strides allow it."""
+        if grad.dtype == self._scale.dtype and 1 in grad.shape[:2]:
+            return grad.flatten(0, 1)
+        return self._scale.new_zeros(grad.shape[0] * grad.shape[1], *grad.shape[2:])
+
+    def add_product(self, to: Tensor, weights: Tensor, at: Span, factor: Span, reach: Span) -> None:
+        """Add `weights` times the unit rows of `factor` to the rows `at`, which `to` counts from reach[0]."""
+        right = self._right if factor != self._one else self._left
+        target = to[:, at[0] - reach[0] : at[1] - reach[0]]
+        if not self._keeps_halves:
+            target.baddbmm_(weights, right)
+            return
+        weights = weights * self._scale[:, None, slice(*factor)]
+        # In bfloat16, for float16 would lose the small ones.
+        target += _widening_bmm(weights.bfloat16(), right.bfloat16())
+
+    def finish(self, grad: Tensor, of_unit: Tensor, reach: Span) -> None:
+        """From the gradient of the unit rows to that of the rows [b, c, reach, d]; 0 for those that are not usable."""
+        step = max(1, _limit(WORKSPACE, grad) // max(1, 16 * of_unit.shape[0] * of_unit.shape[2]))
+        for span in _cut((0, of_unit.shape[1]), step):
+            there = reach[0] + span[0], reach[0] + span[1]
+            unit, part = self._unit(there), of_unit[:, slice(*span)]
+            radial = (part * unit).sum(dim=-1, keepdim=True)
+            found = (part - radial * unit) * self._scale[:, slice(*there), None]
+            found = torch.where(self._names[:, slice(*there), None] >= 0, found, 0.0)
+            grad[:, :, slice(*span)] = found.view_as(grad[:, :, slice(*span)])
+
+    def _exponentials(self, other: Span) -> tuple[Tensor, Tensor]:
+        """P_ij [m, r, s], 0 for pairs that do not meet and for a token with itself; and 0 or 1: labels differ."""
+        one, two = slice(*self._one), slice(*other)
+        logits = self._cosines(other)  # minus 1 before the division: exact where it matters
+        logits.add_(self._shift[:, one, None] - 1.0).mul_(1.0 / self._temperature).add_(self._shift[:, None, two])
         if self._documents is not None:
-            meet &= _outer(torch.eq, self._documents, first, second)
-        if first == second:
-            meet.diagonal(dim1=-2, dim2=-1).fill_(False)
-        exponentials = torch.where(meet, exponentials, 0.0)  # a token left out may hold anything, even NaN
-        return exponentials, _outer(torch.eq, self._labels, first, second)
+            logits.masked_fill_(self._documents[:, one, None] != self._documents[:, None, two], -math.inf)
+        if self._one == other:
+            logits.diagonal(dim1=-2, dim2=-1).fill_(-math.inf)
+        # What would be subnormal is 0: it adds nothing to sums of at least 1, and a CPU computes it very slowly.
+        least = math.log(torch.finfo(logits.dtype).tiny) + 8
+        exponentials = torch.threshold_(logits, least, -math.inf).exp_()
+        differs = torch.sub(self._names[:, one, None], self._names[:, None, two], out=self._buffer(1, other))
+        return exponentials, differs.abs_().clamp_(max=1.0)
 
-    def times_unit(self, coefficients: Tensor, span: Span) -> Tensor:
-        """[m, r, c] times the unit rows of the span [m, c, d]."""
-        if self._multiplies_halves and self._halves == torch.bfloat16:  # float16 would lose the small ones
-            scaled = coefficients * (self._inverse / self._largest)[:, None, slice(*span)]
-            return _matmul(scaled.to(torch.bfloat16), self._used(span).to(torch.bfloat16))
-        return coefficients @ self._unit(span)
+    def _cosines(self, other: Span) -> Tensor:
+        """[m, r, s]"""
+        self._right = self._left if other == self._one else self._factor(other)
+        found = self._buffer(0, other)
+        if not self._keeps_halves:
+            return torch.bmm(self._left, self._right.mT, out=found)
+        found = _widening_bmm(self._left, self._right.mT)
+        found.mul_(self._scale[:, slice(*self._one), None])
+        return found.mul_(self._scale[:, None, slice(*other)])
 
-    def grad_of_rows(self, grad_unit: Tensor, span: Span) -> Tensor:
-        """From the gradient of the unit rows in the span to that of the rows; 0 for those that are not usable."""
-        unit, part = self._unit(span), slice(*span)
-        radial = (grad_unit * unit).sum(dim=-1, keepdim=True)
-        grad = (grad_unit - radial * unit) * (self._inverse / self._largest)[:, part].unsqueeze(-1)
-        return torch.where(self._usable[:, part].unsqueeze(-1), grad, 0.0)
-
-    @property
-    def _multiplies_halves(self) -> bool:
-        return self._rows.is_cuda and self._halves in (torch.float16, torch.bfloat16)
-
-    def _cosines(self, first: Span, second: Span) -> Tensor:
-        if self._multiplies_halves:
-            products = _matmul(self._used(first).to(self._halves), self._used(second).to(self._halves).mT)
-            norms = self._inverse / self._largest
-            return products.mul_(norms[:, slice(*first), None]).mul_(norms[:, None, slice(*second)])
-        return self._unit(first) @ self._unit(second).mT
-
-    def _used(self, span: Span) -> Tensor:
-        part = slice(*span)
-        return torch.where(self._usable[:, part].unsqueeze(-1), self._rows[:, part], 0.0)
+    def _factor(self, span: Span) -> Tensor:
+        """What enters the products: unit rows, or half precision as it is, to be scaled afterwards."""
+        return self._used(span) if self._keeps_halves else self._unit(span)
 
     def _unit(self, span: Span) -> Tensor:
-        """e / |e| [m, c, d]; the largest entry is divided out first, so that nothing overflows."""
-        part = slice(*span)
-        return self._used(span) / self._largest[:, part].unsqueeze(-1) * self._inverse[:, part].unsqueeze(-1)
+        """e / |e| [m, r, d]."""
+        used = self._used(span)
+        wide = used.to(self._scale.dtype)  # a new tensor or one that `_used` made
+        return wide.mul_(self._scale[:, slice(*span), None])
+
+    def _used(self, span: Span) -> Tensor:
+        """A copy [m, r, d] of the rows, 0 where not usable: by the bits, for a NaN times 0 would still be a NaN."""
+        rows = self._rows[:, :, slice(*span)]
+        integer = _INTEGERS[rows.dtype.itemsize]
+        bits = torch.where(self._names[:, slice(*span)] >= 0, -1, 0).to(integer)
+        masked = rows.view(integer) & bits.view(*rows.shape[:3], 1)
+        return masked.view(rows.dtype).flatten(0, 1)
+
+    def _buffer(self, number: int, other: Span) -> Tensor:
+        rows, columns = self._one[1] - self._one[0], other[1] - other[0]
+        shape = self._names.shape[0], rows, columns
+        return self._buffers[number, : math.prod(shape)].view(shape)
 
 
-def _scales(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The largest entry of each row, and 1 / |row / largest|, both [m, k]; 1 where not usable."""
-    rows = tokens.rows.detach()
-    largest = torch.ones(rows.shape[:2], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
-    inverse = torch.ones_like(largest)
-    for span in _cut((0, rows.shape[1]), _strip(rows)):
-        part = slice(*span)
-        largest[:, part] = torch.where(tokens.usable[:, part], rows[:, part].abs().amax(dim=-1), 1.0)
-        scaled = rows[:, part] / largest[:, part].unsqueeze(-1)
-        norms = torch.linalg.vector_norm(scaled, dim=-1, dtype=largest.dtype)
-        inverse[:, part] = torch.where(tokens.usable[:, part], norms.reciprocal(), 1.0)
-    return largest, inverse
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BMM_WIDENS = "dtype" in torch.ops.aten.bmm.overloads()  # torch 2.8 and newer
 
 
-def _strip(rows: Tensor) -> int:
-    """How many tokens of all chunks at once keep some copies of their rows inside the workspace."""
-    return max(1, WORKSPACE // max(1, 32 * rows.shape[0] * rows.shape[2]))
+def _widening_bmm(left: Tensor, right: Tensor) -> Tensor:
+    """Half precision in, float32 out: products are never rounded to half precision."""
+    return torch.bmm(left, right, out_dtype=torch.float32)
 
 
-def _slabs(tokens: Tokens, anchors: Span) -> Iterator[slice]:
-    """Chunks that are worked on together."""
-    side = min(_tile(tokens.rows.device.type), tokens.labels.shape[1])
-    count = max(1, WORKSPACE // max(1, side * side * _BYTES_PER_PAIR))
-    for first in range(0, tokens.labels.shape[0], count):
-        yield slice(first, first + count)
+def _slabs(rows: Tensor) -> Iterator[Slab]:
+    """Chunks that are worked on together: several sequences, or several chunks of one."""
+    num_sequences, num_chunks, length, width = rows.shape
+    side = min(_limit(TILE, rows), length)
+    numbers = side * (side * _PAIR_MATRICES + width * _ROW_COPIES)
+    count = max(1, _limit(WORKSPACE, rows) // max(1, 4 * numbers))
+    together = max(1, count // max(1, num_chunks))
+    count = min(count, max(1, num_chunks))
+    for sequence in range(0, num_sequences, together):
+        for chunk in range(0, num_chunks, count):
+            yield slice(sequence, sequence + together), slice(chunk, chunk + count)
 
 
-def _tile(device_type: str) -> int:
-    return TILE.get(device_type, TILE["cuda"])
-
-
-def _tiles(anchors: Span, length: int, device_type: str) -> Iterator[tuple[Span, Span]]:
-    """Pairs of spans: anchors with themselves in the upper triangle, then with all other tokens."""
-    size = _tile(device_type)
+def _panels(anchors: Span, rows: Tensor) -> Iterator[tuple[Span, list[Span]]]:
+    """Each span of anchors with those it meets: anchors in the upper triangle, then all other tokens."""
+    size = _limit(TILE, rows)
     own = list(_cut(anchors, size))
-    others = [*_cut((0, anchors[0]), size), *_cut((anchors[1], length), size)]
-    for number, first in enumerate(own):
-        yield from ((first, second) for second in (*own[number:], *others))
+    others = [*_cut((0, anchors[0]), size), *_cut((anchors[1], rows.shape[2]), size)]
+    for number, one in enumerate(own):
+        yield one, [*own[number:], *others]
 
 
 def _cut(span: Span, size: int) -> Iterator[Span]:
@@ -242,14 +272,5 @@ def _cut(span: Span, size: int) -> Iterator[Span]:
         yield first, min(first + size, span[1])
 
 
-def _outer(operator: Any, values: Tensor, first: Span, second: Span) -> Tensor:
-    return operator(values[:, slice(*first)].unsqueeze(-1), values[:, slice(*second)].unsqueeze(-2))
-
-
-def _outer_sum(values: Tensor, first: Span, second: Span) -> Tensor:
-    return _outer(torch.add, values, first, second)
-
-
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Half precision in, float32 out: products are never rounded to half precision."""
-    return torch.bmm(left, right, out_dtype=torch.float32)
+def _limit(limits: dict[str, int], rows: Tensor) -> int:
+    return limits.get(rows.device.type, limits["cuda"])

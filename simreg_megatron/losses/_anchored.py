@@ -17,10 +17,10 @@ from simreg_megatron.losses._chunks import (
     Span,
     as_batch,
     blocks,
+    by_sequence,
     check_tokens,
     no_autocast,
     self_pairs,
-    unfold,
     usable_tokens,
 )
 from simreg_megatron.losses.similarity import get_similarity
@@ -43,12 +43,10 @@ def anchored_terms(
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     parts = []
     with no_autocast(embeddings.device.type):
-        for block, (first, last) in blocks(
-            embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors
-        ):
+        for block in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
             # As in SimReg, a row that is not finite must show even where it meets nobody.
             doubt = block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
-            parts.append(unfold(block_terms(block) + doubt, labels.shape[0], last - first))
+            parts.append(by_sequence(block_terms(block) + doubt, labels.shape[0]))
     if not parts:
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
     return torch.cat(parts, dim=1)

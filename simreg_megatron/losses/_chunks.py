@@ -23,7 +23,7 @@ Span = tuple[int, int]  # first position and one past the last
 class Block(NamedTuple):
     """Chunks of equal length, folded so that one batch entry is one chunk, and which of their tokens are anchors."""
 
-    rows: Tensor  # [m, k, d] float32 or float64, all ones where not usable; or as they were given
+    rows: Tensor  # [m, k, d] float32 or float64, all ones where not usable
     labels: Tensor  # [m, k] int64
     usable: Tensor  # [m, k] bool: takes part as anchor, positive and negative
     documents: Tensor | None  # [m, k]; tokens of different documents never meet
@@ -99,6 +99,38 @@ def chunk_length(num_tokens: int, chunk_size: int) -> int:
     return max(num_tokens, 1) if chunk_size == 0 else min(chunk_size, max(num_tokens, 1))
 
 
+class Stretch(NamedTuple):
+    """Whole chunks of one length, one after the other."""
+
+    tokens: Span
+    length: int  # of each chunk
+    inside: Span  # the anchors' positions in each chunk
+
+    @property
+    def anchors(self) -> Span:
+        """Positions on the sequence."""
+        return self.tokens[0] + self.inside[0], self.tokens[1] - self.length + self.inside[1]
+
+    def chunks(self, per_token: Any) -> Any:
+        """[b, n, ...] -> [b, c, k, ...], a view; None stays None."""
+        return None if per_token is None else per_token[:, slice(*self.tokens)].unflatten(1, (-1, self.length))
+
+
+def stretches(num_tokens: int, chunk_size: int, anchors: Span) -> Iterator[Stretch]:
+    """At most four: all full chunks that hold nothing but anchors together, and every other chunk by itself."""
+    length = chunk_length(num_tokens, chunk_size)
+    position, last = anchors
+    while position < last:
+        start = position // length * length
+        stop = min(start + length, num_tokens)
+        if position == start and start + length <= last:
+            stop = last // length * length
+            yield Stretch((start, stop), length, (0, length))
+        else:
+            yield Stretch((start, stop), stop - start, (position - start, min(last, stop) - start))
+        position = min(last, stop)
+
+
 def blocks(
     embeddings: Tensor,
     labels: Tensor,
@@ -107,51 +139,28 @@ def blocks(
     *,
     chunk_size: int,
     anchors: Span,
-    prepare: bool = True,
-) -> Iterator[tuple[Block, Span]]:
-    """Cut the tokens that the anchors meet into at most three blocks, each with the anchors it holds.
+) -> Iterator[Block]:
+    """The tokens that the anchors meet, cut into `stretches`."""
+    for stretch in stretches(labels.shape[1], chunk_size, anchors):
+        yield block_of(stretch, embeddings, labels, usable, documents)
 
-    All chunks that hold nothing but anchors form one block of squares; a chunk of which only a part are anchors
-    forms a block by itself. Rows that are not usable are replaced before any arithmetic, so that even a NaN there
-    can reach neither a value nor a gradient. A NaN row of a usable token is kept: hiding it would hide a broken model.
 
-    Args:
-        prepare: False leaves the rows as they are, without a copy: for those who replace and widen them tile by tile.
+def block_of(stretch: Stretch, embeddings: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None) -> Block:
+    """Cut one stretch out of whole sequences.
+
+    Rows that are not usable are replaced before any arithmetic, so that even a NaN there can reach neither a value
+    nor a gradient. A NaN row of a usable token is kept: hiding it would hide a broken model.
     """
-    rows = embeddings
-    if prepare:
-        rows = rows if rows.dtype == torch.float64 else rows.float()
+    rows, usable = stretch.chunks(embeddings).flatten(0, 1), stretch.chunks(usable).flatten(0, 1)
+    rows = rows if rows.dtype == torch.float64 else rows.float()
+    return Block(
         # Ones and not zeros: the norm's derivative is finite there, and where() cuts the gradient anyway.
-        rows = torch.where(usable.unsqueeze(-1), rows, 1.0)
-    num_tokens = labels.shape[1]
-    length = chunk_length(num_tokens, chunk_size)
-    for tokens, inside in _cuts(num_tokens, length, anchors):
-        part = slice(*tokens)
-        width = min(length, tokens[1] - tokens[0])
-        block = Block(
-            rows=fold(rows[:, part], width, 1.0),
-            labels=fold(labels[:, part].long(), width, NO_LABEL),
-            usable=fold(usable[:, part], width, False),
-            documents=None if documents is None else fold(documents[:, part], width, 0),
-            anchors=(0, width) if inside is None else inside,
-        )
-        yield block, (tokens if inside is None else (tokens[0] + inside[0], tokens[0] + inside[1]))
-
-
-def _cuts(num_tokens: int, length: int, anchors: Span) -> Iterator[tuple[Span, Span | None]]:
-    """(tokens, anchors inside them), in order; None where all of these tokens are anchors."""
-    position, last = anchors
-    while position < last:
-        start = position // length * length
-        stop = min(start + length, num_tokens)
-        if position == start and stop <= last:
-            stop = last if last == num_tokens else last // length * length
-            yield (start, stop), None
-            position = stop
-        else:
-            end = min(last, stop)
-            yield (start, stop), (position - start, end - start)
-            position = end
+        rows=torch.where(usable.unsqueeze(-1), rows, 1.0),
+        labels=stretch.chunks(labels.long()).flatten(0, 1),
+        usable=usable,
+        documents=None if documents is None else stretch.chunks(documents).flatten(0, 1),
+        anchors=stretch.inside,
+    )
 
 
 def fold(tokens: Tensor, length: int, fill: float) -> Tensor:
@@ -169,7 +178,7 @@ def unfold(tokens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
 
 
 def by_sequence(values: Tensor, num_sequences: int) -> Tensor:
-    """[m] -> [b, c], or [m, k] -> [b, c * k]."""
+    """[m] -> [b, c]; [m, k] or [b, c, k] -> [b, c * k]."""
     # The length is spelled out because -1 is ambiguous without elements.
     return values.reshape(num_sequences, values.numel() // max(num_sequences, 1))
 

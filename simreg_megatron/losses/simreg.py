@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels.tiled import Tokens, contrast_ratio
+from simreg_megatron.kernels.contrast import FORMS, Tokens, contrast_ratio
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
     as_batch,
-    blocks,
+    block_of,
+    by_sequence,
     check_tokens,
     label_pairs,
     no_autocast,
     self_pairs,
-    unfold,
+    stretches,
     usable_tokens,
 )
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, TokenRoles, token_roles
@@ -137,7 +138,6 @@ def simreg_terms(
     exponents: tuple[Tensor, Tensor] | None = None,
     self_positive: str = "always",
     impl: str = "auto",
-    stored_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """term_i = weight_i * softplus( LSE_{N_i}(s) - LSE_{P_i}(s) + offset_i ) of the anchors, [b, number of anchors].
 
@@ -151,26 +151,22 @@ def simreg_terms(
         roles: of the anchors, [b, number of anchors], from `token_roles`.
         anchors: (first, last) positions with a term, last not included; None is all.
         documents, chunk_size, temperature, similarity, exponents, self_positive, impl: as in `simreg_loss`.
-        stored_dtype: float16 or bfloat16 where float32 embeddings hold such values and nothing finer.
     """
     anchors = (0, labels.shape[1]) if anchors is None else anchors
-    is_tiled = chosen_impl(impl, similarity, self_positive) == "tiled"
+    impl = chosen_impl(impl, similarity, self_positive)
     parts = []
     with no_autocast(embeddings.device.type):
-        for block, (first, last) in blocks(
-            embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors, prepare=not is_tiled
-        ):
-            if is_tiled:
-                tokens = Tokens(block.rows, block.labels, block.usable, block.documents)
-                found = contrast_ratio(
-                    tokens, anchors=block.anchors, temperature=temperature, stored_dtype=stored_dtype
-                )
+        for stretch in stretches(labels.shape[1], chunk_size, anchors):
+            own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
+            if impl in FORMS:
+                tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
+                ratio = contrast_ratio(tokens, anchors=stretch.inside, temperature=temperature, impl=impl)
+                parts.append(terms_of_ratio(by_sequence(ratio, labels.shape[0]), own))
             else:
+                block = block_of(stretch, embeddings, labels, usable, documents)
                 logits_of = get_similarity(similarity, exponents)
-                found = _contrast(block, logits_of, temperature, self_positive) + _doubt(block)
-            own = roles.cut(first - anchors[0], last - anchors[0])
-            terms = _terms_of_ratio if is_tiled else _terms
-            parts.append(terms(unfold(found, labels.shape[0], last - first), own))
+                contrast = _contrast(block, logits_of, temperature, self_positive) + _doubt(block)
+                parts.append(_terms(by_sequence(contrast, labels.shape[0]), own))
     if not parts:  # no tokens, but still a place in the graph
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
     return torch.cat(parts, dim=1)
@@ -238,7 +234,7 @@ def _doubt(block: Block) -> Tensor:
     return block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
 
 
-def _terms_of_ratio(ratio: Tensor, roles: TokenRoles) -> Tensor:
+def terms_of_ratio(ratio: Tensor, roles: TokenRoles) -> Tensor:
     """The same from exp(contrast)."""
     if roles.offset is not None:
         ratio = ratio * roles.offset.exp()

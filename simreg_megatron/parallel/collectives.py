@@ -24,14 +24,20 @@ def wide(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
+@torch.no_grad()
+def bring_rows(rows_SBD: Tensor, plan: RowPlan, group: dist.ProcessGroup) -> Tensor:
+    """`exchange_rows` in the rows' own type and without a gradient."""
+    sent = _taken(rows_SBD, [local for ranges in plan.send for local in ranges])
+    received = rows_SBD.new_empty((sum(plan.receive_sizes), *rows_SBD.shape[1:]))
+    dist.all_to_all_single(received, sent, list(plan.receive_sizes), list(plan.send_sizes), group=group)
+    return _taken(received, plan.order)
+
+
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_SBD: Tensor, plan: RowPlan, group: dist.ProcessGroup) -> Tensor:
         ctx.plan, ctx.group, ctx.shape, ctx.dtype = plan, group, rows_SBD.shape, rows_SBD.dtype
-        sent = _taken(rows_SBD, [local for ranges in plan.send for local in ranges])
-        received = rows_SBD.new_empty((sum(plan.receive_sizes), *rows_SBD.shape[1:]))
-        dist.all_to_all_single(received, sent, list(plan.receive_sizes), list(plan.send_sizes), group=group)
-        return wide(_taken(received, plan.order))
+        return wide(bring_rows(rows_SBD, plan, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -106,7 +112,7 @@ def sum_over(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def gather_tokens(per_token_SB: Tensor, order: tuple[Run, ...], group: dist.ProcessGroup) -> Tensor:
-    """Integers of all ranks' tokens in the order of the sequence: [S, ...] of each rank -> [T, ...]."""
+    """Numbers of all ranks' tokens in the order of the sequence: [S, ...] of each rank -> [T, ...]."""
     gathered = per_token_SB.new_empty((group.size() * per_token_SB.shape[0], *per_token_SB.shape[1:]))
     dist.all_gather_into_tensor(gathered, per_token_SB.contiguous(), group=group)
     return _taken(gathered, order)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.parallel.collectives import exchange_rows, gather_tokens, share_work, wide
+from simreg_megatron.parallel.collectives import bring_rows, exchange_rows, gather_tokens, share_work, wide
 from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, Run, ShardLayout, gathered_order, merged, row_plan
 
 
@@ -92,12 +92,31 @@ class SequenceShard:
             rows, runs = wide(rows_SBD), self.layout.held(self.rank)
         return Located(rows.transpose(0, 1), runs)
 
+    def rows_as_they_are(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
+        """The same rows in their own type and without a gradient."""
+        rows, runs = rows_SBD.detach(), self.layout.held(self.rank)
+        if plan.travels and self.row_group is not None:
+            rows, runs = bring_rows(rows, plan, self.row_group), plan.needs
+        return Located(rows.transpose(0, 1), runs)
+
+    def from_all_anchors(self, of_anchors: Tensor) -> Tensor:
+        """What each rank found for its anchors [A, B, ...], for all rows that are held here [S, B, ...].
+
+        Ranks that hold the same rows get the same bits.
+        """
+        if self.tensor_group is None or self.layout.rows_split:
+            return of_anchors
+        whole = of_anchors.new_zeros(self.num_rows, *of_anchors.shape[1:])
+        whole[self.start : self.start + of_anchors.shape[0]] = of_anchors
+        dist.all_reduce(whole, group=self.tensor_group)  # each number plus zeros: exact in any type and order
+        return whole
+
     def held(self, per_row: Tensor) -> Located:
         """[B, S, ...] of this rank's rows."""
         return Located(per_row, self.layout.held(self.rank))
 
     def whole(self, per_row: Tensor) -> Located:
-        """Integers [B, S, ...] of this rank's rows -> [B, T, ...] of all."""
+        """Numbers [B, S, ...] of this rank's rows -> [B, T, ...] of all; no gradient."""
         if self.row_group is None:
             return self.held(per_row)
         order = gathered_order(self.layout, self.rank)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
-from simreg_megatron.losses.simreg import chosen_impl
 from simreg_megatron.plugin import clipping, compat, inner, learnable
 from simreg_megatron.plugin.arguments import (
     adagc_from_args,
@@ -22,6 +21,7 @@ from simreg_megatron.plugin.arguments import (
 from simreg_megatron.plugin.clipping import Clipping
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.reporting import add_to_console, log_once, warn, write_scalars
+from simreg_megatron.plugin.sequence import fast_form
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -354,9 +354,7 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
     options = "".join(f", {name} {value}" for name, value in config.objective_options)
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
-    impl = "reference"
-    if config.objective in ("simreg", "none"):
-        impl = chosen_impl(config.impl, config.similarity, config.self_positive)
+    impl = fast_form(config) or "reference"
     log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}")
 
 

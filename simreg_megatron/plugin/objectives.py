@@ -19,7 +19,8 @@ from simreg_megatron.losses.sce import sce_terms
 from simreg_megatron.losses.simcse import half_sums, sequence_losses
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin.sequence import View, terms_of
+from simreg_megatron.plugin.sequence import terms_of
+from simreg_megatron.plugin.views import View
 
 _BLOCK_TERMS: dict[str, Callable[..., BlockTerms]] = {
     "cpretrain": cpretrain_terms,

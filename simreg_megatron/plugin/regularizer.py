@@ -22,7 +22,8 @@ from simreg_megatron.plugin.inner import InnerStates
 from simreg_megatron.plugin.learnable import exponents_of
 from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.reporting import Metrics, log_once
-from simreg_megatron.plugin.sequence import View, views_of
+from simreg_megatron.plugin.sequence import views_of
+from simreg_megatron.plugin.views import View
 
 
 class Regularizer:

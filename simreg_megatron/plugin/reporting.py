@@ -15,7 +15,7 @@ from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin.sequence import View
+from simreg_megatron.plugin.views import View
 
 logger = logging.getLogger("simreg_megatron")
 

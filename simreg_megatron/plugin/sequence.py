@@ -9,30 +9,19 @@ Shapes: S rows of this rank, B micro-batch, D hidden, K tokens in a view, A anch
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
+from simreg_megatron.kernels.contrast import FORMS
 from simreg_megatron.losses._chunks import usable_tokens
-from simreg_megatron.losses.roles import TokenRoles, token_roles
-from simreg_megatron.losses.simreg import simreg_terms
+from simreg_megatron.losses.roles import token_roles
+from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
 from simreg_megatron.parallel.layout import Cutting, Run
 from simreg_megatron.parallel.shard import Located, SequenceShard
 from simreg_megatron.plugin.documents import Documents
-
-
-class View(NamedTuple):
-    """Some anchors of this rank and all tokens that they meet: whole chunks from their first token on."""
-
-    embeddings: Tensor  # [B, K, D]
-    labels: Tensor  # [B, K]
-    usable: Tensor  # [B, K] bool
-    documents: Tensor | None  # [B, K]
-    anchors: Run  # positions inside K
-    roles: TokenRoles  # of the anchors, [B, A]
-    stored_dtype: torch.dtype | None  # of the model's hidden states, where it is half precision
+from simreg_megatron.plugin.ratios import Pairs, ratios_over_ranks
+from simreg_megatron.plugin.views import View
 
 
 def views_of(
@@ -46,6 +35,8 @@ def views_of(
     sample_length: int | None = None,
 ) -> list[View]:
     """What this rank's anchors meet, in the order of its rows. A collective wherever the plan exchanges anything.
+
+    Where SimReg has a fast form, that form finds the ratios of all views here, and they alone carry the gradient.
 
     Args:
         hidden_states: [S, B, D] of this rank; their gradient is complete, whichever rank's anchors it came from.
@@ -61,8 +52,8 @@ def views_of(
     beyond = plan.travels or (by_domain and config.scope == "exact")
     pairs = torch.stack([labels.long(), usable.long()], dim=-1)
     tokens: Located = shard.whole(pairs) if beyond else shard.held(pairs)
-    rows = shard.rows_in_view(hidden_states, plan)
-    stored_dtype = hidden_states.dtype if hidden_states.dtype in (torch.float16, torch.bfloat16) else None
+    form = fast_form(config)
+    rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
 
     found = []
     for window in plan.windows:
@@ -78,21 +69,33 @@ def views_of(
             group_reduce=config.group_reduce,
             self_positive=config.self_positive,
             chunk_weight=config.chunk_weight,
-            dtype=rows.values.dtype,
+            dtype=torch.promote_types(hidden_states.dtype, torch.float32),
         )
         inside = slice(*_relative(window.tokens, stretch))
         found.append(
             View(
+                run=window.tokens,
                 embeddings=rows.at(window.tokens),
                 labels=stretch_labels[:, inside],
                 usable=stretch_usable[:, inside],
                 documents=None if numbers is None else numbers[:, inside],
                 anchors=_relative(window.anchors, window.tokens),
                 roles=roles.cut(*_relative(window.anchors, stretch)),
-                stored_dtype=stored_dtype,
             )
         )
-    return found
+    if not form:
+        return found
+    ratios = ratios_over_ranks(hidden_states, found, shard, plan, Pairs(config.chunk_size, config.tau, form))
+    counts = [view.roles.anchor.shape[1] for view in found]
+    return [view._replace(ratio=ratio) for view, ratio in zip(found, ratios.split(counts, dim=1), strict=True)]
+
+
+def fast_form(config: SimRegConfig) -> str | None:
+    """The form that computes SimReg, or None where the reference does, or where another objective is chosen."""
+    if config.objective not in ("simreg", "none"):
+        return None
+    impl = chosen_impl(config.impl, config.similarity, config.self_positive)
+    return impl if impl in FORMS else None
 
 
 def terms_of(config: SimRegConfig, views: list[View], exponents: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -101,26 +104,25 @@ def terms_of(config: SimRegConfig, views: list[View], exponents: tuple[Tensor, T
     Args:
         exponents: the two scalars of similarity "learnable".
     """
-    return torch.cat(
-        [
-            simreg_terms(
-                view.embeddings,
-                view.labels,
-                view.usable,
-                view.roles,
-                anchors=view.anchors,
-                documents=view.documents,
-                chunk_size=config.chunk_size,
-                temperature=config.tau,
-                similarity=config.similarity,
-                exponents=exponents,
-                self_positive=config.self_positive,
-                impl=config.impl,
-                stored_dtype=view.stored_dtype,
-            )
-            for view in views
-        ],
-        dim=1,
+    return torch.cat([_terms(config, view, exponents) for view in views], dim=1)
+
+
+def _terms(config: SimRegConfig, view: View, exponents: tuple[Tensor, Tensor] | None) -> Tensor:
+    if view.ratio is not None:
+        return terms_of_ratio(view.ratio, view.roles)
+    return simreg_terms(
+        view.embeddings,
+        view.labels,
+        view.usable,
+        view.roles,
+        anchors=view.anchors,
+        documents=view.documents,
+        chunk_size=config.chunk_size,
+        temperature=config.tau,
+        similarity=config.similarity,
+        exponents=exponents,
+        self_positive=config.self_positive,
+        impl="reference",
     )
 
 

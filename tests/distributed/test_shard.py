@@ -19,7 +19,8 @@ from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import Rank, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin.documents import EndTokens, PackedLengths
-from simreg_megatron.plugin.sequence import View, terms_of, views_of
+from simreg_megatron.plugin.sequence import terms_of, views_of
+from simreg_megatron.plugin.views import View
 from tests.helpers.processes import run_processes
 
 LENGTH, BATCH, WIDTH = 32, 3, 8

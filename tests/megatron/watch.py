@@ -58,7 +58,7 @@ def adagc() -> None:
 
 
 def adagc_and_loadable_shards() -> None:
-    """As `adagc`, and torch's own Adam can be loaded into shards: Megatron 0.19 asks it for steps that it has not taken.
+    """As `adagc`, and torch's own Adam can be loaded into shards: Megatron 0.19 asks it for steps not yet taken.
 
     With Apex or Transformer Engine it does not ask, and with neither no run with the distributed optimizer goes on.
     """

@@ -21,5 +21,5 @@ def every_impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(simreg, "chosen_impl", chosen)
     if request.param == "tiles of 3":
         monkeypatch.setitem(tiled.TILE, "cpu", 3)
-        monkeypatch.setattr(tiled, "WORKSPACE", 512)  # a few chunks at a time
+        monkeypatch.setitem(tiled.WORKSPACE, "cpu", 2048)  # a few chunks at a time
     return request.param

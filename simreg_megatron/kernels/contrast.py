@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg as a ratio of two sums that never needs all pairs at once: the maths that every fast form shares.
+
+With P_ij = exp((cos(e_i, e_j) - 1) / tau) and the token itself among its positives, S_pos lies in [1, k]: the shift by
+1 / tau needs no maximum, and one exponential serves row i and row j. The term is log1p(S_neg / S_pos), never a
+difference of two large logarithms.
+
+The gradient is one symmetric matrix times the unit rows: with u = S_neg / S_pos and g the gradient that reaches u,
+
+    a_i = g_i / (tau S_pos_i),  b_i = a_i u_i,  H_ij = P_ij (a_i + a_j) for other labels, -P_ij (b_i + b_j) for equal,
+
+and dL/de_i = (h_i - <h_i, e^_i> e^_i) / |e_i| with h = H e^. Tokens that are no anchors have a = b = 0. Kept between
+forward and backward beside the embeddings: four numbers a token; P is computed again.
+
+A form is a module with two operators, `anchor_sums` and `pair_gradient`, as in `tiled`.
+
+Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.kernels import tiled
+
+Span = tuple[int, int]
+
+FORMS: dict[str, ModuleType] = {"tiled": tiled}
+"""By the name of their `impl`."""
+
+
+class Tokens(NamedTuple):
+    """What the pairs are made of."""
+
+    rows: Tensor  # [b, c, k, d], of any strides; those that are not usable may hold anything
+    labels: Tensor  # [b, c, k] integer
+    usable: Tensor  # [b, c, k] bool
+    documents: Tensor | None  # [b, c, k]; tokens of different documents never meet
+
+
+def contrast_ratio(tokens: Tokens, *, anchors: Span, temperature: float, impl: str = "tiled") -> Tensor:
+    """u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij of the anchors, [b, c, p]; SimReg's term is log1p(u_i).
+
+    Args:
+        tokens: float16, bfloat16, float32 or float64 rows; half precision is multiplied as it is and summed in
+            float32, its norms applied afterwards.
+        anchors: first and last (not included) position with a ratio; the gradient reaches all rows.
+        temperature: tau, above 0.
+        impl: a key of FORMS.
+
+    Returns:
+        float32 (float64 for float64). 0 for an anchor without negatives and for one that is not usable.
+    """
+    return _ContrastRatio.apply(*tokens, anchors, temperature, impl)
+
+
+class Kept(NamedTuple):
+    """What the gradient needs beside the rows."""
+
+    documents: Tensor | None  # [b, c, k], or None
+    names: Tensor  # [b, c, k]
+    scale: Tensor  # [b, c, k]
+    total: Tensor  # S_pos [b, c, p]
+    ratio: Tensor  # S_neg / S_pos [b, c, p]
+
+
+def measure(tokens: Tokens, anchors: Span, temperature: float, impl: str) -> Kept:
+    """The forward pass, outside autograd."""
+    names, scale = token_names(tokens.labels, tokens.usable), inverse_norms(tokens.rows, tokens.usable)
+    total, ratio = FORMS[impl].anchor_sums(tokens.rows, names, scale, tokens.documents, *anchors, temperature)
+    return Kept(tokens.documents, names, scale, total, ratio)
+
+
+def pull_back(
+    rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, reach: Span, temperature: float, impl: str
+) -> Tensor:
+    """The backward pass: see `tiled.pair_gradient`."""
+    of_tokens = kept.names, kept.scale, kept.documents
+    return FORMS[impl].pair_gradient(rows, *of_tokens, pull, *anchors, *reach, temperature)
+
+
+class _ContrastRatio(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        labels: Tensor,
+        usable: Tensor,
+        documents: Tensor | None,
+        anchors: Span,
+        temperature: float,
+        impl: str,
+    ) -> Tensor:
+        kept = measure(Tokens(rows, labels, usable, documents), anchors, temperature, impl)
+        ctx.save_for_backward(rows, *kept)
+        ctx.options = anchors, temperature, impl
+        return kept.ratio
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *saved = ctx.saved_tensors
+        kept = Kept(*saved)
+        anchors, temperature, impl = ctx.options
+        pull = torch.zeros(2, *kept.names.shape, dtype=kept.scale.dtype, device=rows.device)  # of no anchor: 0
+        pull[..., slice(*anchors)] = anchor_pull(grads[0], kept, temperature)
+        grad = pull_back(rows, kept, pull, anchors, (0, rows.shape[2]), temperature, impl)
+        return grad, None, None, None, None, None, None
+
+
+def anchor_pull(grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
+    """(a, b) of the anchors, [2, b, c, p]: how strongly each pulls at its negatives and at its positives."""
+    of_negatives = torch.where(kept.ratio > 0, grad_ratio / (kept.total * temperature), 0.0)
+    return torch.stack([of_negatives, of_negatives * kept.ratio])
+
+
+def token_names(labels: Tensor, usable: Tensor) -> Tensor:
+    """Labels [..., k] as small numbers, equal where labels are, exact in float32; -1 for tokens not usable."""
+    known = torch.where(usable, labels, -1).contiguous()
+    ranks = torch.searchsorted(known.sort(dim=-1).values, known)
+    return torch.where(usable, ranks, -1).float()
+
+
+def inverse_norms(rows: Tensor, usable: Tensor) -> Tensor:
+    """1 / |e| [b, c, k], at least float32, 1 where not usable; NaN for a row that is not finite."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    scale = torch.ones(usable.shape, dtype=dtype, device=rows.device)
+    for part in _strips(rows):
+        given = rows[:, :, part].detach()
+        # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first. One
+        # rounding at the end: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
+        largest = given.abs().amax(dim=-1, keepdim=True) if dtype == torch.float64 else given.new_ones(())
+        norms = torch.linalg.vector_norm(given / largest, dim=-1, dtype=torch.float64) * largest.squeeze(-1)
+        scale[:, :, part] = torch.where(usable[:, :, part], norms.reciprocal(), 1.0)
+    return scale
+
+
+def _strips(rows: Tensor, most_numbers: int = 1 << 20) -> Iterator[slice]:
+    """Of tokens, with so many of each chunk that copies of their rows stay small."""
+    length = max(1, most_numbers // max(1, rows.shape[0] * rows.shape[1] * rows.shape[3]))
+    for first in range(0, rows.shape[2], length):
+        yield slice(first, first + length)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg's ratios over ranks that share a sequence: hidden states travel, their gradients never do.
+
+The matrix H of `kernels.contrast` is symmetric: what the anchors of other ranks do to a row of this rank follows from
+two numbers of each of them. So the backward gathers 8 bytes a token, takes the rows once more, and finds the complete
+gradient of its own rows in float32, which is rounded once. Between forward and backward no row of another rank is kept.
+
+Shapes: S rows of this rank, B micro-batch, D hidden, A anchors of this rank; c chunks of k tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.kernels.contrast import Kept, Tokens, anchor_pull, measure, pull_back
+from simreg_megatron.losses._chunks import Stretch, stretches
+from simreg_megatron.parallel.layout import RowPlan, Run
+from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin.views import View
+
+
+class Pairs(NamedTuple):
+    """How anchors and tokens become chunks, and which form computes them."""
+
+    chunk_size: int
+    temperature: float
+    impl: str
+
+
+def ratios_over_ranks(
+    hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs
+) -> Tensor:
+    """S_neg / S_pos of this rank's anchors, [B, A]; the gradient reaches `hidden_states`, from all ranks' anchors.
+
+    A collective wherever the plan exchanges rows, and where tensor ranks share the work.
+
+    Args:
+        hidden_states: [S, B, D] of this rank.
+        views: with `shard.rows_as_they_are(hidden_states, plan)`, in the order of this rank's rows.
+    """
+    return _RatiosOverRanks.apply(hidden_states, views, shard, plan, pairs)
+
+
+class _RatiosOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        views: Sequence[View],
+        shard: SequenceShard,
+        plan: RowPlan,
+        pairs: Pairs,
+    ) -> Tensor:
+        windows = [(view.run, view.anchors) for view in views]
+        kept = []
+        for view in views:
+            for _, stretch in _cut([(view.run, view.anchors)], pairs.chunk_size):
+                tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
+                kept.append(measure(tokens, stretch.inside, pairs.temperature, pairs.impl))
+        ctx.save_for_backward(hidden_states, *(tensor for each in kept for tensor in each))
+        ctx.rest = windows, shard, plan, pairs
+        return torch.cat([each.ratio.flatten(1) for each in kept], dim=1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_states, *saved = ctx.saved_tensors
+        windows, shard, plan, pairs = ctx.rest
+        size = len(Kept._fields)
+        kept = [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)]
+
+        own, first = [], 0
+        for each in kept:
+            last = first + each.ratio[0].numel()
+            grad = grads[0][:, first:last].reshape(each.ratio.shape)
+            own.append(anchor_pull(grad, each, pairs.temperature).flatten(2))
+            first = last
+        pull_SB2 = shard.from_all_anchors(torch.cat(own, dim=2).permute(2, 1, 0))
+        pull = (shard.whole if plan.travels else shard.held)(pull_SB2.transpose(0, 1))
+
+        rows = shard.rows_as_they_are(hidden_states, plan)
+        grad_ABD = hidden_states.new_empty(first, *hidden_states.shape[1:])
+        first = 0
+        for (run, stretch), each in zip(_cut(windows, pairs.chunk_size), kept, strict=True):
+            pull_of_all = stretch.chunks(pull.at(run)).movedim(-1, 0)
+            inside = stretch.inside, stretch.inside
+            found = pull_back(
+                stretch.chunks(rows.at(run)), each, pull_of_all, *inside, pairs.temperature, pairs.impl
+            ).flatten(1, 2)
+            grad_ABD[first : first + found.shape[1]] = found.transpose(0, 1)
+            first += found.shape[1]
+        return shard.from_all_anchors(grad_ABD), None, None, None, None
+
+
+def _cut(windows: Sequence[tuple[Run, Run]], chunk_size: int) -> Iterator[tuple[Run, Stretch]]:
+    for run, anchors in windows:
+        for stretch in stretches(run[1] - run[0], chunk_size, anchors):
+            yield run, stretch
