@@ -64,24 +64,32 @@ def _change_simreg(change: Callable[[Keywords], Keywords]) -> None:
 
 
 def other_ranks_dropped() -> None:
-    """Backwards, what a rank computed for another rank's tokens is lost."""
-    from simreg_megatron.parallel import shard
+    """Backwards, what the tokens of other ranks do to those of this rank is lost."""
+    from simreg_megatron.parallel.shard import Located, SequenceShard
 
-    exchange = shard.exchange_rows
+    whole = SequenceShard.whole
 
-    def own_alone(rows: Tensor, plan: Any, group: Any) -> Tensor:
-        exchanged = exchange(rows, plan, group)
-        owners = exchange(torch.full_like(rows, group.rank()).detach(), plan, group)
-        return torch.where(owners == group.rank(), exchanged, exchanged.detach())
+    def own_pull_alone(self: Any, per_row: Tensor) -> Located:
+        found = whole(self, per_row)
+        if not per_row.is_floating_point():
+            return found
+        owners = whole(self, torch.full_like(per_row, self.row_group.rank())).values
+        return Located(torch.where(owners == self.row_group.rank(), found.values, 0.0), found.runs)
 
-    shard.exchange_rows = own_alone
+    SequenceShard.whole = own_pull_alone
 
 
 def shared_work_not_summed() -> None:
     """Tensor-parallel ranks that share the anchors keep each its own part of the gradient."""
     from simreg_megatron.parallel import shard
 
-    shard.share_work = lambda rows, group: rows.float()
+    with_others = shard.SequenceShard.from_all_anchors
+
+    def own_alone(self: Any, of_anchors: Tensor) -> Tensor:
+        with mock.patch.object(shard.dist, "all_reduce"):
+            return with_others(self, of_anchors)
+
+    shard.SequenceShard.from_all_anchors = own_alone
 
 
 def not_finite_from_second_step() -> None:
