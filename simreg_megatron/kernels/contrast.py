@@ -10,28 +10,29 @@ The gradient is one symmetric matrix times the unit rows: with u = S_neg / S_pos
     a_i = g_i / (tau S_pos_i),  b_i = a_i u_i,  H_ij = P_ij (a_i + a_j) for other labels, -P_ij (b_i + b_j) for equal,
 
 and dL/de_i = (h_i - <h_i, e^_i> e^_i) / |e_i| with h = H e^. Tokens that are no anchors have a = b = 0. Kept between
-forward and backward beside the embeddings: four numbers a token; P is computed again.
-
-A form is a module with two operators, `anchor_sums` and `pair_gradient`, as in `tiled`.
+forward and backward beside the embeddings: four numbers a token, and P itself where it is small; else P is computed
+again. How the pairs are gone through is told in `walk`.
 
 Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels import tiled
+from simreg_megatron.kernels.walk import Form, Span
 
-Span = tuple[int, int]
+FORMS = {"tiled": "simreg_megatron.kernels.tiled", "triton": "simreg_megatron.kernels.fused"}
+"""Module by the name of the `impl`. Each is imported where it is first used: not every machine has Triton."""
 
-FORMS: dict[str, ModuleType] = {"tiled": tiled}
-"""By the name of their `impl`."""
+
+def form_named(impl: str) -> Form:
+    return importlib.import_module(FORMS[impl]).FORM
 
 
 class Tokens(NamedTuple):
@@ -67,21 +68,22 @@ class Kept(NamedTuple):
     scale: Tensor  # [b, c, k]
     total: Tensor  # S_pos [b, c, p]
     ratio: Tensor  # S_neg / S_pos [b, c, p]
+    pairs: Tensor  # P of tile after tile, flat; empty where it is computed again
 
 
-def measure(tokens: Tokens, anchors: Span, temperature: float, impl: str) -> Kept:
-    """The forward pass, outside autograd."""
+def measure(tokens: Tokens, anchors: Span, temperature: float, impl: str, *, keep: bool) -> Kept:
+    """The forward pass, outside autograd; `keep` for a gradient to come."""
     names, scale = token_names(tokens.labels, tokens.usable), inverse_norms(tokens.rows, tokens.usable)
-    total, ratio = FORMS[impl].anchor_sums(tokens.rows, names, scale, tokens.documents, *anchors, temperature)
-    return Kept(tokens.documents, names, scale, total, ratio)
+    given = tokens.rows, names, scale, tokens.documents
+    return Kept(tokens.documents, names, scale, *form_named(impl).anchor_sums(*given, *anchors, temperature, keep))
 
 
 def pull_back(
     rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, reach: Span, temperature: float, impl: str
 ) -> Tensor:
-    """The backward pass: see `tiled.pair_gradient`."""
-    of_tokens = kept.names, kept.scale, kept.documents
-    return FORMS[impl].pair_gradient(rows, *of_tokens, pull, *anchors, *reach, temperature)
+    """The backward pass: see `walk.pair_gradient`."""
+    given = rows, kept.names, kept.scale, kept.documents
+    return form_named(impl).pair_gradient(*given, kept.pairs, pull, *anchors, *reach, temperature)
 
 
 class _ContrastRatio(torch.autograd.Function):
@@ -96,7 +98,8 @@ class _ContrastRatio(torch.autograd.Function):
         temperature: float,
         impl: str,
     ) -> Tensor:
-        kept = measure(Tokens(rows, labels, usable, documents), anchors, temperature, impl)
+        tokens = Tokens(rows, labels, usable, documents)
+        kept = measure(tokens, anchors, temperature, impl, keep=ctx.needs_input_grad[0])
         ctx.save_for_backward(rows, *kept)
         ctx.options = anchors, temperature, impl
         return kept.ratio

@@ -60,7 +60,9 @@ class _RatiosOverRanks(torch.autograd.Function):
         for view in views:
             for _, stretch in _cut([(view.run, view.anchors)], pairs.chunk_size):
                 tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
-                kept.append(measure(tokens, stretch.inside, pairs.temperature, pairs.impl))
+                kept.append(
+                    measure(tokens, stretch.inside, pairs.temperature, pairs.impl, keep=ctx.needs_input_grad[0])
+                )
         ctx.save_for_backward(hidden_states, *(tensor for each in kept for tensor in each))
         ctx.rest = windows, shard, plan, pairs
         return torch.cat([each.ratio.flatten(1) for each in kept], dim=1)

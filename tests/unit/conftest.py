@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from simreg_megatron.kernels import tiled
+from simreg_megatron.kernels import tiled, walk
 from simreg_megatron.losses import simreg
 
 
-@pytest.fixture(params=["reference", "tiled", "tiles of 3"])
+@pytest.fixture(params=["reference", "tiled", "tiles of 3", "panels of 3"])
 def every_impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """impl "auto" stands for one implementation after the other, where it has the option."""
     chosen_impl = simreg.chosen_impl
@@ -19,7 +19,10 @@ def every_impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         return "reference" if (impl, request.param) == ("auto", "reference") else found
 
     monkeypatch.setattr(simreg, "chosen_impl", chosen)
-    if request.param == "tiles of 3":
+    if request.param.endswith("of 3"):
         monkeypatch.setitem(tiled.TILE, "cpu", 3)
-        monkeypatch.setitem(tiled.WORKSPACE, "cpu", 2048)  # a few chunks at a time
+        monkeypatch.setitem(walk.WORKSPACE, "cpu", 2048)  # a few chunks at a time
+        monkeypatch.setitem(walk.KEPT, "cpu", 0)
+    if request.param == "panels of 3":
+        monkeypatch.setattr(walk, "_fits", lambda *_: False)
     return request.param
