@@ -19,20 +19,21 @@ Shapes: b sequences of c chunks of k tokens with d features; p anchors of each c
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.walk import Form, Span
+from simreg_megatron.kernels.walk import FORMS, Form, Span
 
-FORMS = {"tiled": "simreg_megatron.kernels.tiled", "triton": "simreg_megatron.kernels.fused"}
+MODULES = {"tiled": "simreg_megatron.kernels.tiled", "triton": "simreg_megatron.kernels.fused"}
 """Module by the name of the `impl`. Each is imported where it is first used: not every machine has Triton."""
 
 
 def form_named(impl: str) -> Form:
-    return importlib.import_module(FORMS[impl]).FORM
+    if impl not in FORMS:
+        importlib.import_module(MODULES[impl])
+    return FORMS[impl]
 
 
 class Tokens(NamedTuple):
@@ -52,7 +53,7 @@ def contrast_ratio(tokens: Tokens, *, anchors: Span, temperature: float, impl: s
             float32, its norms applied afterwards.
         anchors: first and last (not included) position with a ratio; the gradient reaches all rows.
         temperature: tau, above 0.
-        impl: a key of FORMS.
+        impl: a key of MODULES.
 
     Returns:
         float32 (float64 for float64). 0 for an anchor without negatives and for one that is not usable.
@@ -73,9 +74,9 @@ class Kept(NamedTuple):
 
 def measure(tokens: Tokens, anchors: Span, temperature: float, impl: str, *, keep: bool) -> Kept:
     """The forward pass, outside autograd; `keep` for a gradient to come."""
-    names, scale = token_names(tokens.labels, tokens.usable), inverse_norms(tokens.rows, tokens.usable)
-    given = tokens.rows, names, scale, tokens.documents
-    return Kept(tokens.documents, names, scale, *form_named(impl).anchor_sums(*given, *anchors, temperature, keep))
+    names = token_names(tokens.labels, tokens.usable)
+    given = tokens.rows, names, tokens.documents
+    return Kept(tokens.documents, names, *form_named(impl).anchor_sums(*given, *anchors, temperature, keep))
 
 
 def pull_back(
@@ -127,24 +128,3 @@ def token_names(labels: Tensor, usable: Tensor) -> Tensor:
     known = torch.where(usable, labels, -1).contiguous()
     ranks = torch.searchsorted(known.sort(dim=-1).values, known)
     return torch.where(usable, ranks, -1).float()
-
-
-def inverse_norms(rows: Tensor, usable: Tensor) -> Tensor:
-    """1 / |e| [b, c, k], at least float32, 1 where not usable; NaN for a row that is not finite."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    scale = torch.ones(usable.shape, dtype=dtype, device=rows.device)
-    for part in _strips(rows):
-        given = rows[:, :, part].detach()
-        # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first. One
-        # rounding at the end: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
-        largest = given.abs().amax(dim=-1, keepdim=True) if dtype == torch.float64 else given.new_ones(())
-        norms = torch.linalg.vector_norm(given / largest, dim=-1, dtype=torch.float64) * largest.squeeze(-1)
-        scale[:, :, part] = torch.where(usable[:, :, part], norms.reciprocal(), 1.0)
-    return scale
-
-
-def _strips(rows: Tensor, most_numbers: int = 1 << 20) -> Iterator[slice]:
-    """Of tokens, with so many of each chunk that copies of their rows stay small."""
-    length = max(1, most_numbers // max(1, rows.shape[0] * rows.shape[1] * rows.shape[3]))
-    for first in range(0, rows.shape[2], length):
-        yield slice(first, first + length)

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.walk import WORKSPACE, Given, Slab, Span, Tiles, cut, limit, make_form
+from simreg_megatron.kernels.walk import WORKSPACE, Given, Slab, Span, Tiles, add_form, cut, limit
 
 TILE = {"cpu": 512, "cuda": 2048}
 """Longest side of a tile. On a CPU a tile should lie near its cache; on a GPU it should fill the device."""
@@ -40,9 +40,22 @@ class TorchTiles(Tiles):
         return 4 * side * (side * _PAIR_MATRICES + rows.shape[3] * _ROW_COPIES)
 
     @staticmethod
-    def kept_dtype(rows: Tensor) -> torch.dtype:
-        # The products of the gradient take weights of that type on a GPU anyway.
-        return torch.bfloat16 if rows.is_cuda and rows.dtype.itemsize == 2 else sum_dtype(rows)
+    def kept_dtype(rows: Tensor) -> torch.dtype | None:
+        return half_kept_dtype(rows) if rows.is_cuda and rows.dtype.itemsize == 2 else sum_dtype(rows)
+
+    @staticmethod
+    def inverse_norms(rows: Tensor, names: Tensor) -> Tensor:
+        dtype = sum_dtype(rows)
+        scale = torch.ones(names.shape, dtype=dtype, device=rows.device)
+        step = max(1, limit(WORKSPACE, rows) // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
+        for first, last in cut((0, rows.shape[2]), step):
+            given = rows[:, :, first:last]
+            # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first. One
+            # rounding at the end: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
+            largest = given.abs().amax(dim=-1, keepdim=True) if dtype == torch.float64 else given.new_ones(())
+            norms = torch.linalg.vector_norm(given / largest, dim=-1, dtype=torch.float64) * largest.squeeze(-1)
+            scale[:, :, first:last] = torch.where(names[:, :, first:last] >= 0, norms.reciprocal(), 1.0)
+        return scale
 
     def hold(self, one: Span) -> None:
         self.one = one
@@ -52,7 +65,7 @@ class TorchTiles(Tiles):
         self._right = self._left if other == self.one else self._factor(other)
         exponentials = self._exponentials(other)
         if keep is not None:
-            keep.copy_(exponentials)
+            keep.view_as(exponentials).copy_(exponentials)
         negative = self._differs(other).mul_(exponentials)
         positive = exponentials.sub_(negative)  # exact: one of the two is 0
         of_rows, of_columns = (torch.stack([positive.sum(dim=axis), negative.sum(dim=axis)]) for axis in (-1, -2))
@@ -62,7 +75,9 @@ class TorchTiles(Tiles):
         self, other: Span, pull: Tensor, kept: Tensor | None, to_one: Tensor, to_other: Tensor | None
     ) -> None:
         self._right = self._left if other == self.one else self._factor(other)
-        weights = self._weights(other, pull, self._exponentials(other) if kept is None else kept)
+        weights = self._weights(
+            other, pull, self._exponentials(other) if kept is None else kept.view(self._shape(other))
+        )
         self._add_product(to_one, weights, self._right, other)
         if to_other is not None:
             self._add_product(to_other, weights.mT, self._left, self.one)
@@ -142,12 +157,24 @@ class TorchTiles(Tiles):
         return masked.view(rows.dtype).flatten(0, 1)
 
     def _buffer(self, number: int, other: Span) -> Tensor:
-        shape = self.names.shape[0], self.one[1] - self.one[0], other[1] - other[0]
+        shape = self._shape(other)
         return self._buffers[number, : math.prod(shape)].view(shape)
+
+    def _shape(self, other: Span) -> tuple[int, int, int]:
+        return self.names.shape[0], self.one[1] - self.one[0], other[1] - other[0]
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 BMM_WIDENS = "dtype" in torch.ops.aten.bmm.overloads()  # torch 2.8 and newer
+
+
+def half_kept_dtype(rows: Tensor) -> torch.dtype | None:
+    """Of rows in half precision.
+
+    In bfloat16, as the weights made of them: the second rounding costs a gradient of 1024 features 1e-4, and one of
+    4096 a third of that. Below 1024 features it is no faster either to read them than to compute them.
+    """
+    return torch.bfloat16 if rows.shape[3] >= 2048 else None
 
 
 def sum_dtype(rows: Tensor) -> torch.dtype:
@@ -160,4 +187,4 @@ def widening_bmm(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out_dtype=torch.float32)
 
 
-FORM = make_form("tiled", TorchTiles)
+add_form("tiled", TorchTiles)

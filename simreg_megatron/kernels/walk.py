@@ -45,8 +45,8 @@ class Tiles(ABC):
 
     def __init__(self, given: Given, slab: Slab, temperature: float) -> None:
         self.rows = given.rows[slab]  # [b, c, k, d]: chunks are merged tile by tile, which costs no copy of all of them
-        self.names, self.scale = given.names[slab].flatten(0, 1), given.scale[slab].flatten(0, 1)
-        self.documents = None if given.documents is None else given.documents[slab].flatten(0, 1)
+        self.names, self.scale = _merged(given.names, slab), _merged(given.scale, slab)
+        self.documents = None if given.documents is None else _merged(given.documents, slab)
         self.temperature = temperature
         self.one: Span = (0, 0)
 
@@ -62,8 +62,18 @@ class Tiles(ABC):
 
     @staticmethod
     @abstractmethod
-    def kept_dtype(rows: Tensor) -> torch.dtype:
-        """Of exponentials that stay between forward and backward."""
+    def kept_dtype(rows: Tensor) -> torch.dtype | None:
+        """Of exponentials that stay between forward and backward; None where they are better computed again."""
+
+    @staticmethod
+    def kept_numbers(rows: Tensor, one: Span, other: Span) -> int:
+        """How many numbers of that type a tile of one chunk keeps."""
+        return (one[1] - one[0]) * (other[1] - other[0])
+
+    @staticmethod
+    @abstractmethod
+    def inverse_norms(rows: Tensor, names: Tensor) -> Tensor:
+        """1 / |e| [b, c, k], in the type to sum in, 1 where not usable; NaN for a row that is not finite."""
 
     def hold(self, one: Span) -> None:
         """Choose the rows of the next tiles."""
@@ -74,7 +84,7 @@ class Tiles(ABC):
         """Of P_ij, j != i, over positives and over negatives: of the tile's rows [2, m, r], of its columns [2, m, s].
 
         A tile of a span with itself counts each of its pairs once for either side, so only its row sums are used.
-        `keep` [m, r, s] takes the exponentials.
+        `keep` takes the exponentials, [m * kept_numbers].
         """
 
     @abstractmethod
@@ -185,26 +195,33 @@ class _Shelf:
             rows.shape[0]
             * rows.shape[1]
             * sum(
-                (one[1] - one[0]) * (other[1] - other[0])
+                tiles.kept_numbers(rows, one, other)
                 for one, others in panels(anchors, rows, tiles.side(rows))
                 for other in others
             )
         )
         dtype = tiles.kept_dtype(rows)
-        return cls(rows.new_empty(numbers if numbers * dtype.itemsize <= limit(KEPT, rows) else 0, dtype=dtype))
+        if dtype is None or numbers * dtype.itemsize > limit(KEPT, rows):
+            return cls(rows.new_empty(0))
+        return cls(rows.new_empty(numbers, dtype=dtype))
 
     @property
     def holds(self) -> bool:
         return self.flat.numel() > 0
 
     def next(self, pairs: Tiles, other: Span) -> Tensor | None:
-        """The place [m, r, s] of the next tile, or None where nothing is kept."""
+        """The place of the next tile, [m * kept_numbers], or None where nothing is kept."""
         if not self.holds:
             return None
-        shape = pairs.names.shape[0], pairs.one[1] - pairs.one[0], other[1] - other[0]
-        place = self.flat.narrow(0, self._position, shape[0] * shape[1] * shape[2]).view(shape)
+        numbers = pairs.kept_numbers(pairs.rows, pairs.one, other)
+        place = self.flat.narrow(0, self._position, pairs.names.shape[0] * numbers)
         self._position += place.numel()
         return place
+
+
+def _merged(per_token: Tensor, slab: Slab) -> Tensor:
+    """[b, c, k] -> [m, k], contiguous."""
+    return per_token[slab].flatten(0, 1).contiguous()
 
 
 def _zeros_for(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -253,40 +270,33 @@ def limit(limits: dict[str, int], tensor: Tensor) -> int:
 class Form(NamedTuple):
     """Two operators of their own: torch.compile keeps each whole and does not unroll its tiles."""
 
-    anchor_sums: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    anchor_sums: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]  # 1 / |e|, and what `anchor_sums` returns
     pair_gradient: Callable[..., Tensor]
 
 
-def make_form(name: str, tiles: type[Tiles]) -> Form:
-    """The two walks over `tiles`, registered as simreg_megatron::NAME_sums and simreg_megatron::NAME_gradient."""
+FORMS: dict[str, Form] = {}
+"""Those whose modules were imported, by name."""
+
+
+def add_form(name: str, tiles: type[Tiles]) -> None:
+    """Put the two walks over `tiles` into FORMS, registered as simreg_megatron::NAME_sums and ::NAME_gradient."""
 
     @torch.library.custom_op(f"simreg_megatron::{name}_sums", mutates_args=())
     def sums(
-        rows: Tensor,
-        names: Tensor,
-        scale: Tensor,
-        documents: Tensor | None,
-        first: int,
-        last: int,
-        temperature: float,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return anchor_sums(tiles, Given(rows, names, scale, documents), (first, last), temperature, keep)
+        rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        scale = tiles.inverse_norms(rows, names)
+        given = Given(rows, names, scale, documents)
+        return scale, *anchor_sums(tiles, given, (first, last), temperature, keep)
 
     @sums.register_fake
     def _(
-        rows: Tensor,
-        names: Tensor,
-        scale: Tensor,
-        documents: Tensor | None,
-        first: int,
-        last: int,
-        temperature: float,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        scale = names.new_empty(names.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
         found = scale.new_empty(*scale.shape[:2], last - first)
         shelf = _Shelf.new(tiles, rows, (first, last)) if keep else _Shelf(rows.new_empty(0))
-        return found, torch.empty_like(found), shelf.flat
+        return scale, found, torch.empty_like(found), shelf.flat
 
     @torch.library.custom_op(f"simreg_megatron::{name}_gradient", mutates_args=())
     def gradient(
@@ -321,4 +331,4 @@ def make_form(name: str, tiles: type[Tiles]) -> Form:
     ) -> Tensor:
         return torch.empty_like(rows[:, :, reach_first:reach_last], memory_format=torch.contiguous_format)
 
-    return Form(sums, gradient)
+    FORMS[name] = Form(sums, gradient)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import FORMS, Tokens, contrast_ratio
+from simreg_megatron.kernels.contrast import MODULES, Tokens, contrast_ratio
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -31,7 +31,7 @@ from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_P
 from simreg_megatron.losses.similarity import Similarity, get_similarity
 
 REDUCTIONS = ("mean", "sum", "none")
-IMPLEMENTATIONS = ("auto", "reference", "tiled")
+IMPLEMENTATIONS = ("auto", "reference", *MODULES)
 
 
 def simreg_loss(
@@ -158,7 +158,7 @@ def simreg_terms(
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
             own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
-            if impl in FORMS:
+            if impl in MODULES:
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
                 ratio = contrast_ratio(tokens, anchors=stretch.inside, temperature=temperature, impl=impl)
                 parts.append(terms_of_ratio(by_sequence(ratio, labels.shape[0]), own))
@@ -175,9 +175,9 @@ def simreg_terms(
 def chosen_impl(impl: str, similarity: str = "cosine", self_positive: str = "always") -> str:
     """The implementation behind "auto"; ValueError for one that lacks an option."""
     fits = similarity == "cosine" and self_positive == "always"
-    if impl == "tiled" and not fits:
+    if impl in MODULES and not fits:
         raise ValueError(
-            f"impl 'tiled' knows similarity 'cosine' and self_positive 'always' only, not {similarity!r} and "
+            f"impl {impl!r} knows similarity 'cosine' and self_positive 'always' only, not {similarity!r} and "
             f"{self_positive!r}: use impl 'reference'."
         )
     return ("tiled" if fits else "reference") if impl == "auto" else impl

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
-from simreg_megatron.kernels.contrast import FORMS
+from simreg_megatron.kernels.contrast import MODULES
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.losses.roles import token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
@@ -95,7 +95,7 @@ def fast_form(config: SimRegConfig) -> str | None:
     if config.objective not in ("simreg", "none"):
         return None
     impl = chosen_impl(config.impl, config.similarity, config.self_positive)
-    return impl if impl in FORMS else None
+    return impl if impl in MODULES else None
 
 
 def terms_of(config: SimRegConfig, views: list[View], exponents: tuple[Tensor, Tensor] | None = None) -> Tensor:

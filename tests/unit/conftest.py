@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton: its kernels run in Python then
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from simreg_megatron.kernels import tiled, walk
 from simreg_megatron.losses import simreg

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""Tiles in Triton: products, exponentials, masks and sums of a tile in one kernel, the gradient's product in cuBLAS.
+
+A tile of the walk is a block of thousands of tokens, cut here into tiles of a streaming multiprocessor. Within the
+block of a span with itself only pairs above the diagonal are computed. Partial sums are stored one by one and added
+in a fixed order: the same bits every time. Features are only ever a loop, so any width goes.
+
+W_ij = H_ij / (|e_i| |e_j|) goes to the product in bfloat16 (float16 would lose the small ones), rows as they are:
+nothing is normalised in half precision. W is as symmetric as H, so one block serves both of its sides, and with
+g = W e the gradient is g_i - <g_i, e^_i> e^_i.
+
+Shapes: m chunks of k tokens with d features, c of them in each sequence; blocks of r rows and s columns; tiles of
+SIDE x SIDE pairs, of which a block of H has whole ones (R x S pairs with what fills them up), so that stores need no
+mask; products are summed BK features at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simreg_megatron.kernels.tiled import BMM_WIDENS, half_kept_dtype
+from simreg_megatron.kernels.walk import WORKSPACE, Given, Slab, Span, Tiles, add_form, limit
+
+TILE = {
+    2: {"SIDE": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+    4: {"SIDE": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
+}
+"""Tile of a multiprocessor by bytes of an element: what fits into the registers and shared memory of sm_90."""
+LONGEST_BLOCK = 8192
+_MIRRORED = 64  # side of the tiles that are copied over the diagonal; it divides every SIDE
+_FEATURES = 1024  # of one row at a time, in the kernels that go through rows
+
+
+@triton.jit
+def _tile_of(program, tiles_i, UPPER: tl.constexpr):
+    """(row, column) of a tile: neighbours share columns, so what runs at the same time reads the same rows again."""
+    if UPPER:  # column j holds j + 1 tiles; the square root of a square this small is exact in float32
+        tile_j = ((tl.sqrt((8 * program + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
+        return program - tile_j * (tile_j + 1) // 2, tile_j
+    else:
+        return program % tiles_i, program // tiles_i
+
+
+@triton.jit
+def _locate(first, last, tile, SIZE: tl.constexpr):
+    """Positions of a tile, those beyond the end, and positions that may be read."""
+    at = first + tile * SIZE + tl.arange(0, SIZE)
+    return at, tl.minimum(at, last - 1)
+
+
+@triton.jit
+def _exponentials(
+    rows, names, scale, documents, chunk, chunks, stride_b, stride_c, stride_k, length, width,
+    i, safe_i, j, safe_j, to_exponent,
+    HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, SIDE: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """P_ij [SIDE, SIDE], 0 for pairs that do not meet and for a token with itself."""
+    base = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
+    features = tl.arange(0, BK)
+    left = base + safe_i.to(tl.int64)[:, None] * stride_k + features[None, :]
+    right = base + safe_j.to(tl.int64)[None, :] * stride_k + features[:, None]
+    products = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    for start in range(0, width, BK):
+        if EVEN:
+            one, two = tl.load(left), tl.load(right)
+        else:
+            one = tl.load(left, mask=features[None, :] + start < width, other=0.0)
+            two = tl.load(right, mask=features[:, None] + start < width, other=0.0)
+        if WIDEN:  # Triton's interpreter multiplies the bits of bfloat16
+            one, two = one.to(tl.float32), two.to(tl.float32)
+        products = tl.dot(one, two, products, input_precision=PRECISION)
+        left += BK
+        right += BK
+    tokens = chunk.to(tl.int64) * length
+    cosines = products * tl.load(scale + tokens + safe_i)[:, None] * tl.load(scale + tokens + safe_j)[None, :]
+    exponentials = tl.exp2((cosines - 1.0) * to_exponent)
+    name_i, name_j = tl.load(names + tokens + safe_i), tl.load(names + tokens + safe_j)
+    meet = (name_i >= 0)[:, None] & (name_j >= 0)[None, :] & (i == safe_i)[:, None] & (j == safe_j)[None, :]
+    meet = meet & (i[:, None] != j[None, :])
+    if HAS_DOCUMENTS:
+        document_i, document_j = tl.load(documents + tokens + safe_i), tl.load(documents + tokens + safe_j)
+        meet = meet & (document_i[:, None] == document_j[None, :])
+    return tl.where(meet, exponentials, 0.0)
+
+
+@triton.jit
+def _kept_at(kept, chunk, SIDE: tl.constexpr):
+    """Where this program's tile of P lies: tiles one after the other."""
+    number = chunk.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    side = tl.arange(0, SIDE)
+    return kept + number * SIDE * SIDE + side[:, None] * SIDE + side[None, :]
+
+
+@triton.jit
+def _sums_kernel(
+    rows, names, scale, documents, chunks, stride_b, stride_c, stride_k, length, width,
+    first_i, last_i, first_j, last_j, to_exponent, of_rows, of_columns, keep,
+    UPPER: tl.constexpr, KEEP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One tile's sums of P: to of_rows [2, m, tiles of columns, r] and of_columns [2, m, tiles of rows, s].
+
+    UPPER: the block is of a span with itself, and only tiles on and above its diagonal are computed.
+    """
+    tiles_i, tiles_j, chunk = tl.cdiv(last_i - first_i, SIDE), tl.cdiv(last_j - first_j, SIDE), tl.program_id(1)
+    tile_i, tile_j = _tile_of(tl.program_id(0), tiles_i, UPPER)
+    i, safe_i = _locate(first_i, last_i, tile_i, SIDE)
+    j, safe_j = _locate(first_j, last_j, tile_j, SIDE)
+    exponentials = _exponentials(
+        rows, names, scale, documents, chunk, chunks, stride_b, stride_c, stride_k, length, width,
+        i, safe_i, j, safe_j, to_exponent, HAS_DOCUMENTS, EVEN, PRECISION, WIDEN, SIDE, BK,
+    )  # fmt: skip
+    height, breadth = last_i - first_i, last_j - first_j
+    if KEEP:
+        tl.store(_kept_at(keep, chunk, SIDE), exponentials.to(keep.dtype.element_ty))
+    tokens = chunk.to(tl.int64) * length
+    same = tl.load(names + tokens + safe_i)[:, None] == tl.load(names + tokens + safe_j)[None, :]
+    positive = tl.where(same, exponentials, 0.0)
+    negative = exponentials - positive  # exact: one of the two is 0
+    num_chunks = tl.num_programs(1)
+    row_at = (chunk * tiles_j + tile_j).to(tl.int64) * height + (i - first_i)
+    tl.store(of_rows + row_at, tl.sum(positive, axis=1), mask=i < last_i)
+    row_at += num_chunks.to(tl.int64) * tiles_j * height
+    tl.store(of_rows + row_at, tl.sum(negative, axis=1), mask=i < last_i)
+    column_at = (chunk * tiles_i + tile_i).to(tl.int64) * breadth + (j - first_j)
+    inside = j < last_j
+    if UPPER:  # on the diagonal the rows have counted both sides
+        inside = inside & (tile_i != tile_j)
+    tl.store(of_columns + column_at, tl.sum(positive, axis=0), mask=inside)
+    column_at += num_chunks.to(tl.int64) * tiles_i * breadth
+    tl.store(of_columns + column_at, tl.sum(negative, axis=0), mask=inside)
+
+
+@triton.jit
+def _weights_kernel(
+    rows, names, scale, documents, chunks, stride_b, stride_c, stride_k, length, width,
+    first_i, last_i, first_j, last_j, to_exponent, pull_a, pull_b, kept, weights, R, S,
+    UPPER: tl.constexpr, IS_KEPT: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One tile of W_ij, to weights [m, R, S].
+
+    UPPER: the block is of a span with itself; `_mirror_kernel` fills what lies below its diagonal.
+    """
+    chunk = tl.program_id(1)
+    tile_i, tile_j = _tile_of(tl.program_id(0), tl.cdiv(last_i - first_i, SIDE), UPPER)
+    i, safe_i = _locate(first_i, last_i, tile_i, SIDE)
+    j, safe_j = _locate(first_j, last_j, tile_j, SIDE)
+    if IS_KEPT:
+        exponentials = tl.load(_kept_at(kept, chunk, SIDE)).to(tl.float32)
+    else:
+        exponentials = _exponentials(
+            rows, names, scale, documents, chunk, chunks, stride_b, stride_c, stride_k, length, width,
+            i, safe_i, j, safe_j, to_exponent, HAS_DOCUMENTS, EVEN, PRECISION, WIDEN, SIDE, BK,
+        )  # fmt: skip
+    tokens = chunk.to(tl.int64) * length
+    at_i, at_j = tokens + safe_i, tokens + safe_j
+    same = tl.load(names + at_i)[:, None] == tl.load(names + at_j)[None, :]
+    apart = tl.load(pull_a + at_i)[:, None] + tl.load(pull_a + at_j)[None, :]
+    together = tl.load(pull_b + at_i)[:, None] + tl.load(pull_b + at_j)[None, :]
+    found = tl.where(same, -together, apart) * exponentials
+    found *= tl.load(scale + at_i)[:, None] * tl.load(scale + at_j)[None, :]
+    tile = found.to(weights.dtype.element_ty)
+    side = tl.arange(0, SIDE)
+    in_tile = side[:, None] * S + side[None, :]
+    block = chunk.to(tl.int64) * R * S
+    here = block + (tile_i * SIDE).to(tl.int64) * S + tile_j * SIDE
+    tl.store(weights + here + in_tile, tile)
+
+
+@triton.jit
+def _mirror_kernel(weights, S, SIDE: tl.constexpr):
+    """One tile above the diagonal of the square weights [m, S, S] to its place below. Apart, as both need registers."""
+    tile_i, tile_j = _tile_of(tl.program_id(0), S // SIDE, True)
+    chunk = tl.program_id(1)
+    side = tl.arange(0, SIDE)
+    in_tile = side[:, None] * S + side[None, :]
+    block = weights + chunk.to(tl.int64) * S * S
+    tile = tl.load(block + (tile_i * SIDE).to(tl.int64) * S + tile_j * SIDE + in_tile)
+    if tile_i != tile_j:
+        tl.store(block + (tile_j * SIDE).to(tl.int64) * S + tile_i * SIDE + in_tile, tl.trans(tile))
+
+
+@triton.jit
+def _norms_kernel(
+    rows, names, scale, chunks, stride_b, stride_c, stride_k, length, width, FEATURES: tl.constexpr
+):  # fmt: skip
+    """One row: 1 / |e|, or 1 where the row is not usable."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    token = chunk.to(tl.int64) * length + row
+    readable = tl.where(tl.load(names + token) >= 0, width, 0)
+    given = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
+    given += row.to(tl.int64) * stride_k
+    features = tl.arange(0, FEATURES)
+    squares = tl.zeros((FEATURES,), dtype=tl.float64)  # of float32: neither too large nor too small, rounded once
+    for start in range(0, width, FEATURES):
+        numbers = tl.load(given + start + features, mask=features + start < readable, other=0.0).to(tl.float64)
+        squares += numbers * numbers
+    norm = tl.sqrt(tl.sum(squares, axis=0))
+    tl.store(scale + token, tl.where(readable > 0, 1.0 / norm, 1.0).to(tl.float32))
+
+
+@triton.jit
+def _project_kernel(
+    rows, names, scale, chunks, stride_b, stride_c, stride_k, length, width, first,
+    summed, summed_chunk, summed_row, grad, grad_b, grad_c, grad_row, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """One row: g - <g, e^> e^, or 0 where the row is not usable."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    sequence, within = (chunk // chunks).to(tl.int64), (chunk % chunks).to(tl.int64)
+    token = chunk.to(tl.int64) * length + first + row
+    inverse = tl.load(scale + token)
+    readable = tl.where(tl.load(names + token) >= 0, width, 0)  # nothing of a row that is not usable
+    given = rows + sequence * stride_b + within * stride_c + (first + row).to(tl.int64) * stride_k
+    g = summed + chunk.to(tl.int64) * summed_chunk + row.to(tl.int64) * summed_row
+    to = grad + sequence * grad_b + within * grad_c + row.to(tl.int64) * grad_row
+    features = tl.arange(0, FEATURES)
+    radial = tl.zeros((FEATURES,), dtype=tl.float32)
+    for start in range(0, width, FEATURES):
+        inside = features + start < readable
+        unit = tl.load(given + start + features, mask=inside, other=0.0).to(tl.float32) * inverse
+        radial += unit * tl.load(g + start + features, mask=inside, other=0.0)
+    along = tl.sum(radial, axis=0)
+    for start in range(0, width, FEATURES):
+        inside = features + start < readable
+        unit = tl.load(given + start + features, mask=inside, other=0.0).to(tl.float32) * inverse
+        found = tl.load(g + start + features, mask=inside, other=0.0) - along * unit
+        tl.store(to + start + features, found.to(grad.dtype.element_ty), mask=features + start < width)
+
+
+INTERPRETS = not isinstance(_sums_kernel, triton.runtime.JITFunction)
+"""Triton runs its kernels in Python, on the CPU: TRITON_INTERPRET=1 in the environment when it is imported."""
+
+
+class TritonTiles(Tiles):
+    """Each tile is a block; its pairs never leave the multiprocessor, but for H on its way to the product."""
+
+    def __init__(self, given: Given, slab: Slab, temperature: float) -> None:
+        given = given._replace(rows=_readable(given.rows))
+        super().__init__(given, slab, temperature)
+        if self.documents is not None:
+            self.documents = self.documents.int()  # half the registers
+        self._element = self.rows.dtype if self.rows.dtype == torch.float32 else torch.bfloat16
+        longest = self._filled(min(self.side(self.rows), self.rows.shape[2]))
+        self._weights = self.rows.new_empty(self.names.shape[0] * longest**2, dtype=self._element)
+        self._held: tuple[Span, Tensor] | None = None
+
+    @staticmethod
+    def side(rows: Tensor) -> int:
+        """The longest block that keeps W, the rows of both sides and the sums of one inside the workspace."""
+        size, width = rows.dtype.itemsize, rows.shape[3]
+        of_rows = (2 * size + 4) * width
+        longest = (math.sqrt(of_rows**2 + 4 * size * limit(WORKSPACE, rows)) - of_rows) / (2 * size)
+        return max(_BLOCK_UNIT, min(LONGEST_BLOCK, int(longest) // _BLOCK_UNIT * _BLOCK_UNIT))
+
+    @staticmethod
+    def bytes_per_chunk(rows: Tensor, side: int) -> int:
+        size = rows.dtype.itemsize
+        return side * (size * side + (2 * size + 4) * rows.shape[3])
+
+    @staticmethod
+    def kept_dtype(rows: Tensor) -> torch.dtype | None:
+        return torch.float32 if rows.dtype == torch.float32 else half_kept_dtype(rows)
+
+    @staticmethod
+    def kept_numbers(rows: Tensor, one: Span, other: Span) -> int:
+        side = TILE[rows.dtype.itemsize]["SIDE"]
+        tiles_i, tiles_j = (triton.cdiv(last - first, side) for first, last in (one, other))
+        return _num_tiles(tiles_i, None if one == other else tiles_j) * side**2
+
+    @staticmethod
+    def inverse_norms(rows: Tensor, names: Tensor) -> Tensor:
+        rows = _readable(rows)
+        scale = names.new_empty(names.shape, dtype=torch.float32)
+        num_sequences, num_chunks, length, width = rows.shape
+        if scale.numel():
+            _norms_kernel[(length, num_sequences * num_chunks)](
+                rows, names, scale, num_chunks, *rows.stride()[:3], length, width, FEATURES=_features(width)
+            )
+        return scale
+
+    def sums(self, other: Span, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        upper = other == self.one
+        num_chunks, height, breadth = self.names.shape[0], self.one[1] - self.one[0], other[1] - other[0]
+        tiles_i, tiles_j = (self._filled(length) // self._tile["SIDE"] for length in (height, breadth))
+        new = self.scale.new_zeros if upper else self.scale.new_empty  # below the diagonal nothing is written
+        of_rows, of_columns = new(2, num_chunks, tiles_j, height), new(2, num_chunks, tiles_i, breadth)
+        _sums_kernel[(_num_tiles(tiles_i, None if upper else tiles_j), num_chunks)](
+            *self._tokens(), *self.one, *other, self._to_exponent, of_rows, of_columns,
+            self.scale if keep is None else keep,
+            UPPER=upper, KEEP=keep is not None, **self._constants(),
+        )  # fmt: skip
+        rows, columns = (part.sum(dim=2, dtype=torch.float64) for part in (of_rows, of_columns))
+        return (rows + columns, columns) if upper else (rows, columns)
+
+    def add_gradient(
+        self, other: Span, pull: Tensor, kept: Tensor | None, to_one: Tensor, to_other: Tensor | None
+    ) -> None:
+        num_chunks, height, breadth = self.names.shape[0], self.one[1] - self.one[0], other[1] - other[0]
+        filled = self._filled(height), self._filled(breadth)
+        weights = self._weights[: num_chunks * math.prod(filled)].view(num_chunks, *filled)
+        upper = other == self.one
+        tiles_i, tiles_j = (length // self._tile["SIDE"] for length in filled)
+        grid = _num_tiles(tiles_i, None if upper else tiles_j), num_chunks
+        _weights_kernel[grid](
+            *self._tokens(), *self.one, *other, self._to_exponent, *pull.contiguous(),
+            self.scale if kept is None else kept, weights, *filled,
+            UPPER=upper, IS_KEPT=kept is not None, **self._constants(),
+        )  # fmt: skip
+        if upper:
+            grid = _num_tiles(filled[0] // _MIRRORED, None), num_chunks
+            _mirror_kernel[grid](weights, filled[0], SIDE=_MIRRORED, num_warps=4)
+        weights = weights[:, :height, :breadth]
+        _add_product(to_one, weights, self._used(other))
+        if to_other is not None:
+            _add_product(to_other, weights.mT, self._used(self.one))
+
+    def project(self, of_unit: Tensor, span: Span, grad: Tensor) -> None:
+        names, scale = self.names, self.scale
+        _, num_chunks, length, width = self.rows.shape
+        _project_kernel[(span[1] - span[0], names.shape[0])](
+            self.rows, names, scale, num_chunks, *self.rows.stride()[:3], length, width, span[0],
+            of_unit, *of_unit.stride()[:2], grad, *grad.stride()[:3],
+            FEATURES=_features(width),
+        )  # fmt: skip
+
+    @property
+    def _tile(self) -> dict[str, int]:
+        return TILE[self.rows.dtype.itemsize]
+
+    def _filled(self, length: int) -> int:
+        """Of whole tiles."""
+        return triton.cdiv(length, self._tile["SIDE"]) * self._tile["SIDE"]
+
+    @property
+    def _to_exponent(self) -> float:
+        return math.log2(math.e) / self.temperature
+
+    def _tokens(self) -> tuple[Any, ...]:
+        """What both kernels of pairs are given first."""
+        documents = self.names if self.documents is None else self.documents
+        num_chunks, length, width = self.rows.shape[1:]
+        return self.rows, self.names, self.scale, documents, num_chunks, *self.rows.stride()[:3], length, width
+
+    def _constants(self) -> dict[str, Any]:
+        return {
+            "HAS_DOCUMENTS": self.documents is not None,
+            "EVEN": self.rows.shape[3] % self._tile["BK"] == 0,
+            "PRECISION": "ieee",  # of float32; TF32 would cost a thousandth of the gradient
+            "WIDEN": INTERPRETS and self.rows.dtype == torch.bfloat16,
+            **self._tile,
+        }
+
+    def _used(self, span: Span) -> Tensor:
+        """A copy [m, r, d] of the rows in the type of the weights, 0 where not usable: NaN times 0 would be NaN."""
+        if self._held is not None and self._held[0] == span:
+            return self._held[1]
+        rows = self.rows[:, :, slice(*span)]
+        usable = (self.names[:, slice(*span)] >= 0).view(*rows.shape[:3], 1)
+        copy = torch.where(usable, rows, 0.0).to(self._element).flatten(0, 1)
+        if span == self.one:
+            self._held = span, copy
+        return copy
+
+
+_BLOCK_UNIT = 256
+
+
+def _num_tiles(tiles_i: int, tiles_j: int | None) -> int:
+    """Of a block; tiles_j None is a square, of which those on and above the diagonal are computed."""
+    return tiles_i * (tiles_i + 1) // 2 if tiles_j is None else tiles_i * tiles_j
+
+
+def _add_product(to: Tensor, weights: Tensor, factor: Tensor) -> None:
+    if weights.dtype == to.dtype:
+        to.baddbmm_(weights, factor)
+    elif to.is_cuda:
+        torch.baddbmm(to, weights, factor, out_dtype=to.dtype, out=to)
+    else:  # interpreted: a CPU has no product that widens
+        to.baddbmm_(weights.to(to.dtype), factor.to(to.dtype))
+
+
+def _features(width: int) -> int:
+    return min(_FEATURES, triton.next_power_of_2(width))
+
+
+def _readable(rows: Tensor) -> Tensor:
+    """The rows, with their features side by side."""
+    if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"impl 'triton' computes float16, bfloat16 and float32, not {rows.dtype}: use impl 'tiled'.")
+    if not (rows.is_cuda or INTERPRETS):
+        raise ValueError(f"impl 'triton' needs a CUDA device, and the rows are on {rows.device}: use impl 'tiled'.")
+    if not BMM_WIDENS:
+        raise ValueError(f"impl 'triton' needs torch 2.8 or newer, this is {torch.__version__}: use impl 'tiled'.")
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+add_form("triton", TritonTiles)

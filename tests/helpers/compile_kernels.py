@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the kernels of pairs for sm_90 with Triton's own ptxas, which needs no GPU: one line of JSON for each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from simreg_megatron.kernels import fused
+
+_TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
+    """Types of the arguments as a launch finds them: pointers by name, the rest 32-bit integers."""
+    element = dtype if dtype == "fp32" else "bf16"
+    pointers = {
+        "rows": dtype, "names": "fp32", "scale": "fp32", "documents": "i32", "of_rows": "fp32", "of_columns": "fp32",
+        "keep": element, "kept": element, "pull_a": "fp32", "pull_b": "fp32", "weights": element,
+    }  # fmt: skip
+    found = {}
+    for name in kernel.arg_names:
+        if name in pointers:
+            found[name] = f"*{pointers[name]}"
+        elif name == "to_exponent":
+            found[name] = "fp32"
+        else:
+            found[name] = "i32" if name.islower() or name in ("R", "S") else "constexpr"
+    return found
+
+
+def variants() -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    for dtype, upper, documents in itertools.product(_TYPES, (True, False), (True, False)):
+        common = {"UPPER": upper, "HAS_DOCUMENTS": documents, "EVEN": True, "PRECISION": "ieee", "WIDEN": False}
+        tile = fused.TILE[_TYPES[dtype]]
+        if dtype == "fp16" and documents:
+            continue  # as bf16
+        yield fused._sums_kernel, dtype, {**common, "KEEP": upper, **tile}
+        yield fused._weights_kernel, dtype, {**common, "IS_KEPT": False, **tile}
+        yield fused._weights_kernel, dtype, {**common, "IS_KEPT": True, **tile}
+    for dtype in ("bf16", "fp32"):
+        yield fused._mirror_kernel, dtype, {"SIDE": fused._MIRRORED, "num_warps": 4, "num_stages": 3}
+
+
+def compiled(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    signature = signature_of(kernel, dtype)
+    # Pointers and strides are multiples of 16, as torch and hidden sizes make them.
+    aligned = [
+        (index,)
+        for index, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name.startswith("stride") or name in ("length", "width", "R", "S")
+    ]
+    source = ASTSource(
+        kernel, signature, constexprs=constants, attrs={index: [["tt.divisibility", 16]] for index in aligned}
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(built.asm["ptx"], encoding="utf-8")
+        # Triton's own command for ptxas, which it runs where a kernel is launched.
+        options = ["-v", "--regAllocOptLevel=2", "-arch=sm_90a", "-o", str(ptx.with_suffix(".o"))]
+        command = [triton.knobs.nvidia.ptxas.path, *options, str(ptx)]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "kernel": kernel.__name__, "dtype": dtype,
+        "computes_products": "EVEN" in constants and not constants.get("IS_KEPT"),
+        "upper": constants.get("UPPER"), "documents": constants.get("HAS_DOCUMENTS"),
+        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+        "stack_bytes": int(re.search(r"(\d+) bytes stack frame", log)[1]),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        "shared_bytes": built.metadata.shared,
+        "uses_wgmma": "wgmma.mma_async" in built.asm["ptx"],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    for variant in variants():
+        print(json.dumps(compiled(*variant)), flush=True)

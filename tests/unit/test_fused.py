@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton form: its kernels in Triton's interpreter against float64, and compiled for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cases import hidden_states
+from simreg_megatron.kernels import walk
+from simreg_megatron.kernels.contrast import Tokens, contrast_ratio
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses.roles import CHUNK_WEIGHTS
+
+fused = pytest.importorskip("simreg_megatron.kernels.fused", reason="Triton is not installed")
+interpreted = pytest.mark.skipif(not fused.INTERPRETS, reason="a GPU is here: tests/gpu runs the kernels on it")
+
+SMALL = {2: {"SIDE": 16, "BK": 16}, 4: {"SIDE": 32, "BK": 16}}
+WAYS = {  # bytes that may be kept, longest block, whether the whole gradient fits
+    "one block, kept": (1 << 20, 256, True),
+    "one block": (0, 256, True),
+    "many blocks, kept": (1 << 20, 16, True),
+    "many blocks": (0, 16, True),
+    "panels": (0, 16, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, tile in SMALL.items():
+        monkeypatch.setitem(fused.TILE, size, {**tile, "num_warps": 4, "num_stages": 1})
+    monkeypatch.setattr(fused, "_BLOCK_UNIT", 16)
+    monkeypatch.setattr(fused, "_MIRRORED", 16)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kept, longest, fits = WAYS[request.param]
+    monkeypatch.setitem(walk.KEPT, "cpu", kept)
+    monkeypatch.setattr(fused, "LONGEST_BLOCK", longest)
+    if not fits:
+        monkeypatch.setattr(walk, "_fits", lambda *_: False)
+    return request.param
+
+
+def clustered(length: int = 61, width: int = 40, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Two sequences of unequal norms, with losses of some 1e-7 at tau 0.01."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 9, (2, length), generator=generator)
+    centres = torch.randn(9, width, generator=generator) + 1.5
+    rows = centres[labels] + 0.6 * torch.randn(2, length, width, generator=generator)
+    return (rows * torch.rand(2, length, 1, generator=generator).add(0.5)).to(dtype), labels
+
+
+def value_and_gradient(rows: Tensor, labels: Tensor, impl: str, **options: Any) -> tuple[Tensor, Tensor]:
+    rows = rows.detach().clone().requires_grad_()
+    loss = simreg_loss(rows, labels, impl=impl, **options)
+    (loss * 2.0**24).backward()  # in float16 the gradient of so small a loss would be 0
+    return loss.detach(), rows.grad
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+
+
+def masks(labels: Tensor) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    documents = torch.arange(labels.shape[1]).div(23, rounding_mode="floor").expand_as(labels)
+    return {"valid": torch.rand(labels.shape, generator=generator) < 0.8, "documents": documents}
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 20}, {"chunk_size": 50, "masked": True}], ids=str)
+def test_equals_float64(options: dict[str, Any], way: str) -> None:
+    rows, labels = clustered()
+    given = {key: value for key, value in options.items() if key != "masked"}
+    given |= masks(labels) if options.get("masked") else {}
+    loss, grad = value_and_gradient(rows, labels, "triton", **given)
+    expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference", **given)
+    assert apart(loss, expected_loss) < 2e-5
+    assert apart(grad, expected_grad) < 3e-5
+
+
+@interpreted
+@pytest.mark.parametrize("chunk_weight", CHUNK_WEIGHTS)
+def test_every_weight(chunk_weight: str) -> None:
+    rows, labels = clustered(length=40)
+    options = {**masks(labels), "chunk_size": 16, "chunk_weight": chunk_weight, "temperature": 0.05}
+    for one, other in zip(
+        value_and_gradient(rows, labels, "triton", **options),
+        value_and_gradient(rows.double(), labels, "reference", **options),
+        strict=True,
+    ):
+        assert apart(one, other) < 1e-5
+
+
+def cut_off(numbers: Tensor) -> Tensor:
+    """To bfloat16 as Triton's interpreter does it: towards 0. A GPU takes the nearest, which is twice as close."""
+    return (numbers.float().view(torch.int32) & ~0xFFFF).view(torch.float32).double()
+
+
+def of_rounded_weights(rows: Tensor, labels: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient in float64, but for W and the result: the roundings that the form allows itself."""
+    rows = rows.double()
+    scale = 1 / rows.norm(dim=-1, keepdim=True)
+    unit = rows * scale
+    exponentials = ((unit @ unit.mT - 1) / 0.01).exp().masked_fill(torch.eye(rows.shape[1]).bool(), 0.0)
+    same = labels[:, :, None] == labels[:, None]
+    total, ratio = 1 + (exponentials * same).sum(-1), (exponentials * ~same).sum(-1)
+    ratio = ratio / total
+    a = 2.0**24 / labels.numel() / (1 + ratio) / (0.01 * total)
+    b = a * ratio
+    weights = torch.where(same, -(b[:, :, None] + b[:, None]), a[:, :, None] + a[:, None]) * exponentials
+    summed = rounding(weights * scale * scale.mT) @ rows
+    return rounding(summed - (summed * unit).sum(-1, keepdim=True) * unit)
+
+
+@interpreted
+def test_bfloat16_rounds_the_weights_and_the_result_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(walk.KEPT, "cpu", 0)
+    rows, labels = clustered(length=100, dtype=torch.bfloat16)
+    loss, grad = value_and_gradient(rows, labels, "triton")
+    assert apart(loss, value_and_gradient(rows.double(), labels, "reference")[0]) < 2e-5
+    assert apart(grad, of_rounded_weights(rows, labels, cut_off)) < 5e-4
+    nearest = of_rounded_weights(rows, labels, lambda numbers: numbers.bfloat16().double())
+    assert apart(grad, nearest) > 2e-3, "the test sees where a rounding is"
+
+
+@interpreted
+def test_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, labels = clustered(length=100, dtype=torch.float16)
+    loss, grad = value_and_gradient(rows, labels, "triton")
+    expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference")
+    assert apart(loss, expected_loss) < 2e-5
+    assert apart(grad, expected_grad) < 1e-2, "the weights are in bfloat16"
+
+
+@pytest.mark.parametrize("width", [1024, 4096])
+def test_rounded_weights_are_close_enough(width: int) -> None:
+    """What the roundings to the nearest, on a GPU, cost at the width of a model, apart from that of the result."""
+    rows, labels = hidden_states(1, 512, width, torch.bfloat16, "cpu")
+    exact = of_rounded_weights(rows, labels, lambda numbers: numbers)
+    weights_alone = of_rounded_weights(
+        rows, labels, lambda numbers: numbers.bfloat16().double() if numbers.shape[-1] == 512 else numbers
+    )
+    assert apart(weights_alone, exact) < 5e-4
+
+
+@interpreted
+def test_what_is_not_usable_may_hold_anything(way: str) -> None:
+    rows, labels = clustered()
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    valid[0, 5:9] = valid[1, -3:] = False
+    rows[1, 20] = 0.0
+    expected = value_and_gradient(rows.double(), labels, "reference", valid=valid)
+    rows[~valid] = torch.nan
+    loss, grad = value_and_gradient(rows, labels, "triton", valid=valid)
+    assert apart(loss, expected[0]) < 2e-5 and apart(grad, expected[1]) < 3e-5
+    assert (grad[~valid] == 0).all() and (grad[1, 20] == 0).all()
+    assert grad[valid].ne(0).any()
+
+
+@interpreted
+@pytest.mark.parametrize("what", ["one label", "all masked", "one token", "no tokens"])
+def test_nothing_to_compare(what: str) -> None:
+    rows, labels = clustered(length={"one token": 1, "no tokens": 0}.get(what, 30))
+    valid = torch.full(labels.shape, what != "all masked")
+    labels = torch.zeros_like(labels) if what == "one label" else labels
+    loss, grad = value_and_gradient(rows, labels, "triton", valid=valid)
+    assert loss == 0 and grad.shape == rows.shape and (grad == 0).all()
+
+
+@interpreted
+def test_a_usable_row_that_is_not_finite_shows() -> None:
+    rows, labels = clustered(length=30)
+    rows[0, 7] = torch.nan
+    loss, _ = value_and_gradient(rows, labels, "triton")
+    assert loss.isnan()
+
+
+@interpreted
+@pytest.mark.parametrize("anchors", [(0, 61), (10, 37), (30, 61)])
+def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> None:
+    """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]."""
+    rows, labels = clustered()
+    grads = []
+    for impl, given in (("triton", rows), ("tiled", rows.double())):
+        leaf = given.transpose(0, 1).contiguous().requires_grad_()
+        tokens = Tokens(
+            leaf.transpose(0, 1).unsqueeze(1), labels.unsqueeze(1), torch.ones(2, 1, 61, dtype=torch.bool), None
+        )
+        ratio = contrast_ratio(tokens, anchors=anchors, temperature=0.1, impl=impl)
+        (ratio * torch.arange(1, ratio.shape[-1] + 1)).sum().backward()
+        grads.append(leaf.grad)
+    assert apart(*grads) < 2e-6
+
+
+@interpreted
+def test_the_same_bits_twice() -> None:
+    rows, labels = clustered(dtype=torch.bfloat16)
+    first, second = (value_and_gradient(rows, labels, "triton", chunk_size=33) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@interpreted
+def test_inside_a_compiled_model() -> None:
+    rows, labels = clustered(length=30)
+    layer = torch.nn.Linear(40, 40)
+
+    def model(given: Tensor) -> Tensor:
+        return simreg_loss(layer(given), labels, temperature=0.1, impl="triton")
+
+    grads = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        layer.zero_grad()
+        run(rows).backward()
+        grads.append(layer.weight.grad.clone())
+    assert apart(*grads) < 1e-5
+
+
+def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, labels = clustered(length=8)
+    with pytest.raises(ValueError, match=r"not torch.float64: use impl 'tiled'"):
+        simreg_loss(rows.double(), labels, impl="triton")
+    with pytest.raises(ValueError, match="impl 'triton' knows similarity 'cosine'"):
+        simreg_loss(rows, labels, impl="triton", similarity="dot")
+    monkeypatch.setattr(fused, "INTERPRETS", False)
+    with pytest.raises(ValueError, match="needs a CUDA device, and the rows are on cpu"):
+        simreg_loss(rows, labels, impl="triton")
+
+
+def test_blocks_fit_into_the_workspace() -> None:
+    for width in (512, 1024, 2048, 4096, 8192, 16384):
+        for dtype in (torch.bfloat16, torch.float32):
+            rows = torch.empty(1, 1, 131072, width, dtype=dtype, device="meta")
+            side = fused.TritonTiles.side(rows)
+            assert side % 16 == 0 and side >= 16
+            assert fused.TritonTiles.bytes_per_chunk(rows, side) <= walk.WORKSPACE["cuda"] or side == 16
+
+
+def test_compiled_for_sm_90() -> None:
+    """Registers do not spill and shared memory fits for every configuration that is shipped."""
+    compiled = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.compile_kernels"],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert compiled.returncode == 0, compiled.stderr[-2000:]
+    found = [json.loads(line) for line in compiled.stdout.splitlines()]
+    assert len(found) >= 12
+    for kernel in found:
+        assert kernel["spilled_bytes"] == 0 and kernel["stack_bytes"] == 0, kernel
+        assert 0 <= kernel["shared_bytes"] <= 227 * 1024, kernel
+        if kernel["dtype"] != "fp32" and kernel["computes_products"]:
+            assert kernel["uses_wgmma"], kernel
