@@ -5,6 +5,7 @@ Sums and counts, never means: they add up over micro-batches and ranks, and one 
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ from simreg_megatron.losses._chunks import (
     zero_rows,
 )
 from simreg_megatron.losses.similarity import unit_rows
+
+_WORKSPACE = 64 << 20  # bytes that the pairs of one step may take
+_BYTES_PER_PAIR = 24  # cosines, masks, and what is selected by them
 
 
 class PairCosines(NamedTuple):
@@ -72,15 +76,24 @@ def pair_cosines(
     lonely = embeddings.new_zeros((), dtype=torch.float64)
     with no_autocast(embeddings.device.type):
         for block in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
-            block_sums, block_lonely = _block_sums(block)
-            sums, lonely = sums + block_sums, lonely + block_lonely
+            units = unit_rows(block.rows)
+            for span in _strips(block):
+                strip_sums, strip_lonely = _strip_sums(block._replace(anchors=span), units)
+                sums, lonely = sums + strip_sums, lonely + strip_lonely
     num_zero = _count((wanted & zero_rows(embeddings))[:, own])
     return PairCosines._make((*sums.unbind(), _count(usable[:, own]), num_zero, lonely))
 
 
-def _block_sums(block: Block) -> tuple[Tensor, Tensor]:
+def _strips(block: Block) -> Iterator[Span]:
+    """The anchors in parts, so that no matrix of all pairs of a long chunk is ever held."""
+    num_chunks, length = block.labels.shape
+    step = max(1, _WORKSPACE // max(1, num_chunks * length * _BYTES_PER_PAIR))
+    for first in range(block.anchors[0], block.anchors[1], step):
+        yield first, min(first + step, block.anchors[1])
+
+
+def _strip_sums(block: Block, units: Tensor) -> tuple[Tensor, Tensor]:
     """The first six of PairCosines, and the anchors without a negative."""
-    units = unit_rows(block.rows)
     own = slice(*block.anchors)
     cosines = units[:, own] @ units.mT
     same, different = label_pairs(block)

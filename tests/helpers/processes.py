@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ def _worker(rank: int, size: int, store: str, function: Callable[..., None], arg
 
 
 def run_processes(function: Callable[..., None], size: int, folder: Path, *arguments: Any) -> None:
-    """`function(rank, *arguments)` on `size` ranks; a failure on any rank is raised here."""
+    """`function(rank, *arguments)` on `size` ranks; a failure on any rank is raised here.
+
+    The ranks are forked from a process that has imported torch and run nothing: a fork of this one would inherit
+    threads that other tests have started, and autograd refuses to work in it.
+    """
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", function.__module__])
     store = str(folder / "store")
-    mp.start_processes(_worker, args=(size, store, function, arguments), nprocs=size, join=True, start_method="fork")
+    mp.start_processes(
+        _worker, args=(size, store, function, arguments), nprocs=size, join=True, start_method="forkserver"
+    )

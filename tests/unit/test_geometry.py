@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from simreg_megatron import geometry
 from simreg_megatron.geometry import PairCosines, mean_angle_degrees, pair_cosines
 from tests.helpers.fixtures import fixture_f1, random_tokens
 
@@ -130,3 +131,12 @@ def test_mean_angle(cosine: float, degrees: float) -> None:
 
 def test_mean_angle_of_nan_is_nan() -> None:
     assert math.isnan(mean_angle_degrees(math.nan))
+
+
+def test_long_chunks_are_taken_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, labels = random_tokens((2, 23, 5), num_labels=4, seed=3)
+    valid = torch.rand(2, 23, generator=torch.Generator().manual_seed(1)) < 0.8
+    at_once = pair_cosines(rows, labels, valid=valid, chunk_size=10)
+    monkeypatch.setattr(geometry, "_WORKSPACE", 1)  # one anchor of each chunk at a time
+    for one, other in zip(at_once, pair_cosines(rows, labels, valid=valid, chunk_size=10), strict=True):
+        torch.testing.assert_close(one, other)
