@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks [--device cuda] [--output benchmarks/results/NAME.md]`: print the table of ratios.
+"""`python -m benchmarks [--device cuda] [--output FOLDER]`: what the loss costs, beside other ways to compute it.
 
-Each case runs in a fresh process, one after the other; all rows of a size are of one run on one machine, so their
-ratios can be compared, and seconds of two tables cannot.
+Every size is measured in a process of its own, in which the losses take turns: ratios within a size are of one run on
+one machine and can be compared; seconds of two sizes or two runs cannot. Writes DEVICE.csv, DEVICE.md and DEVICE.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
-import importlib.util
 import multiprocessing
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -20,73 +20,112 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.progress import track
 
-from benchmarks.cases import LOSSES
-from benchmarks.measure import Case, Cost, cost
+from benchmarks import plot
+from benchmarks.cases import Size
+from benchmarks.measure import Row, gemm_multiply_adds_per_second, measured
 
-# Sequences, tokens, width. 16 GiB of memory, or a GPU of 80, hold the largest one densely.
 SIZES = {
-    "cpu": ((8, 64, 192), (8, 512, 512), (4, 1024, 1024), (1, 2048, 512), (1, 4096, 1024), (1, 8192, 512)),
-    "cuda": ((8, 1024, 1024), (4, 2048, 2048), (1, 8192, 4096), (1, 32768, 4096), (1, 131072, 4096)),
+    "cpu": [
+        Size(8, 64, 192),
+        *(Size(max(1, 2048 // n), n, d) for d in (512, 1024) for n in (512, 1024, 2048, 4096, 8192, 16384)),
+    ],
+    "cuda": [Size(max(1, 8192 // n), n, d) for d in (512, 1024, 4096, 8192) for n in (2**k for k in range(9, 18))],
 }
-_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+GEMM_SIDE = {"cpu": 2048, "cuda": 8192}
+INF_CL_OPERATIONS = 10
+"""n^2 d floating-point operations in a step of Inf-CL (arXiv 2410.17243): 2 forward and 4 in each of its two backward
+kernels, without the symmetry of SimReg's pairs. By formula: it cannot compute SimReg."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, too")
+    parser.add_argument("--longest", type=int, metavar="N", help="leave out longer sequences")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write the rows, the table and the plot here")
     options = parser.parse_args()
-    console = Console()
-    lines = list(_header(options.device))
-    for size in SIZES[options.device]:
-        found = {}
-        for name in LOSSES:
-            if name == "SupConLoss" and importlib.util.find_spec("pytorch_metric_learning") is None:
-                continue
-            with console.status(f"{name}, {size}"):
-                found[name] = _measured(Case(name, *size, _DTYPES[options.device], options.device))
-        lines += _rows(" x ".join(map(str, size)), found)
-    console.print(Markdown("\n".join(lines)))
+    device, dtype = options.device, DTYPES[options.device]
+    torch.set_num_threads(1)
+    peak = gemm_multiply_adds_per_second(dtype, device, GEMM_SIDE[device])
+    rows: list[Row] = []
+    console = Console(width=max(130, Console().width))
+    sizes = [size for size in SIZES[device] if size.length <= (options.longest or size.length)]
+    for size in track(sizes, description="sizes", console=console, transient=True):
+        rows += _in_own_process(size, dtype, device)
+    text = "\n".join(_table(rows, device, peak)) + "\n"
+    console.print(Markdown(text))
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        options.output.mkdir(parents=True, exist_ok=True)
+        options.output.joinpath(f"{device}.md").write_text(text, encoding="utf-8")
+        _write_csv(options.output / f"{device}.csv", rows, device, peak)
+        plot.draw(rows, options.output / f"{device}.png", title=_machine(device))
 
 
-def _measured(case: Case) -> Cost | str:
+def _in_own_process(size: Size, dtype: torch.dtype, device: str) -> list[Row]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(cost, case).result()
+            return pool.submit(measured, size, dtype, device).result()
         except torch.OutOfMemoryError:
-            return "out of memory"
+            return [Row("all", size, True, remark="out of memory")]
         except BrokenProcessPool:
-            return "killed"  # by the system, which had no more memory
+            return [Row("all", size, True, remark="killed")]  # by the system, which had no more memory
 
 
-def _header(device: str) -> Iterator[str]:
-    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
-    yield f"# SimReg, forward and backward: {where}"
+def _machine(device: str) -> str:
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, 1 thread"
+    return f"{where}, {str(DTYPES[device]).removeprefix('torch.')}"
+
+
+def _table(rows: Iterable[Row], device: str, peak: float) -> Iterator[str]:
+    yield f"# SimReg, forward and backward: {_machine(device)}"
     yield ""
-    yield f"{datetime.date.today()}, `python -m benchmarks --device {device}`, {_DTYPES[device]}."
-    yield f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}."
+    yield f"{datetime.date.today()}, `python -m benchmarks --device {device}`. Python {platform.python_version()}, "
+    yield f"torch {torch.__version__}. One square product reaches {2e-9 * peak:.0f} GFLOP/s here; the share is of that."
     yield ""
     yield "Sequences x tokens x width, each sequence one chunk. Ratios are to tiled: more is slower, or takes more."
+    yield "MiB are beside the inputs, the gradient is among them. Errors are relative, to float64."
     yield ""
-    yield "| size | loss | ms | time / tiled | MiB | memory / tiled |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-
-
-def _rows(size: str, found: dict[str, Cost | str]) -> Iterator[str]:
-    base = found["tiled"]
-    for name, measured in found.items():
-        if isinstance(measured, str) or isinstance(base, str):
-            yield f"| {size} | {name} | {measured} | | | |"
+    yield "| size | loss | ms | / tiled | MiB | / tiled | error of loss | of gradient | GFLOP | share |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    whole = [row for row in rows if row.backward]
+    tiled = {row.size: row for row in whole if row.loss == "tiled"}
+    for row in whole:
+        base = tiled.get(row.size)
+        if row.seconds is None or base is None:
+            yield f"| {row.size} | {row.loss} | {row.remark} | | | | | | | |"
             continue
-        time, memory = measured.seconds / base.seconds, measured.peak_bytes / max(base.peak_bytes, 1)
+        errors = [f"{error:.0e}" if error is not None else "" for error in (row.loss_error, row.gradient_error)]
         yield (
-            f"| {size} | {name} | {measured.seconds * 1e3:.1f} | {time:.2f} | {measured.peak_bytes / 2**20:.0f} | "
-            f"{memory:.1f} |"
+            f"| {row.size} | {row.loss} | {row.seconds * 1e3:.1f} | {row.seconds / base.seconds:.2f} | "
+            f"{row.extra_bytes / 2**20:.0f} | {row.extra_bytes / base.extra_bytes:.1f} | {' | '.join(errors)} | "
+            f"{2e-9 * row.multiply_adds:.1f} | {row.multiply_adds / row.seconds / peak:.2f} |"
         )
+        if row.loss == "tiled":
+            seconds = INF_CL_OPERATIONS / 2 * row.size.all_pairs / peak
+            ratio = seconds / row.seconds
+            yield f"| {row.size} | Inf-CL, by formula | {seconds * 1e3:.1f} | {ratio:.2f} | | | | | | 1 |"
+
+
+def _write_csv(path: Path, rows: Iterable[Row], device: str, peak: float) -> None:
+    common = {
+        "date": datetime.date.today(), "machine": _machine(device), "python": platform.python_version(),
+        "torch": torch.__version__, "gemm_gflops": round(2e-9 * peak, 1),
+    }  # fmt: skip
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = None
+        for row in rows:
+            values = {
+                **common, "batch": row.size.batch, "tokens": row.size.length, "width": row.size.width,
+                "loss": row.loss, "pass": "forward+backward" if row.backward else "forward", "seconds": row.seconds,
+                "extra_bytes": row.extra_bytes, "loss_error": row.loss_error, "gradient_error": row.gradient_error,
+                "multiply_adds": row.multiply_adds, "remark": row.remark,
+            }  # fmt: skip
+            if writer is None:
+                writer = csv.DictWriter(file, list(values))
+                writer.writeheader()
+            writer.writerow(values)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from simreg_megatron.kernels import walk
+from simreg_megatron.kernels.tiled import TorchTiles
 from simreg_megatron.losses import simreg_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # embeddings [b, n, d], labels [b, n]
+
+
+@dataclass(frozen=True)
+class Size:
+    """`batch` sequences of `length` tokens, each one chunk, with `width` features."""
+
+    batch: int
+    length: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.length} x {self.width}"
+
+    @property
+    def all_pairs(self) -> int:
+        """Multiply-adds of one product of all pairs."""
+        return self.batch * self.length**2 * self.width
 
 
 def hidden_states(batch: int, length: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -35,16 +55,60 @@ def dense(embeddings: Tensor, labels: Tensor) -> Tensor:
 
 
 def sup_con(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """The nearest loss of pytorch-metric-learning, sequence by sequence."""
+    """The nearest loss of pytorch-metric-learning, sequence by sequence: another function, with the same pairs."""
     from pytorch_metric_learning.losses import SupConLoss
 
     loss = SupConLoss(temperature=0.01)
     return torch.stack([loss(rows.float(), ids) for rows, ids in zip(embeddings, labels, strict=True)]).mean()
 
 
+@cache
+def _compiled_reference() -> Loss:
+    return torch.compile(partial(simreg_loss, impl="reference"))
+
+
+def compiled(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """torch.compile of the reference."""
+    return _compiled_reference()(embeddings, labels)
+
+
+def exact(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """In float64: the reference where its matrices fit, else the tiles, which the tests hold equal to it."""
+    impl = "reference" if embeddings.shape[0] * embeddings.shape[1] ** 2 <= 2**25 else "tiled"
+    return simreg_loss(embeddings.double(), labels, impl=impl)
+
+
 LOSSES: dict[str, Loss] = {
     "dense": dense,
     "reference": partial(simreg_loss, impl="reference"),
+    "compiled": compiled,
     "tiled": partial(simreg_loss, impl="tiled"),
+    "triton": partial(simreg_loss, impl="triton"),
     "SupConLoss": sup_con,
 }
+SAME_FUNCTION = ("dense", "reference", "compiled", "tiled", "triton")
+
+
+def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, backward: bool) -> int:
+    """Of the products of features, counted tile by tile; exponentials and masks are not in it."""
+    if name not in ("tiled", "triton"):
+        return size.all_pairs * (3 if backward else 1)
+    tiles = _tiles(name)
+    rows = torch.empty(size.batch, 1, size.length, size.width, dtype=dtype, device=device)
+    anchors = 0, size.length
+    computed = both = 0
+    for one, others in walk.panels(anchors, rows, tiles.side(rows)):
+        for other in others:
+            pairs = (one[1] - one[0]) * (other[1] - other[0])
+            both += pairs if one == other else 2 * pairs
+            computed += pairs // 2 if name == "triton" and one == other else pairs
+    again = 0 if walk.keeps_pairs(tiles, rows, anchors) else computed
+    return size.batch * size.width * (computed + (again + both if backward else 0))
+
+
+def _tiles(name: str) -> type[walk.Tiles]:
+    if name == "triton":
+        from simreg_megatron.kernels.fused import TritonTiles
+
+        return TritonTiles
+    return TorchTiles

@@ -1,70 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of one loss, forward and backward, in a process of its own."""
+"""Time, memory and error of every way to compute the loss of one size, in one process."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from benchmarks.cases import LOSSES, hidden_states
+from benchmarks.cases import LOSSES, SAME_FUNCTION, Size, exact, hidden_states, multiply_adds
+
+REPEATS = 5
+LONG = 10.0  # seconds: what takes longer is measured once
+_DENSE_BYTES = {"dense": 24, "reference": 24, "compiled": 24, "SupConLoss": 44}  # a pair, at the peak
+_MOST_BYTES = {"cpu": 8 << 30, "cuda": 70 << 30}
 
 
 @dataclass(frozen=True)
-class Case:
-    """`batch` sequences of `length` tokens, each one chunk."""
+class Row:
+    """One line of the table; None where there is nothing to say.
 
-    loss: str
-    batch: int
-    length: int
-    width: int
-    dtype: str
-    device: str
-
-    @property
-    def size(self) -> str:
-        return f"{self.batch} x {self.length} x {self.width} {self.dtype}"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Median seconds of one forward and backward, and the bytes it takes at its peak beside what is there before it.
-
-    The gradient of the embeddings is among them.
+    seconds: median of runs that take turns with those of the other losses. extra_bytes: most bytes of tensors that
+    live at once beside the inputs; the gradient of the embeddings is among them. The errors are to float64.
     """
 
-    seconds: float
-    peak_bytes: int
+    loss: str
+    size: Size
+    backward: bool
+    seconds: float | None = None
+    extra_bytes: int | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    multiply_adds: int | None = None
+    remark: str = ""
 
 
-def cost(case: Case, repeats: int = 5) -> Cost:
-    rows, labels = hidden_states(case.batch, case.length, case.width, getattr(torch, case.dtype), case.device)
-    rows.requires_grad_()
-    loss = LOSSES[case.loss]
-    small, small_labels = hidden_states(1, 64, 64, torch.float32, case.device)
-    loss(small.requires_grad_(), small_labels).backward()  # libraries loaded, kernels found
+def measured(size: Size, dtype: torch.dtype, device: str) -> list[Row]:
+    """All losses that this machine can run, forward alone and with backward."""
+    torch.set_num_threads(1)
+    rows, labels = hidden_states(size.batch, size.length, size.width, dtype, device)
+    found = []
+    for backward in (False, True):
+        left_out = {name: reason for name in LOSSES if (reason := _left_out(name, size, device))}
+        names = [name for name in LOSSES if name not in left_out]
+        runs = {name: _run_of(name, rows, labels, backward) for name in names}
+        peaks = {name: peak_bytes(run, device) for name, run in runs.items()}  # and libraries are loaded
+        seconds = _in_turns(runs, device)
+        errors = dict(_errors(names, rows, labels)) if backward else {}
+        for name in names:
+            counted = multiply_adds(name, size, dtype, device, backward=backward)
+            found.append(
+                Row(name, size, backward, seconds[name], peaks[name], *errors.get(name, (None, None)), counted)
+            )
+        found += [Row(name, size, backward, remark=reason) for name, reason in left_out.items()]
+    return found
 
-    def once() -> float:
-        rows.grad = None
-        _synchronize(case.device)
-        started = time.perf_counter()
-        loss(rows, labels).backward()
-        _synchronize(case.device)
-        return time.perf_counter() - started
 
-    peak = peak_bytes(once, case.device)
-    first = once()
-    times = [once() for _ in range(repeats)] if first < 20 else [first]
-    return Cost(statistics.median(times), peak)
+def _left_out(name: str, size: Size, device: str) -> str:
+    if name == "SupConLoss" and importlib.util.find_spec("pytorch_metric_learning") is None:
+        return "pytorch-metric-learning is not installed"
+    if name == "triton" and device == "cpu":
+        return "needs a GPU"
+    takes = _DENSE_BYTES.get(name, 0) * size.batch * size.length**2
+    return f"would take {takes / 2**30:.0f} GiB" if takes > _MOST_BYTES[device] else ""
 
 
-def _synchronize(device: str) -> None:
+def _run_of(name: str, rows: Tensor, labels: Tensor, backward: bool) -> Callable[[], None]:
+    def run() -> None:
+        with torch.set_grad_enabled(backward):
+            given = rows.detach().requires_grad_(backward)
+            loss = LOSSES[name](given, labels)
+            if backward:
+                loss.backward()
+
+    return run
+
+
+def _in_turns(runs: dict[str, Callable[[], None]], device: str) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(REPEATS):
+        for name, run in runs.items():
+            if not times[name] or times[name][0] < LONG:
+                times[name].append(_seconds(run, device))
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def _seconds(run: Callable[[], None], device: str) -> float:
+    synchronize(device)
+    started = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def _errors(names: list[str], rows: Tensor, labels: Tensor) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Relative, of the loss and (Frobenius) of the gradient; the loss is scaled up, so that no gradient underflows."""
+    expected = _value_and_gradient(exact, rows.double(), labels)
+    for name in names:
+        if name in SAME_FUNCTION:
+            got = _value_and_gradient(LOSSES[name], rows, labels)
+            yield name, tuple(_apart(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def _value_and_gradient(loss: Callable[[Tensor, Tensor], Tensor], rows: Tensor, labels: Tensor) -> tuple[Any, Any]:
+    rows = rows.detach().requires_grad_()
+    value = loss(rows, labels)
+    (value * 2.0**24).backward()
+    return value.detach(), rows.grad
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def gemm_multiply_adds_per_second(dtype: torch.dtype, device: str, side: int) -> float:
+    """Of one square product, as the libraries of this machine do it at their best."""
+    left, right = torch.randn(2, side, side, device=device).to(dtype)
+    seconds = min(_seconds(lambda: torch.mm(left, right), device) for _ in range(10))
+    return side**3 / seconds
+
+
+def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -72,6 +135,7 @@ def _synchronize(device: str) -> None:
 def peak_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
     """Most bytes of tensors that live at once, beside those that lived before."""
     if device == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()

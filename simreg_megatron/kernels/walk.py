@@ -181,6 +181,21 @@ def _panel_by_panel(pairs: Tiles, grad: Tensor, pull: Tensor, reach: Span) -> No
         pairs.project(of_unit, one, part)
 
 
+def keeps_pairs(tiles: type[Tiles], rows: Tensor, anchors: Span) -> bool:
+    """Whether the exponentials of all tiles stay between forward and backward."""
+    dtype = tiles.kept_dtype(rows)
+    return dtype is not None and _kept_numbers(tiles, rows, anchors) * dtype.itemsize <= limit(KEPT, rows)
+
+
+def _kept_numbers(tiles: type[Tiles], rows: Tensor, anchors: Span) -> int:
+    of_chunk = sum(
+        tiles.kept_numbers(rows, one, other)
+        for one, others in panels(anchors, rows, tiles.side(rows))
+        for other in others
+    )
+    return rows.shape[0] * rows.shape[1] * of_chunk
+
+
 class _Shelf:
     """Exponentials of tile after tile in one flat tensor, written and read in the same order."""
 
@@ -191,19 +206,9 @@ class _Shelf:
     @classmethod
     def new(cls, tiles: type[Tiles], rows: Tensor, anchors: Span) -> _Shelf:
         """Room for every tile of the walk, or none where that would be too much."""
-        numbers = (
-            rows.shape[0]
-            * rows.shape[1]
-            * sum(
-                tiles.kept_numbers(rows, one, other)
-                for one, others in panels(anchors, rows, tiles.side(rows))
-                for other in others
-            )
-        )
-        dtype = tiles.kept_dtype(rows)
-        if dtype is None or numbers * dtype.itemsize > limit(KEPT, rows):
+        if not keeps_pairs(tiles, rows, anchors):
             return cls(rows.new_empty(0))
-        return cls(rows.new_empty(numbers, dtype=dtype))
+        return cls(rows.new_empty(_kept_numbers(tiles, rows, anchors), dtype=tiles.kept_dtype(rows)))
 
     @property
     def holds(self) -> bool:
