@@ -31,7 +31,10 @@ KINDS = {
     "SimReg, impl triton": ("--simreg-lambda", "1", "--simreg-impl", "triton"),
     "AdaGC alone": ("--adagc",),
 }
-PAPER = "The paper, 350M on its cluster: 2.295 s and 373.45 GB off, 2.296 s and 375.28 GB whole, 2.295 s and 373.84 GB in chunks."
+PAPER = (
+    "The paper, 350M on its cluster: 2.295 s and 373.45 GB off, 2.296 s and 375.28 GB whole, "
+    "2.295 s and 373.84 GB in chunks."
+)
 _SECONDS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 _MEMORY = re.compile(r"max allocated: ([\d.]+)")
 

@@ -19,7 +19,8 @@ IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "none": 0.01}
 """Temperature of each objective where none is given."""
 OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | float]] = {
-    "cpretrain": {"same_label": ("masked", "kept")},
+    "simcse": {"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
+    "cpretrain": {"same_label": ("masked", "kept"), "level": ("token", "sequence"), "scale": ("fixed", "learned")},
     "creg": {"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},
     "sce": {
         "target": ("label", "instance"),
@@ -29,8 +30,13 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | float]] = {
     },
 }
 """Options of an objective's own: words to choose from, the first is the default; or a number, its default."""
-BY_SEQUENCE = ("simcse",)
-"""Objectives that compare whole sequences of a micro-batch: they know no chunks, labels or documents."""
+_TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
+NOT_OFFERED = {
+    ("simcse", "view", "forward2"): _TWICE,
+    ("creg", "prediction_consistency", "yes"): _TWICE,
+    ("sce", "keys", "ema"): "it needs a second model whose weights follow the first: leave the option out",
+}
+"""Options that the originals have and a plugin cannot: (objective, option, value) and why."""
 
 _REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
 
@@ -133,8 +139,10 @@ class SimRegConfig:
 
     def _refuse_settings_of_simreg(self) -> None:
         names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
-        if self.objective in BY_SEQUENCE:
+        if self.by_sequence:
             names += ["chunk_size", "scope", "document_mask"]
+            if self.options.get("same_label") == "kept":
+                raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
         defaults = {field.name: field.default for field in fields(self)}
         idle = [name for name in names if getattr(self, name) != defaults[name]]
         if idle:
@@ -142,6 +150,11 @@ class SimRegConfig:
                 f"SimReg {idle[0].replace('_', ' ')} {getattr(self, idle[0])} has no effect on objective "
                 f"{self.objective}: drop it"
             )
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether whole sequences of a micro-batch are compared: then no chunks, labels or documents are known."""
+        return self.objective == "simcse" or self.options.get("level") == "sequence"
 
     @property
     def tau(self) -> float:
@@ -243,7 +256,11 @@ def _checked_options(objective: str, value: object) -> tuple[tuple[str, str | fl
     known = OBJECTIVE_OPTIONS.get(objective, {})
     words = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
     given = {str(name).strip().replace("-", "_"): setting for name, setting in words}  # type: ignore[attr-defined]
-    for name in given:
+    for name, setting in given.items():
+        if (objective, name, setting) in NOT_OFFERED:
+            raise ValueError(
+                f"SimReg objective {objective} has no {name}={setting}: {NOT_OFFERED[objective, name, str(setting)]}"
+            )
         if name not in known:
             has = ", ".join(known) if known else "no options"
             raise ValueError(f"unknown option {name!r} of SimReg objective {objective}: it has {has}")

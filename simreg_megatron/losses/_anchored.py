@@ -89,10 +89,10 @@ def spread(losses: Tensor, counted: Tensor, total: Tensor, usable: Tensor) -> Te
     return torch.where(counted, losses, 0.0) * factor.unsqueeze(-1)
 
 
-def cosine_logits(block: Block, temperature: float) -> Tensor:
+def cosine_logits(block: Block, temperature: float | Tensor) -> Tensor:
     """(cos(e_i, e_j) - 1) / tau [m, p, k]; exactly 0 with itself. The shift cancels in every softmax of an anchor."""
     anchors = block.rows[:, slice(*block.anchors)]
-    return get_similarity("cosine")(anchors, block.rows, temperature).masked_fill(self_pairs(block), 0.0)
+    return get_similarity("cosine")(anchors, block.rows, 1.0).masked_fill(self_pairs(block), 0.0) / temperature
 
 
 def log_sum(logits: Tensor, members: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,9 +17,12 @@ from simreg_megatron.losses._anchored import (
     reduced,
     spread,
 )
-from simreg_megatron.losses._chunks import Block, label_pairs
+from simreg_megatron.losses._chunks import Block, check_tokens, label_pairs, usable_tokens
+from simreg_megatron.losses._sequences import sequence_losses, whole_sequences
 
 SAME_LABEL = ("masked", "kept")
+LEVELS = ("token", "sequence")
+MOST_LOG_SCALE = math.log(100.0)
 
 
 def cpretrain_loss(
@@ -26,6 +31,8 @@ def cpretrain_loss(
     *,
     temperature: float = 0.1,
     same_label: str = "masked",
+    level: str = "token",
+    log_scale: Tensor | None = None,
     valid: Tensor | None = None,
     documents: Tensor | None = None,
     chunk_size: int = 0,
@@ -39,6 +46,9 @@ def cpretrain_loss(
     Args:
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
         temperature: tau, above 0: one over the scale of the original.
+        level: "token" as above; "sequence": the pairs are the means of the two halves of each sequence of the batch,
+            and chunks and documents are not looked at.
+        log_scale: a scalar theta that gets a gradient: exp(min(theta, log 100)) in the place of 1 / tau.
         same_label: "masked" leaves other pairs of the same label out of both softmaxes; "kept" has them as negatives.
         reduction: as in `creg_loss`.
 
@@ -46,10 +56,13 @@ def cpretrain_loss(
         ValueError: an argument is out of range, or shapes, types or devices do not fit.
 
     Source: our adaptation of Neelakantan et al. 2022 (symmetric in-batch InfoNCE) to tokens of pretraining. The pairs,
-    the mask and a fixed scale in the place of a learned one are our choices.
+    the mask, halves for sequences, and a fixed scale by default in the place of a learned one are our choices.
     """
+    check_choice("level", level, LEVELS)
+    if level == "sequence":
+        return _of_sequences(embeddings, labels, valid, scaled(temperature, log_scale))
     return reduced(
-        cpretrain_terms(temperature=temperature, same_label=same_label),
+        cpretrain_terms(temperature=temperature, same_label=same_label, log_scale=log_scale),
         embeddings,
         labels,
         valid=valid,
@@ -59,13 +72,30 @@ def cpretrain_loss(
     )
 
 
-def cpretrain_terms(*, temperature: float = 0.1, same_label: str = "masked") -> BlockTerms:
-    """The same for the anchors of one block of chunks, its options checked."""
+def _of_sequences(embeddings: Tensor, labels: Tensor, valid: Tensor | None, temperature: float | Tensor) -> Tensor:
+    check_tokens(embeddings, labels, valid, None, 0)
+    usable = usable_tokens(embeddings, labels, valid)
+    first, second, takes_part = whole_sequences(embeddings, labels, usable, view="halves", pooling="mean")
+    there = sequence_losses(first, second, takes_part, takes_part, 0, temperature)
+    back = sequence_losses(second, first, takes_part, takes_part, 0, temperature)
+    return (there + back).sum() / (2 * takes_part.sum().clamp(min=1))
+
+
+def scaled(temperature: float, log_scale: Tensor | None) -> float | Tensor:
+    """tau, or exp(-theta) of a trained theta; above log 100 theta no longer counts, and gets no gradient."""
     check_temperature("temperature", temperature)
+    return temperature if log_scale is None else (-log_scale.clamp(max=MOST_LOG_SCALE)).exp()
+
+
+def cpretrain_terms(
+    *, temperature: float = 0.1, same_label: str = "masked", log_scale: Tensor | None = None
+) -> BlockTerms:
+    """The same for the anchors of one block of chunks, its options checked."""
     check_choice("same_label", same_label, SAME_LABEL)
+    tau = scaled(temperature, log_scale)
 
     def terms(block: Block) -> Tensor:
-        logits, own = cosine_logits(block, temperature), slice(*block.anchors)
+        logits, own = cosine_logits(block, tau), slice(*block.anchors)
         same, different = label_pairs(block)
         follower, leader = _neighbours(block)
         losses, counted = torch.zeros_like(logits[..., 0]), torch.zeros_like(same[..., 0])

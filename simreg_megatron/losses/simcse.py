@@ -1,69 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimCSE: a baseline on whole sequences, which does not look at labels.
-
-Shapes: b sequences, n tokens, d features.
-"""
+"""SimCSE: a baseline on whole sequences, which does not look at labels. Shapes: b sequences, n tokens, d features."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.losses._anchored import check_temperature
-from simreg_megatron.losses._chunks import check_tokens, no_autocast, usable_tokens
-from simreg_megatron.losses.similarity import unit_rows
+from simreg_megatron.losses._anchored import check_choice, check_temperature
+from simreg_megatron.losses._chunks import check_tokens, usable_tokens
+from simreg_megatron.losses._sequences import POOLINGS, VIEWS, sequence_losses, whole_sequences
 
 
 def simcse_loss(
     embeddings: Tensor,
+    labels: Tensor | None = None,
     *,
     temperature: float = 0.05,
+    view: str = "halves",
+    pooling: str = "mean",
     valid: Tensor | None = None,
 ) -> Tensor:
     """L = mean_i -log( exp(cos(h_i, g_i) / tau) / sum_j exp(cos(h_i, g_j) / tau) ).
 
-    h_i and g_i are the means of the hidden states of the first and of the second half of sequence i.
-
     Args:
         embeddings: [b, n, d]; at least two sequences, else the loss is 0.
+        labels: integer [b, n]; view "dropout" draws its masks from them, so that a sequence has the same ones
+            wherever it is; without labels all sequences have the same masks. A label below 0 makes a token invalid.
         temperature: tau, above 0.
-        valid: bool [b, n]; a sequence needs a valid token in each half to take part.
+        view: what h_i and g_i are. "halves": the pooled states of the first and of the second half of sequence i.
+            "dropout": those of the whole sequence under two masks that drop a tenth of the features.
+        pooling: "mean" of the valid tokens, or the "last" of them.
+        valid: bool [b, n]; a sequence needs a valid token in each half, or at all, to take part.
 
     Raises:
         ValueError: an argument is out of range, or shapes, types or devices do not fit.
 
-    Source: our adaptation of Gao et al. 2021 to pretraining. Theirs are two passes with other dropout; pretraining has
-    none, so halves of the sequence in their place are our choice, as is comparing inside the micro-batch only.
+    Source: our adaptation of Gao et al. 2021 to pretraining. Theirs are two passes of the model with other dropout;
+    pretraining has none and pays for one pass, so both views are our choice, as is masking the pooled state.
     """
     check_temperature("temperature", temperature)
-    labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
+    check_choice("view", view, VIEWS)
+    check_choice("pooling", pooling, POOLINGS)
+    if labels is None:
+        labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
     check_tokens(embeddings, labels, valid, None, 0)
     usable = usable_tokens(embeddings, labels, valid)
-    in_second = torch.arange(embeddings.shape[1], device=embeddings.device) >= (embeddings.shape[1] + 1) // 2
-    losses, takes_part = sequence_losses(*half_sums(embeddings, usable, in_second), temperature)
+    first, second, takes_part = whole_sequences(embeddings, labels, usable, view=view, pooling=pooling)
+    losses = sequence_losses(first, second, takes_part, takes_part, 0, temperature)
     return losses.sum() / takes_part.sum().clamp(min=1)
-
-
-def half_sums(embeddings: Tensor, usable: Tensor, in_second: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums [b, 2, d] and counts [b, 2] of the usable tokens of each half; parts of a sequence add up.
-
-    Args:
-        in_second: bool [n], which tokens lie in the second half.
-    """
-    members = torch.stack([usable & ~in_second, usable & in_second], dim=1)
-    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
-    rows = torch.where(usable.unsqueeze(-1), rows, 0.0)
-    with no_autocast(embeddings.device.type):
-        return members.to(rows.dtype) @ rows, members.sum(dim=-1)
-
-
-def sequence_losses(sums: Tensor, counts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Losses [b], 0 where a sequence does not take part, and which do: bool [b]."""
-    takes_part = (counts > 0).all(dim=-1) & (sums.detach() != 0).any(dim=-1).all(dim=-1)
-    means = torch.where(takes_part[:, None, None], sums / counts.clamp(min=1).unsqueeze(-1), 1.0)
-    with no_autocast(sums.device.type):
-        first, second = unit_rows(means).unbind(dim=1)
-        logits = (first @ second.mT / temperature).masked_fill(~takes_part, torch.finfo(sums.dtype).min / 4)
-    losses = F.cross_entropy(logits, torch.arange(len(logits), device=logits.device), reduction="none")
-    return torch.where(takes_part, losses, 0.0), takes_part

@@ -234,6 +234,13 @@ def tensor_and_context_group(model: Any) -> Any:
     return _group(model, "tp_cp", "get_tensor_and_context_parallel_group")
 
 
+def data_group() -> Any:
+    """Ranks that train on other sequences, without those that share theirs."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
+
+
 def _group(model: Any, name: str, global_name: str) -> Any:
     group = getattr(getattr(model, "pg_collection", None), name, None)
     if group is not None:

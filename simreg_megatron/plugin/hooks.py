@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
+from simreg_megatron.config import SimRegConfig
 from simreg_megatron.plugin import clipping, compat, inner, learnable
 from simreg_megatron.plugin.arguments import (
     adagc_from_args,
@@ -187,7 +187,7 @@ def _add_parameters(initialize: Callable[..., Any]) -> Callable[..., Any]:
     def with_parameters(model: Any, *args: Any, **kwargs: Any) -> None:
         initialize(model, *args, **kwargs)
         if _wants_parameters():
-            learnable.add_to(model)
+            learnable.add_to(model, learnable.wanted(_current().config))
 
     return with_parameters
 
@@ -198,7 +198,7 @@ def _wants_parameters() -> bool:
     if _installation.given_config is None and not compat.has_parsed_arguments():
         return False
     config = _current().config
-    return config.active and config.similarity == "learnable"
+    return config.active and bool(learnable.wanted(config))
 
 
 def _trains(model: Any) -> bool:
@@ -295,7 +295,7 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         )
     if config.looks_inside:
         inner.refuse_arguments(config, args)
-    if config.objective in BY_SEQUENCE and args.micro_batch_size < 2:
+    if config.by_sequence and args.micro_batch_size < 2 and config.options.get("gather") != "yes":
         raise ValueError(
             f"SimReg objective {config.objective} compares the sequences of a micro-batch, and --micro-batch-size is "
             f"{args.micro_batch_size}: give at least 2"
@@ -303,7 +303,7 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(_PACKED_AND_SPLIT)
-    if packed and config.objective in BY_SEQUENCE:
+    if packed and config.by_sequence:
         raise NotImplementedError(
             f"SimReg objective {config.objective} takes a row for one sequence, and packed rows hold several: "
             "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
@@ -348,11 +348,11 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
     what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, not trained on"
-    if config.objective in BY_SEQUENCE:
-        log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences")
+    options = "".join(f", {name} {value}" for name, value in config.objective_options)
+    if config.by_sequence:
+        log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
         return
     chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
-    options = "".join(f", {name} {value}" for name, value in config.objective_options)
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
     impl = fast_form(config) or "reference"
     log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}")

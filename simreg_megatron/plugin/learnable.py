@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two trained scalars of `--simreg-similarity learnable`, as parameters of the model that computes the loss.
+"""The scalars that some settings train, as parameters of the model that computes the loss.
 
 Megatron's own machinery then does the rest: its optimizer steps on them (without weight decay, as on every vector), its
 data parallelism averages their gradients, its checkpoints keep them.
@@ -7,39 +7,58 @@ data parallelism averages their gradients, its checkpoints keep them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from simreg_megatron.config import SimRegConfig
 from simreg_megatron.parallel.collectives import share_work
 
-NAME = "simreg_similarity"
+PREFIX = "simreg_"
+_SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided out
+_SCALE = {"log_scale": math.log(10.0)}  # of the cosines, as a temperature of 0.1
 
 
-class Exponents(nn.Module):
-    """Zero at the start: half a power of each norm is divided out."""
+def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
+    """Modules that the settings ask for: the scalars of each and where they start."""
+    found = {}
+    if config.similarity == "learnable":
+        found["similarity"] = _SIMILARITY
+    if config.options.get("scale") == "learned":
+        found["cpretrain"] = _SCALE
+    return found
 
-    def __init__(self) -> None:
+
+class Scalars(nn.Module):
+    """Parameters of one number each."""
+
+    def __init__(self, start: dict[str, float]) -> None:
         super().__init__()
-        self.query = nn.Parameter(torch.zeros(1))
-        self.key = nn.Parameter(torch.zeros(1))
+        for name, value in start.items():
+            self.register_parameter(name, nn.Parameter(torch.full((1,), value)))
 
 
-def add_to(model: Any) -> None:
+def add_to(model: Any, modules: dict[str, dict[str, float]]) -> None:
     """Give a model of the last pipeline stage its scalars."""
-    if getattr(model, "post_process", True) and not hasattr(model, NAME):
-        setattr(model, NAME, Exponents())
+    for name, start in modules.items():
+        if getattr(model, "post_process", True) and not hasattr(model, PREFIX + name):
+            setattr(model, PREFIX + name, Scalars(start))
 
 
-def exponents_of(model: Any, tensor_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """The scalars in float32. Tensor-parallel ranks compute different anchors, so their gradients are summed."""
-    own: Exponents | None = getattr(model, NAME, None)
-    if own is None:
-        raise RuntimeError(
-            "--simreg-similarity learnable came after the model was built: install the plugin before, or choose another"
-        )
-    if tensor_group is None:
-        return own.query.float(), own.key.float()
-    return share_work(own.query, tensor_group), share_work(own.key, tensor_group)
+def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """By name, in float32. Tensor-parallel ranks compute different anchors, so their gradients are summed."""
+    found = {}
+    for module, start in wanted(config).items():
+        own: Scalars | None = getattr(model, PREFIX + module, None)
+        if own is None:
+            raise RuntimeError(
+                f"SimReg's {module} trains {' and '.join(start)}, and the plugin came after the model was built: "
+                "install it before, or choose what trains nothing"
+            )
+        for name in start:
+            scalar = getattr(own, name)
+            found[name] = scalar.float() if tensor_group is None else share_work(scalar, tensor_group)
+    return found

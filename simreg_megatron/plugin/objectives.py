@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The terms of the chosen objective on this rank's tokens: SimReg's, or one of the baselines it is compared with.
 
-Shapes: B micro-batch, A anchors of this rank, D hidden.
+Shapes: B micro-batch, A anchors of this rank, D hidden; s sequences, B or those of all data-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
+from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._anchored import BlockTerms, anchored_terms
-from simreg_megatron.losses.cpretrain import cpretrain_terms
+from simreg_megatron.losses._sequences import (
+    Pooled,
+    first_part,
+    last_positions,
+    pooled,
+    sequence_losses,
+    two_views,
+)
+from simreg_megatron.losses.cpretrain import cpretrain_terms, scaled
 from simreg_megatron.losses.creg import creg_terms
 from simreg_megatron.losses.sce import sce_terms
-from simreg_megatron.losses.simcse import half_sums, sequence_losses
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.sequence import terms_of
 from simreg_megatron.plugin.views import View
 
@@ -28,21 +38,26 @@ _BLOCK_TERMS: dict[str, Callable[..., BlockTerms]] = {
     "sce": sce_terms,
 }
 _SWITCH = {"yes": True, "no": False}
+_SEEN_HERE = ("level", "scale")  # options that choose a way through this module, not one of the loss
 
 
 def objective_terms(
-    config: SimRegConfig,
-    views: list[View],
-    shard: SequenceShard,
-    exponents: tuple[Tensor, Tensor] | None = None,
+    config: SimRegConfig, views: list[View], shard: SequenceShard, learned: Mapping[str, Tensor]
 ) -> Tensor:
-    """term_i of every anchor of this rank, [B, A], in the order of its rows. A collective for those by sequence."""
-    if config.objective in BY_SEQUENCE:
-        return _by_sequence(config, views, shard)
+    """term_i of every anchor of this rank, [B, A], in the order of its rows. A collective for those by sequence.
+
+    Args:
+        learned: the scalars that the settings train, by name.
+    """
+    if config.by_sequence:
+        return _by_sequence(config, views, shard, learned.get("log_scale"))
     if config.objective not in _BLOCK_TERMS:
+        exponents = (learned["query"], learned["key"]) if "query" in learned else None
         return terms_of(config, views, exponents)
-    options = {name: _SWITCH.get(str(value), value) for name, value in config.options.items()}
-    block_terms = _BLOCK_TERMS[config.objective](temperature=config.tau, **options)
+    options: dict[str, Any] = {
+        name: _SWITCH.get(str(value), value) for name, value in config.options.items() if name not in _SEEN_HERE
+    }
+    block_terms = _BLOCK_TERMS[config.objective](temperature=config.tau, **options, **learned)
     return torch.cat(
         [
             anchored_terms(
@@ -60,15 +75,54 @@ def objective_terms(
     )
 
 
-def _by_sequence(config: SimRegConfig, views: list[View], shard: SequenceShard) -> Tensor:
+def _by_sequence(config: SimRegConfig, views: list[View], shard: SequenceShard, log_scale: Tensor | None) -> Tensor:
     """Every usable token carries the loss of its sequence, so a sequence weighs as much as it has tokens."""
-    embeddings = torch.cat([view.embeddings[:, slice(*view.anchors)] for view in views], dim=1)
+    view = str(config.options.get("view", "halves"))
+    first, second, takes_part = two_views(_pooled(config, view, views, shard), view)
+    temperature = scaled(config.tau, log_scale)
+    place, others = 0, (first, second, takes_part)
+    if config.options.get("gather") == "yes":
+        place, others = _of_all_replicas(first, second, takes_part)
+    losses = sequence_losses(first, others[1], takes_part, others[2], place, temperature)
+    if config.objective == "cpretrain":  # symmetric
+        back = sequence_losses(second, others[0], takes_part, others[2], place, temperature)
+        losses = (losses + back) / 2
     usable = torch.cat([view.usable[:, slice(*view.anchors)] for view in views], dim=1)
-    device, half = embeddings.device, (shard.layout.length + 1) // 2
+    return torch.where(usable, losses.unsqueeze(-1), 0.0)
+
+
+def _pooled(config: SimRegConfig, view: str, views: list[View], shard: SequenceShard) -> Pooled:
+    """Of whole sequences, from the parts of the ranks that share them."""
+    embeddings, labels, usable = (
+        torch.cat([per_token[:, slice(*view.anchors)] for per_token, view in zip(found, views, strict=True)], dim=1)
+        for found in zip(*((view.embeddings, view.labels, view.usable) for view in views), strict=True)
+    )
     runs = shard.layout.anchors(shard.rank)
-    positions = torch.cat([torch.arange(first, last, device=device) for first, last in runs])
-    sums, counts = half_sums(embeddings, usable, positions >= half)
+    positions = torch.cat([torch.arange(first, last, device=embeddings.device) for first, last in runs])
+    in_second = positions >= first_part(shard.layout.length, view)
+    last = None
+    if config.options.get("pooling") == "last":
+        last = last_positions(usable, positions, in_second)
+        for group in shard.anchor_groups:
+            dist.all_reduce(last, op=dist.ReduceOp.MAX, group=group)
+    sums, counts, fingerprints = pooled(embeddings, labels, usable, positions, in_second, last)
     for group in shard.anchor_groups:
         sums, counts = sum_over(sums, group), sum_over(counts, group)
-    losses, _ = sequence_losses(sums, counts, config.tau)
-    return torch.where(usable, losses.unsqueeze(-1), 0.0)
+        dist.all_reduce(fingerprints, group=group)
+    return Pooled(sums, counts, fingerprints)
+
+
+def _of_all_replicas(first: Tensor, second: Tensor, takes_part: Tensor) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+    """Where this rank's sequences lie among those of all data-parallel ranks, and all of them [s, ...].
+
+    Backward: every replica's loss reaches the sequences of every other.
+    """
+    group = compat.data_group()
+    place = group.rank() * len(first)
+
+    def gathered(own: Tensor) -> Tensor:
+        whole = own.new_zeros(group.size() * len(own), *own.shape[1:])
+        whole[place : place + len(own)] = own
+        return sum_over(whole, group)
+
+    return place, (gathered(first), gathered(second), gathered(takes_part.int()) > 0)

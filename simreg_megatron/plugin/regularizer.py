@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
+from simreg_megatron.config import SimRegConfig
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
 from simreg_megatron.plugin.inner import InnerStates
-from simreg_megatron.plugin.learnable import exponents_of
+from simreg_megatron.plugin.learnable import learned_scalars
 from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.reporting import Metrics, log_once
 from simreg_megatron.plugin.sequence import views_of
@@ -75,12 +75,9 @@ class Regularizer:
         with torch.set_grad_enabled(trains):
             states = self.inner_states.take(model, hidden_states)
             views = [self._views(shard, state, labels, valid, packed_seq_params) for state in states]
-            exponents = None
-            if self.config.similarity == "learnable":
-                exponents = exponents_of(model, shard.tensor_group)
-            terms = torch.stack([objective_terms(self.config, of_state, shard, exponents) for of_state in views]).sum(
-                dim=0
-            )
+            learned = learned_scalars(self.config, model, shard.tensor_group)
+            of_states = [objective_terms(self.config, of_state, shard, learned) for of_state in views]
+            terms = torch.stack(of_states).sum(dim=0)
         self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard)
         if not trains:
             return loss_BS
@@ -126,7 +123,7 @@ class Regularizer:
         return weight * self.ramp
 
     def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
-        if self.config.objective in BY_SEQUENCE:
+        if self.config.by_sequence:
             return
         size, sequence = self.config.chunk_size, sample_length or shard.layout.length
         if size > sequence:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simreg_megatron.config import BY_SEQUENCE, SimRegConfig
+from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.contrast import MODULES
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.losses.roles import token_roles
@@ -45,7 +45,7 @@ def views_of(
         documents: who tells the borders of documents; None where tokens of all documents meet.
         sample_length: tokens in a sample, where a row packs several.
     """
-    scope = "local" if config.objective in BY_SEQUENCE else config.scope  # those need no rows of other ranks
+    scope = "local" if config.by_sequence else config.scope  # those need no rows of other ranks
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
     usable = usable_tokens(hidden_states.transpose(0, 1), labels, valid)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)

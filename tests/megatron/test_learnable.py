@@ -6,6 +6,7 @@ These runs start from the seed: a checkpoint of a model without the scalars lack
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,24 @@ def test_weights_do_not_decay_towards_them(data_flags: tuple[str, ...], tmp_path
     assert torch.equal(plain.params[QUERY], decayed.params[QUERY])
     weight = "decoder.layers.0.mlp.linear_fc1.weight"
     assert not torch.equal(plain.params[weight], decayed.params[weight])
+
+
+def test_a_learned_scale_of_cpretrain(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    learned = ("--simreg-objective", "cpretrain", "--simreg-objective-options", "scale=learned")
+    flags = (
+        *data_flags,
+        "--simreg-lambda",
+        "10",
+        "--simreg-chunk-size",
+        "24",
+        *learned,
+        "--lr-decay-style",
+        "constant",
+    )
+    alone = runs.train(tmp_path / "one", (*flags, *STEPS))
+    scale = alone.params["simreg_cpretrain.log_scale"].item()
+    assert alone.grads["simreg_cpretrain.log_scale"].item() != 0 and scale != math.log(10.0)
+    for name, layout in (("cp2", "--context-parallel-size 2"), ("dp2", "--micro-batch-size 1")):
+        got = runs.train(tmp_path / name, (*flags, *STEPS, *layout.split()), processes=2)
+        gap = runs.difference(alone, got)
+        assert gap.loss < 1e-6 and gap.norm < 1e-5 and gap.grad < 1e-5, gap

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import cpretrain_loss, creg_loss, sce_loss, simcse_loss
+from simreg_megatron.losses._sequences import Pooled, pooled, two_views, whole_sequences
 from tests.helpers.fixtures import fixture_f1
 from tests.unit.test_simreg_facts import assert_prints
 
@@ -181,6 +183,80 @@ def test_simcse_is_the_written_out_sum() -> None:
     assert torch.autograd.gradcheck(lambda x: simcse_loss(x, valid=valid, temperature=0.5), rows.requires_grad_())
 
 
+def test_the_last_token_stands_for_its_sequence() -> None:
+    rows, _, valid = tokens(2, (3, 9))
+    last = [[max(i for i in part if valid[b, i]) for part in (range(5), range(5, 9))] for b in range(3)]
+    first, second = (F.normalize(rows[torch.arange(3), [pair[n] for pair in last]], dim=-1) for n in (0, 1))
+    expected = F.cross_entropy(first @ second.T / 0.05, torch.arange(3))
+    torch.testing.assert_close(simcse_loss(rows, valid=valid, pooling="last"), expected)
+    assert abs(simcse_loss(rows, valid=valid) - expected) > 1e-3
+
+
+def test_dropout_views_drop_a_tenth_and_belong_to_the_sequence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 100, (4, 7), generator=generator)
+    rows = torch.ones(4, 7, 5000, dtype=torch.float64)
+    usable = torch.ones_like(labels, dtype=torch.bool)
+    first, second, _ = whole_sequences(rows, labels, usable, view="dropout", pooling="mean")
+    for view in (first, second):
+        torch.testing.assert_close(view.unique(), torch.tensor([0, 1 / 0.9], dtype=torch.float64))
+        assert (view == 0).double().mean() == pytest.approx(0.1, abs=0.01)
+    both = ((first == 0) & (second == 0)).double().mean()
+    assert both == pytest.approx(0.01, abs=0.004), "the two are independent"
+    assert ((first[0] == 0) & (first[1] == 0)).double().mean() == pytest.approx(0.01, abs=0.01), "and so are sequences"
+    again, _, _ = whole_sequences(rows[2:], labels[2:], usable[2:], view="dropout", pooling="mean")
+    assert torch.equal(again, first[2:]), "wherever the sequence is"
+    parts = [
+        pooled(
+            rows[:, cut],
+            labels[:, cut],
+            usable[:, cut],
+            torch.arange(7)[cut],
+            torch.zeros(7, dtype=torch.bool)[cut],
+            None,
+        )
+        for cut in (slice(3), slice(3, 7))
+    ]
+    summed = Pooled(*(one + other for one, other in zip(*parts, strict=True)))
+    assert torch.equal(two_views(summed, "dropout")[1], second), "and however it is cut"
+
+
+def test_dropout_is_differentiable_and_leaves_the_generator_alone() -> None:
+    rows, labels, valid = tokens(2, (3, 9))
+    state = torch.get_rng_state()
+    assert torch.autograd.gradcheck(
+        lambda x: simcse_loss(x, labels, valid=valid, temperature=0.5, view="dropout"), rows.requires_grad_()
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_cpretrain_on_sequences_is_symmetric() -> None:
+    rows, labels, valid = tokens(2, (3, 9))
+    first, second = (
+        F.normalize(torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(3)]), dim=-1)
+        for part in (slice(5), slice(5, 9))
+    )
+    logits, targets = first @ second.T / 0.1, torch.arange(3)
+    expected = (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+    torch.testing.assert_close(cpretrain_loss(rows, labels, valid=valid, level="sequence"), expected)
+    assert abs(F.cross_entropy(logits, targets) - expected) > 1e-3
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_learned_scale(level: str) -> None:
+    rows, labels, valid = tokens(2, (3, 9))
+    theta = torch.tensor([math.log(5.0)], dtype=torch.float64, requires_grad=True)
+    loss = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=theta)
+    torch.testing.assert_close(loss, cpretrain_loss(rows, labels, valid=valid, level=level, temperature=0.2))
+    assert torch.autograd.gradcheck(
+        lambda given: cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=given), theta
+    )
+    most = torch.tensor([9.0], dtype=torch.float64, requires_grad=True)
+    capped = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=most)
+    torch.testing.assert_close(capped, cpretrain_loss(rows, labels, valid=valid, level=level, temperature=0.01))
+    assert torch.autograd.grad(capped, most)[0] == 0
+
+
 def test_the_known_mistakes_are_told() -> None:
     """SimReg-like sums in the place of single positives, and halves that forget the mask."""
     rows, labels, valid = tokens()
@@ -226,6 +302,11 @@ def test_settings_of_an_objective() -> None:
         ({"objective": "sce", "objective_options": "coupling=half"}, "coupling must be a number"),
         ({"objective": "simreg", "objective_options": "form=per_pair"}, "it has no options"),
         ({"objective": "creg", "similarity": "dot"}, "similarity dot has no effect on objective creg"),
+        ({"objective": "simcse", "objective_options": "view=forward2"}, "no view=forward2: it needs the model to run"),
+        ({"objective": "creg", "objective_options": "prediction-consistency=yes"}, "needs the model to run twice"),
+        ({"objective": "sce", "objective_options": "keys=ema"}, "no keys=ema: it needs a second model"),
+        ({"objective": "cpretrain", "objective_options": "level=sequence", "chunk_size": 64}, "64 has no effect"),
+        ({"objective": "cpretrain", "objective_options": "level=sequence,same_label=kept"}, "kept has no effect"),
         ({"objective": "simcse", "chunk_size": 64}, "chunk size 64 has no effect on objective simcse"),
         ({"objective": "simcse", "document_mask": True}, "document mask True has no effect"),
     ],
