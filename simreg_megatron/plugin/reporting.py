@@ -14,6 +14,7 @@ from torch import Tensor
 from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
+from simreg_megatron.magnitude import NormSums, coefficient_of_variation, mean_norm, norm_sums
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin.views import View
 
@@ -26,7 +27,8 @@ _ODDITIES = {
     _ZERO_NORM: "hidden states of norm zero",
 }
 _PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
-_SLOTS = 11
+_NORMS = slice(11, 14)  # magnitude.NormSums of the tokens that count
+_SLOTS = 14
 
 
 class Metrics:
@@ -58,6 +60,9 @@ class Metrics:
         self._sums[_TOKENS] += own_valid.sum()
         self._sums[_ALL_MASKED] += (~own_valid.any(dim=1)).sum()
         self._sums[_ZERO_NORM] += zero_norm.sum()
+        if self.wants_geometry:
+            counted = shard.own_columns(valid).double()
+            self._sums[_NORMS] += torch.stack(norm_sums(shard.own_columns(hidden_states.transpose(0, 1)), counted))
         for view in views:
             self._sums[_ONE_LABEL] += view.roles.lonely.sum()
             if self.wants_geometry:
@@ -104,11 +109,14 @@ def _named_means(sums: Tensor, objective: str) -> dict[str, Tensor]:
 
     first = _PAIRS.start
     negative = mean(first + 2, first + 3)
+    norms = NormSums(*sums[_NORMS].unbind())
     return {
         f"{'simreg' if objective == 'none' else objective} loss": mean(_TERM, _TOKENS),
         "simreg positive cosine": mean(first, first + 1),
         "simreg negative cosine": negative,
         "simreg largest negative cosine": mean(first + 4, first + 5),
+        "simreg norm": mean_norm(norms).float(),
+        "simreg norm variation": coefficient_of_variation(norms).float(),
         "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
     }
 

@@ -36,8 +36,11 @@ LAW = {
     "kernels": room(packages="torch triton"),
     "adagc": room(packages="torch"),
     "geometry": room("losses", "torch"),
+    "magnitude": room(packages="torch"),
     "parallel": room(packages="torch"),
-    "plugin": room("config losses kernels adagc geometry parallel", "torch megatron transformer_engine apex wandb"),
+    "plugin": room(
+        "config losses kernels adagc geometry magnitude parallel", "torch megatron transformer_engine apex wandb"
+    ),
     TOP: room("config plugin"),
     "data": room(TOP, "datasets sentencepiece megatron numpy torch rich filelock"),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),

@@ -97,6 +97,10 @@ def test_log_values_are_means_over_the_interval() -> None:
     assert means["simreg mean angle"].item() == pytest.approx(mean_angle_degrees(negative.item()), rel=1e-6)
     hardest = sum(p.hardest_sum for p in pairs) / sum(p.hardest_count for p in pairs)
     assert means["simreg largest negative cosine"].item() == pytest.approx(hardest.item(), rel=1e-6)
+    norms = torch.cat([embeddings[m > 0].norm(dim=-1) for m in (mask, few)])
+    assert means["simreg norm"].item() == pytest.approx(norms.mean().item(), rel=1e-6)
+    variation = norms.std(correction=0) / norms.mean()
+    assert means["simreg norm variation"].item() == pytest.approx(variation.item(), rel=1e-5)
     again = regularizer.metrics.reduce(One())
     assert again["simreg loss"].item() == 0, "an interval starts at zero"
 

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diagnostics of the lengths of hidden states, which no cosine sees (arXiv 2602.09229).
+
+Sums and counts, never means, as in `geometry`: they add up over micro-batches and ranks, and one place divides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class NormSums(NamedTuple):
+    """Of the norms of some tokens: float64 scalars on the device of the embeddings."""
+
+    number: Tensor
+    total: Tensor
+    squares: Tensor
+
+
+@torch.no_grad()
+def norm_sums(embeddings: Tensor, weights: Tensor) -> NormSums:
+    """Sums over |e_i|, |e_i|^2 and 1, each times the weight of its token.
+
+    Args:
+        embeddings: [..., d]; norms are taken in float64. A token of weight 0 may hold anything.
+        weights: bool or numbers [...]: whether, or how often, a token counts.
+    """
+    norms = torch.linalg.vector_norm(embeddings.detach(), dim=-1, dtype=torch.float64)
+    norms, weights = torch.where(weights != 0, norms, 0.0), weights.double()
+    return NormSums(weights.sum(), (weights * norms).sum(), (weights * norms.square()).sum())
+
+
+def mean_norm(sums: NormSums) -> Tensor:
+    """Mean; NaN where nothing was counted."""
+    return sums.total / sums.number
+
+
+def coefficient_of_variation(sums: NormSums) -> Tensor:
+    """CV = std / mean, with the standard deviation of the whole population: at least 0.1 says something, below 0.05 is
+    noise by the source."""
+    mean = mean_norm(sums)
+    return (sums.squares / sums.number - mean.square()).clamp(min=0).sqrt() / mean
+
+
+def cohens_d(one: NormSums, other: NormSums) -> Tensor:
+    """d = (mean_1 - mean_2) / s, s^2 = ((n_1 - 1) s_1^2 + (n_2 - 1) s_2^2) / (n_1 + n_2 - 2), s_1 and s_2 unbiased.
+
+    How far the norms of two groups of tokens lie apart: below 0.2 negligible, from 0.8 large. Which standard deviation
+    the source pools it does not say; unbiased is our choice.
+    """
+    spread = sum(group.squares - group.total.square() / group.number for group in (one, other))
+    return (mean_norm(one) - mean_norm(other)) / (spread / (one.number + other.number - 2)).sqrt()
