@@ -19,12 +19,13 @@ Shapes: b sequences of c chunks of k tokens with d features; p anchors of each c
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.walk import FORMS, Form, Span
+from simreg_megatron.kernels.walk import FORMS, Form, Given, Span, ratio_of, shared_sums
 
 MODULES = {"tiled": "simreg_megatron.kernels.tiled", "triton": "simreg_megatron.kernels.fused"}
 """Module by the name of the `impl`. Each is imported where it is first used: not every machine has Triton."""
@@ -77,6 +78,20 @@ def measure(tokens: Tokens, anchors: Span, temperature: float, impl: str, *, kee
     names = token_names(tokens.labels, tokens.usable)
     given = tokens.rows, names, tokens.documents
     return Kept(tokens.documents, names, *form_named(impl).anchor_sums(*given, *anchors, temperature, keep))
+
+
+def measure_part(
+    tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float, impl: str
+) -> tuple[Given, Tensor]:
+    """As `walk.shared_sums`, for those who share the pairs of a chunk; `finish` once all parts are added up."""
+    tiles, names = form_named(impl).tiles, token_names(tokens.labels, tokens.usable)
+    given = Given(tokens.rows, names, tiles.inverse_norms(tokens.rows, names), tokens.documents)
+    return given, shared_sums(tiles, given, anchors, rectangles, temperature)
+
+
+def finish(given: Given, sums: Tensor, anchors: Span) -> Kept:
+    """What `measure` returns, from the sums [2, b, c, p] over all tokens that the anchors meet."""
+    return Kept(given.documents, given.names, given.scale, *ratio_of(sums, given, anchors), given.rows.new_empty(0))
 
 
 def pull_back(

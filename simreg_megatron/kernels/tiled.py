@@ -174,7 +174,7 @@ def half_kept_dtype(rows: Tensor) -> torch.dtype | None:
     In bfloat16, as the weights made of them: the second rounding costs a gradient of 1024 features 1e-4, and one of
     4096 a third of that. Below 1024 features it is no faster either to read them than to compute them.
     """
-    return torch.bfloat16 if rows.shape[3] >= 2048 else None
+    return torch.bfloat16 if rows.shape[-1] >= 2048 else None
 
 
 def sum_dtype(rows: Tensor) -> torch.dtype:

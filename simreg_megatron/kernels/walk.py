@@ -14,7 +14,7 @@ tiles of r rows and s columns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,25 +108,61 @@ def anchor_sums(
     tiles: type[Tiles], given: Given, anchors: Span, temperature: float, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(S_pos, S_neg / S_pos) of the anchors, both [b, c, p], and the exponentials that were kept, flat or empty."""
-    names, scale = given.names, given.scale
-    sums = torch.zeros(2, *names.shape, dtype=torch.float64, device=names.device)  # many tiles are added up
-    sums[0] = 1.0  # the token itself
     shelf = _Shelf.new(tiles, given.rows, anchors) if keep else _Shelf(given.rows.new_empty(0))
+    steps = [
+        (one, [(other, one != other and anchors[0] <= other[0] < anchors[1]) for other in others])
+        for one, others in panels(anchors, given.rows, tiles.side(given.rows))
+    ]
+    sums = _sums(tiles, given, steps, temperature, shelf)
+    return *ratio_of(sums[..., slice(*anchors)], given, anchors), shelf.flat
+
+
+def shared_sums(
+    tiles: type[Tiles], given: Given, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+) -> Tensor:
+    """Sums of P over positives and negatives, [2, b, c, k], from a part of the pairs: each adds to both of its tokens.
+
+    Args:
+        anchors: pairs of two of these are all counted.
+        rectangles: and pairs of a token in the first span with one in the second, which share no token.
+    """
+    side = tiles.side(given.rows)
+    own = list(cut(anchors, side))
+    steps = [(one, [(other, one != other) for other in own[number:]]) for number, one in enumerate(own)]
+    for rows, columns in rectangles:
+        steps += [(one, [(other, True) for other in cut(columns, side)]) for one in cut(rows, side)]
+    return _sums(tiles, given, steps, temperature, _Shelf(given.rows.new_empty(0)))
+
+
+def ratio_of(sums: Tensor, given: Given, anchors: Span) -> tuple[Tensor, Tensor]:
+    """(S_pos, S_neg / S_pos) [b, c, p] from the sums [2, b, c, p] over all other tokens."""
+    scale, own = given.scale, slice(*anchors)
+    positive, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
+    doubt = scale[..., own] * 0.0  # NaN for a row that is not finite: one that meets nobody would pass as a 0
+    return positive, torch.where(given.names[..., own] >= 0, negative / positive + doubt, 0.0)
+
+
+def _sums(
+    tiles: type[Tiles],
+    given: Given,
+    steps: Sequence[tuple[Span, Sequence[tuple[Span, bool]]]],
+    temperature: float,
+    shelf: _Shelf,
+) -> Tensor:
+    """[2, b, c, k], float64 as many tiles are added up; `steps`: rows, and columns with whether theirs count, too."""
+    sums = torch.zeros(2, *given.names.shape, dtype=torch.float64, device=given.names.device)
     for slab in _slabs(tiles, given.rows):
         pairs = tiles(given, slab, temperature)
         of_slab = sums[(slice(None), *slab)].flatten(1, 2)
-        for one, others in panels(anchors, given.rows, tiles.side(given.rows)):
+        for one, others in steps:
             pairs.hold(one)
-            for other in others:
+            for other, has_both in others:
                 of_rows, of_columns = pairs.sums(other, shelf.next(pairs, other))
                 of_slab[:, :, slice(*one)] += of_rows
-                if one != other and anchors[0] <= other[0] < anchors[1]:
+                if has_both:
                     of_slab[:, :, slice(*other)] += of_columns
         sums[(slice(None), *slab)] = of_slab.view_as(sums[(slice(None), *slab)])
-    own = slice(*anchors)
-    positive, negative = sums[..., own].to(scale.dtype)
-    doubt = scale[..., own] * 0.0  # NaN for a row that is not finite: one that meets nobody would pass as a 0
-    return positive.clone(), torch.where(names[..., own] >= 0, negative / positive + doubt, 0.0), shelf.flat
+    return sums
 
 
 def pair_gradient(
@@ -273,8 +309,9 @@ def limit(limits: dict[str, int], tensor: Tensor) -> int:
 
 
 class Form(NamedTuple):
-    """Two operators of their own: torch.compile keeps each whole and does not unroll its tiles."""
+    """The two walks over some tiles as operators of their own: torch.compile keeps each whole and unrolls no tile."""
 
+    tiles: type[Tiles]
     anchor_sums: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]  # 1 / |e|, and what `anchor_sums` returns
     pair_gradient: Callable[..., Tensor]
 
@@ -336,4 +373,4 @@ def add_form(name: str, tiles: type[Tiles]) -> None:
     ) -> Tensor:
         return torch.empty_like(rows[:, :, reach_first:reach_last], memory_format=torch.contiguous_format)
 
-    FORMS[name] = Form(sums, gradient)
+    FORMS[name] = Form(tiles, sums, gradient)

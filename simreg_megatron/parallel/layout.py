@@ -139,6 +139,8 @@ class RowPlan:
         send: for each member of the group, the local row ranges it is sent.
         receive_sizes: rows received from each member.
         order: ranges of the received rows which, one after the other, are `needs`.
+        all_anchors: the runs of all ranks, cut at domains, ascending; each position is in one of them.
+        shares_chunks: whether any chunk holds anchors of several ranks; the same on all of them.
     """
 
     windows: tuple[Window, ...]
@@ -147,6 +149,8 @@ class RowPlan:
     send: tuple[tuple[Run, ...], ...]
     receive_sizes: tuple[int, ...]
     order: tuple[Run, ...]
+    all_anchors: tuple[Run, ...]
+    shares_chunks: bool
 
     @property
     def send_sizes(self) -> tuple[int, ...]:
@@ -166,6 +170,8 @@ def row_plan(layout: ShardLayout, rank: Rank, cutting: Cutting) -> RowPlan:
             received.append((position, (offset, offset + stop - start)))
             offset += stop - start
         sizes.append(offset - before)
+    ranks = [(c, t) for c in range(layout.context_size) for t in range(layout.tensor_size)]
+    of_all = [window for other in ranks for window in windows(layout, other, cutting)]
     return RowPlan(
         windows=windows(layout, rank, cutting),
         needs=needs[rank],
@@ -173,7 +179,26 @@ def row_plan(layout: ShardLayout, rank: Rank, cutting: Cutting) -> RowPlan:
         send=send,
         receive_sizes=tuple(sizes),
         order=tuple(rows for _, rows in sorted(received)),
+        all_anchors=tuple(sorted(window.anchors for window in of_all)),
+        shares_chunks=any(window.tokens != window.anchors for window in of_all),
     )
+
+
+def shared_pairs(chunk: Run, own: Run, all_anchors: Iterable[Run]) -> list[tuple[Run, Run]]:
+    """Which pairs with anchors of other runs the owner of `own` computes for both: (rows, columns), inside `chunk`.
+
+    Of two runs, the pairs of the first half of the earlier one are its owner's, those of the second half the later
+    one's: every pair is computed once, and every rank has half of each block that it takes part in.
+    """
+    others = [run for given in all_anchors for run in _intersection(given, chunk)]
+    later = own[1], chunk[1]
+    found = [((own[0], _middle(own)), later)]
+    found += [(own, (_middle(run), run[1])) for run in others if run[1] <= own[0]]
+    return [(rows, columns) for rows, columns in found if rows[0] < rows[1] and columns[0] < columns[1]]
+
+
+def _middle(run: Run) -> int:
+    return (run[0] + run[1]) // 2
 
 
 @lru_cache(maxsize=256)

@@ -111,6 +111,12 @@ class SequenceShard:
         dist.all_reduce(whole, group=self.tensor_group)  # each number plus zeros: exact in any type and order
         return whole
 
+    def sum_over_anchors(self, of_tokens: Tensor) -> Tensor:
+        """Add up what all ranks found for the tokens of the sequence, in place; the same bits on all of them."""
+        for group in self.anchor_groups:
+            dist.all_reduce(of_tokens, group=group)
+        return of_tokens
+
     def held(self, per_row: Tensor) -> Located:
         """[B, S, ...] of this rank's rows."""
         return Located(per_row, self.layout.held(self.rank))

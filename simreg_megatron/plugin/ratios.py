@@ -5,6 +5,9 @@ The matrix H of `kernels.contrast` is symmetric: what the anchors of other ranks
 two numbers of each of them. So the backward gathers 8 bytes a token, takes the rows once more, and finds the complete
 gradient of its own rows in float32, which is rounded once. Between forward and backward no row of another rank is kept.
 
+Forward, each pair of tokens on different ranks is computed on one of them, for both, and 16 bytes a token are summed.
+Where the exponentials are few enough to be kept for the backward, each rank computes all that it will need instead.
+
 Shapes: S rows of this rank, B micro-batch, D hidden, A anchors of this rank; c chunks of k tokens.
 """
 
@@ -16,9 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import Kept, Tokens, anchor_pull, measure, pull_back
+from simreg_megatron.kernels.contrast import (
+    Kept,
+    Tokens,
+    anchor_pull,
+    finish,
+    form_named,
+    measure,
+    measure_part,
+    pull_back,
+)
+from simreg_megatron.kernels.walk import KEPT, limit
 from simreg_megatron.losses._chunks import Stretch, stretches
-from simreg_megatron.parallel.layout import RowPlan, Run
+from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin.views import View
 
@@ -56,13 +69,14 @@ class _RatiosOverRanks(torch.autograd.Function):
         pairs: Pairs,
     ) -> Tensor:
         windows = [(view.run, view.anchors) for view in views]
-        kept = []
-        for view in views:
-            for _, stretch in _cut([(view.run, view.anchors)], pairs.chunk_size):
-                tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
-                kept.append(
-                    measure(tokens, stretch.inside, pairs.temperature, pairs.impl, keep=ctx.needs_input_grad[0])
-                )
+        keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs)
+        if plan.shares_chunks and not keeps:
+            kept = list(_measured_together(views, shard, plan, pairs))
+        else:
+            kept = [
+                measure(tokens, stretch.inside, pairs.temperature, pairs.impl, keep=keeps)
+                for _, stretch, tokens in _stretches(views, pairs.chunk_size)
+            ]
         ctx.save_for_backward(hidden_states, *(tensor for each in kept for tensor in each))
         ctx.rest = windows, shard, plan, pairs
         return torch.cat([each.ratio.flatten(1) for each in kept], dim=1)
@@ -96,6 +110,44 @@ class _RatiosOverRanks(torch.autograd.Function):
             grad_ABD[first : first + found.shape[1]] = found.transpose(0, 1)
             first += found.shape[1]
         return shard.from_all_anchors(grad_ABD), None, None, None, None
+
+
+def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs) -> bool:
+    """Whether the exponentials stay between forward and backward: by what all ranks know, so that all agree."""
+    layout = shard.layout
+    dtype = form_named(pairs.impl).tiles.kept_dtype(hidden_states.unsqueeze(0))
+    num_pairs = hidden_states.shape[1] * layout.length * min(pairs.chunk_size or layout.length, layout.length)
+    per_rank = num_pairs // (layout.context_size * layout.tensor_size)
+    return dtype is not None and per_rank * dtype.itemsize <= limit(KEPT, hidden_states)
+
+
+def _measured_together(views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs) -> Iterator[Kept]:
+    """As `measure` of every stretch, but each pair is computed on one rank alone. A collective."""
+    parts = []
+    totals = torch.zeros(
+        2, views[0].labels.shape[0], shard.layout.length, dtype=torch.float64, device=views[0].labels.device
+    )
+    for view, stretch, tokens in _stretches(views, pairs.chunk_size):
+        start = view.run[0] + stretch.tokens[0]
+        chunk = start, view.run[0] + stretch.tokens[1]
+        own = start + stretch.inside[0], start + stretch.inside[1]
+        # Several chunks in a stretch hold nothing but anchors of this rank: there is nothing to share.
+        rectangles = shared_pairs(chunk, own, plan.all_anchors) if tokens.labels.shape[1] == 1 else []
+        inside = [((i - start, j - start), (k - start, m - start)) for (i, j), (k, m) in rectangles]
+        given, sums = measure_part(tokens, stretch.inside, inside, pairs.temperature, pairs.impl)
+        totals[:, :, slice(*chunk)] += sums.flatten(2)
+        parts.append((given, stretch, chunk))
+    shard.sum_over_anchors(totals)
+    for given, stretch, chunk in parts:
+        sums = totals[:, :, slice(*chunk)].view(2, *given.names.shape)
+        yield finish(given, sums[..., slice(*stretch.inside)], stretch.inside)
+
+
+def _stretches(views: Sequence[View], chunk_size: int) -> Iterator[tuple[View, Stretch, Tokens]]:
+    for view in views:
+        for _, stretch in _cut([(view.run, view.anchors)], chunk_size):
+            tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
+            yield view, stretch, tokens
 
 
 def _cut(windows: Sequence[tuple[Run, Run]], chunk_size: int) -> Iterator[tuple[Run, Stretch]]:

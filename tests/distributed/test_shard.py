@@ -14,10 +14,13 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.geometry import pair_cosines
+from simreg_megatron.kernels import tiled, walk
+from simreg_megatron.kernels.contrast import Tokens
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.autograd import add_gradient
-from simreg_megatron.parallel.layout import Rank, ShardLayout
+from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin import ratios
 from simreg_megatron.plugin.documents import EndTokens, PackedLengths
 from simreg_megatron.plugin.sequence import terms_of, views_of
 from simreg_megatron.plugin.views import View
@@ -190,6 +193,36 @@ def test_shards_equal_the_whole(tmp_path: Path, layout: ShardLayout, chunk_size:
     """Chunks inside blocks, across ranks, ragged, and the whole sequence."""
     size = layout.context_size * layout.tensor_size
     run_processes(check_rank, size, tmp_path, layout, replace(BASE, chunk_size=chunk_size), None)
+
+
+def check_sharing_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig) -> None:
+    """As `check_rank`, with too many pairs to keep: each is computed on one rank, for both of its tokens."""
+    walk.KEPT["cpu"] = 0
+    tiled.TILE["cpu"] = 5
+    counts = []
+    measure_part = ratios.measure_part
+
+    def counted(tokens: Tokens, anchors: Run, rectangles: list[tuple[Run, Run]], *options: Any) -> Any:
+        (p, q), chunks = anchors, tokens.labels.shape[0] * tokens.labels.shape[1]
+        counts.append(chunks * (q - p) ** 2 / 2)
+        counts.extend(chunks * (j - i) * (m - k) for (i, j), (k, m) in rectangles)
+        return measure_part(tokens, anchors, rectangles, *options)
+
+    ratios.measure_part = counted
+    check_rank(rank_number, layout, config, None)
+    total = torch.tensor([sum(counts)])
+    dist.all_reduce(total)
+    size = config.chunk_size or LENGTH
+    lengths = [min(size, LENGTH - start) for start in range(0, LENGTH, size)]
+    assert total == BATCH * sum(length**2 for length in lengths) / 2, "every pair once"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("chunk_size", [0, 12])
+def test_pairs_are_shared(tmp_path: Path, layout: ShardLayout, chunk_size: int) -> None:
+    size = layout.context_size * layout.tensor_size
+    run_processes(check_sharing_rank, size, tmp_path, layout, replace(BASE, chunk_size=chunk_size))
 
 
 @pytest.mark.distributed

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 
 import pytest
 
-from simreg_megatron.parallel.layout import Cutting, ShardLayout, gathered_order, row_plan, windows
+from simreg_megatron.parallel.layout import Cutting, ShardLayout, gathered_order, row_plan, shared_pairs, windows
 
 SIZES = [(c, t, split) for c, t, split in itertools.product((1, 2, 4), (1, 2, 3, 4), (True, False))]
 
@@ -108,3 +109,19 @@ def test_local_scope_cuts_each_block() -> None:
 def test_more_ranks_than_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="2 tokens cannot be shared by 4 tensor-parallel ranks"):
         ShardLayout(4, 2, 4)
+
+
+@pytest.mark.parametrize("runs", [[(2, 7), (7, 12), (12, 13), (13, 20)], [(3, 9), (9, 10), (10, 30)]])
+def test_every_pair_of_two_runs_is_computed_once(runs: list[tuple[int, int]]) -> None:
+    chunk = runs[0][0], runs[-1][1]
+    found = collections.Counter()
+    for own in runs:
+        for rows, columns in shared_pairs(chunk, own, [(0, 1), *runs, (40, 50)]):
+            assert own[0] <= rows[0] and rows[1] <= own[1], "rows are the owner's"
+            found.update(frozenset(pair) for pair in itertools.product(range(*rows), range(*columns)))
+    of_two = [
+        frozenset(pair)
+        for one, other in itertools.combinations(runs, 2)
+        for pair in itertools.product(range(*one), range(*other))
+    ]
+    assert found == collections.Counter(of_two)
