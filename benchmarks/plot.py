@@ -26,6 +26,8 @@ def draw(rows: Iterable[Row], path: Path, *, title: str) -> None:
             ((row.size.length, row) for row in whole if row.loss == name and row.size.width == width),
             key=lambda pair: pair[0],
         )
+        if not found:
+            continue  # nothing this machine can run
         lengths = [length for length, _ in found]
         style = {"marker": "o", "label": name, "linewidth": 2.5 if name in ("tiled", "triton") else 1.2}
         time.plot(lengths, [1e6 * row.seconds / (row.size.batch * row.size.length) for _, row in found], **style)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,22 @@ def _worker(rank: int, size: int, store: str, function: Callable[..., None], arg
         dist.destroy_process_group()
 
 
-def run_processes(function: Callable[..., None], size: int, folder: Path, *arguments: Any) -> None:
-    """`function(rank, *arguments)` on `size` ranks; a failure on any rank is raised here.
+@cache
+def fork_server() -> Any:
+    """Where ranks are forked from: a process that has imported what they need and run nothing.
 
-    The ranks are forked from a process that has imported torch and run nothing: a fork of this one would inherit
-    threads that other tests have started, and autograd refuses to work in it.
+    A fork of the process that runs the tests would inherit the threads that other tests have started, and autograd
+    refuses to work in it. There is one such server for all tests of a process, so it is the same for all of them.
     """
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", function.__module__])
+    context = multiprocessing.get_context("forkserver")
+    has_megatron = importlib.util.find_spec("megatron") is not None
+    context.set_forkserver_preload(["tests.megatron.preload" if has_megatron else "torch.distributed"])
+    return context
+
+
+def run_processes(function: Callable[..., None], size: int, folder: Path, *arguments: Any) -> None:
+    """`function(rank, *arguments)` on `size` ranks; a failure on any rank is raised here."""
+    fork_server()
     store = str(folder / "store")
     mp.start_processes(
         _worker, args=(size, store, function, arguments), nprocs=size, join=True, start_method="forkserver"

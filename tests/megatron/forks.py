@@ -7,27 +7,19 @@ group, and every rank is a fresh fork of it.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
-PRELOAD = "tests.megatron.preload"
+from tests.helpers.processes import fork_server
+
 TIMED_OUT = 124  # the status that timeout(1) gives
-
-
-@cache
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
-    return context
 
 
 def run_ranks(target: Callable[..., None], *arguments: Any, processes: int, log: Path, timeout: float) -> int:
@@ -40,7 +32,7 @@ def run_ranks(target: Callable[..., None], *arguments: Any, processes: int, log:
     job = (processes, store.port, log)
     log.parent.mkdir(parents=True, exist_ok=True)
     # Not daemons: those may have no children, and Megatron writes checkpoints in some.
-    ranks = [_context().Process(target=_rank, args=(rank, *job, target, arguments)) for rank in range(processes)]
+    ranks = [fork_server().Process(target=_rank, args=(rank, *job, target, arguments)) for rank in range(processes)]
     for rank in ranks:
         rank.start()
     try:
