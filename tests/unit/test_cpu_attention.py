@@ -7,7 +7,6 @@ Each case runs in processes of its own, which put Megatron on the CPU backend be
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,10 +94,7 @@ def local_model() -> Any:
 
 
 def megatron_config(ranks: int, **settings: Any) -> Any:
-    """Put Megatron on the CPU backend, in a process that has been forked for it, and describe a small model."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        del sys.modules[name]  # an earlier test of this worker may have imported it as it is on a GPU
-    cpu_backend.activate("force")
+    """Describe a small model, in a process whose Megatron is on the CPU backend: see `fork_server`."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
