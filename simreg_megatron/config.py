@@ -30,6 +30,8 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | float]] = {
     },
 }
 """Options of an objective's own: words to choose from, the first is the default; or a number, its default."""
+LARGEST_SCALE = 100.0
+"""Of the cosines, where a scale is learned."""
 _TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
 NOT_OFFERED = {
     ("simcse", "view", "forward2"): _TWICE,
@@ -143,6 +145,11 @@ class SimRegConfig:
             names += ["chunk_size", "scope", "document_mask"]
             if self.options.get("same_label") == "kept":
                 raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
+        if self.options.get("scale") == "learned" and self.tau * LARGEST_SCALE <= 1:
+            raise ValueError(
+                f"scale=learned starts at 1 / temperature and grows up to {LARGEST_SCALE:g}: give a temperature above "
+                f"{1 / LARGEST_SCALE:g}, not {self.tau:g}"
+            )
         defaults = {field.name: field.default for field in fields(self)}
         idle = [name for name in names if getattr(self, name) != defaults[name]]
         if idle:

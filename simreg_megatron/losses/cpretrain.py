@@ -48,7 +48,8 @@ def cpretrain_loss(
         temperature: tau, above 0: one over the scale of the original.
         level: "token" as above; "sequence": the pairs are the means of the two halves of each sequence of the batch,
             and chunks and documents are not looked at.
-        log_scale: a scalar theta that gets a gradient: exp(min(theta, log 100)) in the place of 1 / tau.
+        log_scale: a scalar theta that gets a gradient: exp(min(theta, log 100)) in the place of 1 / tau. Beyond the
+            limit the gradient is that at the limit, so that theta can come back.
         same_label: "masked" leaves other pairs of the same label out of both softmaxes; "kept" has them as negatives.
         reduction: as in `creg_loss`.
 
@@ -82,9 +83,14 @@ def _of_sequences(embeddings: Tensor, labels: Tensor, valid: Tensor | None, temp
 
 
 def scaled(temperature: float, log_scale: Tensor | None) -> float | Tensor:
-    """tau, or exp(-theta) of a trained theta; above log 100 theta no longer counts, and gets no gradient."""
+    """tau, or exp(-min(theta, log 100)) of a trained theta, whose gradient passes the limit."""
     check_temperature("temperature", temperature)
-    return temperature if log_scale is None else (-log_scale.clamp(max=MOST_LOG_SCALE)).exp()
+    return temperature if log_scale is None else (-limited(log_scale)).exp()
+
+
+def limited(log_scale: Tensor) -> Tensor:
+    """min(theta, log 100) with derivative 1: the limit's own, 0, would leave theta beyond it for ever."""
+    return log_scale - (log_scale.detach() - MOST_LOG_SCALE).clamp(min=0)
 
 
 def cpretrain_terms(

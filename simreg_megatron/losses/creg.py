@@ -58,7 +58,8 @@ def creg_loss(
 
     Source: our adaptation of Yin et al. 2023 to tokens of pretraining, which SimReg (arXiv 2605.08809) compares with
     in one sentence. The token-level contrast is theirs by description; its form, the temperature and leaving out
-    their second part (consistent predictions under dropout, which pretraining has not) are our choices.
+    their second part are our choices: consistent predictions under dropout, which pretraining has not; dropout on the
+    hidden states alone would still cost two more products with the output layer, the largest of the model.
     """
     block_terms = creg_terms(temperature=temperature, form=form, self_positive=self_positive)
     return reduced(

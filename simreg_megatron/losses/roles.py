@@ -81,6 +81,23 @@ def token_roles(
     return folded._each(lambda part: unfold(part, num_sequences, num_tokens))
 
 
+def pair_counts(
+    labels: Tensor, usable: Tensor, *, documents: Tensor | None = None, chunk_size: int = 0
+) -> tuple[Tensor, Tensor]:
+    """How many other tokens of its label, and of other labels, each token meets: two float64 [b, n]; arguments as in
+    `token_roles`. 0 where a token is not usable."""
+    num_sequences, num_tokens = labels.shape
+    length = chunk_length(num_tokens, chunk_size)
+    chunks = _Counts.of(
+        fold(_named(labels, usable, documents), length, NO_LABEL),
+        None if documents is None else fold(torch.where(usable, documents, NO_LABEL), length, NO_LABEL),
+        "always",
+        torch.float64,
+    )
+    same, different = (unfold(count, num_sequences, num_tokens) for count in (chunks.positive, chunks.negative))
+    return same - usable.double(), different
+
+
 class _Counts(NamedTuple):
     """How many tokens of its row each token meets, [rows, length]."""
 

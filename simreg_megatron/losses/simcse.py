@@ -28,7 +28,8 @@ def simcse_loss(
             wherever it is; without labels all sequences have the same masks. A label below 0 makes a token invalid.
         temperature: tau, above 0.
         view: what h_i and g_i are. "halves": the pooled states of the first and of the second half of sequence i.
-            "dropout": those of the whole sequence under two masks that drop a tenth of the features.
+            "dropout": those of the whole sequence under two masks that drop a tenth of the features; a sequence that
+            comes again has the same masks again.
         pooling: "mean" of the valid tokens, or the "last" of them.
         valid: bool [b, n]; a sequence needs a valid token in each half, or at all, to take part.
 

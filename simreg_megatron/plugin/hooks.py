@@ -260,7 +260,11 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
         _installation.clipping = _begin_clipping(get_args()) if _installation.given_config is None else None
         if regularizer.config.active:
             _refuse_arguments(get_args(), regularizer.config)
-        built = setup_model_and_optimizer(*args, **kwargs)
+        try:
+            built = setup_model_and_optimizer(*args, **kwargs)
+        except Exception as error:
+            learnable.explain(error, regularizer.config)
+            raise
         if regularizer.config.active:
             _refuse_models(regularizer.config, built[0])
             if regularizer.config.document_mask:
@@ -295,11 +299,8 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         )
     if config.looks_inside:
         inner.refuse_arguments(config, args)
-    if config.by_sequence and args.micro_batch_size < 2 and config.options.get("gather") != "yes":
-        raise ValueError(
-            f"SimReg objective {config.objective} compares the sequences of a micro-batch, and --micro-batch-size is "
-            f"{args.micro_batch_size}: give at least 2"
-        )
+    if config.by_sequence:
+        _refuse_lonely_sequences(args, config)
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(_PACKED_AND_SPLIT)
@@ -312,6 +313,17 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         raise NotImplementedError(
             "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
             "so SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"
+        )
+
+
+def _refuse_lonely_sequences(args: Any, config: SimRegConfig) -> None:
+    """A sequence without another one to be compared with has no term."""
+    gathers = config.options.get("gather") == "yes"
+    if args.micro_batch_size * (args.data_parallel_size if gathers else 1) < 2:
+        whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
+        raise ValueError(
+            f"SimReg objective {config.objective} compares the sequences {whose}, and --micro-batch-size is "
+            f"{args.micro_batch_size}: give at least 2"
         )
 
 

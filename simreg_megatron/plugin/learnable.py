@@ -2,12 +2,13 @@
 """The scalars that some settings train, as parameters of the model that computes the loss.
 
 Megatron's own machinery then does the rest: its optimizer steps on them (without weight decay, as on every vector), its
-data parallelism averages their gradients, its checkpoints keep them.
+data parallelism averages their gradients, its checkpoints keep them. Every rank holds them, and all of them the same.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses.cpretrain import limited
 from simreg_megatron.parallel.collectives import share_work
 
 PREFIX = "simreg_"
 _SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided out
-_SCALE = {"log_scale": math.log(10.0)}  # of the cosines, as a temperature of 0.1
 
 
 def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
@@ -28,7 +29,7 @@ def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
     if config.similarity == "learnable":
         found["similarity"] = _SIMILARITY
     if config.options.get("scale") == "learned":
-        found["cpretrain"] = _SCALE
+        found["cpretrain"] = {"log_scale": -math.log(config.tau)}
     return found
 
 
@@ -62,3 +63,25 @@ def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.Process
             scalar = getattr(own, name)
             found[name] = scalar.float() if tensor_group is None else share_work(scalar, tensor_group)
     return found
+
+
+def as_logged(learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the scalars stand for, under the names of the log: the similarity's gammas, the scale of the cosines."""
+    found = {f"simreg gamma {name}": torch.sigmoid(learned[name]) for name in _SIMILARITY if name in learned}
+    if "log_scale" in learned:
+        found["simreg scale"] = limited(learned["log_scale"]).exp()
+    return {name: value.detach().squeeze().clone() for name, value in found.items()}
+
+
+def explain(error: Exception, config: SimRegConfig) -> None:
+    """Raise a sentence in the place of what Megatron says of a checkpoint that has no such scalars.
+
+    Raises:
+        RuntimeError: the error is about one of them.
+    """
+    missing = [f"{PREFIX}{module}.{name}" for module, start in wanted(config).items() for name in start]
+    if any(name in str(error) for name in missing):
+        raise RuntimeError(
+            f"the checkpoint was written without {' and '.join(missing)}, which these settings train: start "
+            f"{'them' if len(missing) > 1 else 'it'} anew with --dist-ckpt-strictness log_all, or train nothing here"
+        ) from error

@@ -78,7 +78,7 @@ class Regularizer:
             learned = learned_scalars(self.config, model, shard.tensor_group)
             of_states = [objective_terms(self.config, of_state, shard, learned) for of_state in views]
             terms = torch.stack(of_states).sum(dim=0)
-        self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard)
+        self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard, learned)
         if not trains:
             return loss_BS
         _stop_hidden_failure(loss_BS, terms)

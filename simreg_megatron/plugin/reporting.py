@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
-from simreg_megatron.magnitude import NormSums, coefficient_of_variation, mean_norm, norm_sums
+from simreg_megatron.losses.roles import pair_counts
+from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin.learnable import as_logged
 from simreg_megatron.plugin.views import View
 
 logger = logging.getLogger("simreg_megatron")
@@ -28,7 +31,9 @@ _ODDITIES = {
 }
 _PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
 _NORMS = slice(11, 14)  # magnitude.NormSums of the tokens that count
-_SLOTS = 14
+_SAME_NORMS, _OTHER_NORMS = slice(14, 17), slice(17, 20)  # likewise, once for every pair of equal, of other labels
+_SLOTS = 20
+_NOT_IN_CONSOLE = ("simreg norm difference",)  # Megatron's line is long enough
 
 
 class Metrics:
@@ -38,6 +43,7 @@ class Metrics:
         self.config = config
         self.wants_geometry = True  # the training loop clears it between log steps
         self._sums: Tensor | None = None
+        self._learned: dict[str, Tensor] = {}  # the same on every rank
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
 
@@ -48,9 +54,15 @@ class Metrics:
 
     @torch.no_grad()
     def observe(
-        self, terms: Tensor, views: list[View], hidden_states: Tensor, valid: Tensor, shard: SequenceShard
+        self,
+        terms: Tensor,
+        views: list[View],
+        hidden_states: Tensor,
+        valid: Tensor,
+        shard: SequenceShard,
+        learned: Mapping[str, Tensor],
     ) -> None:
-        """Add one micro-batch of this rank: terms [B, A], hidden states [S, B, D], valid [B, S]."""
+        """Add one micro-batch of this rank: terms [B, A], hidden states [S, B, D], valid [B, S]; trained scalars."""
         if self._sums is None:
             self._sums = torch.zeros(_SLOTS, dtype=torch.float64, device=terms.device)
         self._tensor_group = shard.tensor_group
@@ -63,10 +75,12 @@ class Metrics:
         if self.wants_geometry:
             counted = shard.own_columns(valid).double()
             self._sums[_NORMS] += torch.stack(norm_sums(shard.own_columns(hidden_states.transpose(0, 1)), counted))
+            self._learned = as_logged(learned)
         for view in views:
             self._sums[_ONE_LABEL] += view.roles.lonely.sum()
             if self.wants_geometry:
                 self._sums[_PAIRS] += self._pair_sums(view)
+                self._add_pair_norms(view)
 
     def _pair_sums(self, view: View) -> Tensor:
         pairs = geometry.pair_cosines(
@@ -78,6 +92,14 @@ class Metrics:
             anchors=view.anchors,
         )
         return torch.stack(pairs[:6])  # sum and count: same label, different label, hardest
+
+    def _add_pair_norms(self, view: View) -> None:
+        """The norm of each own token, once for every anchor that meets it: as often as it meets others itself."""
+        assert self._sums is not None
+        own, size = slice(*view.anchors), self.config.chunk_size
+        counts = pair_counts(view.labels, view.usable, documents=view.documents, chunk_size=size)
+        for slots, count in zip((_SAME_NORMS, _OTHER_NORMS), counts, strict=True):
+            self._sums[slots] += torch.stack(norm_sums(view.embeddings[:, own], count[:, own]))
 
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
         """Means over all data- and context-parallel ranks since the last reset; empty where nothing was observed.
@@ -93,7 +115,7 @@ class Metrics:
             if group is not None and group.size() > 1:
                 dist.all_reduce(sums, group=group)
         self._tell_oddities(sums)
-        return _named_means(sums, self.config.objective)
+        return _named_means(sums, self.config.objective) | self._learned
 
     def _tell_oddities(self, sums: Tensor) -> None:
         """Say once, at log time, what only the data knew: tokens that SimReg had to leave out."""
@@ -109,7 +131,7 @@ def _named_means(sums: Tensor, objective: str) -> dict[str, Tensor]:
 
     first = _PAIRS.start
     negative = mean(first + 2, first + 3)
-    norms = NormSums(*sums[_NORMS].unbind())
+    norms, same, other = (NormSums(*sums[part].unbind()) for part in (_NORMS, _SAME_NORMS, _OTHER_NORMS))
     return {
         f"{'simreg' if objective == 'none' else objective} loss": mean(_TERM, _TOKENS),
         "simreg positive cosine": mean(first, first + 1),
@@ -117,15 +139,20 @@ def _named_means(sums: Tensor, objective: str) -> dict[str, Tensor]:
         "simreg largest negative cosine": mean(first + 4, first + 5),
         "simreg norm": mean_norm(norms).float(),
         "simreg norm variation": coefficient_of_variation(norms).float(),
+        "simreg norm difference": cohens_d(same, other).float(),
         "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
     }
 
 
 def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *, skipped: bool) -> None:
-    """Put interval means where `training_log` prints its own: it divides every entry by the advanced iterations."""
+    """Put interval means where `training_log` prints its own: it divides every entry by the advanced iterations.
+
+    The difference of norms (Cohen's d) is for TensorBoard and Weights & Biases alone.
+    """
     advanced = total_loss_dict.get("advanced iterations", 0) + (0 if skipped else 1)
     for name, value in means.items():
-        total_loss_dict[name] = value * max(1, advanced)
+        if name not in _NOT_IN_CONSOLE:
+            total_loss_dict[name] = value * max(1, advanced)
 
 
 def write_scalars(means: dict[str, Tensor], iteration: int) -> None:

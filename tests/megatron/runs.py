@@ -199,8 +199,8 @@ def _steps_apart(one: list[float], other: list[float]) -> float:
 
 
 def share(of: Recorded, without: Recorded) -> float:
-    """SimReg's part of the first gradient: norm(g - g_without) / norm(g)."""
-    parts = {name: grad - without.grads[name] for name, grad in of.grads.items()}
+    """SimReg's part of the first gradient: norm(g - g_without) / norm(g); all of it for what SimReg alone trains."""
+    parts = {name: grad - without.grads.get(name, torch.zeros(())) for name, grad in of.grads.items()}
     return total_norm(parts) / total_norm(of.grads)
 
 

@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig
+from simreg_megatron.config import LARGEST_SCALE
 from simreg_megatron.losses import cpretrain_loss, creg_loss, sce_loss, simcse_loss
 from simreg_megatron.losses._sequences import Pooled, pooled, two_views, whole_sequences
+from simreg_megatron.losses.similarity import unit_rows
+from simreg_megatron.plugin import learnable
 from tests.helpers.fixtures import fixture_f1
 from tests.unit.test_simreg_facts import assert_prints
 
@@ -71,6 +74,23 @@ def test_sc1() -> None:
     rows, _ = fixture_f1()
     assert_prints(simcse_loss(rows.view(3, 4, 6)), "5.132981")
     assert simcse_loss(rows.view(1, 12, 6)) == 0, "one sequence has nobody to be compared with"
+    usable = torch.ones(3, 4, dtype=torch.bool)
+    first, second, _ = whole_sequences(rows.view(3, 4, 6), usable.long(), usable, view="halves", pooling="mean")
+    printed = [-0.224565, -0.113581, 0.347719, 0.495845, 0.544834, 0.699358, 0.209763, 0.675987, 0.665640]
+    cosines = unit_rows(first) @ unit_rows(second).mT
+    assert cosines.flatten().tolist() == pytest.approx(printed, abs=6e-7)
+
+
+def test_se1_is_linear_in_the_coupling() -> None:
+    ends = [sce_loss(*fixture_f1(), coupling=coupling) for coupling in (0, 1)]
+    torch.testing.assert_close(sce_loss(*fixture_f1(), coupling=0.25), 0.75 * ends[0] + 0.25 * ends[1])
+
+
+def test_se1_instance_targets_alone_are_info_nce() -> None:
+    rows, labels = fixture_f1()
+    unit = F.normalize(rows, dim=-1)
+    expected = F.cross_entropy(unit @ unit.T / 0.1, torch.arange(12))
+    torch.testing.assert_close(sce_loss(rows, labels, target="instance", coupling=1), expected)
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -254,7 +274,11 @@ def test_a_learned_scale(level: str) -> None:
     most = torch.tensor([9.0], dtype=torch.float64, requires_grad=True)
     capped = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=most)
     torch.testing.assert_close(capped, cpretrain_loss(rows, labels, valid=valid, level=level, temperature=0.01))
-    assert torch.autograd.grad(capped, most)[0] == 0
+    limit = torch.tensor([math.log(LARGEST_SCALE)], dtype=torch.float64, requires_grad=True)
+    at_limit = cpretrain_loss(rows, labels, valid=valid, level=level, log_scale=limit)
+    pull, pull_at_limit = (torch.autograd.grad(value, scale)[0] for value, scale in ((capped, most), (at_limit, limit)))
+    torch.testing.assert_close(pull, pull_at_limit)
+    assert pull > 0, "without it the scale would stay at the limit for ever"
 
 
 def test_the_known_mistakes_are_told() -> None:
@@ -282,6 +306,31 @@ def test_the_known_mistakes_are_told() -> None:
 def test_bad_options_are_refused(call: Callable[..., Tensor], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         call(*tokens()[:2])
+
+
+def test_a_learned_scale_starts_at_the_temperature() -> None:
+    def start(**settings: float) -> dict[str, dict[str, float]]:
+        return learnable.wanted(
+            SimRegConfig(lambda_=1, objective="cpretrain", objective_options="scale=learned", **settings)
+        )
+
+    assert start()["cpretrain"]["log_scale"] == pytest.approx(math.log(10.0))
+    assert start(temperature=0.02)["cpretrain"]["log_scale"] == pytest.approx(math.log(50.0))
+    with pytest.raises(
+        ValueError, match=r"starts at 1 / temperature and grows up to 100: give a temperature above 0\.01"
+    ):
+        start(temperature=0.01)
+
+
+def test_what_the_log_says_of_trained_scalars() -> None:
+    zero = torch.zeros(1, requires_grad=True)
+    found = learnable.as_logged({"query": zero, "key": zero + 1, "log_scale": zero + 9})
+    assert {name: round(value.item(), 4) for name, value in found.items()} == {
+        "simreg gamma query": 0.5,
+        "simreg gamma key": 0.7311,
+        "simreg scale": 100.0,
+    }
+    assert not any(value.requires_grad for value in found.values()) and learnable.as_logged({}) == {}
 
 
 def test_settings_of_an_objective() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import hooks
+from simreg_megatron.plugin import hooks, learnable
 from simreg_megatron.plugin.regularizer import shard_of
 from simreg_megatron.plugin.reporting import write_scalars
 
@@ -82,6 +82,25 @@ def test_sequences_that_cannot_be_compared_are_refused(flags: dict, sentence: st
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
         hooks._refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="simcse"))
     hooks._refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="creg"))
+
+
+def test_sequences_of_other_ranks_are_enough() -> None:
+    config = SimRegConfig(lambda_=1, objective="simcse", objective_options="gather=yes")
+    args = SimpleNamespace(log_interval=1, micro_batch_size=1, data_parallel_size=2)
+    hooks._refuse_arguments(args, config)
+    args.data_parallel_size = 1
+    with pytest.raises(
+        ValueError, match="of all data-parallel ranks, of which there is one, and --micro-batch-size is 1"
+    ):
+        hooks._refuse_arguments(args, config)
+
+
+def test_a_checkpoint_without_trained_scalars_is_named() -> None:
+    config = SimRegConfig(lambda_=1, similarity="learnable")
+    with pytest.raises(RuntimeError, match=r"without simreg_similarity\.query and simreg_similarity\.key.* log_all"):
+        learnable.explain(KeyError("simreg_similarity.key from model not in state dict: [...]"), config)
+    learnable.explain(KeyError("decoder.weight from model not in state dict"), config)
+    learnable.explain(KeyError("simreg_similarity.key from model not in state dict"), SimRegConfig(lambda_=1))
 
 
 def test_ranks_in_an_unknown_order_are_refused() -> None:

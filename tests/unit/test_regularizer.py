@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -101,13 +102,24 @@ def test_log_values_are_means_over_the_interval() -> None:
     assert means["simreg norm"].item() == pytest.approx(norms.mean().item(), rel=1e-6)
     variation = norms.std(correction=0) / norms.mean()
     assert means["simreg norm variation"].item() == pytest.approx(variation.item(), rel=1e-5)
+    pairs_of = {True: [], False: []}  # norms of what each token meets, by whether the labels agree
+    for (m, b), i, j in itertools.product(itertools.product((mask, few), range(BATCH)), range(LENGTH), range(LENGTH)):
+        if i != j and m[b, i] and m[b, j]:
+            pairs_of[bool(labels[b, i] == labels[b, j])].append(embeddings[b, j].norm())
+    same, other = (torch.stack(pairs_of[agree]) for agree in (True, False))
+    freedom = len(same) + len(other) - 2
+    pooled = (((len(same) - 1) * same.var() + (len(other) - 1) * other.var()) / freedom).sqrt()
+    expected = ((same.mean() - other.mean()) / pooled).item()
+    assert abs(expected) > 1e-3 and means["simreg norm difference"].item() == pytest.approx(expected, rel=1e-5)
     again = regularizer.metrics.reduce(One())
     assert again["simreg loss"].item() == 0, "an interval starts at zero"
 
 
 def test_console_prints_the_mean_that_megatron_divides_again() -> None:
     totals = {"advanced iterations": 9}
-    add_to_console({"simreg loss": torch.tensor(0.25)}, totals, skipped=False)
+    means = {"simreg loss": torch.tensor(0.25), "simreg norm difference": torch.tensor(0.5)}
+    add_to_console(means, totals, skipped=False)
+    assert "simreg norm difference" not in totals, "the line stays short"
     assert totals["simreg loss"].item() / 10 == pytest.approx(0.25)
 
 

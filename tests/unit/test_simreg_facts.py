@@ -261,6 +261,14 @@ def test_sr12_other_similarities(similarity: str, temperature: float, printed: s
     assert_prints(grad.norm(), norm)
 
 
+def test_sr12_learnable() -> None:
+    scalars = tuple(torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    loss = simreg_loss(*fixture_f1(), temperature=1.0, similarity="learnable", exponents=scalars)
+    assert_prints(loss.detach(), "1.217480")
+    for grad, printed in zip(torch.autograd.grad(loss, scalars), ("0.0524904", "0.0414949"), strict=True):
+        assert_prints(grad[0], printed)
+
+
 def test_sr12_dnorm_is_cosine_at_the_temperature_of_each_anchor() -> None:
     rows, labels = fixture_f1()
     terms = simreg_loss(rows, labels, temperature=0.1, similarity="dnorm", reduction="none")
