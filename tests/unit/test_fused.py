@@ -20,6 +20,7 @@ from simreg_megatron.kernels import walk
 from simreg_megatron.kernels.contrast import Tokens, contrast_ratio
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS
+from tests.helpers.fixtures import fixture_f1
 
 fused = pytest.importorskip("simreg_megatron.kernels.fused", reason="Triton is not installed")
 interpreted = pytest.mark.skipif(not fused.INTERPRETS, reason="a GPU is here: tests/gpu runs the kernels on it")
@@ -88,6 +89,18 @@ def test_equals_float64(options: dict[str, Any], way: str) -> None:
     expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference", **given)
     assert apart(loss, expected_loss) < 2e-5
     assert apart(grad, expected_grad) < 3e-5
+
+
+@interpreted
+@pytest.mark.parametrize("chunk_size", [0, 4, 5])
+@pytest.mark.parametrize("temperature", [0.01, 0.05, 0.1, 0.5, 1.0])
+def test_the_fixture_of_the_printed_facts(temperature: float, chunk_size: int) -> None:
+    """What test_simreg_facts holds the reference to, here in float32."""
+    rows, labels = fixture_f1()
+    options = {"temperature": temperature, "chunk_size": chunk_size}
+    loss, grad = value_and_gradient(rows.float(), labels, "triton", **options)
+    expected_loss, expected_grad = value_and_gradient(rows.float().double(), labels, "reference", **options)
+    assert apart(loss, expected_loss) < 2e-5 and apart(grad, expected_grad) < 2e-5
 
 
 @interpreted
