@@ -18,9 +18,21 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
+from launch import checkpoints, progress
 from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_value
-from launch.plan import BUILTIN_CORPUS, RECIPES, TINY, Corpus, Machine, Plan, build_plan, model_names
+from launch.plan import (
+    BUILTIN_CORPUS,
+    RECIPES,
+    TINY,
+    Corpus,
+    Machine,
+    Plan,
+    build_plan,
+    layout_names,
+    model_names,
+    resumed,
+)
 
 
 def make_parser(family: str) -> argparse.ArgumentParser:
@@ -46,6 +58,14 @@ def make_parser(family: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--ffn", metavar="SIZE", default="literal", help="FFN size: literal, aligned or a number")
     parser.add_argument("--output", metavar="DIR", type=Path, help="for TensorBoard and checkpoints (default: runs/)")
+    parser.add_argument(
+        "--layout", metavar="NAME", help=f"how the size is spread over such machines: {', '.join(layout_names())}"
+    )
+    parser.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="go on from the newest whole checkpoint of the run, if there is one; do nothing if the run has ended",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the exact command and what would run, and stop")
     return parser
 
@@ -84,16 +104,37 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     if options.dry_run:
         _say(describe(plan, machine, environ=os.environ))
         return
+    if options.auto_resume and progress.has_ended(plan):
+        _say(f"> {plan.output}: {progress.length(plan)} are done, so there is nothing to do")
+        return
     for note in plan.notes:
         _say(f"> {note}")
-    _refuse_to_overwrite(plan)
+    if not options.auto_resume:
+        _refuse_to_overwrite(plan)
     _prepare(plan)
     plan = planned(_prepare_data(plan, options))
+    if options.auto_resume:
+        plan = _go_on(plan)
     _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
 
     from simreg_megatron.__main__ import run
 
-    run([str(plan.script), *plan.arguments])
+    run([str(plan.script), *plan.arguments])  # ends the process where training stops before its end
+    if options.auto_resume and os.environ["RANK"] == "0":
+        progress.mark_ended(plan)
+
+
+def _go_on(plan: Plan) -> Plan:
+    """From the newest whole checkpoint; one rank of each machine brings the folder in order first."""
+    folder = Path(flag_value(plan.flags, "--save") or "")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for sentence in checkpoints.repair(folder):
+            _say(f"> {sentence}")
+    newest = checkpoints.newest_whole(folder)
+    if newest is None:
+        return plan
+    _say(f"> going on from iteration {newest} in {folder}")
+    return resumed(plan)
 
 
 def look_at_machine() -> Machine:
@@ -138,7 +179,7 @@ def _refuse_to_overwrite(plan: Plan) -> None:
     if target is None or "--load" in given or not (Path(target) / "latest_checkpointed_iteration.txt").is_file():
         return
     raise LaunchError(
-        f"{target} holds checkpoints of an earlier run: go on with --load {target}, or give another --output"
+        f"{target} holds checkpoints of an earlier run: go on with --auto-resume, or give another --output"
     )
 
 

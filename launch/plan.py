@@ -7,7 +7,7 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from launch.flags import (
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = Path(__file__).resolve().parent / "models"
+LAYOUTS = Path(__file__).resolve().parent / "layouts"
 TINY = "tiny"
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
 
@@ -48,6 +49,14 @@ RECIPES: dict[str, tuple[str, ...]] = {
     },
 }
 _PRECISIONS = {"--bf16", "--fp16"}
+_OF_A_START = {  # where a run's first weights come from; they would throw the optimizer away each time it goes on
+    "--load",
+    "--ckpt-step",
+    "--finetune",
+    "--no-load-optim",
+    "--no-load-rng",
+    "--pretrained-checkpoint",
+}
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 
 
@@ -110,6 +119,29 @@ def model_names(family: str) -> list[str]:
     return sorted(names, key=lambda name: (name != TINY, not name.endswith("m"), name))  # millions before billions
 
 
+def layout_names() -> list[str]:
+    """The kinds of machines that the sizes have a layout for."""
+    return sorted(path.name for path in LAYOUTS.iterdir() if path.is_dir())
+
+
+def read_layout(name: str, family: str, model: str) -> list[Flag]:
+    """How a size is spread over machines of one kind: `--nodes N`, and Megatron's flags.
+
+    Raises:
+        LaunchError: there is none for this size.
+    """
+    path = LAYOUTS / name / f"{family}-{model}.args"
+    if not path.is_file():
+        raise LaunchError(f"there is no layout {name} for {family} {model}: leave --layout out, or write {path}")
+    return read_preset(path)
+
+
+def resumed(plan: Plan) -> Plan:
+    """The plan of a run that goes on from its own checkpoints, whatever it began with."""
+    folder = flag_value(plan.flags, "--save") or ""
+    return replace(plan, flags=(*without(plan.flags, _OF_A_START), ("--load", folder)))
+
+
 def build_plan(
     family: str,
     options: argparse.Namespace,
@@ -142,13 +174,18 @@ def build_plan(
     notes = _say_default(family, options, machine, builtin=builtin)
 
     preset = read_preset(PRESETS / f"{family}-{model}.args")
+    if options.layout:
+        layout = without(read_layout(options.layout, family, model), {"--nodes"})  # the job's to keep
+        preset = [*without(preset, flag_names(layout)), *layout]
     preset, size_notes = _fit_preset(preset, user, options.ffn, machine, strict=model != TINY)
     output = options.output or _default_output(family, model, user, stamp)
+    if options.auto_resume:
+        _check_resumable(options, [*preset, *user], model)
     chosen = [
         *_without_idle_simreg(preset, user),
         *_hardware_flags([*preset, *user], machine, on_cpu=on_cpu, large=model != TINY),
         *_data_flags(options, corpus or PlannedCorpus(), builtin=builtin),
-        *_output_flags(output, saves=model != TINY),
+        *_output_flags(output, saves=model != TINY or options.auto_resume),
     ]
     flags = (*without(chosen, flag_names(user)), *user)
     return Plan(
@@ -162,6 +199,14 @@ def build_plan(
         output=output,
         notes=(*notes, *size_notes),
     )
+
+
+def _check_resumable(options: argparse.Namespace, flags: Sequence[Flag], model: str) -> None:
+    given = flag_names(flags)
+    if model == TINY and not options.output and "--save" not in given:
+        raise LaunchError("--auto-resume needs --output DIR: by default each tiny run has a folder of its own")
+    if "--save-interval" not in given:
+        raise LaunchError("--auto-resume needs --save-interval N: nothing would be saved to go on from")
 
 
 def _choose_cpu(model: str, user: Sequence[Flag], machine: Machine, environ: Mapping[str, str]) -> bool:
@@ -258,7 +303,7 @@ def _fit_batch(
 ) -> list[Flag]:
     """Where the user chose none: a micro-batch that divides each replica's share of the global batch."""
     both = [*preset, *user]
-    replicas = max(1, machine.world_size // sizes.model_parallel_size(user))
+    replicas = max(1, machine.world_size // sizes.model_parallel_size(both))
     batch = flag_number(both, "--global-batch-size", 1)
     if batch % replicas:
         fitting = -(-batch // replicas) * replicas
@@ -271,7 +316,7 @@ def _fit_batch(
         batch, preset = fitting, _replace(preset, "--global-batch-size", str(fitting))
     if flag_names(user) & {"--micro-batch-size", "--rampup-batch-size"}:
         return preset
-    stages = flag_number(user, "--pipeline-model-parallel-size", 1)
+    stages = flag_number(both, "--pipeline-model-parallel-size", 1)
     share = batch // replicas
     # The tiny presets name none: the whole share, or what leaves each pipeline stage a micro-batch.
     limit = flag_number(preset, "--micro-batch-size", max(1, share // stages))

@@ -61,8 +61,11 @@ def largest_divisor(number: int, limit: int) -> int:
     return max(size for size in range(1, limit + 1) if number % size == 0)
 
 
-def count_parameters(flags: Sequence[Flag], *, vocabulary: int) -> int:
-    """Weights of a LLaMA or Mixtral model: attention, SwiGLU (times experts), RMSNorm, embedding and head."""
+def count_parameters(flags: Sequence[Flag], *, vocabulary: int, active: bool = False) -> int:
+    """Weights of a LLaMA or Mixtral model: attention, SwiGLU (times experts), RMSNorm, embedding and head.
+
+    `active` counts those that one token meets: of the experts only the chosen ones, and no embedding table.
+    """
     given = flag_names(flags)
     hidden, layers = flag_number(flags, "--hidden-size", 1), flag_number(flags, "--num-layers", 1)
     heads = flag_number(flags, "--num-attention-heads", 1)
@@ -72,8 +75,9 @@ def count_parameters(flags: Sequence[Flag], *, vocabulary: int) -> int:
     experts = flag_number(flags, "--num-experts", 0)
     if experts:
         ffn = flag_number(flags, "--moe-ffn-hidden-size", ffn)
+    used = min(experts, flag_number(flags, "--moe-router-topk", 2)) if active else experts
     attention = 2 * hidden * head_size * (heads + groups)
-    feed_forward = 3 * hidden * ffn * max(experts, 1) + hidden * experts  # the last term is the router
+    feed_forward = 3 * hidden * ffn * max(used, 1) + hidden * experts  # the last term is the router
     block = attention + feed_forward + 2 * hidden
-    tables = 2 if "--untie-embeddings-and-output-weights" in given else 1
+    tables = 2 if "--untie-embeddings-and-output-weights" in given and not active else 1
     return layers * block + hidden + tables * vocabulary * hidden

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints of a folder are whole: what a run goes on from, and what may be deleted.
+
+A save that was killed, or that met a full disk, leaves a folder that looks like the others. Megatron writes
+`metadata.json` when all else of a `torch_dist` checkpoint is on the disk, and a file of the older `torch` format ends
+with its table of contents, so both tell a whole checkpoint from a torn one by their last bytes, without loading it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_DELETED = ".deleting"
+
+
+def iterations(folder: Path) -> list[int]:
+    """The iterations that `folder` has a checkpoint folder of, oldest first, whole or not."""
+    with suppress(OSError):
+        found = (_ITERATION.fullmatch(name) for name in os.listdir(folder))
+        return sorted(int(match[1]) for match in found if match)
+    return []
+
+
+def path_of(folder: Path, iteration: int) -> Path:
+    return folder / f"iter_{iteration:07d}"
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end; what it says is not looked at."""
+    with suppress(OSError, ValueError):
+        if (checkpoint / "metadata.json").is_file():
+            backend = json.loads((checkpoint / "metadata.json").read_text()).get("sharded_backend")
+            return backend != "torch_dist" or _has_index(checkpoint)
+        return _is_whole_legacy(checkpoint)
+    return False
+
+
+def is_torn(checkpoint: Path) -> bool:
+    """Whether a save stopped half-way. Formats that this module does not know are neither whole nor torn."""
+    return not is_whole(checkpoint) and not _has_index(checkpoint)
+
+
+def _has_index(checkpoint: Path) -> bool:
+    """torch writes it when the tensors are on the disk."""
+    with suppress(OSError):
+        return (checkpoint / ".metadata").stat().st_size > 0
+    return False
+
+
+def _is_whole_legacy(checkpoint: Path) -> bool:
+    ranks = [path for path in checkpoint.glob("mp_rank_*") if path.is_dir()]
+    files = [list(rank.glob("*.pt")) for rank in ranks]
+    return bool(ranks) and all(found and all(map(zipfile.is_zipfile, found)) for found in files)
+
+
+def newest_whole(folder: Path) -> int | None:
+    """The iteration of the newest whole checkpoint in `folder`."""
+    known = tracked(folder)
+    for number in reversed(iterations(folder)):
+        checkpoint = path_of(folder, number)
+        if number == known and not is_torn(checkpoint):
+            return number
+        # Of the older format nothing tells whether a rank has yet to begin its file: there the tracker decides.
+        legacy_unknown = known is not None and number > known and not (checkpoint / "metadata.json").is_file()
+        if is_whole(checkpoint) and not legacy_unknown:
+            return number
+    return None
+
+
+def tracked(folder: Path) -> int | None:
+    """The iteration that Megatron would load; None if its tracker file is missing or damaged."""
+    with suppress(OSError, ValueError):
+        return int((folder / TRACKER).read_text().strip())
+    return None
+
+
+def repair(folder: Path) -> list[str]:
+    """Make Megatron's next start find the newest whole checkpoint: delete torn ones, correct the tracker.
+
+    Many processes may do this at once, as long as none of them saves.
+
+    Returns:
+        What was done, one sentence each.
+    """
+    done = []
+    _finish_deletions(folder)
+    for number in iterations(folder):
+        if is_torn(path_of(folder, number)) and _delete(folder, number):
+            done.append(f"{path_of(folder, number)} was never finished: deleted")
+    newest, known = newest_whole(folder), tracked(folder)
+    if newest is not None and newest != known:
+        _write_whole(folder / TRACKER, str(newest))
+        found = "was missing or damaged" if known is None else f"named {known}"
+        done.append(f"{folder / TRACKER} {found}: it names {newest}, the newest whole checkpoint")
+    elif newest is None and (folder / TRACKER).is_file() and _is_no_release(folder):
+        (folder / TRACKER).unlink(missing_ok=True)
+        done.append(f"{folder / TRACKER} named a checkpoint and none is whole: the run begins anew")
+    return done
+
+
+def _is_no_release(folder: Path) -> bool:
+    """A checkpoint for a new start lies in `release`; its tracker is none of ours."""
+    return (folder / TRACKER).read_text(errors="replace").strip() != "release"
+
+
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Delete all but the newest `keep` whole checkpoints; torn ones may be on their way and stay.
+
+    Returns:
+        What was deleted.
+    """
+    if keep < 1:
+        raise ValueError(f"at least one checkpoint must be kept, not {keep}")
+    _finish_deletions(folder)
+    whole = [number for number in iterations(folder) if is_whole(path_of(folder, number))]
+    kept = {*whole[-keep:], tracked(folder)}
+    return [path_of(folder, number) for number in whole if number not in kept and _delete(folder, number)]
+
+
+def _delete(folder: Path, iteration: int) -> bool:
+    """Under another name first, so that no half-deleted checkpoint looks like one; False if another was faster."""
+    doomed = path_of(folder, iteration)
+    target = doomed.with_name(doomed.name + _DELETED)
+    try:
+        doomed.rename(target)
+    except FileNotFoundError:
+        return False
+    shutil.rmtree(target, ignore_errors=True)
+    return True
+
+
+def _finish_deletions(folder: Path) -> None:
+    for path in folder.glob(f"iter_*{_DELETED}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """All of it or nothing, whenever the machine stops."""
+    new = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        with new.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m launch.estimate`: what each size should need on its layout. Arithmetic, nothing is measured.
+
+Memory is Megatron's own theoretical estimate, FLOPs are Megatron's own count; time follows from the share of the
+peak that the GPUs are assumed to reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from launch.flags import flag_number
+from launch.launcher import make_parser
+from launch.plan import LAYOUTS, Machine, build_plan, read_layout
+
+PEAK = 989e12  # bf16 FLOP/s of an H800, dense
+SHARE_OF_PEAK = 0.4
+_GPUS_PER_NODE = 8
+_VOCABULARY = 32000  # LLaMA-2's
+_PAPER_GPU_HOURS = {"llama-350m": 56, "llama-7b": 2000}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One size on its layout; memory in GiB per GPU, time in seconds and hours."""
+
+    model: str
+    nodes: int
+    args: Any
+    weights: float
+    activations: float
+    flops: float  # per step
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * _GPUS_PER_NODE
+
+    @property
+    def step_tokens(self) -> int:
+        return int(self.args.global_batch_size * self.args.seq_length)
+
+    def step_seconds(self, share: float) -> float:
+        return self.flops / (self.gpus * PEAK * share)
+
+    def gpu_hours(self, share: float) -> float:
+        return self.step_seconds(share) * self.args.train_iters * self.gpus / 3600
+
+    @property
+    def paper_share(self) -> float | None:
+        """The share of the peak at which the paper's GPU hours would be met."""
+        hours = _PAPER_GPU_HOURS.get(self.model)
+        return self.gpu_hours(1.0) / hours if hours else None
+
+
+def estimate(layout: str, model: str) -> Estimate:
+    """Ask Megatron, for `model` such as llama-7b."""
+    family, _, size = model.partition("-")
+    nodes = flag_number(read_layout(layout, family, size), "--nodes", 1)
+    world = nodes * _GPUS_PER_NODE
+    machine = Machine(_GPUS_PER_NODE, True, world_size=world, local_world_size=_GPUS_PER_NODE)
+    words = ["--model", size, "--layout", layout, "--data", "text", "--tokenizer", "tokenizer.model"]
+    options, rest = make_parser(family).parse_known_args(words)
+    args = _megatron_args(build_plan(family, options, rest, machine, environ={}).arguments, world)
+
+    from megatron.training.theoretical_memory_usage import report_theoretical_memory
+    from megatron.training.training import num_floating_point_operations
+
+    micro_batches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
+    with _silence():
+        weights, activations, _ = report_theoretical_memory(args, num_microbatches=micro_batches)
+        flops = num_floating_point_operations(args, args.global_batch_size)
+    return Estimate(model, nodes, args, weights / 1024, activations / 1024, flops)
+
+
+def _megatron_args(words: list[str], world: int) -> Any:
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(_GPUS_PER_NODE))
+    with _silence():
+        import torch
+
+        from simreg_megatron.plugin import cpu_backend
+
+        if not torch.cuda.is_available():
+            cpu_backend.activate("on")  # so that Megatron can be imported; the flags are those of GPUs
+        from megatron.training.arguments import parse_args, validate_args
+
+        kept, sys.argv = sys.argv, ["estimate", *words]
+        try:
+            args = validate_args(parse_args(ignore_unknown_args=True))
+        finally:
+            sys.argv = kept
+    args.padded_vocab_size = _VOCABULARY
+    return args
+
+
+@contextlib.contextmanager
+def _silence() -> Any:
+    """Megatron prints every argument, and warns of kernels that a machine for planning does not have."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+_COLUMNS = (
+    "model | nodes | TP | PP | EP | DP | micro-batch | recompute | weights and optimizer (GiB) | activations (GiB) | "
+    "sum (GiB) | FLOP per token (10^9) | tokens/s per GPU | step (s) | GPU hours | the paper's GPU hours"
+)
+
+
+def row(one: Estimate) -> str:
+    args = one.args
+    hours = _PAPER_GPU_HOURS.get(one.model)
+    paper = f"{hours}, met at {one.paper_share:.0%} of the peak" if hours else "not stated"
+    cells = [
+        one.model, one.nodes, args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
+        args.expert_model_parallel_size, args.data_parallel_size, args.micro_batch_size,
+        args.recompute_granularity or "none", f"{one.weights:.1f}", f"{one.activations:.1f}",
+        f"{one.weights + one.activations:.1f}", f"{one.flops / one.step_tokens / 1e9:.1f}",
+        f"{one.step_tokens / one.step_seconds(SHARE_OF_PEAK) / one.gpus:,.0f}",
+        f"{one.step_seconds(SHARE_OF_PEAK):.1f}", f"{one.gpu_hours(SHARE_OF_PEAK):,.0f}", paper,
+    ]  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m launch.estimate", description=__doc__)
+    parser.add_argument("--layout", default="h800", help="launch/layouts/NAME (default: h800)")
+    layout = parser.parse_args().layout
+    models = [path.stem for path in (LAYOUTS / layout).glob("*.args")]
+    found = sorted((estimate(layout, model) for model in models), key=lambda one: one.flops / one.step_tokens)
+    print(f"| {_COLUMNS} |\n|{' --- |' * (_COLUMNS.count('|') + 1)}")
+    for one in found:
+        print(row(one))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The books of a chain of jobs: where each slice began and ended, and whether another one should follow.
+
+Runs on the first node of a job, on the system's own Python (3.8 or newer, no packages).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from launch import checkpoints
+from launch.progress import ENDED
+
+BOOK = "slices.jsonl"
+STOP = "stop"
+_WATCH_SECONDS = 15
+_ATTEMPTS, _ATTEMPT_SECONDS = 3, 10  # a shared file system may be away for a moment
+_GO_ON, _CHAIN_ENDS = 0, 3
+
+
+def main() -> int:
+    options = _parse()
+    chain = Chain(options.output, options.save)
+    if options.action == "begin":
+        return chain.begin()
+    if options.action == "watch":
+        return chain.watch(options.keep, options.job)
+    return chain.end(options.keep, options.status)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m launch.slurm.chain", description=__doc__)
+    parser.add_argument("action", choices=("begin", "watch", "end"))
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--save", type=Path, required=True)
+    parser.add_argument("--keep", type=int, default=1)
+    parser.add_argument("--job", default="")
+    parser.add_argument("--status", type=int, default=0)
+    return parser.parse_args()
+
+
+class Chain:
+    """The slices of one run; `output` is the run's folder, `save` that of its checkpoints."""
+
+    def __init__(self, output: Path, save: Path) -> None:
+        self.output, self.save = output, save
+        self.book = output / "slurm" / BOOK
+        self.place = {
+            "chain": os.environ.get("SLURM_ARRAY_JOB_ID", ""),
+            "slice": int(os.environ.get("SLURM_ARRAY_TASK_ID", "1")),
+            "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        }
+
+    def begin(self) -> int:
+        """Put the checkpoints in order and note where the slice begins."""
+        if (self.output / STOP).exists():
+            return self._end_chain(f"{self.output / STOP} is there, so the chain ends: remove it and submit again")
+        if self._has_ended():
+            return self._end_chain("the run has reached its end")
+        self.output.mkdir(parents=True, exist_ok=True)
+        for sentence in checkpoints.repair(self.save):
+            self._say(sentence)
+        iteration = self._iteration()
+        self._say(f"begins at iteration {iteration}" + (", begun anew by SLURM" if self.place["restart"] else ""))
+        return _GO_ON if self._note("begin", iteration, 0) else _CHAIN_ENDS
+
+    def watch(self, keep: int, job: str) -> int:
+        """Until killed: delete old checkpoints; when the stop file appears, have Megatron save and leave."""
+        told = False
+        while True:
+            for path in checkpoints.prune(self.save, keep):
+                self._say(f"{path} is older than the newest {keep}: deleted")
+            if (self.output / STOP).exists() and not told:
+                self._say(f"{self.output / STOP} has appeared: the run saves and stops")
+                subprocess.run(["scancel", "--signal=TERM", job], check=False)  # the step's processes, not this script
+                told = True
+            time.sleep(_WATCH_SECONDS)
+
+    def end(self, keep: int, status: int) -> int:
+        """Note where the slice ended, and decide."""
+        checkpoints.prune(self.save, keep)
+        began, before = self._history()
+        iteration = self._iteration()
+        noted = self._note("end", iteration, status)
+        if self._has_ended():
+            return self._end_chain("the run has reached its end")
+        if (self.output / STOP).exists():
+            return self._end_chain(f"stopped at iteration {iteration} by {self.output / STOP}")
+        if not noted:
+            return _CHAIN_ENDS
+        if iteration > began:
+            self._say(f"ends with status {status} at iteration {iteration}, the next slice goes on there")
+            return self._last_slice(iteration)
+        failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
+        if before is not None and before["iteration"] == iteration and before["stuck"]:
+            return self._end_chain(
+                f"{failure}, as the slice before it: the chain ends; find the cause above, then submit again"
+            )
+        self._say(f"{failure}: one more try")
+        return self._last_slice(iteration)
+
+    def _last_slice(self, iteration: int) -> int:
+        last = int(os.environ.get("SLURM_ARRAY_TASK_MAX", "0"))
+        if self.place["slice"] == last:
+            self._say(f"it was the last of {last} slices, at iteration {iteration}: submit again to go on")
+        return _GO_ON
+
+    def _history(self) -> tuple[int, dict[str, Any] | None]:
+        """Where this slice began, and how the one before it in this chain ended."""
+        events = [event for event in self._events() if event["chain"] == self.place["chain"]]
+        began = [event["iteration"] for event in events if event["event"] == "begin"]
+        ends = [event for event in events if event["event"] == "end"]
+        before = ends[-1] if ends else None
+        if before is not None:
+            started = [event for event in events[: events.index(before)] if event["event"] == "begin"]
+            before = {**before, "stuck": before["iteration"] <= started[-1]["iteration"]}
+        return (began[-1] if began else 0), before
+
+    def _events(self) -> list[dict[str, Any]]:
+        events = []
+        with suppress(OSError):
+            for line in self.book.read_text().splitlines():
+                with suppress(ValueError):  # a line that a full disk cut off
+                    events.append(json.loads(line))
+        return events
+
+    def _note(self, event: str, iteration: int, status: int) -> bool:
+        """One line in the book; without it nobody would see a run that fails again and again."""
+        line = {**self.place, "event": event, "iteration": iteration, "status": status, "time": round(time.time())}
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self.book.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                return True
+            except OSError as error:
+                reason = error.strerror
+                time.sleep(_ATTEMPT_SECONDS if attempt + 1 < _ATTEMPTS else 0)
+        self._say(f"error: {self.book} cannot be written ({reason}): the chain ends; make room, then submit again")
+        return False
+
+    def _iteration(self) -> int:
+        return checkpoints.newest_whole(self.save) or 0
+
+    def _has_ended(self) -> bool:
+        return (self.output / ENDED).exists()
+
+    def _end_chain(self, why: str) -> int:
+        self._say(why)
+        return _CHAIN_ENDS
+
+    def _say(self, sentence: str) -> None:
+        print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.place['slice']}: {sentence}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of a job: `pretrain.sbatch` with its two marked lines filled in."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.flags import LaunchError
+from launch.plan import ROOT
+from launch.slurm.site import Site
+
+_TEMPLATE = Path(__file__).resolve().parent / "pretrain.sbatch"
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as a chain of slices."""
+
+    name: str
+    nodes: int
+    time: str
+    slices: int
+    keep: int
+    reserve: int  # seconds
+    output: Path
+    save: Path
+    train: tuple[str, ...]  # the launch script and its words
+    site: Site
+
+
+def render(job: Job) -> str:
+    """The text that is submitted; the same job gives the same text."""
+    text = re.sub(r"^#@@.*\n", "", _TEMPLATE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for mark, lines in (("head", _head(job)), ("settings", _settings(job))):
+        text = text.replace(f"#@ {mark}\n", "".join(f"{line}\n" for line in lines))
+    return text
+
+
+def seconds_of(time: str) -> int:
+    """A time limit as sbatch reads it: minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s.
+
+    Raises:
+        LaunchError: it is none of these.
+    """
+    match = _TIME.fullmatch(time)
+    if match is None:
+        raise LaunchError(f"--time takes minutes, hours:minutes:seconds or days-hours, not {time!r}")
+    numbers = [int(match[name]) for name in ("first", "second", "third") if match[name] is not None]
+    if match["days"] is not None:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
+    hours, minutes, seconds = {1: (0, *numbers, 0), 2: (0, *numbers), 3: tuple(numbers)}[len(numbers)]
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def _head(job: Job) -> Iterator[str]:
+    site = job.site
+    logs = job.output / "slurm"
+    flags = {
+        "--job-name": job.name,
+        "--account": site.account,
+        "--partition": site.partition,
+        "--qos": site.qos,
+        "--constraint": site.constraint,
+        "--nodes": job.nodes,
+        "--ntasks-per-node": site.ranks_per_node,
+        "--cpus-per-task": site.cpus_per_task,
+        "--time": job.time,
+        "--array": f"1-{job.slices}%1",  # the chain: one slice at a time
+        "--output": logs / "%A_%a.log",
+        "--open-mode": "append",  # a slice that SLURM begins anew adds to its log
+        # Megatron saves and leaves at --exit-duration-in-mins; should that be late, it does at this signal.
+        "--signal": f"TERM@{max(1, job.reserve // 2)}",
+    }
+    yield from (f"#SBATCH {name}={value}" for name, value in flags.items() if value != "")
+    yield "#SBATCH --requeue"
+    yield from (f"#SBATCH {word}" for word in shlex.split(f"{site.gpu_request} {site.sbatch_extra}"))
+
+
+def _settings(job: Job) -> Iterator[str]:
+    site = job.site
+    python = site.python or (sys.executable if site.runtime == "venv" else "python3")
+    host_python = site.host_python or (python if site.runtime == "venv" else "python3")
+    for name, value in {
+        "ROOT": ROOT, "OUTPUT": job.output, "SAVE": job.save, "KEEP": job.keep, "RESERVE": job.reserve,
+        "HOST_PYTHON": host_python,
+    }.items():  # fmt: skip
+        yield f"{name}={shlex.quote(str(value))}"
+    for name, value in {**site.environment, "PYTHON": python, "PYTHONPATH": str(ROOT)}.items():
+        yield f"export {name}={shlex.quote(value)}"
+    in_srun, in_front = _container(site)
+    yield _array("CONTAINER_SRUN", in_srun)
+    yield _array("CONTAINER_RUN", in_front)
+    yield _array("TRAIN", (*job.train, "--exit-signal-handler"))
+
+
+def _container(site: Site) -> tuple[list[str], list[str]]:
+    """Words for srun, and words in front of the process."""
+    if site.runtime == "pyxis":
+        mounts = [f"--container-mounts={site.container_mounts}"] if site.container_mounts else []
+        image = [f"--container-image={site.container_image}", "--no-container-mount-home"]
+        return [*image, *mounts, f"--container-workdir={ROOT}"], []
+    if site.runtime == "apptainer":
+        binds = ["--bind", site.container_mounts] if site.container_mounts else []
+        return [], ["apptainer", "exec", "--nv", *binds, "--pwd", str(ROOT), site.container_image]
+    return [], []
+
+
+def _array(name: str, words: tuple[str, ...] | list[str]) -> str:
+    if not words:
+        return f"{name}=()"
+    lines = "".join(f"  {line}\n" for line in _flags_per_line(words))
+    return f"{name}=(\n{lines})"
+
+
+def _flags_per_line(words: tuple[str, ...] | list[str]) -> Iterator[str]:
+    line: list[str] = []
+    for word in words:
+        if word.startswith("--") and line:
+            yield shlex.join(line)
+            line = []
+        line.append(word)
+    yield shlex.join(line)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between clusters: `cluster.env`, read and checked."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from launch.flags import LaunchError
+
+DEFAULT = Path(__file__).resolve().parent / "cluster.env"
+RUNTIMES = ("venv", "pyxis", "apptainer")
+_ASSIGNMENT = re.compile(r"(?P<export>export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)")
+
+
+@dataclass(frozen=True)
+class Site:
+    """The settings of a cluster; each is explained in launch/slurm/cluster.env."""
+
+    account: str = ""
+    partition: str = ""
+    qos: str = ""
+    constraint: str = ""
+    gpus_per_node: int = 8
+    gpu_request: str = ""
+    cpus_per_task: int = 1
+    sbatch_extra: str = ""
+    time: str = "4:00:00"
+    runtime: str = "venv"
+    python: str = ""
+    container_image: str = ""
+    container_mounts: str = ""
+    host_python: str = ""
+    layout: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return max(1, self.gpus_per_node)
+
+    def __post_init__(self) -> None:
+        if self.runtime not in RUNTIMES:
+            raise LaunchError(f"RUNTIME is {', '.join(RUNTIMES)}, not {self.runtime!r}")
+        if (self.runtime == "venv") == bool(self.container_image):
+            raise LaunchError("CONTAINER_IMAGE goes with RUNTIME=pyxis or apptainer, and these need it")
+        if self.container_mounts and self.runtime == "venv":
+            raise LaunchError("CONTAINER_MOUNTS has no effect with RUNTIME=venv: leave it empty")
+        if "--gpus-per-task" in self.gpu_request + self.sbatch_extra:
+            raise LaunchError(
+                "--gpus-per-task hides a node's other GPUs from each process: use --gpus-per-node=N or --gres=gpu:N"
+            )
+
+
+def read_site(path: Path, variables: Mapping[str, str]) -> Site:
+    """The file at `path`; `variables` fill in $NAMES.
+
+    Raises:
+        LaunchError: it cannot be read, a line is no assignment, or a name is not known.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"the cluster's settings cannot be read from {path}: {error}") from None
+    known = {item.name: item for item in fields(Site) if item.name != "environment"}
+    settings: dict[str, str | int] = {}
+    environment: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        place = f"{path}, line {number}"
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _ASSIGNMENT.fullmatch(line.strip())
+        if match is None:
+            raise LaunchError(f"{place}: {line.strip()!r} is neither NAME=value nor export NAME=value")
+        value = _value(match["value"], variables, place)
+        name = match["name"].lower()
+        if match["export"]:
+            environment[match["name"]] = value
+        elif match["name"] != name.upper() or name not in known:
+            names = ", ".join(sorted(item.upper() for item in known))
+            raise LaunchError(
+                f"{place}: no setting is called {match['name']}: it is one of {names}; "
+                "a variable for the processes is written `export NAME=value`"
+            )
+        else:
+            settings[name] = _number(value, match["name"], place) if known[name].type == "int" else value
+    return Site(**settings, environment=environment)  # type: ignore[arg-type]
+
+
+def _value(text: str, variables: Mapping[str, str], place: str) -> str:
+    try:
+        words = shlex.split(text, comments=True)
+        filled = string.Template(" ".join(words)).substitute(variables)
+    except (ValueError, KeyError) as error:
+        what = f"${error.args[0]} is not set" if isinstance(error, KeyError) else str(error)
+        raise LaunchError(f"{place}: {what}") from None
+    if len(words) > 1:
+        raise LaunchError(f'{place}: quote a value of several words: "{" ".join(words)}"')
+    return filled
+
+
+def _number(value: str, name: str, place: str) -> int:
+    if not value.isdecimal():
+        raise LaunchError(f"{place}: {name} takes a number, not {value!r}")
+    return int(value)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bash launch/slurm/submit.sh`: check a run where it is submitted, write its job, and give that to sbatch.
+
+`--dry-run` prints the very text that would be submitted, and nothing else to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch import progress, sizes
+from launch.flags import LaunchError, flag_name, flag_number, flag_value, group_flags
+from launch.launcher import make_parser
+from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
+from launch.slurm.chain import STOP
+from launch.slurm.job import Job, render, seconds_of
+from launch.slurm.site import DEFAULT, Site, read_site
+
+_PATHS = ("--data", "--valid-data", "--tokenizer")
+_PEAK = 989e12  # bf16 FLOP/s of an H800, dense
+_SHARE_OF_PEAK = 0.4  # what a step is guessed to reach before it was measured
+
+
+def make_submit_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launch/slurm/submit.sh",
+        usage="bash launch/slurm/submit.sh [options] launch/pretrain_{llama|mixtral}.sh [options of that script]",
+        description="Submit a run to SLURM as a chain of jobs that resumes, and ends by itself.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--cluster", type=Path, default=DEFAULT, metavar="FILE", help="settings of your cluster")
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: those of the model's layout)")
+    parser.add_argument("--time", metavar="TIME", help="length of one slice, as sbatch writes it (default: cluster's)")
+    parser.add_argument("--slices", type=int, default=100, metavar="N", help="at most so many slices (default: 100)")
+    parser.add_argument("--keep", type=int, default=3, metavar="N", help="keep the newest N checkpoints (default: 3)")
+    parser.add_argument(
+        "--reserve", type=float, default=10, metavar="MINUTES", help="kept at a slice's end to save (default: 10)"
+    )
+    parser.add_argument("--name", help="of the job (default: from the output folder)")
+    parser.add_argument(
+        "--step-seconds",
+        type=float,
+        metavar="S",
+        help="seconds of one step, for the check of --save-interval",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the text that would be submitted, and stop")
+    parser.add_argument("script", help="launch/pretrain_llama.sh or launch/pretrain_mixtral.sh")
+    return parser
+
+
+_EPILOG = f"""Options of this command stand before the script, the run's own behind it.
+The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}` after a last save."""
+
+
+def main() -> None:
+    try:
+        job, options = prepare(sys.argv[1:], dict(os.environ))
+        text = render(job)
+        if options.dry_run:
+            sys.stdout.write(text)
+        else:
+            _submit(job, text)
+    except (LaunchError, argparse.ArgumentError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse.Namespace]:
+    """The job that a command line asks for, checked as far as the place of submission can.
+
+    Raises:
+        LaunchError: it could not run as asked.
+    """
+    own, script, words = _split(argv)
+    options = make_submit_parser().parse_args([*own, script])
+    site = read_site(options.cluster, environ)
+    family = _family(script)
+    run_options, rest = make_parser(family).parse_known_args(words)
+    if run_options.dry_run:
+        raise LaunchError("--dry-run stands before the script, where it prints the job")
+    model = run_options.model or TINY
+    if run_options.layout is None and site.gpus_per_node and model != TINY and site.layout:
+        run_options.layout = site.layout
+        words = ["--layout", site.layout, *words]
+    nodes = options.nodes or _nodes_of(run_options.layout, family, model)
+    run_options.auto_resume = True
+    machine = Machine(
+        gpus=site.gpus_per_node,
+        transformer_engine=bool(site.gpus_per_node),
+        world_size=nodes * site.ranks_per_node,
+        local_world_size=site.ranks_per_node,
+    )
+    plan = build_plan(family, run_options, rest, machine, environ=environ)
+    output = plan.output.absolute()
+    time = options.time or site.time
+    _check(plan, options, machine, time)
+    _check_data(run_options, site)
+    return (
+        Job(
+            name=options.name or _name(output),
+            nodes=nodes,
+            time=time,
+            slices=options.slices,
+            keep=options.keep,
+            reserve=round(options.reserve * 60),
+            output=output,
+            save=Path(flag_value(plan.flags, "--save") or "").absolute(),
+            train=(str(ROOT / "launch" / f"pretrain_{family}.sh"), *_with_full_paths(words, output), "--auto-resume"),
+            site=site,
+        ),
+        options,
+    )
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Our own options, the script, and its words."""
+    if {"-h", "--help"} & set(argv[:1]):
+        make_submit_parser().parse_args(["--help"])
+    for place, word in enumerate(argv):
+        if re.search(r"pretrain_\w+\.sh$", word):
+            return list(argv[:place]), word, list(argv[place + 1 :])
+    raise LaunchError("name what to run: launch/pretrain_llama.sh or launch/pretrain_mixtral.sh, then its options")
+
+
+def _family(script: str) -> str:
+    name = re.sub(r".*pretrain_(\w+)\.sh$", r"\1", script)
+    if not (ROOT / "launch" / f"pretrain_{name}.sh").is_file():
+        raise LaunchError(f"there is no launch/pretrain_{name}.sh: it is launch/pretrain_llama.sh or ..._mixtral.sh")
+    return name
+
+
+def _nodes_of(layout: str | None, family: str, model: str) -> int:
+    if layout:
+        return flag_number(read_layout(layout, family, model), "--nodes", 1)
+    if model == TINY:
+        return 1
+    raise LaunchError(f"how many nodes? give --nodes N before the script, or --layout {'|'.join(layout_names())}")
+
+
+def _with_full_paths(words: Sequence[str], output: Path) -> list[str]:
+    """A job's directory is not where it was submitted: what exists here is named by its full path."""
+    full: list[str] = []
+    for flag in group_flags(words):
+        name, value = flag_name(flag), flag_value([flag], flag_name(flag))
+        if name == "--output":
+            continue
+        if name in _PATHS and value and any(Path(value + end).exists() for end in ("", ".idx")):
+            flag = (name, str(Path(value).absolute()))
+        full += flag
+    return [*full, "--output", str(output)]
+
+
+def _name(output: Path) -> str:
+    """Readable, and the same for the same run: by it a second submission is seen."""
+    return f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+
+
+def _check(plan: Plan, options: argparse.Namespace, machine: Machine, time: str) -> None:
+    for name in ("nodes", "slices", "keep"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise LaunchError(f"--{name} is at least 1, not {getattr(options, name)}")
+    if options.reserve < 0.5:
+        raise LaunchError(f"--reserve is at least half a minute, not {options.reserve:g}: the last save needs it")
+    if re.search(r"[\s%\"'\\]", str(plan.output.absolute())):
+        raise LaunchError(f"sbatch cannot name a log in {plan.output.absolute()}: no spaces, quotes or % in --output")
+    if progress.has_ended(plan):
+        raise LaunchError(f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output")
+    if (plan.output / STOP).exists():
+        raise LaunchError(f"{plan.output / STOP} stops every slice: remove it first")
+    seconds = seconds_of(time) - options.reserve * 60
+    if seconds < 60:
+        raise LaunchError(f"--time {time} leaves less than a minute besides --reserve {options.reserve:g} minutes")
+    _check_save_interval(plan, options.step_seconds, machine, seconds)
+
+
+def _check_data(run_options: argparse.Namespace, site: Site) -> None:
+    """Before hours in a queue; in a container the paths may be other ones."""
+    from simreg_megatron.data import DataError, check_dataset
+
+    try:
+        for prefix in filter(None, (run_options.data, run_options.valid_data)):
+            if site.runtime == "venv" or Path(f"{prefix}.idx").exists():
+                check_dataset(prefix, tokenizer=run_options.tokenizer)
+    except DataError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _check_save_interval(plan: Plan, step: float | None, machine: Machine, slice_seconds: float) -> None:
+    """A slice that crashes before its first save has done nothing, and neither will the next one."""
+    guessed = "" if step else " (guessed; --step-seconds S tells it)"
+    step = step or guess_step_seconds(plan, machine)
+    every = flag_number(plan.flags, "--save-interval", 1)
+    if step is None or every * step < slice_seconds:
+        return
+    most = max(1, int(slice_seconds / step / 4))
+    raise LaunchError(
+        f"--save-interval {every} takes {every * step / 3600:.1f} h at {step:.1f} s a step{guessed}, and a slice "
+        f"trains {slice_seconds / 3600:.1f} h: give --save-interval {most}, or a longer --time"
+    )
+
+
+def guess_step_seconds(plan: Plan, machine: Machine) -> float | None:
+    """6 FLOPs per active weight and token, at 40 % of the GPUs' peak; None on CPUs."""
+    if plan.on_cpu:
+        return None
+    tokens = flag_number(plan.flags, "--global-batch-size", 1) * flag_number(plan.flags, "--seq-length", 1)
+    weights = sizes.count_parameters(plan.flags, vocabulary=32000, active=True)
+    return 6 * weights * tokens / (machine.world_size * _PEAK * _SHARE_OF_PEAK)
+
+
+def _submit(job: Job, text: str) -> None:
+    running = _run(["squeue", "--noheader", "--me", "--name", job.name, "--format", "%i %T"])
+    if running:
+        raise LaunchError(f"this run is in the queue already ({running.splitlines()[0]}): scancel it first")
+    folder = job.output / "slurm"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (job.output / progress.ENDED).unlink(missing_ok=True)  # of a shorter run that goes on now
+        (folder / "job.sbatch").write_text(text)
+    except OSError as error:
+        raise LaunchError(f"{error.filename} cannot be written ({error.strerror}): give another --output") from None
+    number = _run(["sbatch", "--parsable", str(folder / "job.sbatch")]).partition(";")[0]
+    print(f"submitted {job.name} as job {number}, at most {job.slices} slices of {job.time} on {job.nodes} nodes")
+    print(f"  logs   {folder}/{number}_*.log")
+    print(f"  stop   touch {job.output / STOP}   (saves first)      scancel {number}   (at once)")
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, check=True, text=True, capture_output=True).stdout.strip()
+    except FileNotFoundError:
+        raise LaunchError(f"{command[0]} is not on this machine: submit from a login node of the cluster") from None
+    except subprocess.CalledProcessError as error:
+        raise LaunchError(f"{command[0]} refused: {error.stderr.strip()}") from None
+
+
+if __name__ == "__main__":
+    main()

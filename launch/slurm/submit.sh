@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Submit a run to SLURM as a chain of jobs:
+#   bash launch/slurm/submit.sh --cluster my.env launch/pretrain_llama.sh --model 7b --data PREFIX --tokenizer PATH ...
+# It needs a Python 3.10 or newer and no package, so it works on a login node.
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
+for python in "${VIRTUAL_ENV:-$root/.venv}/bin/python" "$root/.venv/bin/python" python3; do
+  if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+    PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m launch.slurm.submit "$@"
+  fi
+done
+echo "error: no Python 3.10 or newer was found: activate an environment that has one" >&2
+exit 2
