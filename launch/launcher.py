@@ -18,7 +18,7 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, progress
+from launch import checkpoints, progress, record
 from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_value
 from launch.plan import (
@@ -115,6 +115,8 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     plan = planned(_prepare_data(plan, options))
     if options.auto_resume:
         plan = _go_on(plan)
+    if os.environ["RANK"] == "0" and flag_value(plan.flags, "--save"):
+        _record(plan, stamp)
     _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
 
     from simreg_megatron.__main__ import run
@@ -124,12 +126,22 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         progress.mark_ended(plan)
 
 
+def _record(plan: Plan, stamp: str) -> None:
+    try:
+        record.write(plan, stamp, environ=os.environ)
+    except OSError as error:
+        _say(f"> warning: no record of this start in {plan.output} ({error.strerror}); the run goes on without")
+
+
 def _go_on(plan: Plan) -> Plan:
     """From the newest whole checkpoint; one rank of each machine brings the folder in order first."""
     folder = Path(flag_value(plan.flags, "--save") or "")
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        for sentence in checkpoints.repair(folder):
-            _say(f"> {sentence}")
+    try:
+        sentences = checkpoints.repair(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
+    except OSError as error:
+        raise LaunchError(f"{error.filename} cannot be put in order ({error.strerror}): make room there") from None
+    for sentence in sentences:
+        _say(f"> {sentence}")
     newest = checkpoints.newest_whole(folder)
     if newest is None:
         return plan

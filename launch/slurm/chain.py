@@ -65,9 +65,11 @@ class Chain:
             return self._end_chain(f"{self.output / STOP} is there, so the chain ends: remove it and submit again")
         if self._has_ended():
             return self._end_chain("the run has reached its end")
-        self.output.mkdir(parents=True, exist_ok=True)
-        for sentence in checkpoints.repair(self.save):
-            self._say(sentence)
+        try:
+            for sentence in checkpoints.repair(self.save):
+                self._say(sentence)
+        except OSError as error:
+            return self._end_chain(f"error: {error.filename} cannot be put in order ({error.strerror}): the chain ends")
         iteration = self._iteration()
         self._say(f"begins at iteration {iteration}" + (", begun anew by SLURM" if self.place["restart"] else ""))
         return _GO_ON if self._note("begin", iteration, 0) else _CHAIN_ENDS

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run was, kept beside what it made: command, flags, versions, environment, the state of the source, the job.
+
+One folder per start, `OUTPUT/record/TIME[-JOB]`, written by the first rank before training begins. Values of
+variables whose names speak of secrets are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from launch.plan import ROOT, Plan
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_GIT_SECONDS = 20  # a source tree on a slow disk must not hold up a job
+
+
+def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
+    """Write the record of a start, and return its folder."""
+    job = environ.get("SLURM_JOB_ID")
+    folder = plan.output / "record" / (f"{stamp}-{job}" if job else stamp)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "command.txt").write_text(shlex.join([sys.executable, *sys.argv]) + "\n")
+    (folder / "flags.txt").write_text("".join(f"{shlex.join(flag)}\n" for flag in plan.flags))
+    (folder / "environment.txt").write_text("".join(f"{name}={environ[name]}\n" for name in shown(environ)))
+    facts = {
+        "python": sys.version,
+        "script": str(plan.script),
+        "packages": packages(),
+        "git": _git("rev-parse", "HEAD"),
+    }
+    (folder / "versions.json").write_text(json.dumps(facts, indent=1) + "\n")
+    changes = _git("diff", "HEAD")
+    if changes:
+        (folder / "changes.patch").write_text(changes + "\n")
+    if job:
+        _run(["scontrol", "write", "batch_script", job, str(folder / "job.sbatch")])
+    return folder
+
+
+def shown(environ: Mapping[str, str]) -> list[str]:
+    """The names of variables whose values may be kept."""
+    return sorted(name for name in environ if not _SECRET.search(name))
+
+
+def packages() -> dict[str, str]:
+    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+    return dict(sorted((name, version) for name, version in found.items() if name))
+
+
+def _git(*words: str) -> str:
+    return _run(["git", "-C", str(ROOT), *words])
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints; a record without it is still a record."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: {error}"
+    return done.stdout.strip() if done.returncode == 0 else ""

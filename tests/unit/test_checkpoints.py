@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoint a run goes on from, and which may be deleted, in folders as a killed run leaves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.checkpoints import TRACKER, is_torn, is_whole, iterations, newest_whole, path_of, prune, repair
+
+
+def make(folder: Path, iteration: int, *, index: bytes = b"index", config: str | None = "torch_dist") -> Path:
+    """A `torch_dist` checkpoint; without `config` the save was killed before its last file."""
+    path = path_of(folder, iteration)
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_bytes(b"tensors")
+    if index:
+        (path / ".metadata").write_bytes(index)
+    if config is not None:
+        (path / "metadata.json").write_text(json.dumps({"sharded_backend": config, "sharded_backend_version": 1}))
+    return path
+
+
+def make_legacy(folder: Path, iteration: int, *, cut: int = 0) -> Path:
+    path = path_of(folder, iteration)
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        (path / rank).mkdir(parents=True)
+        file = path / rank / "model_optim_rng.pt"
+        torch.save({"weight": torch.arange(100.0)}, file)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size - cut])
+    return path
+
+
+def track(folder: Path, text: str) -> None:
+    (folder / TRACKER).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("index", "config", "whole", "torn"),
+    [
+        pytest.param(b"index", "torch_dist", True, False, id="whole"),
+        pytest.param(b"", "torch_dist", False, True, id="no-index"),
+        pytest.param(b"index", None, False, False, id="unknown"),  # the tracker decides
+        pytest.param(b"", None, False, True, id="killed"),
+    ],
+)
+def test_whole_and_torn(index: bytes, config: str | None, whole: bool, torn: bool, tmp_path: Path) -> None:
+    path = make(tmp_path, 5, index=index, config=config)
+    assert (is_whole(path), is_torn(path)) == (whole, torn)
+
+
+def test_a_config_that_was_cut_off(tmp_path: Path) -> None:
+    path = make(tmp_path, 5)
+    (path / "metadata.json").write_text('{"sharded_back')
+    assert not is_whole(path)
+
+
+def test_legacy_files_end_with_their_contents(tmp_path: Path) -> None:
+    assert is_whole(make_legacy(tmp_path, 5))
+    assert is_torn(make_legacy(tmp_path, 6, cut=40))
+
+
+def test_a_run_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        make(tmp_path, iteration)
+    torn = make(tmp_path, 30, index=b"", config=None)
+    track(tmp_path, "20")
+    assert newest_whole(tmp_path) == 20
+    assert repair(tmp_path) == [f"{torn} was never finished: deleted"]
+    assert iterations(tmp_path) == [10, 20] and repair(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["", "3", "1e\x00", "10"])
+def test_a_tracker_that_is_behind_or_damaged_is_corrected(text: str, tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        make(tmp_path, iteration)
+    track(tmp_path, text)
+    (said,) = repair(tmp_path)
+    assert said.endswith("it names 20, the newest whole checkpoint")
+    assert (tmp_path / TRACKER).read_text() == "20"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
+
+
+def test_nothing_whole_is_a_new_beginning(tmp_path: Path) -> None:
+    make(tmp_path, 10, index=b"", config=None)
+    track(tmp_path, "10")
+    assert len(repair(tmp_path)) == 2
+    assert newest_whole(tmp_path) is None and list(tmp_path.iterdir()) == []
+
+
+def test_a_release_and_what_is_not_known_stay(tmp_path: Path) -> None:
+    (tmp_path / "release").mkdir()
+    track(tmp_path, "release")
+    foreign = make(tmp_path, 10, config=None)
+    assert repair(tmp_path) == [] and foreign.is_dir() and (tmp_path / TRACKER).read_text() == "release"
+
+
+def test_a_format_that_is_not_known_is_believed_where_megatron_names_it(tmp_path: Path) -> None:
+    make(tmp_path, 10, config=None)
+    make(tmp_path, 20, config=None)
+    track(tmp_path, "10")
+    assert newest_whole(tmp_path) == 10
+
+
+def test_a_legacy_checkpoint_beyond_the_tracker_may_lack_ranks(tmp_path: Path) -> None:
+    make_legacy(tmp_path, 10)
+    make_legacy(tmp_path, 20)
+    track(tmp_path, "10")
+    assert newest_whole(tmp_path) == 10
+
+
+def test_a_folder_that_is_not_there_is_an_empty_one(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path / "none") is None and repair(tmp_path / "none") == []
+
+
+def test_prune_keeps_the_newest_whole_the_tracked_and_the_unfinished(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30, 40):
+        make(tmp_path, iteration)
+    make(tmp_path, 50, index=b"", config=None)  # under way
+    track(tmp_path, "20")
+    assert prune(tmp_path, 2) == [path_of(tmp_path, 10)]
+    track(tmp_path, "40")
+    assert prune(tmp_path, 2) == [path_of(tmp_path, 20)]
+    assert iterations(tmp_path) == [30, 40, 50]
+    with pytest.raises(ValueError, match="at least one"):
+        prune(tmp_path, 0)
+
+
+def test_a_deletion_that_was_killed_is_finished(tmp_path: Path) -> None:
+    path = make(tmp_path, 10)
+    path.rename(tmp_path / "iter_0000010.deleting")
+    make(tmp_path, 20)
+    assert prune(tmp_path, 1) == [] and iterations(tmp_path) == [20]
+    assert not (tmp_path / "iter_0000010.deleting").exists()

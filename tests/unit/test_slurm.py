@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job that is submitted: its text, what differs between clusters, what is refused before it is queued."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import progress
+from launch.flags import LaunchError
+from launch.plan import LAYOUTS, PRESETS, ROOT, TINY
+from launch.slurm import chain, submit
+from launch.slurm.job import render, seconds_of
+from launch.slurm.site import DEFAULT, Site, read_site
+
+LLAMA = "launch/pretrain_llama.sh"
+CPU_SITE = "GPUS_PER_NODE=0\nTIME=60\n"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words for text that nobody looks at here."""
+    monkeypatch.setattr(submit, "_check_data", lambda *_: None)
+    return ["--data", "text", "--tokenizer", "tokenizer.model", "--output", str(tmp_path / "run")]
+
+
+def site_file(folder: Path, text: str) -> Path:
+    path = folder / "my.env"
+    path.write_text(text)
+    return path
+
+
+def text_of(*argv: str) -> str:
+    job, _ = submit.prepare(argv, dict(os.environ))
+    return render(job)
+
+
+def value_of(text: str, name: str) -> list[str]:
+    """What bash makes of an array or a variable of the rendered text."""
+    head = text[: text.index("cd ")]
+    script = f'{head}\nfor word in "${{{name}[@]}}"; do printf "%s\\0" "$word"; done'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_the_head_of_a_real_size(data: list[str]) -> None:
+    text = text_of("--time", "1-12", "--slices", "7", LLAMA, "--model", "7b", *data)
+    head = text.splitlines()[:20]
+    assert head[0] == "#!/bin/bash"
+    for line in ("nodes=16", "ntasks-per-node=8", "cpus-per-task=12", "time=1-12", "array=1-7%1", "requeue"):
+        assert f"#SBATCH --{line}" in head, line
+    assert "#SBATCH --gpus-per-node=8" in head and "#SBATCH --exclusive" in head and "#SBATCH --mem=0" in head
+    assert not any("account" in line or "partition" in line for line in head), "what is empty is left out"
+    assert "#@" not in text and "torchrun" not in text.replace("no torchrun", "")
+
+
+def test_the_run_is_the_users_words(data: list[str]) -> None:
+    odd = ["--wandb-exp-name", 'it\'s $HOME; `date` "quoted"']
+    words = value_of(text_of(LLAMA, "--model", "7b", *data, *odd), "TRAIN")
+    assert words[0] == str(ROOT / LLAMA) and words[-2:] == ["--auto-resume", "--exit-signal-handler"]
+    assert words[words.index("--layout") + 1] == "h800"
+    place = words.index("--wandb-exp-name")
+    assert words[place : place + 2] == odd, "no shell reads them"
+
+
+def test_the_text_is_a_script_that_bash_and_shellcheck_accept(data: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "job.sbatch"
+    path.write_text(text_of(LLAMA, "--model", "7b", *data))
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    if shellcheck.exists():
+        done = subprocess.run([str(shellcheck), str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_dry_run_prints_what_sbatch_is_given(data: list[str], tmp_path: Path) -> None:
+    """With an sbatch that keeps its argument: the file it gets is the dry run's text, byte for byte."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "squeue").write_text("#!/bin/sh\n")
+    (programs / "sbatch").write_text(f'#!/bin/sh\ncp "$2" {tmp_path}/given\necho 17\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    site = site_file(tmp_path, CPU_SITE)
+    run = [LLAMA, "--save-interval", "5", "--train-iters", "9", "--output", str(tmp_path / "run")]
+    start = ["bash", str(ROOT / "launch" / "slurm" / "submit.sh"), "--cluster", str(site), "--nodes", "2"]
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    dry = subprocess.run([*start, "--dry-run", *run], capture_output=True, text=True, env=environment)
+    assert dry.returncode == 0, dry.stderr
+    assert not (tmp_path / "run").exists(), "a dry run writes nothing"
+    real = subprocess.run([*start, *run], capture_output=True, text=True, env=environment)
+    assert real.returncode == 0 and "as job 17" in real.stdout, real.stderr
+    assert (tmp_path / "given").read_text() == dry.stdout
+
+
+def test_containers() -> None:
+    common = {"container_image": "/images/train.sqsh", "container_mounts": "/data:/data,/work:/work"}
+    pyxis = _rendered(Site(runtime="pyxis", **common))
+    assert value_of(pyxis, "CONTAINER_SRUN") == [
+        "--container-image=/images/train.sqsh", "--no-container-mount-home",
+        "--container-mounts=/data:/data,/work:/work", f"--container-workdir={ROOT}",
+    ]  # fmt: skip
+    assert value_of(pyxis, "CONTAINER_RUN") == [] and value_of(pyxis, "PYTHON") == ["python3"]
+    apptainer = _rendered(Site(runtime="apptainer", **common))
+    assert value_of(apptainer, "CONTAINER_RUN")[:3] == ["apptainer", "exec", "--nv"]
+    venv = _rendered(Site())
+    assert value_of(venv, "PYTHON") == [sys.executable] == value_of(venv, "HOST_PYTHON")
+
+
+def _rendered(site: Site) -> str:
+    from launch.slurm.job import Job
+
+    return render(Job("name", 2, "60", 3, 2, 600, Path("/out"), Path("/out/checkpoints"), ("script", "--a", "b"), site))
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("1:30", 90), ("4:00:00", 14400), ("1-12", 129600), ("2-0:30", 174600), ("1-1:1:1", 90061)],
+)
+def test_times_are_read_as_sbatch_does(time: str, seconds: int) -> None:
+    assert seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "error"),
+    [
+        pytest.param((), ("--save-interval", "100000"), "--save-interval 100000 takes .* h at", id="save-interval"),
+        pytest.param(
+            ("--step-seconds", "60"), (), "--save-interval 500 takes 8.3 h at 60.0 s a step, and", id="measured"
+        ),
+        pytest.param(("--time", "15"), ("--save-interval", "5"), "leaves less than a minute|", id="time"),
+        pytest.param(("--time", "10"), (), "leaves less than a minute", id="reserve"),
+        pytest.param(("--time", "tomorrow"), (), "takes minutes", id="no-time"),
+        pytest.param(("--nodes", "0"), (), "--nodes is at least 1", id="nodes"),
+        pytest.param(("--nodes", "3"), (), "cannot be shared by 24 data-parallel ranks", id="batch"),
+        pytest.param(("--keep", "0"), (), "--keep is at least 1", id="keep"),
+        pytest.param((), ("--dry-run",), "stands before the script", id="dry-run"),
+        pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
+    ],
+)
+def test_what_would_fail_is_refused_before_it_is_queued(
+    options: tuple[str, ...], words: tuple[str, ...], error: str, data: list[str]
+) -> None:
+    if error.endswith("|"):
+        text_of(*options, LLAMA, "--model", "7b", *data, *words)  # five minutes besides the reserve are enough
+        return
+    with pytest.raises(LaunchError, match=error):
+        text_of(*options, LLAMA, "--model", "7b", *data, *words)
+
+
+def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / progress.ENDED).write_text(json.dumps({"length": "12500 iterations"}))
+    with pytest.raises(LaunchError, match="12500 iterations are done"):
+        text_of(LLAMA, "--model", "7b", *data)
+    text_of(LLAMA, "--model", "7b", *data, "--train-iters", "13000")
+
+
+def test_output_that_slurm_cannot_name(data: list[str], tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="no spaces, quotes or %"):
+        text_of(LLAMA, "--model", "7b", *data, "--output", str(tmp_path / "a b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("PARTITON=gpu", "line 1: no setting is called PARTITON: it is one of ACCOUNT"),
+        ("ACCOUNT = me", "neither NAME=value nor export"),
+        ("TIME=1 2", 'quote a value of several words: "1 2"'),
+        ("GPUS_PER_NODE=many", "GPUS_PER_NODE takes a number"),
+        ("RUNTIME=docker", "RUNTIME is venv, pyxis, apptainer, not 'docker'"),
+        ("RUNTIME=pyxis", "CONTAINER_IMAGE goes with"),
+        ("CONTAINER_MOUNTS=/a:/a", "has no effect with RUNTIME=venv"),
+        ("GPU_REQUEST=--gpus-per-task=1", "hides a node's other GPUs"),
+        ("export DATA=$NO_SUCH_VARIABLE/x", "NO_SUCH_VARIABLE is not set"),
+        ('ACCOUNT="me', "No closing quotation"),
+    ],
+)
+def test_a_mistake_in_the_clusters_file_is_named(text: str, error: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_site(site_file(tmp_path, text), {})
+    assert error in str(caught.value)
+
+
+def test_the_clusters_file_runs_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    site = read_site(site_file(tmp_path, f'ACCOUNT="`touch {mark}`"\nexport HERE=$HOME/x # note'), {"HOME": "/home/me"})
+    assert site.environment == {"HERE": "/home/me/x"} and not mark.exists()
+
+
+def test_the_default_settings_and_layouts_are_whole() -> None:
+    site = read_site(DEFAULT, {})
+    assert site.gpus_per_node == 8 and site.layout == "h800"
+    sizes = {path.stem for path in PRESETS.glob("*.args") if not path.stem.endswith(TINY)}
+    assert sizes == {path.stem for path in (LAYOUTS / "h800").glob("*.args")}
+
+
+def test_the_python_of_a_node_is_enough_for_the_books() -> None:
+    """The chain's books are kept by the system's Python, where nothing is installed."""
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import launch.slurm.chain; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-S", "-c", script, str(ROOT)], capture_output=True, text=True, check=True)
+    foreign = {"torch", "numpy", "simreg_megatron", "typer", "rich"} & set(eval(done.stdout))
+    assert not foreign
+
+
+class TestBooks:
+    """What `chain.py` decides, from the books alone."""
+
+    @pytest.fixture
+    def books(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> chain.Chain:
+        for name, value in {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "9"}.items():
+            monkeypatch.setenv(name, value)
+        (tmp_path / "slurm").mkdir()
+        monkeypatch.setattr(chain.checkpoints, "repair", lambda _: [])
+        return chain.Chain(tmp_path, tmp_path / "checkpoints")
+
+    def at(self, books: chain.Chain, iteration: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(chain.checkpoints, "newest_whole", lambda _: iteration)
+
+    def slice(self, books: chain.Chain, start: int, end: int, status: int, monkeypatch: pytest.MonkeyPatch) -> int:
+        self.at(books, start, monkeypatch)
+        assert books.begin() == 0
+        self.at(books, end, monkeypatch)
+        return books.end(3, status)
+
+    def test_progress_goes_on(self, books: chain.Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert [self.slice(books, at, at + 10, 1, monkeypatch) for at in (0, 10, 20)] == [0, 0, 0]
+
+    @pytest.mark.parametrize("status", [0, 1])
+    def test_twice_nothing_ends(self, status: int, books, monkeypatch, capsys) -> None:
+        assert self.slice(books, 10, 10, status, monkeypatch) == 0
+        assert self.slice(books, 10, 10, status, monkeypatch) != 0
+        assert "nothing saved beyond iteration 10, as the slice before it" in capsys.readouterr().out
+
+    def test_nothing_progress_nothing_goes_on(self, books, monkeypatch) -> None:
+        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 10), (10, 20), (20, 20))] == [0, 0, 0]
+
+    def test_a_failure_after_progress_counts_once(self, books, monkeypatch) -> None:
+        """The slice that got to 20 and then failed is not the first of two failures there."""
+        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 20), (20, 20))] == [0, 0]
+
+    def test_another_submission_begins_a_new_count(self, books, monkeypatch) -> None:
+        assert self.slice(books, 10, 10, 1, monkeypatch) == 0
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "6")
+        assert self.slice(chain.Chain(books.output, books.save), 10, 10, 1, monkeypatch) == 0
+
+    def test_a_slice_whose_node_died_is_no_failure(self, books, monkeypatch) -> None:
+        self.at(books, 10, monkeypatch)
+        assert books.begin() == 0  # and never ended
+        assert self.slice(books, 10, 10, 1, monkeypatch) == 0
+
+    def test_a_line_that_was_cut_off(self, books, monkeypatch) -> None:
+        books.book.write_text('{"chain": "5", "ev\n')
+        assert self.slice(books, 10, 10, 1, monkeypatch) == 0
+
+    def test_books_that_cannot_be_kept_end_the_chain(self, books, monkeypatch, capsys) -> None:
+        monkeypatch.setattr(chain, "_ATTEMPT_SECONDS", 0)
+        books.book.mkdir()  # nobody can append to a folder
+        assert books.begin() != 0
+        assert "cannot be written" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("name", [chain.STOP, progress.ENDED])
+    def test_the_end_and_the_stop_file_end(self, name: str, books, monkeypatch) -> None:
+        self.at(books, 10, monkeypatch)
+        assert books.begin() == 0
+        (books.output / name).touch()
+        assert books.end(3, 0) != 0 and books.begin() != 0
+
+
+def test_rank_sh_gives_torch_its_names(tmp_path: Path) -> None:
+    environment = {
+        **os.environ, "SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NTASKS": "16", "SLURM_NNODES": "2",
+        "SLURM_NODEID": "1", "PYTHON": sys.executable,
+    }  # fmt: skip
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    script = f"import os; print(*(os.environ[name] for name in {names}))"
+    command = ["bash", str(ROOT / "launch" / "slurm" / "rank.sh"), "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["11", "3", "16", "8", "1"], shlex.join(command)
