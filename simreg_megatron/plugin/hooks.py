@@ -147,6 +147,44 @@ def _config_of_megatron() -> SimRegConfig:
     return config_from_args(get_args())
 
 
+def settings() -> SimRegConfig:
+    """Of the installation in this process."""
+    return _current().config
+
+
+def begin_foreign_run(model_chunks: Any) -> None:
+    """For training loops other than Megatron's own: what its wrapped set-up does before the first step.
+
+    Raises:
+        RuntimeError: SimReg is not installed.
+        NotImplementedError: SimReg does not reach these models.
+    """
+    if _installation is None:
+        raise RuntimeError("SimReg is not installed: call install(config=SimRegConfig(lambda_=...)) first")
+    config = _installation.begin_run().config
+    if config.active:
+        _refuse_models(config, model_chunks)
+        _announce(config, model_chunks)
+
+
+def begin_foreign_step(iteration: int, *, measures: bool) -> None:
+    """Before step `iteration`, counted from 0; `measures` the geometry of its hidden states for the log."""
+    _current().set_iteration(iteration)
+    _current().metrics.wants_geometry = measures
+
+
+def end_foreign_step(model_chunks: Any, *, reduces: bool) -> dict[str, Any]:
+    """After a step; the means since the last reduction, where the ranks are asked for them all together.
+
+    Raises:
+        MegatronSeamError: SimReg is on, and no forward pass met it.
+    """
+    if not _current().config.active:
+        return {}
+    _refuse_silence(_current(), model_chunks)
+    return _current().metrics.reduce(_data_group()) if reduces else {}
+
+
 def _regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     """For models that are handed their final hidden states and the labels in one call."""
     signature = inspect.signature(postprocess)

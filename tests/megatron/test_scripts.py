@@ -15,7 +15,7 @@ def _main_of(script: str) -> None:
     importlib.import_module(f"tests.megatron.{script}").main()
 
 
-@pytest.mark.parametrize("script", ["own_script", "inner_script", "coexist_script", "hybrid_script"])
+@pytest.mark.parametrize("script", ["own_script", "inner_script", "coexist_script", "hybrid_script", "bridge_script"])
 def test_a_script_of_its_own_needs_no_flags(script: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     status = forks.run_ranks(_main_of, script, processes=1, log=log, timeout=runs.TIMEOUT)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg in Megatron-Bridge, whose training loop is its own: a callback tells the iteration and logs the means.
+
+    install(config=SimRegConfig(lambda_=10))
+    pretrain(config, forward_step, callbacks=[SimRegCallback()])
+
+Without it SimReg trains all the same, but nobody logs it, and `warmup_iters` is refused at the first step.
+The events are those of Megatron-Bridge 0.6: `context.state.train_state.step`, `.cfg.logger.log_interval`,
+`.tensorboard_logger`, `.wandb_logger`, and `context.model`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from simreg_megatron.plugin import hooks
+
+
+class SimRegCallback:
+    """To be passed in `pretrain(..., callbacks=[SimRegCallback()])`, after `install(config=...)`."""
+
+    def on_train_start(self, context: Any) -> None:
+        """Refuse models that SimReg does not reach, and say that it is on.
+
+        Raises:
+            RuntimeError: `install(config=...)` was not called before.
+            NotImplementedError: the run builds a model whose loss does not pass what SimReg wraps.
+        """
+        hooks.begin_foreign_run(context.model)
+
+    def on_train_step_start(self, context: Any) -> None:
+        """Tell the iteration: lambda may ramp, and the geometry is measured at log steps alone."""
+        iteration = int(context.state.train_state.step)
+        hooks.begin_foreign_step(iteration, measures=iteration == 0 or self._logs(context, iteration + 1))
+
+    def on_train_step_end(self, context: Any) -> None:
+        """Log means of the interval; a collective, so every rank calls it at the same steps."""
+        iteration = int(context.state.train_state.step) + 1  # Bridge counts the step after its callbacks
+        means = hooks.end_foreign_step(context.model, reduces=self._logs(context, iteration))
+        if not means or dist.get_rank() != dist.get_world_size() - 1:
+            return
+        print(f" iteration {iteration:8d} | " + " | ".join(f"{name}: {float(means[name]):.6E}" for name in means))
+        tensorboard, wandb = context.state.tensorboard_logger, context.state.wandb_logger
+        for name, value in means.items():
+            if tensorboard is not None:
+                tensorboard.add_scalar(name, value, iteration)
+            if wandb is not None:
+                wandb.log({name: float(value)}, iteration)
+
+    def _logs(self, context: Any, iteration: int) -> bool:
+        interval = hooks.settings().log_interval or context.state.cfg.logger.log_interval
+        return bool(iteration % interval == 0)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training loop that speaks Megatron-Bridge's callback protocol, around Megatron's own model.
+
+Bridge itself does not import without Transformer Engine; its rules are rebuilt here from its release 0.6.2: which
+methods of an object it registers, in which order it calls them, and what the context holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from types import SimpleNamespace
+
+import torch
+
+from simreg_megatron import SimRegConfig, install, uninstall
+from simreg_megatron.plugin import cpu_backend
+from simreg_megatron.plugin.bridge import SimRegCallback
+from tests.megatron.own_script import LENGTH, build_model, gradients
+
+EVENTS = ("on_data_init_start", "on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end")
+LAMBDA, WARMUP = 2.0, 4
+
+
+class Scalars(dict):
+    def add_scalar(self, name: str, value: torch.Tensor, step: int) -> None:
+        self[name, step] = float(value)
+
+
+def registered(callback: object) -> dict[str, list]:
+    """As Bridge's CallbackManager.add: bound methods that its base class does not have."""
+    found = {name: getattr(callback, name, None) for name in EVENTS}
+    return {name: [method] if hasattr(method, "__func__") else [] for name, method in found.items()}
+
+
+def train(model, tokens, labels, steps: int, log_interval: int) -> tuple[list[dict], Scalars, str]:
+    events, scalars, said = registered(SimRegCallback()), Scalars(), io.StringIO()
+    state = SimpleNamespace(
+        train_state=SimpleNamespace(step=0),
+        cfg=SimpleNamespace(logger=SimpleNamespace(log_interval=log_interval)),
+        tensorboard_logger=scalars,
+        wandb_logger=None,
+    )
+    context = SimpleNamespace(state=state, model=[model])
+    found = []
+    with contextlib.redirect_stdout(said):
+        _fire(events, "on_train_start", context)
+        for _ in range(steps):
+            _fire(events, "on_train_step_start", context)
+            found.append(gradients(model, tokens, labels)[1])
+            _fire(events, "on_train_step_end", context)
+            state.train_state.step += 1
+    return found, scalars, said.getvalue()
+
+
+def _fire(events: dict[str, list], name: str, context: SimpleNamespace) -> None:
+    for method in events[name]:
+        method(context)
+
+
+def main() -> None:
+    cpu_backend.activate()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    os.environ.setdefault("MASTER_PORT", "29516")
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    model = build_model()
+    tokens = torch.randint(0, 8, (2, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    _, plain = gradients(model, tokens, labels)
+    try:
+        train(model, tokens, labels, 1, 1)
+    except RuntimeError as error:
+        assert "call install(config=" in str(error)
+    else:
+        raise AssertionError("a callback without an installation must be refused")
+
+    install(config=SimRegConfig(lambda_=LAMBDA, temperature=0.5, chunk_size=12, warmup_iters=WARMUP))
+    try:
+        gradients(model, tokens, labels)
+    except RuntimeError as error:
+        assert "--simreg-warmup-iters needs Megatron's training loop" in str(error)
+    else:
+        raise AssertionError("a ramp that nobody moves must be refused")
+    steps, scalars, said = train(model, tokens, labels, WARMUP + 1, 2)
+    for name, full in steps[-1].items():
+        for step, got in enumerate(steps):
+            share = min(1.0, (step + 1) / WARMUP)
+            torch.testing.assert_close(got[name] - plain[name], share * (full - plain[name]), rtol=2e-4, atol=2e-7)
+    change = sum((steps[-1][name] - plain[name]).norm() ** 2 for name in plain) ** 0.5
+    assert change > 0.1 * sum(value.norm() ** 2 for value in plain.values()) ** 0.5, "SimReg must matter"
+    assert {step for name, step in scalars if name == "simreg loss"} == {2, 4}
+    assert all(scalars["simreg positive cosine", step] != 0 for step in (2, 4))
+    assert said.count("simreg loss:") == 2 and "lambda 2" in said, said
+
+    foreign = SimpleNamespace(post_process=True, modules=lambda: iter(()))
+    try:
+        registered(SimRegCallback())["on_train_start"][0](SimpleNamespace(state=None, model=[foreign]))
+    except NotImplementedError as error:
+        assert "this run builds SimpleNamespace" in str(error)
+    else:
+        raise AssertionError("a model out of reach must be refused")
+    uninstall()
+    torch.distributed.destroy_process_group()
+    print("bridge script: all as expected")
+
+
+if __name__ == "__main__":
+    main()
