@@ -2,11 +2,11 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all parity versions lint bench clean distclean
+.PHONY: help setup demo test test-all test-slurm parity versions lint bench clean distclean
 
 PY := .venv/bin/python
 # Shell files that bash alone reads; a launcher that is Python as well as bash is left to its tests.
-SHELL_FILES := $(wildcard tools/*.sh) .ci/run
+SHELL_FILES := $(wildcard tools/*.sh launch/slurm/*.sh) launch/slurm/pretrain.sbatch .ci/run
 # More words for pytest: make test PYTEST_ARGS="-x -k losses"
 PYTEST_ARGS ?=
 # The same for the parity table: make parity PARITY_ARGS="--only CP2", or "--output docs/parity.md" to keep it
@@ -26,12 +26,15 @@ demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, a
 	$(PY) launch/demo.py
 
 test: setup ## the quick tests
-	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS) tests
+	$(PYTEST) -m "not slow and not gpu and not slurm" $(PYTEST_ARGS) tests
 
-test-all: setup ## every test; those for a GPU only where one is
+test-all: setup test-slurm ## every test; those for a GPU only where one is, those of SLURM only where it can start
 	$(PYTEST) \
-	  -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')" \
+	  -m "not slurm$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else " and not gpu")')" \
 	  $(PYTEST_ARGS) tests
+
+test-slurm: setup ## the life of a cluster job, on a SLURM of two nodes that it starts here (as root; 15 minutes on 2 cores)
+	$(PY) -m pytest -q -rs -m slurm $(PYTEST_ARGS) tests/slurm
 
 parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)

@@ -108,24 +108,29 @@ def _silence() -> Any:
 
 
 _COLUMNS = (
-    "model | nodes | TP | PP | EP | DP | micro-batch | recompute | weights and optimizer (GiB) | activations (GiB) | "
-    "sum (GiB) | FLOP per token (10^9) | tokens/s per GPU | step (s) | GPU hours | the paper's GPU hours"
-)
+    "model", "nodes", "TP x PP x EP, DP", "micro-batch", "recompute", "weights, optimizer (GiB)", "activations (GiB)",
+    "sum (GiB)", "GFLOP per token", "tokens/s per GPU", "step (s)", "GPU hours", "the paper's GPU hours",
+)  # fmt: skip
 
 
-def row(one: Estimate) -> str:
+def row(one: Estimate) -> list[str]:
+    """The cells of one line."""
     args = one.args
+    layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
     hours = _PAPER_GPU_HOURS.get(one.model)
-    paper = f"{hours}, met at {one.paper_share:.0%} of the peak" if hours else "not stated"
-    cells = [
-        one.model, one.nodes, args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
-        args.expert_model_parallel_size, args.data_parallel_size, args.micro_batch_size,
-        args.recompute_granularity or "none", f"{one.weights:.1f}", f"{one.activations:.1f}",
-        f"{one.weights + one.activations:.1f}", f"{one.flops / one.step_tokens / 1e9:.1f}",
+    return [
+        one.model,
+        str(one.nodes),
+        f"{' x '.join(map(str, layout))}, {args.data_parallel_size}",
+        str(args.micro_batch_size),
+        args.recompute_granularity or "none",
+        *(f"{gib:.1f}" for gib in (one.weights, one.activations, one.weights + one.activations)),
+        f"{one.flops / one.step_tokens / 1e9:.1f}",
         f"{one.step_tokens / one.step_seconds(SHARE_OF_PEAK) / one.gpus:,.0f}",
-        f"{one.step_seconds(SHARE_OF_PEAK):.1f}", f"{one.gpu_hours(SHARE_OF_PEAK):,.0f}", paper,
-    ]  # fmt: skip
-    return f"| {' | '.join(map(str, cells))} |"
+        f"{one.step_seconds(SHARE_OF_PEAK):.1f}",
+        f"{one.gpu_hours(SHARE_OF_PEAK):,.0f}",
+        f"{hours:,}, met at {one.paper_share:.0%} of the peak" if hours else "not stated",
+    ]
 
 
 def main() -> None:
@@ -134,9 +139,8 @@ def main() -> None:
     layout = parser.parse_args().layout
     models = [path.stem for path in (LAYOUTS / layout).glob("*.args")]
     found = sorted((estimate(layout, model) for model in models), key=lambda one: one.flops / one.step_tokens)
-    print(f"| {_COLUMNS} |\n|{' --- |' * (_COLUMNS.count('|') + 1)}")
-    for one in found:
-        print(row(one))
+    for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *map(row, found)):
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

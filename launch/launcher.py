@@ -18,7 +18,7 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, progress, record
+from launch import checkpoints, progress, record, signals
 from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_value
 from launch.plan import (
@@ -117,6 +117,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         plan = _go_on(plan)
     if os.environ["RANK"] == "0" and flag_value(plan.flags, "--save"):
         _record(plan, stamp)
+    signals.listen(plan.flags)
     _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
 
     from simreg_megatron.__main__ import run

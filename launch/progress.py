@@ -24,7 +24,7 @@ def length(plan: Plan) -> str:
 
 def has_ended(plan: Plan) -> bool:
     """Whether the run reached the length that is asked for now; a longer one goes on."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError, TypeError):  # missing, or damaged
         return bool(json.loads((plan.output / ENDED).read_text())["length"] == length(plan))
     return False
 

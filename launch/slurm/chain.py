@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The books of a chain of jobs: where each slice began and ended, and whether another one should follow.
 
-Runs on the first node of a job, on the system's own Python (3.8 or newer, no packages).
+Runs on the first node of a job, on the system's own Python (3.9 or newer, no packages).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from launch import checkpoints
 from launch.progress import ENDED
+from launch.signals import SAVE_AND_LEAVE
 
 BOOK = "slices.jsonl"
 STOP = "stop"
@@ -82,7 +83,7 @@ class Chain:
                 self._say(f"{path} is older than the newest {keep}: deleted")
             if (self.output / STOP).exists() and not told:
                 self._say(f"{self.output / STOP} has appeared: the run saves and stops")
-                subprocess.run(["scancel", "--signal=TERM", job], check=False)  # the step's processes, not this script
+                subprocess.run(["scancel", f"--signal={SAVE_AND_LEAVE}", job], check=False)  # to the step alone
                 told = True
             time.sleep(_WATCH_SECONDS)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch.flags import LaunchError
 from launch.plan import ROOT
+from launch.signals import SAVE_AND_LEAVE
 from launch.slurm.site import Site
 
 _TEMPLATE = Path(__file__).resolve().parent / "pretrain.sbatch"
@@ -76,7 +77,7 @@ def _head(job: Job) -> Iterator[str]:
         "--output": logs / "%A_%a.log",
         "--open-mode": "append",  # a slice that SLURM begins anew adds to its log
         # Megatron saves and leaves at --exit-duration-in-mins; should that be late, it does at this signal.
-        "--signal": f"TERM@{max(1, job.reserve // 2)}",
+        "--signal": f"{SAVE_AND_LEAVE}@{max(1, job.reserve // 2)}",
     }
     yield from (f"#SBATCH {name}={value}" for name, value in flags.items() if value != "")
     yield "#SBATCH --requeue"

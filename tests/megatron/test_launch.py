@@ -79,3 +79,21 @@ def test_a_truncated_corpus_ends_with_one_sentence(text, tmp_path: Path) -> None
     assert done.status != 0
     assert len(re.findall(r"^error: .*train\.bin holds .* cut off", done.output, re.M)) == 1, done.output[-3000:]
     assert not (tmp_path / "o").exists(), "nothing half-written"
+
+
+def test_the_same_command_goes_on_and_ends(text, tmp_path: Path) -> None:
+    """--auto-resume: stopped half-way, started again past a torn checkpoint, and then done."""
+    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
+    command = [LLAMA, "--simreg-lambda", "10", *SHORT, *own, "--train-iters", "4", "--save-interval", "1"]
+    start = runs.torchrun([*command, "--auto-resume", "--exit-interval", "2"])
+    assert start.status == 0 and "exiting program at iteration 2" in start.output, start.output[-3000:]
+    refused = runs.torchrun([*command, "--save", str(tmp_path / "checkpoints")])
+    assert refused.status != 0 and "go on with --auto-resume" in refused.output
+    torn = tmp_path / "checkpoints" / "iter_0000003"
+    torn.mkdir()
+    again = runs.torchrun([*command, "--auto-resume"])
+    assert again.status == 0 and f"{torn} was never finished: deleted" in again.output, again.output[-3000:]
+    assert "going on from iteration 2" in again.output
+    assert re.findall(r"iteration +(\d+)/ +4 \|", again.output) == ["3", "4"]
+    done = runs.torchrun([*command, "--auto-resume"])
+    assert done.status == 0 and "4 iterations are done, so there is nothing to do" in done.output

@@ -51,7 +51,7 @@ def test_time_limit_save_exit_next_slice_end(cluster, text, whole, tmp_path: Pat
     """Slices of two minutes: the run is made to last longer, whatever this machine's speed."""
     rehearsal, step = chains.whole_run(text, SHORT, tmp_path / "rehearsal")
     assert rehearsal == whole, "the same run twice must be the same numbers"
-    iterations = math.ceil(110 / step)  # of which a slice has less than one minute
+    iterations = math.ceil(90 / step)  # of which a slice has less than one minute
     chain = submit(cluster, tmp_path / "run", words(text, iterations), "--time", "2")
     chain.wait(seconds=900)
     begins, ends = chain.events("begin"), chain.events("end")
@@ -93,6 +93,19 @@ def test_the_stop_file_saves_first(cluster, text, whole, tmp_path: Path) -> None
     assert chain.events("end")[0]["iteration"] == max(chains.scalars(chain.output)["lm loss"]), "the last step is saved"
     with pytest.raises(AssertionError, match="stops every slice: remove it first"):
         submit(cluster, tmp_path / "run", words(text, 2000))
+
+
+def test_the_signal_at_the_end_of_a_slice(cluster, text, whole, tmp_path: Path) -> None:
+    """Where the duration comes too late, SLURM's signal saves: here it is sent as SLURM sends it."""
+    chain = submit(cluster, tmp_path / "run", words(text, SHORT))
+    chain.until_saved(SAVE_INTERVAL)
+    assert "#SBATCH --signal=URG@15" in (chain.output / "slurm" / "job.sbatch").read_text()
+    cluster.ask("scancel", "--signal=URG", f"{chain.job}_1")
+    chain.wait()
+    ends = chain.events("end")
+    assert len(ends) == 2 and [event["status"] for event in ends] == [0, 0], chain.log[-4000:]
+    assert ends[0]["iteration"] % SAVE_INTERVAL or "exiting program after receiving" in chain.log
+    assert_nothing_lost(chain, whole)
 
 
 def test_a_run_in_the_queue_is_not_submitted_twice(cluster, text, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -11,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from launch import sizes
+from launch import progress, record, sizes
 from launch.dry_run import command, describe
 from launch.flags import LaunchError, flag_name, flag_number, flag_value, flatten, group_flags, read_preset
 from launch.launcher import make_parser
-from launch.plan import BUILTIN_CORPUS, PRESETS, RECIPES, Machine, Plan, PlannedCorpus, build_plan
+from launch.plan import BUILTIN_CORPUS, PRESETS, RECIPES, Machine, Plan, PlannedCorpus, build_plan, resumed
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh")]
@@ -402,3 +404,84 @@ def test_the_users_flags_win_over_a_recipe() -> None:
     made = plan("--recipe", "paper", "--simreg-lambda", "3", "--adagc-beta", "0.9")
     assert values(made, "--simreg-lambda") == ["3"] and values(made, "--adagc-beta") == ["0.9"]
     assert values(plan("--simreg-objective", "creg", "--simreg-lambda", "1"), "--simreg-temperature") == []
+
+
+class TestGoingOn:
+    """--auto-resume: the same command for the first start and for all others."""
+
+    def asked(self, *words: str) -> Plan:
+        return plan("--auto-resume", "--save-interval", "5", "--output", "out", *words)
+
+    def test_it_saves_also_the_tiny_model(self) -> None:
+        assert values(self.asked(), "--save") == ["out/checkpoints"] and values(self.asked(), "--load") == []
+
+    def test_what_a_start_needs_is_dropped_where_a_run_goes_on(self) -> None:
+        """Otherwise each slice would begin its optimizer anew, and say nothing."""
+        start = ("--load", "other", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "7")
+        first = self.asked(*start)
+        assert values(first, "--load") == ["other"] and values(first, "--finetune") == [""]
+        later = resumed(first)
+        assert values(later, "--load") == ["out/checkpoints"]
+        left = {flag_name(flag) for flag in later.flags} & {flag_name((word,)) for word in start if word[:2] == "--"}
+        assert left == {"--load"}
+
+    @pytest.mark.parametrize(
+        ("words", "error"),
+        [
+            pytest.param(("--save-interval", "5"), "needs --output DIR", id="output"),
+            pytest.param(("--output", "out"), "needs --save-interval N", id="interval"),
+        ],
+    )
+    def test_what_it_needs(self, words: tuple[str, ...], error: str) -> None:
+        with pytest.raises(LaunchError, match=error):
+            plan("--auto-resume", *words)
+
+    def test_the_end_is_that_of_the_length_asked_for(self, tmp_path: Path) -> None:
+        done = self.asked("--output", str(tmp_path), "--train-iters", "9")
+        assert not progress.has_ended(done)
+        progress.mark_ended(done)
+        assert progress.has_ended(done) and progress.length(done) == "9 iterations"
+        assert not progress.has_ended(self.asked("--output", str(tmp_path), "--train-iters", "10"))
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"length": 9}'])
+    def test_a_damaged_mark_is_none(self, text: str, tmp_path: Path) -> None:
+        (tmp_path / progress.ENDED).write_text(text)
+        assert not progress.has_ended(self.asked("--output", str(tmp_path)))
+
+
+class TestLayouts:
+    NODES = Machine(gpus=8, transformer_engine=True, world_size=32, local_world_size=8)
+
+    def test_a_layout_goes_between_the_preset_and_the_user(self) -> None:
+        words = ("--model", "8x1b", "--layout", "h800", *OWN)
+        made = plan(*words, family="mixtral", machine=self.NODES)
+        assert values(made, "--expert-model-parallel-size") == ["8"] and values(made, "--micro-batch-size") == ["4"]
+        assert values(made, "--nodes") == [], "the job's, not Megatron's"
+        mine = plan(*words, "--expert-model-parallel-size", "2", family="mixtral", machine=self.NODES)
+        assert values(mine, "--expert-model-parallel-size") == ["2"]
+
+    def test_it_counts_the_replicas(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = tmp_path / "mine"
+        folder.mkdir()
+        lines = ("--nodes 4", "--tensor-model-parallel-size 8", "--global-batch-size 6")
+        (folder / "llama-7b.args").write_text("\n".join(lines))
+        monkeypatch.setattr("launch.plan.LAYOUTS", tmp_path)
+        with pytest.raises(LaunchError, match="6 sequences cannot be shared by 4 data-parallel ranks"):
+            plan("--model", "7b", "--layout", "mine", *OWN, machine=self.NODES)
+
+    def test_a_layout_that_is_not_there(self) -> None:
+        with pytest.raises(LaunchError, match="there is no layout h800 for llama tiny"):
+            plan("--layout", "h800", *OWN)
+
+
+class TestRecord:
+    def test_a_start_is_kept_and_secrets_are_not(self, tmp_path: Path) -> None:
+        made = plan("--output", str(tmp_path))
+        hush = secrets.token_hex(8)  # the record holds uncommitted changes too, perhaps this file
+        environ = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": hush, "HF_TOKEN": hush, "MY_PASSWORD": hush}
+        folder = record.write(made, "20260101-000000", environ=environ)
+        assert {path.name for path in folder.iterdir()} >= {"command.txt", "flags.txt", "versions.json"}
+        assert (folder / "environment.txt").read_text() == "NCCL_DEBUG=INFO\n"
+        assert hush not in "".join(path.read_text() for path in folder.iterdir())
+        assert json.loads((folder / "versions.json").read_text())["packages"]["torch"]
+        assert flatten(group_flags(shlex.split((folder / "flags.txt").read_text()))) == made.arguments

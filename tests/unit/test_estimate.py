@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/cluster.md is what `python -m launch.estimate` prints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch.plan import ROOT
+
+
+@pytest.mark.megatron
+def test_the_guides_table_is_the_commands() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.estimate"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 7 and lines[0].startswith("| model | nodes |")
+    assert done.stdout in (ROOT / "docs" / "cluster.md").read_text(), "python -m launch.estimate, and put it there"
