@@ -113,12 +113,10 @@ class Chain:
         return [pid for pid, command in commands if not command.startswith("srun")]
 
 
-def submit(
-    cluster: Cluster, output: Path, run: Sequence[str], *options: str, site: str = SITE, folder: Path | None = None
-) -> Chain:
+def submit(cluster: Cluster, output: Path, run: Sequence[str], *options: str) -> Chain:
     """`bash launch/slurm/submit.sh`; the answer must name a job."""
-    settings = (folder or output.parent) / "cluster.env"
-    settings.write_text(site)
+    settings = output.parent / "cluster.env"
+    settings.write_text(SITE)
     command = ["bash", str(SUBMIT), "--cluster", str(settings), "--nodes", "2", "--reserve", "0.5", *options]
     answer = cluster.ask(*command, SCRIPT, *run, "--output", str(output), environment={"PYTHONPATH": str(runs.ROOT)})
     match = re.search(r"as job (\d+)", answer)

@@ -21,7 +21,6 @@ from tests.slurm import chains
 from tests.slurm.chains import SAVE_INTERVAL, submit, uninterrupted, words
 
 SHORT = 60  # iterations
-_MEGABYTE = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +159,14 @@ def test_a_full_disk_ends_the_chain_and_loses_nothing(cluster, text, whole, tmp_
     size = _checkpoint_bytes(cluster, text, tmp_path) * 5 // 2  # two checkpoints and a half
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
     try:
-        run = words(text, SHORT)
-        chain = submit(cluster, disk / "run", run, "--keep", "9", folder=tmp_path)
+        run = [*words(text, SHORT), "--save", str(disk / "checkpoints")]
+        chain = submit(cluster, tmp_path / "run", run, "--keep", "9")
         chain.wait()
         assert len(chain.events("end")) == 2, chain.log[-6000:]
         assert "No space left on device" in chain.log
         assert f"nothing saved beyond iteration {2 * SAVE_INTERVAL}, as the slice before it" in chain.log
         subprocess.run(["mount", "-o", f"remount,size={20 * size}", str(disk)], check=True)
-        again = submit(cluster, disk / "run", run, "--keep", "9", folder=tmp_path)
+        again = submit(cluster, tmp_path / "run", run, "--keep", "9")
         again.wait()
         assert again.events("begin")[0]["iteration"] == 2 * SAVE_INTERVAL
         assert_nothing_lost(again, whole)
@@ -176,7 +175,7 @@ def test_a_full_disk_ends_the_chain_and_loses_nothing(cluster, text, whole, tmp_
 
 
 def _checkpoint_bytes(cluster, text, folder: Path) -> int:
-    chain = submit(cluster, folder / "size", words(text, SAVE_INTERVAL), folder=folder)
+    chain = submit(cluster, folder / "size", words(text, SAVE_INTERVAL))
     chain.wait()
     newest = checkpoints.newest_whole(chain.save)
     assert newest == SAVE_INTERVAL, chain.log[-4000:]
