@@ -136,10 +136,16 @@ def _parts_in_order(
 
 
 def _missing(folder: Path, name: str, block: int, limits: Mapping[str, Any]) -> str:
-    budget = "" if limits.get("train") is None else f", or give `data merge` fewer --tokens than {limits['train']}"
+    budget = (
+        ""
+        if limits.get("train") is None
+        else (
+            f"; where every shard has ended, give that one --tokens above {limits['train']}, and `data merge` the same"
+        )
+    )
     return (
         f"block {block} of {name} is not among the parts in {folder}: run the shard that makes it again (it goes on "
-        f"where it stopped), bring the parts of every machine into this one folder{budget}"
+        f"where it stopped), and bring the parts of every machine into this one folder{budget}"
     )
 
 

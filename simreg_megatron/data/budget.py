@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from operator import mul
 
 from simreg_megatron.data.blocks import Block
 from simreg_megatron.data.parts import PartHeader
@@ -26,7 +26,8 @@ class Reckoning:
         self.total_bytes = sum(sizes)
         self.tokens = self.bytes = self.new_tokens = 0
         self._shards = shards
-        self._starts = [0, *accumulate(sizes)]
+        self._sizes = sizes
+        self._seen = [(0, 0) for _ in sizes]  # tokens and bytes of each input
         self._blocks: list[dict[int, tuple[int, bool]]] = [{} for _ in sizes]
         self._prefix = 0  # tokens of the unbroken row of blocks from the first on
         self._next = (0, 0)
@@ -36,6 +37,7 @@ class Reckoning:
         self.tokens += tokens
         self.bytes += header.weight
         self._blocks[number][block] = tokens, header.is_last
+        self._seen[number] = self._seen[number][0] + tokens, self._seen[number][1] + header.weight
         number, block = self._next
         while number < len(self._blocks) and block in self._blocks[number]:
             tokens, is_last = self._blocks[number][block]
@@ -54,11 +56,15 @@ class Reckoning:
             return False
         if self._prefix >= self.budget:
             return True
-        if self._shards == 1 or not self.bytes:
-            return False
-        # What lies before the block, at the density seen so far.
+        return self._shards > 1 and self._tokens_before(number, block) >= self.budget * _MARGIN
+
+    def _tokens_before(self, number: int, block: Block) -> float:
+        """Rather too few than too many: an input of which nothing is there counts as the thinnest of the others."""
+        densities = [tokens / size if size else None for tokens, size in self._seen]
+        thinnest = min((density for density in densities if density is not None), default=0.0)
+        known = [thinnest if density is None else density for density in densities[: number + 1]]
         inside = getattr(block, "start", 0) if getattr(block, "data", b"") is None else 0
-        return (self._starts[number] + inside) * self.tokens / self.bytes >= self.budget * _MARGIN
+        return sum(map(mul, known, self._sizes[:number])) + known[number] * inside
 
     @property
     def share(self) -> float | None:

@@ -134,6 +134,8 @@ def make_tokenizer(
 
         if output.suffix != ".model":
             raise DataError(f"--output takes a name that ends in .model, not {output.name}")
+        if output.exists():
+            raise DataError(f"{output} is there already: give another --output, or remove it")
         print(_trained(sources, output, vocab_size, key))
 
 
@@ -160,14 +162,28 @@ def histogram(
 
 
 def _trained(sources: list[str], path: Path, vocab_size: int, key: str) -> Path:
+    from simreg_megatron.data.encoding import describe_tokenizer
+    from simreg_megatron.data.indexed import DataError
     from simreg_megatron.data.sample import sample_texts
     from simreg_megatron.data.sources import find_inputs
     from simreg_megatron.data.tokenizer import train_tokenizer
 
-    if not path.exists():  # from the same command before it was stopped; another size is seen in the settings
-        print(f"> training a tokenizer of {vocab_size} pieces on a sample of the text", flush=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(list(sample_texts(find_inputs(sources), key)), path, vocab_size=vocab_size)
+    if path.exists():  # of the same command before it was stopped
+        size = describe_tokenizer(str(path)).vocab_size
+        if size != vocab_size:
+            raise DataError(
+                f"{path} is there and has {size} pieces, not {vocab_size}: remove it, or use it: --tokenizer"
+            )
+        return path
+    print(f"> training a tokenizer of {vocab_size} pieces on a sample of the text", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.writing")
+    try:
+        train_tokenizer(list(sample_texts(find_inputs(sources), key)), unfinished, vocab_size=vocab_size)
+    except RuntimeError as error:  # sentencepiece's own sentence stands at the end, after the line of its source
+        reason = str(error).rpartition("] ")[2].strip()
+        raise DataError(f"no tokenizer of {vocab_size} pieces could be trained on these sources: {reason}") from None
+    unfinished.replace(path)
     return path
 
 

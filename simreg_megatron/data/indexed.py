@@ -8,6 +8,7 @@ document is one sequence; one without tokens is none, and still has its end, as 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -82,8 +83,9 @@ class PairWriter:
         return digests
 
     def abandon(self) -> None:
-        """Remove what was written."""
-        self._bin.close()
+        """Remove what has not got its name."""
+        with contextlib.suppress(OSError):  # of what could not be written any more
+            self._bin.close()
         for path in self._paths.values():
             path.unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.data.indexed import DataError, sync_folder
 
@@ -70,10 +70,11 @@ def write_part(path: Path, header: PartHeader, arrays: dict[str, np.ndarray]) ->
 
     path.parent.mkdir(parents=True, exist_ok=True)
     text = np.frombuffer(json.dumps(asdict(header)).encode(), dtype=np.uint8)
+    contents: dict[str, Any] = {"header": text, **arrays}
     unfinished = path.with_name(f"{path.stem}.writing-{os.getpid()}")
     try:
         with unfinished.open("wb") as stream:
-            np.savez(stream, allow_pickle=False, header=text, **arrays)  # type: ignore[arg-type]
+            np.savez(stream, **contents)
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.replace(path)
