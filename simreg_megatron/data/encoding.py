@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a data set depends on; `source` is where the tokenizer was loaded from."""
+    """What a data set depends on; `source` is where the tokenizer was loaded from, `backend` what workers load."""
 
     kind: str
     source: str
@@ -33,6 +33,7 @@ class TokenizerFacts:
     vocab_size: int
     eos_id: int
     bos_id: int | None
+    backend: str = field(default="", repr=False)
 
     @property
     def dtype(self) -> str:
@@ -40,7 +41,7 @@ class TokenizerFacts:
 
     def identity(self) -> dict[str, Any]:
         """What decides; the same tokenizer may lie elsewhere."""
-        return {name: value for name, value in asdict(self).items() if name != "source"}
+        return {name: value for name, value in asdict(self).items() if name not in ("source", "backend")}
 
     @property
     def name(self) -> str:
@@ -63,7 +64,16 @@ def describe_tokenizer(source: str) -> TokenizerFacts:
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
-    return TokenizerFacts(HUGGING_FACE, source, digest, len(tokenizer), eos, bos)
+    return TokenizerFacts(HUGGING_FACE, source, digest, len(tokenizer), eos, bos, _backend_of(tokenizer))
+
+
+def _backend_of(tokenizer: Any) -> str:
+    """The fast tokenizer alone, as JSON: without a limit of length or a wrapper that takes seconds to load."""
+    if not tokenizer.is_fast:
+        return ""
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return str(tokenizer.backend_tokenizer.to_str())
 
 
 def _describe_sentencepiece(source: str) -> TokenizerFacts:
@@ -112,16 +122,15 @@ class Encoder:
         if facts.kind == SENTENCEPIECE:
             model = _load_sentencepiece(facts.source)
             self._encode = lambda texts: model.encode(texts, num_threads=1)
-            return
-        tokenizer = _load_hugging_face(facts.source)
-        if not tokenizer.is_fast:
-            self._encode = lambda texts: tokenizer(texts, add_special_tokens=False).input_ids
-            return
-        backend = tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        # Without offsets, and without the wrapper's dictionaries of masks.
-        self._encode = lambda texts: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        elif facts.backend:
+            from tokenizers import Tokenizer
+
+            fast = Tokenizer.from_str(facts.backend)
+            # Without offsets, and without the wrapper's dictionaries of masks.
+            self._encode = lambda texts: [one.ids for one in fast.encode_batch_fast(texts, add_special_tokens=False)]
+        else:
+            slow = _load_hugging_face(facts.source)
+            self._encode = lambda texts: slow(texts, add_special_tokens=False).input_ids
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without special tokens around them."""

@@ -24,25 +24,9 @@ from simreg_megatron.data import DataError, check_dataset, prepare
 from simreg_megatron.data.assemble import assemble
 from simreg_megatron.data.prepare import Task
 from simreg_megatron.data.tokenizer import train_tokenizer
+from tests.helpers.preparation import BLOCK, NUM_TEXTS, TEXTS, content, lines, make, train_hugging_face
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_TEXTS = 330
-BLOCK = 4096
-
-
-def make_text(index: int) -> str:
-    """Texts of unequal length, some of them empty, with spaces, digits and scripts that tokenizers treat apart."""
-    if index % 50 == 7:
-        return ""
-    words = [f"word{(index * 7 + i * i) % 97}" for i in range(5 + index * 13 % 60)]
-    return f"Text {index}:  " + " ".join(words) + ("\n\u6771\u4eac na\u00efve\t\U0001f98a" if index % 9 == 0 else "")
-
-
-TEXTS = [make_text(index) for index in range(NUM_TEXTS)]
-
-
-def lines(texts: list[str]) -> bytes:
-    return b"".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +39,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer that opens each text with <s>, as LLaMA's does, and would cut texts at 8 tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(TEXTS, trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    backend.enable_truncation(8)
-    path = tmp_path_factory.mktemp("hugging") / "face"
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(path)
-    return path
+    return train_hugging_face(tmp_path_factory.mktemp("hugging") / "face")
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +95,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simreg_megatron.data.work.ctypes.CDLL", lambda _: type("C", (), {"prctl": lambda *_: 0}))
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(signal, "signal", lambda *_: handler)
-
-
-def make(output: Path, *sources: Path, tokenizer: Path, **more: Any) -> dict[str, Any] | None:
-    settings = {"block_bytes": BLOCK, **more}
-    return prepare.prepare(Task(list(map(str, sources)), output, str(tokenizer), **settings))
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +316,7 @@ def test_killed_at_random_moments(folder: Path, tokenizer: Path, whole: Path, tm
     ]
     random = np.random.default_rng(7)
     seen = set()
-    for _ in range(5):
+    for _ in range(3):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wanted = len(seen) and len(list(tmp_path.glob("parts/*/*/*.npz"))) + int(random.integers(1, 6))
         deadline = time.monotonic() + 30
