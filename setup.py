@@ -34,7 +34,7 @@ MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6", "psutil>=5.9"]
 DATA = [
     "sentencepiece>=0.2,<0.3",
     "transformers>=4.50,<6",
-    "datasets>=3,<6",
+    "datasets>=3.2,<6",
     "pyarrow>=16",
     "zstandard>=0.23,<1",
     "filelock>=3",

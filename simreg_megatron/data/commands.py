@@ -39,7 +39,12 @@ def prepare(
         typer.Option(help="a sentencepiece .model file, or a Hugging Face folder or name (a name uses the network)"),
     ] = "",
     train_tokenizer: Annotated[
-        int, typer.Option(metavar="PIECES", help="train one of so many pieces on these sources: OUT/tokenizer.model")
+        int,
+        typer.Option(
+            metavar="PIECES",
+            show_default=False,
+            help="train one of so many pieces on these sources: OUT/tokenizer.model",
+        ),
     ] = 0,
     tokens: _Tokens = "",
     valid: Annotated[
@@ -48,7 +53,7 @@ def prepare(
     valid_share: Annotated[
         float | None,
         typer.Option(
-            help="else the share of documents that validate, chosen by their text [default: 0.005; c4: its own]"
+            help="else the share of documents that validate, chosen by their text (default: 0.005; c4 has its own set)"
         ),
     ] = None,
     valid_tokens: _ValidTokens = "",
@@ -57,7 +62,9 @@ def prepare(
     on_error: Annotated[
         str, typer.Option(help="at a broken line: stop, or skip (counted, named in the manifest)")
     ] = "stop",
-    workers: Annotated[int, typer.Option(help="processes; the bytes do not depend on it [default: the cores]")] = 0,
+    workers: Annotated[
+        int, typer.Option(show_default=False, help="processes (default: the cores); the bytes do not depend on it")
+    ] = 0,
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="only the part of machine I of N; then `data merge`")
     ] = "1/1",
@@ -115,10 +122,10 @@ def merge(
 ) -> None:
     """Join the parts of all shards: the same bytes as from one machine."""
     with _errors():
-        from simreg_megatron.data.assemble import assemble
+        from simreg_megatron.data.prepare import merge
 
         given = {"train": _number(tokens, "tokens"), "valid": _number(valid_tokens, "valid-tokens")}
-        _summarize(assemble(out, budget=given if any(given.values()) else None), out)
+        _summarize(merge(out, given if any(given.values()) else None), out)
 
 
 @app.command(name="tokenizer")
@@ -143,10 +150,12 @@ def make_tokenizer(
 def histogram(
     prefix: Annotated[Path, typer.Argument(help="of PREFIX.bin and PREFIX.idx")],
     output: Annotated[
-        Path | None, typer.Option(help="the JSON [default: PREFIX.histogram.json]; the plot beside it")
+        Path | None, typer.Option(help="the JSON (default: PREFIX.histogram.json); the plot is put beside it")
     ] = None,
     share: Annotated[float, typer.Option(help="of the vocabulary, whose part of all labels is told")] = 0.02,
-    vocab_size: Annotated[int, typer.Option(help="[default: the manifest's, else the largest id and one]")] = 0,
+    vocab_size: Annotated[
+        int, typer.Option(show_default=False, help="(default: the manifest's, else the largest id and one)")
+    ] = 0,
 ) -> None:
     """Count the labels of a set: how much of the text the most frequent tokens are (the paper's Figure 2a)."""
     with _errors():

@@ -9,6 +9,7 @@ document is one sequence; one without tokens is none, and still has its end, as 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import struct
@@ -25,10 +26,22 @@ ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 _CODES = {"int32": 4, "uint16": 8}
 _UINT16_BELOW = 65500  # Megatron's own limit
 _BLOCK = 1 << 20
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class DataError(ValueError):
     """A data set or tokenizer that no run should start with; the message says why and what to do."""
+
+
+def explain(error: OSError, folder: Path) -> str:
+    """The sentence for a file system that refuses."""
+    if error.errno in _NO_SPACE:
+        return (
+            f"no more can be written to {folder} ({error.strerror}): all whole parts are kept, so free some space "
+            "(about 4 bytes for each token of uint16, 8 of int32) and give the same command again"
+        )
+    place = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{place}: mend that and give the same command again, all whole parts are kept"
 
 
 def token_dtype(vocab_size: int) -> str:

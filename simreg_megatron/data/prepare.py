@@ -7,7 +7,6 @@ blocks that have no part yet and ends with the same bytes.
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
@@ -21,14 +20,14 @@ from simreg_megatron.data.assemble import MANIFEST, SETS, SETTINGS, assemble, re
 from simreg_megatron.data.blocks import Block
 from simreg_megatron.data.budget import Reckoning
 from simreg_megatron.data.encoding import describe_tokenizer
-from simreg_megatron.data.indexed import DataError
+from simreg_megatron.data.indexed import DataError, explain
 from simreg_megatron.data.parts import PartHeader, PartStore
 from simreg_megatron.data.settings import FORMAT, read_json, refuse_other, write_json
 from simreg_megatron.data.sources import Input, find_inputs
 from simreg_megatron.data.work import BOS_POLICIES, ERROR_POLICIES, Recipe, start_worker, work
 
 BLOCK_BYTES = 32 << 20
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_BUSY = "another process prepares this in {} right now: wait for it, or end it"
 
 
 @dataclass(frozen=True)
@@ -117,19 +116,32 @@ def prepare(task: Task, progress: Progress | None = None) -> dict[str, Any] | No
         with FileLock(task.output / f".prepare-{index + 1}-of-{count}.lock", timeout=0):
             return _prepare(task, progress or _Silent())
     except Timeout:
-        raise DataError(f"another process prepares this in {task.output} right now: wait for it, or end it") from None
+        raise DataError(_BUSY.format(task.output)) from None
     except OSError as error:
-        raise DataError(_explain(error, task.output)) from error
+        raise DataError(explain(error, task.output)) from error
 
 
-def _explain(error: OSError, folder: Path) -> str:
-    if error.errno in _NO_SPACE:
-        return (
-            f"no more can be written to {folder} ({error.strerror}): all whole parts are kept, so free some space "
-            "(about 4 bytes for each token of uint16, 8 of int32) and give the same command again"
-        )
-    place = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror or error}{place}: mend that and give the same command again, all whole parts are kept"
+def merge(folder: Path, budget: dict[str, int | None] | None = None) -> dict[str, Any]:
+    """Join the parts of all shards in a folder.
+
+    Args:
+        folder: the output of every shard, or the folder into which their parts were copied.
+        budget: the most training and validation tokens; the shards' by default.
+
+    Raises:
+        DataError: as of `assemble`.
+    """
+    from filelock import FileLock, Timeout
+
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}: give the --out of the shards")
+    try:
+        with FileLock(folder / ".prepare-merge.lock", timeout=0):
+            return assemble(folder, budget=budget)
+    except Timeout:
+        raise DataError(_BUSY.format(folder)) from None
+    except OSError as error:
+        raise DataError(explain(error, folder)) from error
 
 
 def _prepare(task: Task, progress: Progress) -> dict[str, Any] | None:

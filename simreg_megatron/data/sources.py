@@ -174,7 +174,7 @@ class HubFile:
         number = length = 0
         rows: list[Any] = []
         first = 1
-        for row in open_hub(self.source, self.split).shard(num_shards=self.count, index=self.index):
+        for row in self._rows():
             if length >= size:
                 if wanted(number):
                     yield TextsBlock(number, False, 0, self.name, tuple(rows), first)
@@ -184,6 +184,17 @@ class HubFile:
             length += sum(len(value) for value in row.values() if isinstance(value, str))
         if wanted(number):
             yield TextsBlock(number, True, self.size, self.name, tuple(rows), first)
+
+    def _rows(self) -> Iterator[Any]:
+        try:
+            yield from open_hub(self.source, self.split).shard(num_shards=self.count, index=self.index)
+        except DataError:
+            raise
+        except Exception as error:  # the network's, of many kinds
+            raise DataError(
+                f"the stream of {self.name} broke off ({type(error).__name__}: {' '.join(str(error).split())}): give "
+                "the same command again, it goes on in this file"
+            ) from None
 
     def identity(self) -> dict[str, Any]:
         return {"name": self.name}

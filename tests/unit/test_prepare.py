@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 
 from simreg_megatron.data import DataError, check_dataset, prepare
-from simreg_megatron.data.assemble import assemble
-from simreg_megatron.data.prepare import Task
+from simreg_megatron.data.prepare import Task, merge
 from simreg_megatron.data.tokenizer import train_tokenizer
 from tests.helpers.preparation import BLOCK, NUM_TEXTS, TEXTS, content, lines, make, train_hugging_face
 
@@ -233,9 +232,9 @@ def test_shards_and_merge_make_the_whole(
         assert make(tmp_path / "merged", folder, **settings, shard=(index, 3)) is None
     if tokens is None:
         with pytest.raises(DataError, match="run the shard that makes it again"):
-            assemble(tmp_path / "merged")
+            merge(tmp_path / "merged")
     make(tmp_path / "merged", folder, **settings, shard=(1, 3))
-    assemble(tmp_path / "merged")
+    merge(tmp_path / "merged")
     assert content(tmp_path / "merged") == content(tmp_path / "whole")
 
 
@@ -389,7 +388,7 @@ def test_a_part_cut_off_is_seen(folder: Path, tokenizer: Path, whole: Path, tmp_
         part.write_bytes(damaged)
         with pytest.raises(DataError, match="is not a whole part"):
             make(tmp_path, folder, tokenizer=tokenizer, valid_share=0.1, shard=(1, 2))
-            assemble(tmp_path)
+            merge(tmp_path)
     part.unlink()
     make(tmp_path, folder, tokenizer=tokenizer, valid_share=0.1)
     assert content(tmp_path) == content(whole)
