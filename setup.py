@@ -31,7 +31,14 @@ def read_description() -> str:
 # the public index calls `apex` is another project's. The real one is built from NVIDIA's own sources.
 # megatron.training writes its run settings as YAML; writing a checkpoint on the CPU asks psutil about memory.
 MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6", "psutil>=5.9"]
-DATA = ["sentencepiece>=0.2,<0.3", "datasets>=3,<6", "filelock>=3"]
+DATA = [
+    "sentencepiece>=0.2,<0.3",
+    "transformers>=4.50,<6",
+    "datasets>=3.2,<6",
+    "pyarrow>=16",
+    "zstandard>=0.23,<1",
+    "filelock>=3",
+]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 EXTRAS = {
     "megatron": MEGATRON,

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from launch import checkpoints, progress, record, signals
 from launch.dry_run import describe
-from launch.flags import LaunchError, flag_names, flag_value
+from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.plan import (
     BUILTIN_CORPUS,
     RECIPES,
@@ -103,6 +103,8 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     plan = planned()
     if options.dry_run:
         _say(describe(plan, machine, environ=os.environ))
+        if options.data and Path(f"{options.data}.idx").is_file():  # it may lie where this machine does not see it
+            _tell(check_data(plan, options))
         return
     if options.auto_resume and progress.has_ended(plan):
         _say(f"> {plan.output}: {progress.length(plan)} are done, so there is nothing to do")
@@ -216,16 +218,43 @@ def _prepare_data(plan: Plan, options: argparse.Namespace) -> Corpus | None:
     """Build the built-in corpus, or look at the user's before Megatron does."""
     if not plan.builtin_corpus and not options.data:
         return None  # named to Megatron itself, or mock data
-    from simreg_megatron.data import DataError, check_dataset, ensure_builtin_corpus
+    if not plan.builtin_corpus:
+        _tell(check_data(plan, options))
+        return None
+    from simreg_megatron.data import DataError, ensure_builtin_corpus
 
     try:
-        if plan.builtin_corpus:
-            return ensure_builtin_corpus(BUILTIN_CORPUS)
-        for prefix in filter(None, (options.data, options.valid_data)):
-            check_dataset(prefix, tokenizer=options.tokenizer)
+        return ensure_builtin_corpus(BUILTIN_CORPUS)
     except DataError as error:
         raise LaunchError(str(error)) from None
-    return None
+
+
+def check_data(plan: Plan, options: argparse.Namespace) -> list[str]:
+    """The sets against their manifests, the tokenizer and the model's sizes; what else to say of them.
+
+    Raises:
+        LaunchError: no run should start with them.
+    """
+    from simreg_megatron.data import DataError, check_dataset
+
+    given = flag_value(plan.flags, "--vocab-size")
+    facts = {
+        "tokenizer": options.tokenizer,
+        "vocab_size": flag_number(plan.flags, "--vocab-size", 1) if given else None,
+        "seq_length": flag_number(plan.flags, "--seq-length", 1),
+    }
+    notices: list[str] = []
+    try:
+        for prefix in filter(None, (options.data, options.valid_data)):
+            notices += check_dataset(prefix, **facts)
+    except DataError as error:
+        raise LaunchError(str(error)) from None
+    return notices[:1]  # one is enough for both sets
+
+
+def _tell(notices: Sequence[str]) -> None:
+    for notice in notices:
+        _say(f"> {notice}")
 
 
 def _say(text: str) -> None:

@@ -2,22 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # The bash half of launch/pretrain_*.sh: find a Python that can train, read torchrun's flags, start torchrun.
 
-# The first Python that can import what the run needs, in PYTHON; it is run before it is believed.
+# find_python ROOT MODULE...: the first Python that can import what the run needs, in PYTHON; it is run before it is
+# believed.
 find_python() {
   local root=$1 candidate
+  shift
   local candidates=("$root/.venv/bin/python" python3)
   if [[ -n ${VIRTUAL_ENV:-} ]]; then
     candidates=("$VIRTUAL_ENV/bin/python" "${candidates[@]}")
   fi
   # find_spec looks without importing: torch alone takes seconds, and torchrun imports it anyway.
-  local probe='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "megatron", "sentencepiece"))))'
+  local probe='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))'
   for candidate in "${candidates[@]}"; do
-    if "$candidate" -c "$probe" >/dev/null 2>&1 && "$candidate" -c "import torch" >/dev/null 2>&1; then
+    if "$candidate" -c "$probe" "$@" >/dev/null 2>&1 && "$candidate" -c "import $1" >/dev/null 2>&1; then
       PYTHON=$candidate
       return
     fi
   done
-  echo "error: no Python with torch, megatron-core and sentencepiece was found: run \`make setup\` in $root," \
+  echo "error: no Python with ${*/%megatron/megatron-core} was found: run \`make setup\` in $root," \
     "or activate the environment that has them" >&2
   exit 2
 }
@@ -102,7 +104,7 @@ start() {
   local script=$1 root word
   shift
   root=$(cd -- "$(dirname -- "$script")/.." && pwd) || exit 2
-  find_python "$root"
+  find_python "$root" torch megatron sentencepiece
   for word in "$@"; do
     if [[ $word == -h || $word == --help ]]; then
       exec "$PYTHON" "$script" --help

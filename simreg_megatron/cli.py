@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from simreg_megatron import __version__
+from simreg_megatron.data.commands import app as data_commands
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="SimReg for Megatron-LM: look before you train.")
+app.add_typer(data_commands, name="data")
 
 
 @app.callback()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launch import progress, sizes
 from launch.flags import LaunchError, flag_name, flag_number, flag_value, group_flags
-from launch.launcher import make_parser
+from launch.launcher import check_data, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
@@ -104,7 +104,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
     output = plan.output.absolute()
     time = options.time or site.time
     _check(plan, options, machine, time)
-    _check_data(run_options, site)
+    _check_data(plan, run_options, site)
     return (
         Job(
             name=options.name or _name(output),
@@ -183,16 +183,11 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine, time: str)
     _check_save_interval(plan, options.step_seconds, machine, seconds)
 
 
-def _check_data(run_options: argparse.Namespace, site: Site) -> None:
+def _check_data(plan: Plan, run_options: argparse.Namespace, site: Site) -> None:
     """Before hours in a queue; in a container the paths may be other ones."""
-    from simreg_megatron.data import DataError, check_dataset
-
-    try:
-        for prefix in filter(None, (run_options.data, run_options.valid_data)):
-            if site.runtime == "venv" or Path(f"{prefix}.idx").exists():
-                check_dataset(prefix, tokenizer=run_options.tokenizer)
-    except DataError as error:
-        raise LaunchError(str(error)) from None
+    if run_options.data and (site.runtime == "venv" or Path(f"{run_options.data}.idx").exists()):
+        for notice in check_data(plan, run_options):
+            print(f"> {notice}", file=sys.stderr)
 
 
 def _check_save_interval(plan: Plan, step: float | None, machine: Machine, slice_seconds: float) -> None:

@@ -10,21 +10,19 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import logging
-import multiprocessing
 import os
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from simreg_megatron.data.assemble import MANIFEST
 from simreg_megatron.data.corpus import Document, library_roots, read_documents
-from simreg_megatron.data.indexed import MANIFEST, DataError, sha256, write_dataset
+from simreg_megatron.data.encoding import write_dataset
+from simreg_megatron.data.indexed import DataError, sha256
 from simreg_megatron.data.tokenizer import train_tokenizer
 
 FORMAT = 1
@@ -137,7 +135,9 @@ def _build(
         tokenizer = work / "tokenizer.model"
         train_tokenizer(train, tokenizer, vocab_size=vocab_size)
         say(f"tokenizing {len(documents):,} documents")
-        counts = _write_splits(work, train, valid)
+        counts = {
+            name: write_dataset(work / name, texts, tokenizer) for name, texts in (("train", train), ("valid", valid))
+        }
         manifest: dict[str, Any] = {
             "format": FORMAT,
             "fingerprint": fingerprint,
@@ -156,24 +156,6 @@ def _build(
         shutil.rmtree(work, ignore_errors=True)
     say(f"{manifest['tokens']['train']:,} training tokens in {directory}, {time.monotonic() - started:.0f} s")
     return BuiltinCorpus(directory, manifest)
-
-
-def _write_splits(work: Path, train: list[str], valid: list[str]) -> dict[str, tuple[int, int]]:
-    """Documents and tokens of each set. In a process of its own: Megatron's builder imports Megatron, and whoever
-    asked for the corpus may still have to prepare that import (the CPU backend must come first)."""
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, mp_context=fork, initializer=_silence_missing_gpu) as pool:
-        tasks = {
-            name: pool.submit(write_dataset, work / name, texts, work / "tokenizer.model")
-            for name, texts in (("train", train), ("valid", valid))
-        }
-        return {name: task.result() for name, task in tasks.items()}
-
-
-def _silence_missing_gpu() -> None:
-    """A process that only writes files needs no GPU layers, and their absence is no news in its log."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _read(roots: Sequence[Path]) -> list[Document]:

@@ -1,115 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's .bin/.idx pairs: written by Megatron's own builder, and checked before a run trusts them."""
+"""Megatron's .bin/.idx pairs: written byte for byte as its own builder writes them, in memory O(documents).
+
+A .bin holds all token ids one after the other, uint16 or int32. Its .idx holds, after a header, the length (int32) and
+the byte offset (int64) of every sequence, and for every document the number of sequences before its end (int64). Here a
+document is one sequence; one without tokens is none, and still has its end, as in Megatron's own preprocessing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
-import json
 import os
 import struct
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
-MANIFEST = "manifest.json"
-_HEADER = b"MMIDIDX\x00\x00"
-_FIXED = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, documents
-_ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
-_PREPARE = "prepare the data again, or copy it again from where it was made"
+if TYPE_CHECKING:
+    import numpy as np
+
+HEADER = b"MMIDIDX\x00\x00"
+FIXED = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, documents (their ends, and a leading 0)
+ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+_CODES = {"int32": 4, "uint16": 8}
+_UINT16_BELOW = 65500  # Megatron's own limit
+_BLOCK = 1 << 20
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class DataError(ValueError):
     """A data set or tokenizer that no run should start with; the message says why and what to do."""
 
 
-def write_dataset(prefix: Path, documents: Iterable[str], tokenizer_model: Path) -> tuple[int, int]:
-    """Tokenize and write `prefix`.bin and .idx; end-of-text closes every document, nothing opens it.
-
-    Returns:
-        The number of documents and of tokens.
-    """
-    import numpy as np
-    import sentencepiece
-    import torch
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_model))
-    dtype = DType.optimal_dtype(tokenizer.vocab_size())
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    num_documents = num_tokens = 0
-    for tokens in tokenizer.encode(list(documents), num_threads=2):
-        tokens.append(tokenizer.eos_id())
-        builder.add_document(torch.from_numpy(np.asarray(tokens, dtype=np.int64)), [len(tokens)])
-        num_documents += 1
-        num_tokens += len(tokens)
-    builder.finalize(f"{prefix}.idx")
-    return num_documents, num_tokens
+def explain(error: OSError, folder: Path) -> str:
+    """The sentence for a file system that refuses."""
+    if error.errno in _NO_SPACE:
+        return (
+            f"no more can be written to {folder} ({error.strerror}): all whole parts are kept, so free some space "
+            "(about 4 bytes for each token of uint16, 8 of int32) and give the same command again"
+        )
+    place = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{place}: mend that and give the same command again, all whole parts are kept"
 
 
-def check_dataset(prefix: str | os.PathLike[str], *, tokenizer: str | os.PathLike[str] | None = None) -> None:
-    """See that a data set is whole, and made with this tokenizer where its manifest tells.
+def token_dtype(vocab_size: int) -> str:
+    """uint16 where the vocabulary allows it, else int32: by Megatron's rule."""
+    return "uint16" if vocab_size < _UINT16_BELOW else "int32"
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Size and hash of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class PairWriter:
+    """Writes `prefix`.bin and .idx: under other names until `commit`, which gives them theirs.
 
     Args:
         prefix: path of the pair without .bin and .idx.
-        tokenizer: a sentencepiece model file; a Hugging Face folder or name is not compared.
-
-    Raises:
-        DataError: one sentence with the cause and the mend.
+        dtype: "uint16" or "int32".
     """
-    index, data = Path(f"{os.fspath(prefix)}.idx"), Path(f"{os.fspath(prefix)}.bin")
-    for path in (data, index):
-        if not path.is_file():
-            raise DataError(f"there is no {path}: give the prefix of a .bin/.idx pair, without the ending")
-        if path.stat().st_size == 0:
-            raise DataError(f"{path} is empty: {_PREPARE}")
-    expected = _expected_bytes(index)
-    if data.stat().st_size != expected:
-        raise DataError(
-            f"{data} holds {data.stat().st_size} bytes where {index.name} counts {expected}, so it was cut off "
-            f"or belongs to another index: {_PREPARE}"
-        )
-    if tokenizer is not None and str(tokenizer).endswith(".model"):
-        _check_tokenizer(Path(tokenizer), data)
+
+    def __init__(self, prefix: Path, dtype: str) -> None:
+        self._prefix, self._dtype = prefix, dtype
+        self._paths = {ending: Path(f"{prefix}{ending}.writing") for ending in (".bin", ".idx")}
+        self._bin = self._paths[".bin"].open("wb")
+        self._sha256 = hashlib.sha256()
+        self._lengths: list[np.ndarray] = []
+        self.num_documents = self.num_tokens = 0
+
+    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Documents one after the other: their tokens [sum of lengths], and the length of each."""
+        import numpy as np
+
+        data = np.ascontiguousarray(tokens, dtype=self._dtype).data
+        self._bin.write(data)
+        self._sha256.update(data)
+        self._lengths.append(np.asarray(lengths, dtype=np.int32))
+        self.num_documents += len(lengths)
+        self.num_tokens += len(tokens)
+
+    def commit(self) -> dict[str, Digest]:
+        """Finish both files, on the disk and under their names; size and hash of each."""
+        _close_safely(self._bin)
+        self._write_index()
+        digests = {}
+        for ending, path in self._paths.items():
+            digest = self._sha256.hexdigest() if ending == ".bin" else sha256(path)
+            digests[ending] = Digest(path.stat().st_size, digest)
+            path.replace(f"{self._prefix}{ending}")
+        return digests
+
+    def abandon(self) -> None:
+        """Remove what has not got its name."""
+        with contextlib.suppress(OSError):  # of what could not be written any more
+            self._bin.close()
+        for path in self._paths.values():
+            path.unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        import numpy as np
+
+        lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
+        sequences = lengths[lengths > 0]
+        with self._paths[".idx"].open("wb") as stream:
+            stream.write(FIXED.pack(HEADER, 1, _CODES[self._dtype], len(sequences), len(lengths) + 1))
+            stream.write(sequences.data)
+            _write_offsets(stream, sequences, ITEM_BYTES[_CODES[self._dtype]], inclusive=False)
+            stream.write(bytes(8))
+            _write_offsets(stream, lengths > 0, 1, inclusive=True)
+            _close_safely(stream)
 
 
-def _expected_bytes(index: Path) -> int:
-    """The size of the .bin that an index describes."""
-    with index.open("rb") as stream:
-        fixed = stream.read(_FIXED.size)
-        if len(fixed) < _FIXED.size or not fixed.startswith(_HEADER):
-            raise DataError(f"{index} is not a Megatron index (its first bytes are foreign): {_PREPARE}")
-        _, version, code, num_sequences, num_documents = _FIXED.unpack(fixed)
-        if version != 1 or code not in _ITEM_BYTES:
-            raise DataError(f"{index} has an unknown version {version} or number type {code}: {_PREPARE}")
-        arrays = 4 * num_sequences + 8 * num_sequences + 8 * num_documents
-        if index.stat().st_size < _FIXED.size + arrays:
-            raise DataError(f"{index} is shorter than the {num_sequences} sequences it announces: {_PREPARE}")
-        if num_sequences == 0:
-            raise DataError(f"{index} holds no text: {_PREPARE}")
-        stream.seek(_FIXED.size + 4 * (num_sequences - 1))
-        (last_length,) = struct.unpack("<i", stream.read(4))
-        stream.seek(_FIXED.size + 4 * num_sequences + 8 * (num_sequences - 1))
-        (last_pointer,) = struct.unpack("<q", stream.read(8))
-    return last_pointer + last_length * _ITEM_BYTES[code]
+def _write_offsets(stream: BinaryIO, counts: np.ndarray, unit: int, *, inclusive: bool) -> None:
+    """Running sums of the counts times the unit, before or after each, block by block."""
+    import numpy as np
+
+    total = 0
+    for start in range(0, len(counts), _BLOCK):
+        block = counts[start : start + _BLOCK].astype(np.int64) * unit
+        sums = np.cumsum(block) + total
+        stream.write((sums if inclusive else sums - block).data)
+        total = int(sums[-1])
 
 
-def _check_tokenizer(tokenizer: Path, data: Path) -> None:
-    if not tokenizer.is_file() or tokenizer.stat().st_size == 0:
-        state = "is empty" if tokenizer.is_file() else "does not exist"
-        raise DataError(f"the tokenizer {tokenizer} {state}: give the model file that the data was made with")
-    import sentencepiece
+def _close_safely(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+    stream.close()
 
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder on the disk: a rename is safe only then."""
+    folder = os.open(path, os.O_RDONLY)
     try:
-        sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-    except (RuntimeError, OSError):
-        raise DataError(f"{tokenizer} is not a sentencepiece model: give the one the data was made with") from None
-    manifest = data.parent / MANIFEST
-    if manifest.is_file():
-        made_with = json.loads(manifest.read_text()).get("tokenizer_sha256")
-        if made_with is not None and made_with != sha256(tokenizer):
-            raise DataError(
-                f"{data.name} was made with another tokenizer than {tokenizer} ({MANIFEST} beside it tells): "
-                "give the tokenizer the data was made with, or make the data again"
-            )
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def sha256(path: Path) -> str:

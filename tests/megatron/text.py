@@ -11,7 +11,6 @@ import sysconfig
 from pathlib import Path
 
 from simreg_megatron.data import BuiltinCorpus, ensure_builtin_corpus
-from tests.megatron import forks
 
 _PACKAGES = ("asyncio", "email", "logging", "concurrent", "importlib", "unittest", "json")
 VOCABULARY = 512
@@ -31,21 +30,12 @@ def make_corpus(folder: Path) -> BuiltinCorpus:
 def cut_into_phrases(corpus: BuiltinCorpus, prefix: Path) -> Path:
     """The corpus's training text once more, each phrase a document of its own."""
     from simreg_megatron.data.corpus import read_documents
+    from simreg_megatron.data.encoding import write_dataset
 
     texts = [document.text for document in read_documents(_roots()) if not document.is_validation]
     phrases = [phrase.strip() for text in texts for phrase in _PHRASE_END.split(text) if phrase.strip()]
-    arguments = (prefix, phrases, corpus.tokenizer_model)
-    log = prefix.with_suffix(".log")
-    if forks.run_ranks(_write, *arguments, processes=1, log=log, timeout=120):
-        raise RuntimeError(log.read_text())
+    write_dataset(prefix, phrases, corpus.tokenizer_model)
     return prefix
-
-
-def _write(prefix: Path, documents: list[str], tokenizer: Path) -> None:
-    """On a forked rank: Megatron's builder imports Megatron, which the calling process must not."""
-    from simreg_megatron.data.indexed import write_dataset
-
-    write_dataset(prefix, documents, tokenizer)
 
 
 def flags(corpus: BuiltinCorpus, cache: Path, train: Path | None = None) -> tuple[str, ...]:

@@ -42,7 +42,10 @@ LAW = {
         "config losses kernels adagc geometry magnitude parallel", "torch megatron transformer_engine apex wandb"
     ),
     TOP: room("config plugin"),
-    "data": room(TOP, "datasets sentencepiece megatron numpy torch rich filelock"),
+    "data": room(
+        f"{TOP} report",
+        "datasets sentencepiece transformers tokenizers pyarrow zstandard numpy rich typer filelock",
+    ),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
     "checkpoint": room(f"{TOP} config", "torch megatron transformers safetensors numpy"),

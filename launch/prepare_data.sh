@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Tokenize text for Megatron: bash launch/prepare_data.sh FOLDER_OR_FILES --tokenizer PATH --out DIR [--help]
+# The same as `simreg-megatron data prepare`, with the Python of .venv.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/start.bash
+source "$root/launch/start.bash"
+find_python "$root" numpy sentencepiece typer
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$PYTHON" -m simreg_megatron.cli data prepare "$@"

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of an input: a few thousand documents that one worker reads, with a place to name for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from simreg_megatron.data.indexed import DataError
+
+
+class Record(NamedTuple):
+    """A document, or why it is none; `number` counts from the block's beginning."""
+
+    number: int
+    text: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What all blocks have: a number inside the input, and roughly the input's bytes it stands for."""
+
+    number: int
+    is_last: bool
+    weight: int
+
+    def records(self, key: str) -> Iterator[Record]:
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """The place of a record, for a person who will look there."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LinesBlock(Block):
+    """The lines of JSON that begin in [start, stop) of a plain file, or that `data` brings along."""
+
+    name: str
+    path: str
+    start: int
+    stop: int
+    data: bytes | None = None
+    first_line: int = 0
+
+    def records(self, key: str) -> Iterator[Record]:
+        data = self._read() if self.data is None else self.data
+        for index, line in enumerate(data.split(b"\n")):
+            if line and not line.isspace():
+                yield Record(index, *_parse(line, key))
+
+    def _read(self) -> bytes:
+        with open(self.path, "rb") as stream:
+            if self.start:
+                stream.seek(self.start - 1)
+                stream.readline()  # the line that an earlier block began
+            data = stream.read(max(0, self.stop - stream.tell()))
+            return data if not data or data.endswith(b"\n") else data + stream.readline()
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, line {(self.first_line or self._count_lines()) + index}"
+
+    def _count_lines(self) -> int:
+        """The number of the block's first line: only who has something to complain of reads so much."""
+        lines, left = 1, self.start
+        with open(self.path, "rb") as stream:
+            while left and (data := stream.read(min(left, 1 << 24))):
+                lines, left = lines + data.count(b"\n"), left - len(data)
+            if self.start:
+                stream.seek(self.start - 1)
+                lines += stream.read(1) != b"\n"  # a line begun before ends here
+        return lines
+
+
+def _parse(line: bytes, key: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return "", f"not a line of JSON ({error})"
+    return _text_of(row, key)
+
+
+def _text_of(row: Any, key: str) -> tuple[str, str]:
+    if not isinstance(row, Mapping):
+        return "", "not an object of JSON with the text under a key"
+    text = row.get(key)
+    if isinstance(text, str):
+        return text, ""
+    if key not in row:
+        return "", f"no key {key!r}, --key names another (there: {', '.join(map(repr, row)) or 'none'})"
+    return "", f"the value of {key!r} is no text but {type(text).__name__}"
+
+
+@dataclass(frozen=True)
+class RowsBlock(Block):
+    """A row group of a Parquet file; its index is the block's number."""
+
+    name: str
+    path: str
+
+    def records(self, key: str) -> Iterator[Record]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            file = pyarrow.parquet.ParquetFile(self.path)
+            if not file.num_row_groups:
+                return
+            names = file.schema_arrow.names
+            if key not in names:
+                raise DataError(f"{self.path} has no column {key!r}: --key names one of {', '.join(names)}")
+            index = 0
+            for batch in file.iter_batches(batch_size=2048, row_groups=[self.number], columns=[key]):
+                for text in batch.column(0).to_pylist():
+                    yield Record(index, *_text_of({key: text}, key))
+                    index += 1
+        except pyarrow.ArrowInvalid as error:
+            raise DataError(f"{self.path} is not a whole Parquet file ({error}): copy it again") from None
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index + 1} of row group {self.number + 1}"
+
+
+@dataclass(frozen=True)
+class FilesBlock(Block):
+    """Files of plain text, each one document."""
+
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+
+    def records(self, key: str) -> Iterator[Record]:
+        for index, path in enumerate(self.paths):
+            with open(path, "rb") as stream:
+                data = stream.read()
+            try:
+                yield Record(index, data.decode())
+            except UnicodeDecodeError as error:
+                yield Record(index, "", f"not UTF-8 ({error.reason} at byte {error.start})")
+
+    def where(self, index: int) -> str:
+        return self.paths[index]
+
+
+@dataclass(frozen=True)
+class TextsBlock(Block):
+    """Rows that were streamed."""
+
+    name: str
+    rows: tuple[Any, ...]
+    first_row: int
+
+    def records(self, key: str) -> Iterator[Record]:
+        for index, row in enumerate(self.rows):
+            yield Record(index, *_text_of(row, key))
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {self.first_row + index}"

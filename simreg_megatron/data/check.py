@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a data set before a run trusts it: its files are whole, and it suits the tokenizer and the model."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron.data.assemble import MANIFEST
+from simreg_megatron.data.encoding import describe_tokenizer
+from simreg_megatron.data.indexed import FIXED, HEADER, ITEM_BYTES, DataError
+from simreg_megatron.data.settings import read_json
+
+_PREPARE = "prepare the data again, or copy it again from where it was made"
+
+
+def check_dataset(
+    prefix: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    vocab_size: int | None = None,
+    seq_length: int | None = None,
+) -> list[str]:
+    """See that a data set is whole, and what its manifest tells against what a run will use.
+
+    Args:
+        prefix: path of the pair without .bin and .idx.
+        tokenizer: a sentencepiece model file, or a Hugging Face folder or name.
+        vocab_size: rows of the run's embedding, where it is given and does not follow from the tokenizer.
+        seq_length: tokens of one training sample.
+
+    Returns:
+        What the user should know and need not mend.
+
+    Raises:
+        DataError: one sentence with the cause and the mend.
+    """
+    index, data = Path(f"{os.fspath(prefix)}.idx"), Path(f"{os.fspath(prefix)}.bin")
+    for path in (data, index):
+        if not path.is_file():
+            raise DataError(f"there is no {path}: give the prefix of a .bin/.idx pair, without the ending")
+        if path.stat().st_size == 0:
+            raise DataError(f"{path} is empty: {_PREPARE}")
+    expected, item_bytes = _expected_bytes(index)
+    if data.stat().st_size != expected:
+        raise DataError(
+            f"{data} holds {data.stat().st_size} bytes where {index.name} counts {expected}, so it was cut off "
+            f"or belongs to another index: {_PREPARE}"
+        )
+    num_tokens = expected // item_bytes
+    if seq_length is not None and num_tokens <= seq_length:
+        raise DataError(
+            f"{data} holds {num_tokens} tokens and one sample needs {seq_length + 1}: give more text, or a shorter "
+            "--seq-length"
+        )
+    manifest = _manifest_of(data)
+    if manifest is None:
+        if tokenizer is not None and str(tokenizer).endswith(".model"):
+            describe_tokenizer(str(tokenizer))  # see that it can be read
+        return [f"{data.parent} has no {MANIFEST}: nobody can tell whether this tokenizer made {data.name}"]
+    _check_manifest(manifest, data, tokenizer, vocab_size)
+    return []
+
+
+def _expected_bytes(index: Path) -> tuple[int, int]:
+    """The size of the .bin that an index describes, and of one token in it."""
+    with index.open("rb") as stream:
+        fixed = stream.read(FIXED.size)
+        if len(fixed) < FIXED.size or not fixed.startswith(HEADER):
+            raise DataError(f"{index} is not a Megatron index (its first bytes are foreign): {_PREPARE}")
+        _, version, code, num_sequences, num_documents = FIXED.unpack(fixed)
+        if version != 1 or code not in ITEM_BYTES:
+            raise DataError(f"{index} has an unknown version {version} or number type {code}: {_PREPARE}")
+        arrays = 4 * num_sequences + 8 * num_sequences + 8 * num_documents
+        if index.stat().st_size < FIXED.size + arrays:
+            raise DataError(f"{index} is shorter than the {num_sequences} sequences it announces: {_PREPARE}")
+        if num_sequences == 0:
+            raise DataError(f"{index} holds no text: {_PREPARE}")
+        stream.seek(FIXED.size + 4 * (num_sequences - 1))
+        (last_length,) = struct.unpack("<i", stream.read(4))
+        stream.seek(FIXED.size + 4 * num_sequences + 8 * (num_sequences - 1))
+        (last_pointer,) = struct.unpack("<q", stream.read(8))
+    return last_pointer + last_length * ITEM_BYTES[code], ITEM_BYTES[code]
+
+
+def _manifest_of(data: Path) -> dict[str, Any] | None:
+    """The manifest beside a .bin, if it speaks of that file."""
+    manifest = read_json(data.parent / MANIFEST)
+    if manifest is None or data.name not in manifest.get("files", {}):
+        return None
+    promised = manifest["files"][data.name]["bytes"]
+    if promised != data.stat().st_size:
+        raise DataError(
+            f"{data} holds {data.stat().st_size} bytes where {MANIFEST} tells of {promised}: it is another file "
+            f"than the one that was made there, {_PREPARE}"
+        )
+    return manifest
+
+
+def _check_manifest(
+    manifest: Mapping[str, Any], data: Path, tokenizer: str | os.PathLike[str] | None, vocab_size: int | None
+) -> None:
+    made_with = manifest.get("tokenizer_sha256")
+    if tokenizer is not None and made_with is not None and describe_tokenizer(str(tokenizer)).sha256 != made_with:
+        name = manifest.get("tokenizer_name")
+        raise DataError(
+            f"{data.name} was made with another tokenizer{f' ({name})' if name else ''} than {tokenizer} ({MANIFEST} "
+            "beside it tells): give the tokenizer the data was made with, or make the data again"
+        )
+    if vocab_size is not None and manifest.get("vocab_size", 0) > vocab_size:
+        raise DataError(
+            f"{data.name} was made with {manifest['vocab_size']} token ids and --vocab-size {vocab_size} has room for "
+            "fewer: leave --vocab-size out, or make the data with the tokenizer of this model"
+        )

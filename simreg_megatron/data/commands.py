@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron data`: prepare, merge, tokenizer, histogram."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="From text to Megatron's .bin/.idx, and what is in them.")
+
+_Out = Annotated[
+    Path, typer.Option(help="folder of the set: train.bin, train.idx, valid.bin, valid.idx, manifest.json")
+]
+_Tokens = Annotated[
+    str, typer.Option(help="most training tokens, such as 20B or 500M: ends with the document that reaches it")
+]
+_ValidTokens = Annotated[str, typer.Option(help="the same for the --valid sources")]
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help=".jsonl, .jsonl.gz, .jsonl.zst, .parquet and .txt files (a .txt is one document), folders of them, "
+            "hf:NAME[:CONFIGURATION] of the Hub, or c4 (allenai/c4, en); the last two use the network"
+        ),
+    ],
+    out: _Out,
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="a sentencepiece .model file, or a Hugging Face folder or name (a name uses the network)"),
+    ] = "",
+    train_tokenizer: Annotated[
+        int,
+        typer.Option(
+            metavar="PIECES",
+            show_default=False,
+            help="train one of so many pieces on these sources: OUT/tokenizer.model",
+        ),
+    ] = 0,
+    tokens: _Tokens = "",
+    valid: Annotated[
+        list[str] | None, typer.Option(help="a source for the validation set alone; may be repeated")
+    ] = None,
+    valid_share: Annotated[
+        float | None,
+        typer.Option(
+            help="else the share of documents that validate, chosen by their text (default: 0.005; c4 has its own set)"
+        ),
+    ] = None,
+    valid_tokens: _ValidTokens = "",
+    key: Annotated[str, typer.Option(help="where a line or row has its text")] = "text",
+    bos: Annotated[str, typer.Option(help="begin-of-text token: none, or document for one before each")] = "none",
+    on_error: Annotated[
+        str, typer.Option(help="at a broken line: stop, or skip (counted, named in the manifest)")
+    ] = "stop",
+    workers: Annotated[
+        int, typer.Option(show_default=False, help="processes (default: the cores); the bytes do not depend on it")
+    ] = 0,
+    shard: Annotated[
+        str, typer.Option(metavar="I/N", help="only the part of machine I of N; then `data merge`")
+    ] = "1/1",
+    block_size: Annotated[
+        str, typer.Option(help="text of one part; what a kill can lose is one for each worker")
+    ] = "32M",
+) -> None:
+    """Tokenize text into training and validation sets. The same command goes on where a killed one stopped."""
+    with _errors():
+        from simreg_megatron.data.indexed import DataError
+        from simreg_megatron.data.prepare import Task, prepare, workers_here
+        from simreg_megatron.data.progress import ConsoleProgress
+
+        place = _shard(shard)
+        if bool(tokenizer) == bool(train_tokenizer):
+            raise DataError("give --tokenizer (a file, folder or name) or --train-tokenizer (a number of pieces)")
+        if train_tokenizer and place[1] > 1:
+            raise DataError(
+                "shards need one tokenizer: make it once with `simreg-megatron data tokenizer`, then --tokenizer"
+            )
+        if sources == ["c4"] and not valid and valid_share is None:
+            valid = ["c4"]
+        if valid_share is None:
+            valid_share = 0.0 if valid else 0.005
+        if train_tokenizer:
+            tokenizer = str(_trained(sources, out / "tokenizer.model", train_tokenizer, key))
+        task = Task(
+            sources=sources,
+            output=out,
+            tokenizer=tokenizer,
+            valid_sources=valid or (),
+            valid_share=valid_share,
+            tokens=_number(tokens, "tokens"),
+            valid_tokens=_number(valid_tokens, "valid-tokens"),
+            key=key,
+            bos=bos,
+            on_error=on_error,
+            workers=workers or workers_here(),
+            shard=place,
+            block_bytes=_number(block_size, "block-size", unit=1 << 10) or 1,
+        )
+        with ConsoleProgress() as progress:
+            manifest = prepare(task, progress)
+        if manifest is None:
+            print(f"shard {shard} is done; after the last one: simreg-megatron data merge {out}")
+        else:
+            _summarize(manifest, out)
+
+
+@app.command()
+def merge(
+    out: Annotated[Path, typer.Argument(help="the folder with the parts of all shards")],
+    tokens: _Tokens = "",
+    valid_tokens: _ValidTokens = "",
+) -> None:
+    """Join the parts of all shards: the same bytes as from one machine."""
+    with _errors():
+        from simreg_megatron.data.prepare import merge
+
+        given = {"train": _number(tokens, "tokens"), "valid": _number(valid_tokens, "valid-tokens")}
+        _summarize(merge(out, given if any(given.values()) else None), out)
+
+
+@app.command(name="tokenizer")
+def make_tokenizer(
+    sources: Annotated[list[str], typer.Argument(help="as of `data prepare`")],
+    output: Annotated[Path, typer.Option(help="the .model file to write")],
+    vocab_size: Annotated[int, typer.Option(help="pieces")] = 32000,
+    key: Annotated[str, typer.Option(help="where a line or row has its text")] = "text",
+) -> None:
+    """Train a sentencepiece tokenizer (byte pairs, every byte representable) on a sample of the sources."""
+    with _errors():
+        from simreg_megatron.data.indexed import DataError
+
+        if output.suffix != ".model":
+            raise DataError(f"--output takes a name that ends in .model, not {output.name}")
+        if output.exists():
+            raise DataError(f"{output} is there already: give another --output, or remove it")
+        print(_trained(sources, output, vocab_size, key))
+
+
+@app.command()
+def histogram(
+    prefix: Annotated[Path, typer.Argument(help="of PREFIX.bin and PREFIX.idx")],
+    output: Annotated[
+        Path | None, typer.Option(help="the JSON (default: PREFIX.histogram.json); the plot is put beside it")
+    ] = None,
+    share: Annotated[float, typer.Option(help="of the vocabulary, whose part of all labels is told")] = 0.02,
+    vocab_size: Annotated[
+        int, typer.Option(show_default=False, help="(default: the manifest's, else the largest id and one)")
+    ] = 0,
+) -> None:
+    """Count the labels of a set: how much of the text the most frequent tokens are (the paper's Figure 2a)."""
+    with _errors():
+        from simreg_megatron.data.histogram import count_labels
+        from simreg_megatron.report.labels import draw_label_histogram
+
+        labels = count_labels(prefix, vocab_size=vocab_size or None)
+        path = output or Path(f"{prefix}.histogram.json")
+        path.write_text(json.dumps(labels.as_dict(share)) + "\n")
+        plot = draw_label_histogram(labels.counts, path.with_suffix(".png"), share=share, title=prefix.name)
+        print(labels.sentence(share))
+        print(f"{path}, {plot}")
+
+
+def _trained(sources: list[str], path: Path, vocab_size: int, key: str) -> Path:
+    from simreg_megatron.data.encoding import describe_tokenizer
+    from simreg_megatron.data.indexed import DataError
+    from simreg_megatron.data.sample import sample_texts
+    from simreg_megatron.data.sources import find_inputs
+    from simreg_megatron.data.tokenizer import train_tokenizer
+
+    if path.exists():  # of the same command before it was stopped
+        size = describe_tokenizer(str(path)).vocab_size
+        if size != vocab_size:
+            raise DataError(
+                f"{path} is there and has {size} pieces, not {vocab_size}: remove it, or use it: --tokenizer"
+            )
+        return path
+    print(f"> training a tokenizer of {vocab_size} pieces on a sample of the text", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.writing")
+    try:
+        train_tokenizer(list(sample_texts(find_inputs(sources), key)), unfinished, vocab_size=vocab_size)
+    except RuntimeError as error:  # sentencepiece's own sentence stands at the end, after the line of its source
+        reason = str(error).rpartition("] ")[2].strip()
+        raise DataError(f"no tokenizer of {vocab_size} pieces could be trained on these sources: {reason}") from None
+    unfinished.replace(path)
+    return path
+
+
+def _summarize(manifest: dict[str, Any], out: Path) -> None:
+    for side, count in manifest["tokens"].items():
+        if count:
+            print(f"{out / side}: {count:,} tokens, {manifest['documents'][side]:,} documents, {manifest['dtype']}")
+    read = manifest.get("read", {})
+    for name, many in (("empty", "empty documents kept without a token"), ("skipped", "broken records left out")):
+        if read.get(name):
+            print(f"{read[name]:,} {many}" + (f", the first: {read['skipped_where'][0]}" if name == "skipped" else ""))
+    print(f"{out / 'manifest.json'} tells the rest.")
+
+
+def _number(text: str, name: str, *, unit: int = 1000) -> int | None:
+    """20B, 500M, 4096 or 1_000_000."""
+    from simreg_megatron.data.indexed import DataError
+
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGBT]?)", text.replace("_", "").replace(",", ""), re.IGNORECASE)
+    if found is None:
+        raise DataError(f"--{name} takes a number such as 20B, 500M or 4096, not {text!r}")
+    powers = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
+    return round(float(found[1]) * unit ** powers[found[2].upper()])
+
+
+def _shard(text: str) -> tuple[int, int]:
+    from simreg_megatron.data.indexed import DataError
+
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise DataError(f"--shard takes I/N with I from 1 to N, such as 3/8, not {text!r}")
+    return int(found[1]) - 1, int(found[2])
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Errors for the user are one sentence and status 2."""
+    from simreg_megatron.data.indexed import DataError
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on with what is done", file=sys.stderr)
+        raise SystemExit(130) from None
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed files as a stream of bytes; one that was cut off is an error, never a shorter file."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron.data.indexed import DataError
+
+_READ = 1 << 18
+
+
+def decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
+    """The content of a .gz or .zst file piece by piece, and how many bytes of the file were read for it.
+
+    Raises:
+        DataError: the file is damaged or cut off.
+    """
+    open_frame = _gzip_frame if path.suffix == ".gz" else _zstd_frame(path)
+    frame, position = None, 0
+    with path.open("rb") as stream:
+        while data := stream.read(_READ):
+            position += len(data)
+            while data:
+                frame = frame or open_frame()
+                try:
+                    yield frame.decompress(data), position
+                except Exception as error:  # zlib's and zstandard's own
+                    raise DataError(f"{path} is damaged near byte {position} ({error}): copy it again") from None
+                data = frame.unused_data.lstrip(b"\0") if frame.eof else b""  # gzip files may be padded with zeros
+                frame = None if frame.eof else frame
+    if frame is not None or position == 0:
+        raise DataError(f"{path} ends too early, at byte {position}: it was cut off, copy it again")
+
+
+def _gzip_frame() -> Any:
+    return zlib.decompressobj(wbits=31)
+
+
+def _zstd_frame(path: Path) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(f"{path} needs the zstandard library: pip install zstandard") from None
+    return zstandard.ZstdDecompressor().decompressobj

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers as the preparation of data uses them: many texts at once, no special tokens of their own.
+
+`describe_tokenizer` says what a tokenizer is, in what goes to a manifest; `Encoder` is made from that in each worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron.data.indexed import DataError, PairWriter, sha256, token_dtype
+
+SENTENCEPIECE, HUGGING_FACE = "sentencepiece", "huggingface"
+# Its ids tell tokenizers apart that have the same vocabulary: cases, digits, spaces, other scripts, bytes.
+_PROBE = (
+    "The 1234 quick  brown\tfoxes' jumps,\n\n  don't_stop CamelCase http://a.b/c?d=e "
+    "na\u00efve \u00dcbergr\u00f6\u00dfe \u6771\u4eac \u3072\u3089\u304c\u306a \u0000 \U0001f98a."
+)
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a data set depends on; `source` is where the tokenizer was loaded from, `backend` what workers load."""
+
+    kind: str
+    source: str
+    sha256: str
+    vocab_size: int
+    eos_id: int
+    bos_id: int | None
+    backend: str = field(default="", repr=False)
+
+    @property
+    def dtype(self) -> str:
+        return token_dtype(self.vocab_size)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides; the same tokenizer may lie elsewhere."""
+        return {name: value for name, value in asdict(self).items() if name not in ("source", "backend")}
+
+    @property
+    def name(self) -> str:
+        return Path(self.source).name
+
+
+def describe_tokenizer(source: str) -> TokenizerFacts:
+    """Facts of a sentencepiece `.model` file, or of a Hugging Face folder or name.
+
+    Raises:
+        DataError: it is not there, or has no end-of-text token.
+    """
+    if source.endswith(".model"):
+        return _describe_sentencepiece(source)
+    tokenizer = _load_hugging_face(source)
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id  # as Megatron
+    if eos is None:
+        raise DataError(f"the tokenizer {source} has no end-of-text token: name its eos_token in tokenizer_config.json")
+    bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
+    digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
+    return TokenizerFacts(HUGGING_FACE, source, digest, len(tokenizer), eos, bos, _backend_of(tokenizer))
+
+
+def _backend_of(tokenizer: Any) -> str:
+    """The fast tokenizer alone, as JSON: without a limit of length or a wrapper that takes seconds to load."""
+    if not tokenizer.is_fast:
+        return ""
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return str(tokenizer.backend_tokenizer.to_str())
+
+
+def _describe_sentencepiece(source: str) -> TokenizerFacts:
+    path = Path(source)
+    if not path.is_file() or path.stat().st_size == 0:
+        state = "is empty" if path.is_file() else "does not exist"
+        raise DataError(f"the tokenizer {source} {state}: give the model file that the data was or shall be made with")
+    model = _load_sentencepiece(source)
+    if model.eos_id() < 0:
+        raise DataError(f"the tokenizer {source} has no end-of-text token, so documents could not be told apart")
+    bos = model.bos_id() if model.bos_id() >= 0 else None
+    return TokenizerFacts(SENTENCEPIECE, source, sha256(path), model.get_piece_size(), model.eos_id(), bos)
+
+
+def _load_sentencepiece(source: str) -> Any:
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=source)
+    except (RuntimeError, OSError):
+        raise DataError(f"{source} is not a sentencepiece model: give the one the data was made with") from None
+
+
+def _load_hugging_face(source: str) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise DataError("a Hugging Face tokenizer needs the transformers library: pip install transformers") from None
+    if not Path(source).is_dir() and (Path(source).is_absolute() or source.startswith(".")):
+        raise DataError(f"there is no tokenizer folder {source}: give one, a sentencepiece .model file, or a name")
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # OSError, ValueError, KeyError and the Hub's own
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{source} is no tokenizer that can be loaded ({type(error).__name__}: {reason})") from None
+
+
+class Encoder:
+    """Turns texts into ids, on one thread.
+
+    Args:
+        facts: from `describe_tokenizer`; a worker must find the same source.
+    """
+
+    def __init__(self, facts: TokenizerFacts) -> None:
+        if facts.kind == SENTENCEPIECE:
+            model = _load_sentencepiece(facts.source)
+            # A cache of words, exact where no piece crosses a space, was tried and was no faster: every tenth word of
+            # documentation is new, and to encode a word alone costs as much as a line.
+            self._encode = lambda texts: model.encode(texts, num_threads=1)
+        elif facts.backend:
+            from tokenizers import Tokenizer
+
+            fast = Tokenizer.from_str(facts.backend)
+            # Without offsets, and without the wrapper's dictionaries of masks.
+            self._encode = lambda texts: [one.ids for one in fast.encode_batch_fast(texts, add_special_tokens=False)]
+        else:
+            slow = _load_hugging_face(facts.source)
+            self._encode = lambda texts: slow(texts, add_special_tokens=False).input_ids
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens around them."""
+        return self._encode(list(texts)) if texts else []
+
+
+def write_dataset(prefix: Path, documents: Iterable[str], tokenizer: str | Path) -> tuple[int, int]:
+    """A few documents at once into `prefix`.bin and .idx; end-of-text closes each, nothing opens it.
+
+    Returns:
+        The number of documents and of tokens.
+    """
+    import numpy as np
+
+    facts = describe_tokenizer(str(tokenizer))
+    writer = PairWriter(prefix, facts.dtype)
+    for ids in Encoder(facts).encode(list(documents)):
+        ids.append(facts.eos_id)
+        writer.append(np.asarray(ids), np.asarray([len(ids)]))
+    writer.commit()
+    return writer.num_documents, writer.num_tokens

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts: the tokens of one block in one file, whole or not there at all, whenever the machine stops.
+
+A part is an .npz archive (its checksums are zip's): lengths and tokens of the block's training and validation
+documents, in their order, and a header. It is written under another name, put on the disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simreg_megatron.data.indexed import DataError, sync_folder
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SIDES = ("train", "valid")
+_NAMED = 20  # broken records that a part names; the others it counts
+
+
+@dataclass
+class PartHeader:
+    """What a part holds; the counts add up to the set's."""
+
+    is_last: bool
+    weight: int
+    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
+    characters: int = 0
+    empty: int = 0
+    skipped: int = 0
+    skipped_where: list[str] = field(default_factory=list)
+
+    def skip(self, reason: str) -> None:
+        self.skipped += 1
+        if len(self.skipped_where) < _NAMED:
+            self.skipped_where.append(reason)
+
+
+class PartStore:
+    """The folder of parts: number `block` of input `input`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, input: int, block: int) -> Path:
+        return self.folder / f"{input:06d}" / f"{block:06d}.npz"
+
+    def has(self, input: int, block: int) -> bool:
+        return self.path(input, block).is_file()
+
+    def header(self, input: int, block: int) -> PartHeader:
+        return read_part(self.path(input, block), only_header=True)[0]
+
+    def known(self, input: int) -> Iterator[int]:
+        """The numbers of the blocks of an input that are there."""
+        folder = self.folder / f"{input:06d}"
+        if folder.is_dir():
+            yield from sorted(int(path.stem) for path in folder.glob("*.npz"))
+
+
+def write_part(path: Path, header: PartHeader, arrays: dict[str, np.ndarray]) -> None:
+    import numpy as np
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = np.frombuffer(json.dumps(asdict(header)).encode(), dtype=np.uint8)
+    contents: dict[str, Any] = {"header": text, **arrays}
+    unfinished = path.with_name(f"{path.stem}.writing-{os.getpid()}")
+    try:
+        with unfinished.open("wb") as stream:
+            np.savez(stream, **contents)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def read_part(path: Path, *, only_header: bool = False) -> tuple[PartHeader, dict[str, np.ndarray]]:
+    """Header and arrays.
+
+    Raises:
+        DataError: the file is not a whole part.
+    """
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            header = PartHeader(**json.loads(archive["header"].tobytes()))
+            arrays = {} if only_header else {name: archive[name] for name in archive.files if name != "header"}
+    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a whole part ({error}), as after a copy that was cut off: remove it and give the same "
+            "command again, or copy it again from where it was made"
+        ) from None
+    return header, arrays

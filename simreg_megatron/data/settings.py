@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a prepared set what it is: kept beside its parts, and compared before anything is added to them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron.data.indexed import DataError, sync_folder
+
+FORMAT = 1
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """The file is the old one or the new one, whenever the machine stops."""
+    unfinished = path.with_name(f"{path.name}.writing-{os.getpid()}")
+    try:
+        with unfinished.open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The content; None if there is no such file.
+
+    Raises:
+        DataError: it is there and cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}): give another --out, or remove what is there") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is not what this program writes: give another --out, or remove what is there")
+    return content
+
+
+def refuse_other(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+    """Parts of two kinds in one folder would make a set that nobody asked for.
+
+    Raises:
+        DataError: naming the first difference.
+    """
+    for name in dict.fromkeys([*wanted, *found]):
+        if found.get(name) != wanted.get(name):
+            before, now = _brief(found.get(name)), _brief(wanted.get(name))
+            raise DataError(
+                f"{folder} was begun with other settings ({name}: {before} then, {now} now): "
+                "give another --out, the old settings, or remove that folder to begin anew"
+            )
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 160 else f"{text[:120]}... ({len(text)} characters)"

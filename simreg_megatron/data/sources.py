@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where text comes from: inputs in a fixed order, each cut into blocks of about the same size.
+
+The cuts depend on the inputs and on the block size alone, never on who reads or how fast: a block has a number, and the
+same number always means the same documents. A block travels to a worker, which reads it there where the input can be
+entered in the middle (plain lines, Parquet, files of text); of a compressed file or a data set of the Hub the block
+brings its text along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from simreg_megatron.data.blocks import Block, FilesBlock, LinesBlock, RowsBlock, TextsBlock
+from simreg_megatron.data.compressed import decompressed
+from simreg_megatron.data.indexed import DataError
+
+HUB = "hf:"
+C4 = "c4"
+_LINES = (".jsonl", ".ndjson", ".json")
+_COMPRESSED = (".gz", ".zst")
+_KINDS = "a .jsonl (also .jsonl.gz, .jsonl.zst), .parquet or .txt file, a folder of them, hf:NAME, or c4"
+
+Wanted = Callable[[int], bool]
+"""Whether the block of this number is asked for: those that are done already, or another's, are passed over."""
+
+
+class Input(Protocol):
+    """One file, some files of text, or one file of a data set of the Hub."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...  # in bytes; 1 for a file of the Hub, where only the network knows
+
+    @property
+    def shared(self) -> bool: ...  # whether several nodes can take blocks of it in turn
+
+    def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]: ...
+
+    def identity(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class PlainLines:
+    """A .jsonl file: a line belongs to the block in which it begins."""
+
+    path: Path
+    name: str
+    size: int
+    shared = True
+
+    def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
+        for number, start in enumerate(range(0, max(self.size, 1), size)):
+            stop = min(start + size, self.size)
+            if wanted(number):
+                yield LinesBlock(number, stop == self.size, stop - start, self.name, str(self.path), start, stop)
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.size}
+
+
+@dataclass(frozen=True)
+class CompressedLines:
+    """A .jsonl.gz or .zst file: read from its beginning by one process, block by block."""
+
+    path: Path
+    name: str
+    size: int
+    shared = False
+
+    def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
+        number, line, data, before = 0, 1, bytearray(), 0
+        for piece, position in decompressed(self.path):
+            data += piece
+            while (cut := data.find(b"\n", size - 1) + 1) and len(data) > cut:
+                if wanted(number):
+                    yield self._block(number, bytes(data[:cut]), line, position - before)
+                line += data.count(b"\n", 0, cut)
+                number, before = number + 1, position
+                del data[:cut]
+        if wanted(number):
+            yield self._block(number, bytes(data), line, self.size - before, is_last=True)
+
+    def _block(self, number: int, data: bytes, line: int, weight: int, *, is_last: bool = False) -> Block:
+        return LinesBlock(number, is_last, weight, self.name, str(self.path), 0, len(data), data, line)
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.size}
+
+
+@dataclass(frozen=True)
+class Parquet:
+    """A .parquet file: a block is a row group, whatever its size."""
+
+    path: Path
+    name: str
+    size: int
+    shared = True
+
+    def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            groups = pyarrow.parquet.ParquetFile(self.path).num_row_groups
+        except pyarrow.ArrowInvalid as error:
+            raise DataError(f"{self.path} is not a whole Parquet file ({error}): copy it again") from None
+        for number in range(max(groups, 1)):
+            if wanted(number):
+                weight = self.size // max(groups, 1)
+                yield RowsBlock(number, number == groups - 1 or not groups, weight, self.name, str(self.path))
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.size}
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Files of plain text, each one document."""
+
+    paths: tuple[Path, ...]
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    shared = True
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
+        number = start = weight = 0
+        for index, more in enumerate(self.sizes):
+            weight += more
+            is_last = index == len(self.sizes) - 1
+            if weight >= size or is_last:
+                if wanted(number):
+                    paths = tuple(map(str, self.paths[start : index + 1]))
+                    yield FilesBlock(number, is_last, weight, self.names[start : index + 1], paths)
+                number, start, weight = number + 1, index + 1, 0
+
+    def identity(self) -> dict[str, Any]:
+        listing = "\n".join(f"{size} {name}" for name, size in zip(self.names, self.sizes, strict=True))
+        digest = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+        return {"name": self.name, "files": len(self.paths), "bytes": self.size, "listing_sha256": digest}
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """One file of a data set of the Hub, as `datasets` counts them: streamed, never stored whole."""
+
+    source: str
+    split: str
+    index: int
+    count: int
+    size = 1
+    shared = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.source} {self.split} {self.index + 1}/{self.count}"
+
+    def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
+        number = length = 0
+        rows: list[Any] = []
+        first = 1
+        for row in self._rows():
+            if length >= size:
+                if wanted(number):
+                    yield TextsBlock(number, False, 0, self.name, tuple(rows), first)
+                first += len(rows)
+                number, length, rows = number + 1, 0, []
+            rows.append(row)
+            length += sum(len(value) for value in row.values() if isinstance(value, str))
+        if wanted(number):
+            yield TextsBlock(number, True, self.size, self.name, tuple(rows), first)
+
+    def _rows(self) -> Iterator[Any]:
+        try:
+            yield from open_hub(self.source, self.split).shard(num_shards=self.count, index=self.index)
+        except DataError:
+            raise
+        except Exception as error:  # the network's, of many kinds
+            raise DataError(
+                f"the stream of {self.name} broke off ({type(error).__name__}: {' '.join(str(error).split())}): give "
+                "the same command again, it goes on in this file"
+            ) from None
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+
+def open_hub(source: str, split: str) -> Any:
+    """The stream of `hf:NAME` or `hf:NAME:CONFIGURATION`.
+
+    Raises:
+        DataError: it is not there, or cannot be reached.
+    """
+    name, _, configuration = source.removeprefix(HUB).partition(":")
+    try:
+        from datasets import load_dataset
+
+        return load_dataset(name, configuration or None, split=split, streaming=True)
+    except ImportError:
+        raise DataError("data sets of the Hub need the datasets library: pip install datasets") from None
+    except Exception as error:  # of many kinds: the network's, the Hub's, the library's own
+        raise DataError(
+            f"{source} ({split}) cannot be opened ({type(error).__name__}: {' '.join(str(error).split())}): see that "
+            f"the name is right and the network there, or download its files and name the folder"
+        ) from None
+
+
+def find_inputs(sources: Sequence[str], *, split: str = "train") -> list[Input]:
+    """The inputs behind the words of a command line, in their order; a folder's files in the order of their names.
+
+    Raises:
+        DataError: a source is not there, or nothing in it can be read.
+    """
+    inputs: list[Input] = []
+    for source in sources:
+        if source == C4 and not Path(source).exists():
+            source = f"{HUB}allenai/c4:en"
+        if source.startswith(HUB):
+            count = open_hub(source, split).num_shards
+            inputs += [HubFile(source, split, index, count) for index in range(count)]
+            continue
+        path = Path(source)
+        if path.is_dir():
+            inputs += _group(_walk(path), root=path, source=source)
+        elif path.is_file():
+            inputs += _group([path], root=path.parent, source=source)
+        else:
+            raise DataError(f"there is no {source}: give {_KINDS}")
+    return inputs
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Files that hold text; a plain .json in a folder mostly describes others, so it counts only when named itself."""
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(root, name) for name in names if not name.startswith(".") and not name.endswith(".json")]
+    return sorted((path for path in found if _kind(path)), key=lambda path: path.relative_to(folder).parts)
+
+
+def _kind(path: Path) -> str:
+    base = path.name[: -len(path.suffix)] if path.suffix in _COMPRESSED else path.name
+    if base.endswith(_LINES):
+        return "compressed" if path.suffix in _COMPRESSED else "lines"
+    return {".parquet": "parquet", ".txt": "text"}.get(path.suffix, "")
+
+
+def _group(paths: Iterable[Path], *, root: Path, source: str) -> list[Input]:
+    inputs: list[Input] = []
+    texts: list[tuple[Path, str, int]] = []
+
+    def close_texts() -> None:
+        if texts:
+            inputs.append(TextFiles(*map(tuple, zip(*texts, strict=True))))
+            texts.clear()
+
+    makers: dict[str, Callable[[Path, str, int], Input]] = {
+        "lines": PlainLines,
+        "compressed": CompressedLines,
+        "parquet": Parquet,
+    }
+    for path in paths:
+        kind, name, size = _kind(path), path.relative_to(root).as_posix(), path.stat().st_size
+        if kind == "text":
+            texts.append((path, name, size))
+        elif kind:
+            close_texts()
+            inputs.append(makers[kind](path, name, size))
+    close_texts()
+    if not inputs:
+        raise DataError(f"{source} holds nothing that can be read: give {_KINDS}")
+    return inputs
