@@ -103,10 +103,8 @@ class Chain:
             self._say(f"ends with status {status} at iteration {iteration}, the next slice goes on there")
             return self._last_slice(iteration)
         failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
-        if before is not None and before["iteration"] == iteration and before["stuck"]:
-            return self._end_chain(
-                f"{failure}, as the slice before it: the chain ends; find the cause above, then submit again"
-            )
+        if before is not None and before["iteration"] == iteration and before["failed"]:
+            return self._end_chain(f"{failure}, where the slice before it failed too: see to the cause, submit again")
         self._say(f"{failure}: one more try")
         return self._last_slice(iteration)
 
@@ -124,7 +122,8 @@ class Chain:
         before = ends[-1] if ends else None
         if before is not None:
             started = [event for event in events[: events.index(before)] if event["event"] == "begin"]
-            before = {**before, "stuck": before["iteration"] <= started[-1]["iteration"]}
+            stuck = before["iteration"] <= started[-1]["iteration"]
+            before = {**before, "failed": stuck or before["status"] != 0}
         return (began[-1] if began else 0), before
 
     def _events(self) -> list[dict[str, Any]]:

@@ -236,14 +236,18 @@ class TestBooks:
     def test_twice_nothing_ends(self, status: int, books, monkeypatch, capsys) -> None:
         assert self.slice(books, 10, 10, status, monkeypatch) == 0
         assert self.slice(books, 10, 10, status, monkeypatch) != 0
-        assert "nothing saved beyond iteration 10, as the slice before it" in capsys.readouterr().out
+        assert "nothing saved beyond iteration 10, where the slice before it failed too" in capsys.readouterr().out
 
     def test_nothing_progress_nothing_goes_on(self, books, monkeypatch) -> None:
-        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 10), (10, 20), (20, 20))] == [0, 0, 0]
+        slices = ((10, 10, 1), (10, 20, 0), (20, 20, 1))
+        assert [self.slice(books, *one, monkeypatch) for one in slices] == [0, 0, 0]
 
-    def test_a_failure_after_progress_counts_once(self, books, monkeypatch) -> None:
-        """The slice that got to 20 and then failed is not the first of two failures there."""
-        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 20), (20, 20))] == [0, 0]
+    def test_a_failure_after_progress_is_the_first_of_two(self, books, monkeypatch) -> None:
+        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 20), (20, 20))] == [0, 3]
+
+    def test_a_good_end_is_no_failure(self, books, monkeypatch) -> None:
+        assert self.slice(books, 10, 20, 0, monkeypatch) == 0
+        assert [self.slice(books, 20, 20, 1, monkeypatch) for _ in range(2)] == [0, 3]
 
     def test_another_submission_begins_a_new_count(self, books, monkeypatch) -> None:
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
