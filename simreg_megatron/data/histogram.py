@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.data.assemble import MANIFEST
-from simreg_megatron.data.check import check_dataset
-from simreg_megatron.data.indexed import FIXED, DataError
+from simreg_megatron.data.indexed import DataError
 from simreg_megatron.data.settings import read_json
+from simreg_megatron.data.tokens import open_tokens
 
 if TYPE_CHECKING:
     import numpy as np
 
-_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _CHUNK = 1 << 22
 
 
@@ -72,14 +71,9 @@ def count_labels(prefix: Path, *, vocab_size: int | None = None) -> LabelCounts:
     """
     import numpy as np
 
-    check_dataset(prefix)
-    with Path(f"{prefix}.idx").open("rb") as stream:
-        code = FIXED.unpack(stream.read(FIXED.size))[2]
-    if code not in _TYPES:
-        raise DataError(f"{prefix}.idx says that the .bin holds fractions (number type {code}), which are no tokens")
+    tokens = open_tokens(prefix)
     manifest = read_json(prefix.parent / MANIFEST) or {}
     size = vocab_size or manifest.get("vocab_size") or 0
-    tokens = np.memmap(f"{prefix}.bin", dtype=_TYPES[code], mode="r")
     counts = np.zeros(size, dtype=np.int64)
     for start in range(0, len(tokens), _CHUNK):
         found = np.bincount(tokens[start : start + _CHUNK], minlength=size)

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user reads where an evaluation cannot be made."""
+
+
+class EvaluationError(ValueError):
+    """An evaluation that cannot be made as asked; the message says why and what to do."""

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's own rows (arXiv 2605.08809, tables 1 and 2), in per cent, in the order of `tasks.PAPER`."""
+
+from __future__ import annotations
+
+from simreg_megatron.evaluation.tasks import PAPER
+
+_ROWS = """
+llama-350m   | baseline     | 38.64 22.95 57.09 36.51 28.40 66.49 22.95 51.30 63.20
+llama-350m   | simreg       | 40.15 24.49 57.55 37.64 29.40 68.26 22.92 52.07 64.40
+llama-350m   | simreg-chunk | 39.77 24.23 58.14 37.25 29.40 67.59 23.02 51.84 64.40
+llama-1.3b   | baseline     | 46.21 25.09 58.01 49.60 31.80 72.14 23.07 52.80 68.90
+llama-1.3b   | simreg       | 46.51 26.79 61.01 52.51 30.40 72.91 24.06 54.14 69.50
+llama-1.3b   | simreg-chunk | 46.80 26.11 59.17 51.94 31.80 72.25 23.12 54.78 69.00
+llama-3b     | baseline     | 48.91 27.30 58.29 55.67 33.00 74.16 23.65 55.49 73.50
+llama-3b     | simreg       | 50.59 28.07 58.65 57.65 33.40 74.32 23.95 56.67 75.30
+llama-3b     | simreg-chunk | 50.80 27.39 62.48 58.49 33.60 73.88 22.95 55.64 73.20
+llama-7b     | baseline     | 53.07 28.84 54.07 60.41 33.80 76.12 23.79 57.30 75.70
+llama-7b     | simreg       | 52.57 29.01 59.79 62.01 35.80 75.14 24.47 59.04 76.20
+llama-7b     | simreg-chunk | 51.60 29.69 62.39 61.80 35.80 75.46 23.51 58.72 76.00
+mixtral-8x1b | baseline     | 48.86 29.18 54.62 59.57 34.00 73.88 24.17 56.99 72.40
+mixtral-8x1b | simreg       | 51.81 28.75 60.03 62.53 35.00 75.08 23.59 54.30 74.10
+mixtral-8x1b | simreg-chunk | 52.04 28.98 60.26 62.76 35.23 73.88 23.82 54.53 73.10
+"""
+
+
+def rows() -> dict[str, dict[str, dict[str, float]]]:
+    """By size, by method, by task."""
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for line in _ROWS.strip().splitlines():
+        size, method, numbers = (part.strip() for part in line.split("|"))
+        values = [float(number) for number in numbers.split()]
+        table.setdefault(size, {})[method] = dict(zip((choice.name for choice in PAPER), values, strict=True))
+    return table

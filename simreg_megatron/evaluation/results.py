@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an evaluation found: scores of models on tasks, written as JSON and read again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron.evaluation.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of one model on one task, from 0 to 1, and its standard error."""
+
+    metric: str
+    value: float
+    error: float | None
+    questions: int
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Cross-entropy on a prepared set: nats per token, over `tokens` of them in sequences of `seq_length`."""
+
+    loss: float
+    tokens: int
+    seq_length: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@dataclass(frozen=True)
+class ModelResults:
+    """All that was found of one model."""
+
+    name: str
+    path: str
+    scores: dict[str, Score] = field(default_factory=dict)
+    perplexity: Perplexity | None = None
+
+    def mean(self, tasks: Sequence[str]) -> float | None:
+        """The plain mean over tasks, as the paper's; None where one is missing."""
+        values = [self.scores[task].value for task in tasks if task in self.scores]
+        return sum(values) / len(values) if values and len(values) == len(tasks) else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a model from the first one; the error takes the two for independent."""
+
+    value: float
+    error: float | None
+
+
+def difference(score: Score, first: Score) -> Difference:
+    known = score.error is not None and first.error is not None
+    error = math.hypot(score.error or 0.0, first.error or 0.0) if known else None
+    return Difference(score.value - first.value, error)
+
+
+def write(path: Path, models: Sequence[ModelResults], settings: Mapping[str, Any]) -> None:
+    """All of it or nothing."""
+    content = {"settings": dict(settings), "models": [asdict(model) for model in models]}
+    unfinished = path.with_name(f"{path.name}.writing")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def read(path: Path) -> tuple[list[ModelResults], dict[str, Any]]:
+    """The models and settings of a file that `write` made.
+
+    Raises:
+        EvaluationError: it is missing, or something else.
+    """
+    try:
+        content = json.loads(path.read_text())
+        models = [
+            ModelResults(
+                one["name"],
+                one["path"],
+                {task: Score(**score) for task, score in one["scores"].items()},
+                Perplexity(**one["perplexity"]) if one["perplexity"] else None,
+            )
+            for one in content["models"]
+        ]
+        return models, content["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EvaluationError(f"{path} holds no results of an evaluation ({error}): give another --output") from None
