@@ -32,15 +32,18 @@ def read_description() -> str:
 # megatron.training writes its run settings as YAML; writing a checkpoint on the CPU asks psutil about memory.
 MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6", "psutil>=5.9"]
 DATA = ["sentencepiece>=0.2,<0.3", "datasets>=3,<6", "filelock>=3"]
+HF = ["transformers>=4.50,<6", "safetensors>=0.4", "sentencepiece>=0.2,<0.3"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 EXTRAS = {
     "megatron": MEGATRON,
     "gpu": ["transformer-engine[pytorch]>=2"],
     "data": DATA,
-    "eval": ["transformers>=4.50,<6", "lm-eval>=0.4.8,<0.5", "safetensors>=0.4"],
+    "hf": HF,
+    "eval": [*HF, "lm-eval>=0.4.8,<0.5"],
     "report": REPORT,
     "demo": [*MEGATRON, *DATA, *REPORT],
     "dev": [
+        *HF,
         "pytest>=8,<10",
         "pytest-xdist>=3.6,<4",
         "hypothesis>=6.100,<7",

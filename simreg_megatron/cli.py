@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from simreg_megatron import __version__
+from simreg_megatron.checkpoint import commands as checkpoint_commands
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="SimReg for Megatron-LM: look before you train.")
+checkpoint_commands.register(app)
 
 
 @app.callback()

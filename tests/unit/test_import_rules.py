@@ -45,7 +45,10 @@ LAW = {
     "data": room(TOP, "datasets sentencepiece megatron numpy torch rich filelock"),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
-    "checkpoint": room(f"{TOP} config", "torch megatron transformers safetensors numpy"),
+    "checkpoint": room(
+        f"{TOP} config plugin",
+        "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
+    ),
     "report": room(f"{TOP} geometry", "matplotlib numpy tensorboard rich torch"),
     "__main__": room(f"{TOP} plugin"),
     "cli": room(f"{TOP} config plugin data checkpoint report probe", "typer rich torch"),
