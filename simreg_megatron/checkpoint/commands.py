@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from simreg_megatron.checkpoint.source import Checkpoint
@@ -22,6 +22,7 @@ _console = Console(soft_wrap=True, highlight=False)
 def register(app: typer.Typer) -> None:
     """Add the commands of this room to the program."""
     app.command("export-hf")(export_hf)
+    app.command("import-hf")(import_hf)
 
 
 def export_hf(
@@ -63,6 +64,27 @@ def export_hf(
             _verify(checkpoint, save, words)
 
 
+def import_hf(
+    model: Annotated[Path, typer.Option(help="the folder of a Hugging Face LLaMA or Mixtral, in safetensors files")],
+    save: Annotated[Path, typer.Option(help="the folder to make, for Megatron's --load")],
+) -> None:
+    """Write a Hugging Face LLaMA or Mixtral as a Megatron checkpoint, to go on pretraining from it.
+
+    The checkpoint has no optimizer and no step: Megatron starts at step 0 from its weights, in any layout of ranks.
+    """
+    with _one_sentence():
+        _need_transformers()
+        from simreg_megatron.checkpoint.dist_writer import flags
+        from simreg_megatron.checkpoint.hf_folder import open_model
+        from simreg_megatron.checkpoint.hf_import import import_model
+
+        opened = open_model(model)
+        with _progress("importing", counts="weights") as progress:
+            import_model(opened, save, progress=progress)
+        _console.print(f"{save}: {opened.architecture.family}, {opened.architecture.dtype}, from {model}")
+        _console.print(f"train from it with: --load {save} {' '.join(flags(opened.architecture))}")
+
+
 def _verify(checkpoint: Checkpoint, model: Path, tokenizer: Tokenizer | None) -> None:
     from simreg_megatron.checkpoint.verify import verify
 
@@ -96,8 +118,9 @@ def _one_sentence() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+def _progress(what: str, *, counts: str = "bytes") -> Iterator[Callable[[int, int], None]]:
+    amount = DownloadColumn() if counts == "bytes" else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
     with Progress(*columns, console=_console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

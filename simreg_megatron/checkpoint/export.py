@@ -4,11 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simreg_megatron.checkpoint.appearing import appearing
 from simreg_megatron.checkpoint.architecture import Architecture, check_weights, from_args
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.huggingface import Target, config_entries, config_of, targets
@@ -99,28 +96,11 @@ def export(plan: Plan, save: Path, *, progress: Progress = lambda done, total: N
     Raises:
         CheckpointError: `save` is taken, or the checkpoint turns out to be damaged; nothing is left then.
     """
-    with _appearing(save) as folder:
+    with appearing(save) as folder:
         _write_tensors(plan, folder, progress)
         if plan.tokenizer is not None:
             plan.tokenizer.write(folder)
         _write_configuration(plan, folder)
-
-
-@contextmanager
-def _appearing(save: Path) -> Iterator[Path]:
-    """A folder beside `save` that takes its name at the end; however the way there ends, no half of it stays."""
-    if save.exists() and (not save.is_dir() or any(save.iterdir())):
-        raise CheckpointError(f"{save} is there already: name a new folder, or remove it first")
-    save = save.absolute()
-    save.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{save.name}.partial-", dir=save.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        os.replace(partial, save)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write_tensors(plan: Plan, folder: Path, progress: Progress) -> None:
