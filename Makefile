@@ -6,7 +6,7 @@
 
 PY := .venv/bin/python
 # Shell files that bash alone reads; a launcher that is Python as well as bash is left to its tests.
-SHELL_FILES := $(wildcard tools/*.sh launch/slurm/*.sh) launch/slurm/pretrain.sbatch launch/prepare_data.sh launch/start.bash .ci/run
+SHELL_FILES := $(wildcard tools/*.sh launch/slurm/*.sh) launch/slurm/pretrain.sbatch launch/prepare_data.sh launch/evaluate.sh launch/start.bash .ci/run
 # More words for pytest: make test PYTEST_ARGS="-x -k losses"
 PYTEST_ARGS ?=
 # The same for the parity table: make parity PARITY_ARGS="--only CP2", or "--output docs/parity.md" to keep it

@@ -39,15 +39,19 @@ DATA = [
     "zstandard>=0.23,<1",
     "filelock>=3",
 ]
+HF = ["transformers>=4.50,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
+EVALUATION = [*HF, "lm-eval>=0.4.12,<0.5"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 EXTRAS = {
     "megatron": MEGATRON,
     "gpu": ["transformer-engine[pytorch]>=2"],
     "data": DATA,
-    "eval": ["transformers>=4.50,<6", "lm-eval>=0.4.8,<0.5", "safetensors>=0.4"],
+    "hf": HF,
+    "eval": [*EVALUATION, *REPORT],
     "report": REPORT,
     "demo": [*MEGATRON, *DATA, *REPORT],
     "dev": [
+        *EVALUATION,
         "pytest>=8,<10",
         "pytest-xdist>=3.6,<4",
         "hypothesis>=6.100,<7",

@@ -16,15 +16,23 @@ from rich.console import Console
 from rich.table import Table
 
 from simreg_megatron import __version__
+from simreg_megatron.checkpoint import commands as checkpoint_commands
 from simreg_megatron.data.commands import app as data_commands
+from simreg_megatron.evaluation import commands as evaluation_commands
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="SimReg for Megatron-LM: look before you train.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="SimReg for Megatron-LM: look before you train, prepare text, export and evaluate what came out.",
+)
 app.add_typer(data_commands, name="data")
+checkpoint_commands.register(app)
+evaluation_commands.register(app)
 
 
 @app.callback()
 def _root() -> None:
-    """SimReg for Megatron-LM: look before you train."""
+    """SimReg for Megatron-LM: look before you train, prepare text, export and evaluate what came out."""
 
 
 @app.command()

@@ -88,7 +88,9 @@ def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> dict
         )
     assert found is not None  # of rank 0, the only one
     counts = {name: int(number["effective"]) for name, number in found.get("n-samples", {}).items()}
-    return {choice.name: _score(choice, found["results"], counts, found.get("group_subtasks", {})) for choice in choices}
+    return {
+        choice.name: _score(choice, found["results"], counts, found.get("group_subtasks", {})) for choice in choices
+    }
 
 
 def _batch_size(text: str) -> int | str:

@@ -48,10 +48,14 @@ LAW = {
     ),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
-    "checkpoint": room(f"{TOP} config", "torch megatron transformers safetensors numpy"),
+    "checkpoint": room(
+        f"{TOP} config plugin",
+        "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
+    ),
     "report": room(f"{TOP} geometry", "matplotlib numpy tensorboard rich torch"),
+    "evaluation": room("data checkpoint", "lm_eval datasets transformers torch numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} plugin"),
-    "cli": room(f"{TOP} config plugin data checkpoint report probe", "typer rich torch"),
+    "cli": room(f"{TOP} config plugin data checkpoint evaluation report probe", "typer rich torch"),
 }
 
 

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The paper's zero-shot table: bash launch/evaluate.sh --model baseline=CKPT --model simreg=CKPT --tokenizer PATH --output DIR
+# The same as `simreg-megatron evaluate` (--help tells all), with the Python of .venv.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/start.bash
+source "$root/launch/start.bash"
+find_python "$root" torch transformers lm_eval typer
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$PYTHON" -m simreg_megatron.cli evaluate "$@"

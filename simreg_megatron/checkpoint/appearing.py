@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from simreg_megatron.checkpoint.errors import CheckpointError
+
+
+@contextmanager
+def appearing(save: Path) -> Iterator[Path]:
+    """A folder beside `save` that takes its name at the end; however the way there ends, no half of it stays.
+
+    Raises:
+        CheckpointError: the name is taken.
+    """
+    if save.exists() and (not save.is_dir() or any(save.iterdir())):
+        raise CheckpointError(f"{save} is there already: name a new folder, or remove it first")
+    save = save.absolute()
+    save.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{save.name}.partial-", dir=save.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        os.replace(partial, save)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

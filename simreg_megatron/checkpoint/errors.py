@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every step of the conversion raises."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint or model that cannot be converted; the message says why and what to do. Nothing was written."""

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron evaluate`. Heavy imports stay inside, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from simreg_megatron.evaluation.errors import EvaluationError
+
+_console = Console(soft_wrap=True, highlight=False)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this room to the program."""
+    app.command("evaluate")(evaluate)
+
+
+def evaluate(
+    model: Annotated[
+        list[str],
+        typer.Option(
+            help="NAME=PATH, once for each: a Hugging Face model folder, or a Megatron checkpoint, which is exported "
+            "first. The first one is what the others are compared with"
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="folder for results.json, results.md and results.png")],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="comma-separated names of lm-evaluation-harness, NAME:METRIC, or the groups paper (its nine tasks) and "
+            "further (its seven others); none: only --data"
+        ),
+    ] = "paper",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="of training, for Megatron checkpoints: a Hugging Face folder or a .model file")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="prefix of a prepared set, to measure validation loss and perplexity on")
+    ] = None,
+    seq_length: Annotated[
+        int, typer.Option(show_default=False, help="of the windows of --data (default: the model's positions)")
+    ] = 0,
+    data_tokens: Annotated[int, typer.Option(show_default=False, help="only so many tokens of --data")] = 0,
+    bos: Annotated[
+        str, typer.Option(help="begin-of-text token: none or document, as in training (manifest.json of the data)")
+    ] = "none",
+    dtype: Annotated[str, typer.Option(help="of the weights: bfloat16, float16 or float32")] = "bfloat16",
+    batch_size: Annotated[str, typer.Option(help="requests at a time, or auto")] = "auto",
+    device: Annotated[str, typer.Option(show_default=False, help="(default: a GPU where one is)")] = "",
+    limit: Annotated[int, typer.Option(show_default=False, help="first questions of each task: for a trial only")] = 0,
+    include: Annotated[Path | None, typer.Option(help="folder of further task definitions of the harness")] = None,
+    task_data: Annotated[
+        Path | None, typer.Option(help="folder with copies of data sets, DIR/OWNER/NAME, taken before the network")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="never ask the network")] = False,
+    paper: Annotated[
+        str, typer.Option(show_default=False, help="put the paper's rows beside, such as llama-350m or mixtral-8x1b")
+    ] = "",
+    allow_code_execution: Annotated[
+        bool, typer.Option("--allow-code-execution", help="run what the model writes: humaneval and mbpp need it")
+    ] = False,
+) -> None:
+    """Ask models the paper's zero-shot questions, and table them with differences, standard errors and the paper's rows.
+
+    What was found of a model is kept as soon as it is found; the same command goes on after a stop.
+    """
+    with _one_sentence():
+        _need_packages()
+        from simreg_megatron.evaluation.local_data import go_offline
+        from simreg_megatron.evaluation.tasks import choose
+
+        offline = offline or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+        if offline:
+            go_offline()
+        if bos not in ("none", "document"):
+            raise EvaluationError(f"--bos takes none or document, not {bos!r}")
+        choices = [] if tasks == "none" else choose(tasks.split(","), allow_code=allow_code_execution)
+        if not choices and data is None:
+            raise EvaluationError("--tasks none goes with --data PREFIX: else there is nothing to measure")
+        _run(
+            _named(model),
+            output,
+            choices,
+            _protocol(bos, dtype, device, batch_size, limit, include, task_data, offline, allow_code_execution),
+            tokenizer=tokenizer,
+            held_out=(data, seq_length or None, data_tokens or None),
+            paper=_paper_rows(paper),
+            paper_name=paper,
+        )
+
+
+def _protocol(
+    bos: str,
+    dtype: str,
+    device: str,
+    batch_size: str,
+    limit: int,
+    include: Path | None,
+    task_data: Path | None,
+    offline: bool,
+    allow_code: bool,
+) -> Any:
+    from simreg_megatron.evaluation.harness import Protocol
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise EvaluationError(f"--dtype takes bfloat16, float16 or float32, not {dtype!r}")
+    for name, folder in (("--include", include), ("--task-data", task_data)):
+        if folder is not None and not folder.is_dir():
+            raise EvaluationError(f"{name}: there is no folder {folder}")
+    return Protocol(
+        add_bos=bos == "document",
+        dtype=dtype,
+        device=device or None,
+        batch_size=batch_size,
+        limit=limit or None,
+        include=include,
+        task_data=task_data,
+        offline=offline,
+        allow_code=allow_code,
+    )
+
+
+def _named(words: Sequence[str]) -> dict[str, Path]:
+    models: dict[str, Path] = {}
+    for word in words:
+        name, equal, path = word.partition("=")
+        if not equal or not name or not path:
+            raise EvaluationError(f"--model takes NAME=PATH, such as baseline=runs/baseline/checkpoints, not {word!r}")
+        if name in models or "/" in name:
+            raise EvaluationError(f"--model {name}: a name is used once, and holds no slash")
+        if not Path(path).is_dir():
+            raise EvaluationError(f"--model {name}: there is no folder {path}")
+        models[name] = Path(path)
+    return models
+
+
+def _paper_rows(size: str) -> dict[str, dict[str, float]] | None:
+    from simreg_megatron.evaluation.paper import rows
+
+    if not size:
+        return None
+    if size not in rows():
+        raise EvaluationError(f"--paper: the paper has no table of {size}: it is one of {', '.join(rows())}")
+    return rows()[size]
+
+
+def _run(
+    models: dict[str, Path],
+    output: Path,
+    choices: Sequence[Any],
+    protocol: Any,
+    *,
+    tokenizer: Path | None,
+    held_out: tuple[Path | None, int | None, int | None],
+    paper: dict[str, dict[str, float]] | None,
+    paper_name: str,
+) -> None:
+    from simreg_megatron.evaluation import results, table
+    from simreg_megatron.evaluation.plot import draw
+
+    data, seq_length, data_tokens = held_out
+    output.mkdir(parents=True, exist_ok=True)
+    settings = protocol.shown() | {"data": None if data is None else str(data)}
+    known = _already_found(output / "results.json", settings, choices)
+    found = []
+    for name, path in models.items():
+        done = known.get((name, str(path)))
+        if done is None:
+            folder = _as_model(name, path, output, tokenizer)
+            _console.print(f"> {name}: {folder}")
+            done = results.ModelResults(
+                name,
+                str(path),
+                _scores(folder, choices, protocol),
+                _perplexity(folder, data, seq_length, data_tokens, protocol),
+            )
+        found.append(done)
+        results.write(output / "results.json", found, settings)
+    page = table.report(found, settings, paper=paper, name=f"paper, {paper_name}")
+    (output / "results.md").write_text(page)
+    if choices:
+        draw(found, output / "results.png")
+    _console.print(page, markup=False)
+    _console.print(f"{output}/results.md, .json" + (", .png" if choices else ""))
+
+
+def _already_found(path: Path, settings: dict[str, Any], choices: Sequence[Any]) -> dict[tuple[str, str], Any]:
+    """Models of an earlier start with the same settings and tasks."""
+    from simreg_megatron.evaluation import results
+
+    if not path.exists():
+        return {}
+    models, before = results.read(path)
+    if before != settings:
+        other = sorted(name for name in before.keys() | settings.keys() if before.get(name) != settings.get(name))
+        raise EvaluationError(f"{path} was made with another {', '.join(other)}: give another --output, or remove it")
+    names = {choice.name for choice in choices}
+    return {(model.name, model.path): model for model in models if set(model.scores) == names}
+
+
+def _as_model(name: str, path: Path, output: Path, tokenizer: Path | None) -> Path:
+    """A Hugging Face folder: itself, or the export of a Megatron checkpoint, made once."""
+    if (path / "config.json").is_file():
+        return path
+    from simreg_megatron.checkpoint.errors import CheckpointError
+    from simreg_megatron.checkpoint.export import export, plan_export
+    from simreg_megatron.checkpoint.source import open_checkpoint
+    from simreg_megatron.checkpoint.tokenizer import open_tokenizer
+
+    folder = output / "models" / name
+    if folder.exists():
+        return folder
+    if tokenizer is None:
+        raise EvaluationError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
+    try:
+        plan = plan_export(open_checkpoint(path, None), tokenizer=open_tokenizer(tokenizer))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        export(plan, folder)
+    except CheckpointError as error:
+        raise EvaluationError(str(error)) from None
+    return folder
+
+
+def _scores(folder: Path, choices: Sequence[Any], protocol: Any) -> dict[str, Any]:
+    from simreg_megatron.evaluation import harness
+
+    return harness.evaluate(folder, choices, protocol) if choices else {}
+
+
+def _perplexity(
+    folder: Path, data: Path | None, seq_length: int | None, max_tokens: int | None, protocol: Any
+) -> Any | None:
+    if data is None:
+        return None
+    from transformers import AutoConfig
+
+    from simreg_megatron.data import DataError
+    from simreg_megatron.evaluation.perplexity import measure
+
+    length = seq_length or AutoConfig.from_pretrained(folder).max_position_embeddings
+    try:
+        return measure(
+            folder, data, seq_length=length, max_tokens=max_tokens, dtype=protocol.dtype, device=protocol.device
+        )
+    except DataError as error:
+        raise EvaluationError(str(error)) from None
+
+
+def _need_packages() -> None:
+    missing = [name for name in ("lm_eval", "transformers") if find_spec(name) is None]
+    if missing:
+        raise EvaluationError(f"{' and '.join(missing)} is missing: pip install 'simreg-megatron[eval]'")
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """An error of ours is a sentence on stderr and exit status 2, not a traceback."""
+    try:
+        yield
+    except EvaluationError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        raise typer.Exit(2) from None
