@@ -40,7 +40,7 @@ DATA = [
     "filelock>=3",
 ]
 HF = ["transformers>=4.50,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
-EVALUATION = [*HF, "lm-eval>=0.4.12,<0.5"]
+EVALUATION = [*HF, "lm-eval[hf]>=0.4.12,<0.5"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 EXTRAS = {
     "megatron": MEGATRON,

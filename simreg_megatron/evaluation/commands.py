@@ -35,8 +35,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="comma-separated names of lm-evaluation-harness, NAME:METRIC, or the groups paper (its nine tasks) and "
-            "further (its seven others); none: only --data"
+            help="comma-separated: names of lm-evaluation-harness, NAME:METRIC, or the groups paper (its nine tasks) "
+            "and further (its seven others); none: only --data"
         ),
     ] = "paper",
     tokenizer: Annotated[
@@ -68,7 +68,7 @@ def evaluate(
         bool, typer.Option("--allow-code-execution", help="run what the model writes: humaneval and mbpp need it")
     ] = False,
 ) -> None:
-    """Ask models the paper's zero-shot questions, and table them with differences, standard errors and the paper's rows.
+    """Ask models the paper's zero-shot questions; table them with differences, errors and the paper's rows.
 
     What was found of a model is kept as soon as it is found; the same command goes on after a stop.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-entropy of a model on a prepared set, as Megatron's validation computes it.
 
-    loss = (1 / N) sum over windows of n + 1 tokens, over their n targets, of -log p(target | the window's tokens before it)
+    loss = (1 / N) sum over windows of n + 1 tokens, over their n targets, of -log p(target | window before it)
 
 A window is n + 1 consecutive tokens of the set, documents one after the other with their ends, and the next window
 begins at the last one's final token: Megatron's own samples, in the text's order and not in a shuffled one. No target

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation: scores against a computation by hand, perplexity likewise, tables, offline data, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("lm_eval")
+
+from simreg_megatron.checkpoint.tokenizer import open_tokenizer
+from simreg_megatron.cli import app
+from simreg_megatron.data import BuiltinCorpus
+from simreg_megatron.data.tokens import open_tokens
+from simreg_megatron.evaluation import table
+from simreg_megatron.evaluation.errors import EvaluationError
+from simreg_megatron.evaluation.local_data import local_datasets
+from simreg_megatron.evaluation.paper import rows
+from simreg_megatron.evaluation.perplexity import measure
+from simreg_megatron.evaluation.results import ModelResults, Score, difference, read, write
+from simreg_megatron.evaluation.tasks import FURTHER, PAPER, Choice, choose
+from tests.helpers.questions import NAME, write_task
+from tests.megatron import text as texts
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> BuiltinCorpus:
+    return texts.make_corpus(tmp_path_factory.mktemp("text") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def models(corpus: BuiltinCorpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two tiny models with weights of two seeds, wide enough that their answers differ from each other."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = open_tokenizer(corpus.tokenizer_model)
+    made = {}
+    for seed, name in enumerate(("baseline", "simreg")):
+        torch.manual_seed(seed)
+        folder = tmp_path_factory.mktemp("models") / name
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = LlamaConfig(
+            vocab_size=tokenizer.size, max_position_embeddings=256, initializer_range=0.3,
+            bos_token_id=tokenizer.bos, eos_token_id=tokenizer.eos, pad_token_id=tokenizer.eos, **sizes,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.write(folder)
+        made[name] = folder
+    return made
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    from simreg_megatron.data.corpus import read_documents
+
+    folder = tmp_path_factory.mktemp("task")
+    documents = [document.text for document in read_documents(texts._roots())]
+    return folder, write_task(folder, documents, 12)
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["evaluate", *words], env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def found(models, task, corpus, tmp_path_factory):
+    """One evaluation of both models, for all tests that look at what it left."""
+    output = tmp_path_factory.mktemp("found")
+    words = [word for name, path in models.items() for word in ("--model", f"{name}={path}")]
+    options = ["--dtype", "float32", "--batch-size", "4", "--device", "cpu", "--offline", "--include", str(task[0])]
+    held_out = ["--data", str(corpus.valid_prefix), "--seq-length", "64", "--data-tokens", "2000"]
+    command = [*words, "--output", str(output), "--tasks", NAME, *options, *held_out]
+    return output, command, run(*command)
+
+
+def logits_of(folder: Path, tokens: list[int]) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return network(torch.tensor([tokens])).logits[0].double().numpy()
+
+
+def log_probability(logits: np.ndarray, targets: list[int]) -> float:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    normal = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return float(sum(normal[place, target] for place, target in enumerate(targets)))
+
+
+def test_the_score_is_what_a_computation_by_hand_gives(found, models, task) -> None:
+    from transformers import AutoTokenizer
+
+    output, _, done = found
+    assert done.exit_code == 0, done.output
+    results, settings = read(output / "results.json")
+    assert settings["begin-of-text token"] == "none" and settings["few-shot examples"] == 0
+    for result in results:
+        tokenizer = AutoTokenizer.from_pretrained(models[result.name])
+        right = 0
+        for question in task[1]:
+            context = tokenizer(question["context"], add_special_tokens=False)["input_ids"]
+            sums = []
+            for choice in question["choices"]:
+                whole = tokenizer(question["context"] + choice, add_special_tokens=False)["input_ids"]
+                targets = whole[len(context) :]
+                sums.append(log_probability(logits_of(models[result.name], whole[:-1])[len(context) - 1 :], targets))
+            right += int(np.argmax(sums) == question["answer"])
+        score = result.scores[NAME]
+        assert score.value == pytest.approx(right / len(task[1])) and score.questions == len(task[1])
+        assert score.error == pytest.approx(math.sqrt(score.value * (1 - score.value) / (len(task[1]) - 1)))
+
+
+def test_the_perplexity_is_what_a_computation_by_hand_gives(found, models, corpus) -> None:
+    tokens = open_tokens(corpus.valid_prefix)
+    for result in read(found[0] / "results.json")[0]:
+        held = result.perplexity
+        assert held is not None and held.tokens == 2000 // 64 * 64
+        total = sum(
+            log_probability(
+                logits_of(models[result.name], tokens[at : at + 64].tolist()), tokens[at + 1 : at + 65].tolist()
+            )
+            for at in range(0, held.tokens, 64)
+        )
+        assert held.loss == pytest.approx(-total / held.tokens, rel=1e-5)
+        assert held.perplexity == pytest.approx(math.exp(held.loss))
+
+
+def test_what_is_written_and_that_a_second_start_finds_it(found) -> None:
+    output, command, _ = found
+    assert (output / "results.png").stat().st_size > 1000
+    page = (output / "results.md").read_text()
+    assert "| simreg minus baseline |" in page and "± " in page and "perplexity" in page
+    before = (output / "results.json").stat().st_mtime_ns
+    again = run(*command)
+    assert again.exit_code == 0 and "> baseline:" not in again.output, "nothing is asked twice"
+    assert (output / "results.json").stat().st_mtime_ns >= before and (output / "results.md").read_text() == page
+
+
+def test_other_settings_do_not_mix_with_what_is_there(found) -> None:
+    _, command, _ = found
+    other = run(*command, "--limit", "3")
+    assert other.exit_code == 2 and "was made with another limit" in other.output
+
+
+def test_a_task_whose_data_lies_in_a_folder(models, tmp_path: Path) -> None:
+    """The harness's own sciq, from a copy of its data set that is not the Hub's."""
+    copy = tmp_path / "allenai" / "sciq"
+    copy.mkdir(parents=True)
+    row = {"question": "What is wet?", "distractor1": "sand", "distractor2": "fire", "distractor3": "air",
+           "correct_answer": "water", "support": "Water is wet."}  # fmt: skip
+    for split in ("train", "validation", "test"):
+        (copy / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 5)
+    common = ["--model", f"baseline={models['baseline']}", "--tasks", "sciq", "--offline", "--dtype", "float32"]
+    common += ["--batch-size", "4", "--device", "cpu"]
+    done = run(*common, "--output", str(tmp_path / "out"), "--task-data", str(tmp_path), "--paper", "llama-350m")
+    assert done.exit_code == 0, done.output
+    score = read(tmp_path / "out" / "results.json")[0][0].scores["sciq"]
+    assert score.questions == 5 and score.metric == "acc_norm" and score.value in (0.0, 1.0)
+    assert "| paper, llama-350m: simreg | 64.40 | 64.40 |" in (tmp_path / "out" / "results.md").read_text()
+    missing = run(*common, "--output", str(tmp_path / "other"), "--task-data", str(tmp_path / "out"))
+    assert missing.exit_code == 2
+    assert "the data set allenai/sciq is not on this machine" in missing.output
+    assert "hf download --repo-type dataset allenai/sciq" in missing.output
+
+
+def test_a_damaged_copy_is_named(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "allenai" / "sciq").mkdir(parents=True)
+    with local_datasets(tmp_path, offline=True), pytest.raises(EvaluationError, match="cannot be read as the data set"):
+        datasets.load_dataset("allenai/sciq")
+    assert datasets.load_dataset.__module__.startswith("datasets"), "given back"
+
+
+def test_the_papers_tasks_in_its_order_and_code_only_with_leave() -> None:
+    names = ["arc_easy", "arc_challenge", "boolq", "hellaswag", "openbookqa", "piqa", "mmlu", "winogrande", "sciq"]
+    assert [choice.name for choice in choose(["paper"], allow_code=False)] == names
+    further = ["gsm8k", "drop", "race", "squadv2", "nq_open", "humaneval", "mbpp"]
+    assert [choice.name for choice in choose(["further"], allow_code=True)] == further
+    assert [choice.name for choice in choose(["further"], allow_code=False)] == further[:5]
+    assert choose(["piqa:acc"], allow_code=False) == [Choice("piqa", "acc")]
+    with pytest.raises(EvaluationError, match="runs the code that the model writes"):
+        choose(["humaneval"], allow_code=False)
+    with pytest.raises(EvaluationError, match="twice"):
+        choose(["paper", "piqa:acc"], allow_code=False)
+
+
+def test_every_task_is_one_of_the_harness() -> None:
+    """Names change between its releases: what we name must be there."""
+    from lm_eval.tasks import TaskManager
+
+    assert {choice.name for choice in (*PAPER, *FURTHER)} <= set(TaskManager().all_tasks)
+
+
+def test_the_papers_means_are_its_own() -> None:
+    """Its printed averages, from its printed cells."""
+    means = {"baseline": 43.06, "simreg": 44.10, "simreg-chunk": 43.96}
+    for method, mean in means.items():
+        assert sum(rows()["llama-350m"][method].values()) / 9 == pytest.approx(mean, abs=0.006)
+    assert sum(rows()["mixtral-8x1b"]["simreg"].values()) / 9 == pytest.approx(51.69, abs=0.006)
+    assert {size: len(methods) for size, methods in rows().items()} == dict.fromkeys(rows(), 3)
+
+
+def test_differences_carry_both_errors(tmp_path: Path) -> None:
+    first, other = Score("acc", 0.5, 0.03, 100), Score("acc", 0.6, 0.04, 100)
+    apart = difference(other, first)
+    assert apart.value == pytest.approx(0.1) and apart.error == pytest.approx(0.05)
+    models = [ModelResults("a", "x", {"t": first}), ModelResults("b", "y", {"t": other, "u": other})]
+    page = table.scores_table(models)
+    assert "| b minus a | +10.00 ± 5.00 | +10.00 |" in page
+    write(tmp_path / "r.json", models, {"limit": None})
+    assert read(tmp_path / "r.json")[0] == models
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        pytest.param(("--tasks", "no_such_task"), "knows no task no_such_task", id="task"),
+        pytest.param(("--tasks", "none"), "goes with --data PREFIX", id="nothing"),
+        pytest.param(("--bos", "maybe"), "--bos takes none or document", id="bos"),
+        pytest.param(("--dtype", "int8"), "--dtype takes", id="dtype"),
+        pytest.param(("--paper", "llama-70b"), "the paper has no table of llama-70b", id="paper"),
+        pytest.param(("--task-data", "/no/such"), "there is no folder /no/such", id="task-data"),
+        pytest.param(("--model", "x"), "takes NAME=PATH", id="model"),
+        pytest.param(("--model", "x=/no/such"), "there is no folder /no/such", id="path"),
+        pytest.param(("--tasks", "humaneval"), "--allow-code-execution", id="code"),
+    ],
+)
+def test_refusals(words: tuple[str, ...], error: str, models, tmp_path: Path) -> None:
+    done = run("--model", f"baseline={models['baseline']}", "--output", str(tmp_path), "--offline", *words)
+    assert done.exit_code == 2 and error in done.output, done.output
+
+
+def test_a_metric_that_a_task_does_not_have(models, task, tmp_path: Path) -> None:
+    words = ["--model", f"baseline={models['baseline']}", "--output", str(tmp_path), "--include", str(task[0])]
+    done = run(*words, "--offline", "--limit", "1", "--batch-size", "1", "--tasks", f"{NAME}:bleu", "--device", "cpu")
+    assert done.exit_code == 2 and "has no metric bleu: name one of acc, acc_norm" in done.output
+
+
+def test_a_set_of_another_tokenizer_is_refused(models, tmp_path: Path) -> None:
+    from simreg_megatron.data.indexed import PairWriter
+
+    pair = PairWriter(tmp_path / "other", "uint16")
+    pair.append(np.full(300, 9999, dtype=np.uint16), np.array([300]))
+    pair.commit()
+    with pytest.raises(EvaluationError, match="made with another tokenizer"):
+        measure(models["baseline"], tmp_path / "other", seq_length=64, dtype="float32")
+    with pytest.raises(EvaluationError, match="less than one sequence"):
+        measure(models["baseline"], tmp_path / "other", seq_length=512, dtype="float32")
