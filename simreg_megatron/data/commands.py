@@ -242,3 +242,6 @@ def _errors() -> Iterator[None]:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:
+        print(f"error: {error.strerror or error}: {error.filename or 'a file'}", file=sys.stderr)
+        raise SystemExit(2) from None

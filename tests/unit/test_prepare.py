@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import json
@@ -313,10 +314,12 @@ def test_killed_at_random_moments(folder: Path, tokenizer: Path, whole: Path, tm
         *(sys.executable, "-m", "simreg_megatron.cli", "data", "prepare", str(folder), "--out", str(tmp_path)),
         *("--tokenizer", str(tokenizer), "--valid-share", "0.1", "--workers", "2", "--block-size", str(BLOCK)),
     ]
-    random = np.random.default_rng(7)
+    random, quiet = np.random.default_rng(7), subprocess.DEVNULL
+    mark = f"SIMREG_TEST_MARK={tmp_path}"
+    marked = {**os.environ, "SIMREG_TEST_MARK": str(tmp_path)}
     seen = set()
     for _ in range(3):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, cwd=ROOT, env=marked, stdout=quiet, stderr=quiet)
         wanted = len(seen) and len(list(tmp_path.glob("parts/*/*/*.npz"))) + int(random.integers(1, 6))
         deadline = time.monotonic() + 30
         while process.poll() is None and time.monotonic() < deadline:
@@ -325,11 +328,24 @@ def test_killed_at_random_moments(folder: Path, tokenizer: Path, whole: Path, tm
             time.sleep(0.002)
         process.kill()
         process.wait()
+        deadline = time.monotonic() + 20
+        while _processes_with(mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _processes_with(mark), "workers outlived the command"
         seen.add(len(list(tmp_path.glob("parts/*/*/*.npz"))))
     assert len(seen) > 1, "no kill found the work under way"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert content(tmp_path) == content(whole)
+
+
+def _processes_with(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
 
 
 def _with_small_files(output: Path, folder: Path, tokenizer: Path, answers: Any) -> None:
