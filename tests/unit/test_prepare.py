@@ -164,7 +164,7 @@ def test_the_number_type_follows_megatrons_rule(tmp_path: Path, vocab_size: int)
 
 @pytest.mark.megatron
 @pytest.mark.skipif(not os.environ.get("MEGATRON_PATH"), reason="MEGATRON_PATH names no Megatron-LM source tree")
-@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "huggingface as it is"])
 def test_megatrons_own_tool_writes_the_same(
     tokenizer: Path, hugging_face: Path, tmp_path: Path, here: None, kind: str
 ) -> None:
@@ -176,11 +176,12 @@ def test_megatrons_own_tool_writes_the_same(
         *("--output-prefix", str(tmp_path / "megatron"), "--append-eod", "--workers", "1"),
         *("--tokenizer-type", "SentencePieceTokenizer" if sentencepiece else "HuggingFaceTokenizer"),
         *("--tokenizer-model", str(tokenizer if sentencepiece else hugging_face)),
-        *([] if sentencepiece else ["--tokenizer-hf-no-include-special-tokens"]),
+        *(["--tokenizer-hf-no-include-special-tokens"] if kind == "huggingface" else []),
     ]
     done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    make(tmp_path / "ours", tmp_path / "text.jsonl", tokenizer=tokenizer if sentencepiece else hugging_face)
+    bos = "document" if kind == "huggingface as it is" else "none"  # the tokenizer's own template opens with <s>
+    make(tmp_path / "ours", tmp_path / "text.jsonl", tokenizer=tokenizer if sentencepiece else hugging_face, bos=bos)
     for ending in (".bin", ".idx"):
         expected = (tmp_path / f"megatron_text_document{ending}").read_bytes()
         assert (tmp_path / "ours" / f"train{ending}").read_bytes() == expected
