@@ -33,6 +33,7 @@ def read_description() -> str:
 MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6", "psutil>=5.9"]
 DATA = [
     "sentencepiece>=0.2,<0.3",
+    "protobuf>=4",  # reads what a sentencepiece model is; without it tokenizing is slower
     "transformers>=4.50,<6",
     "datasets>=3.2,<6",
     "pyarrow>=16",

@@ -24,7 +24,7 @@ class Reckoning:
     def __init__(self, budget: int | None, sizes: Sequence[int], *, shards: int = 1) -> None:
         self.budget = budget
         self.total_bytes = sum(sizes)
-        self.tokens = self.bytes = self.new_tokens = 0
+        self.tokens = self.bytes = 0
         self._shards = shards
         self._sizes = sizes
         self._seen = [(0, 0) for _ in sizes]  # tokens and bytes of each input

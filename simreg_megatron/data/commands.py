@@ -200,6 +200,9 @@ def _summarize(manifest: dict[str, Any], out: Path) -> None:
     for side, count in manifest["tokens"].items():
         if count:
             print(f"{out / side}: {count:,} tokens, {manifest['documents'][side]:,} documents, {manifest['dtype']}")
+        asked = manifest["budget"][side]
+        if asked is not None and count < asked:
+            print(f"notice: that is all there is; {asked:,} tokens were asked for")
     read = manifest.get("read", {})
     for name, many in (("empty", "empty documents kept without a token"), ("skipped", "broken records left out")):
         if read.get(name):
@@ -241,4 +244,7 @@ def _errors() -> Iterator[None]:
         raise SystemExit(130) from None
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        print(f"error: {error.strerror or error}: {error.filename or 'a file'}", file=sys.stderr)
         raise SystemExit(2) from None

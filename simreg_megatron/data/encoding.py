@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from simreg_megatron.data.indexed import DataError, PairWriter, sha256, token_dtype
+from simreg_megatron.data.linewise import cuts_at_lines, encode_by_lines
 
 SENTENCEPIECE, HUGGING_FACE = "sentencepiece", "huggingface"
 # Its ids tell tokenizers apart that have the same vocabulary: cases, digits, spaces, other scripts, bytes.
@@ -105,7 +106,7 @@ def _load_hugging_face(source: str) -> Any:
     if not Path(source).is_dir() and (Path(source).is_absolute() or source.startswith(".")):
         raise DataError(f"there is no tokenizer folder {source}: give one, a sentencepiece .model file, or a name")
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError and the Hub's own
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{source} is no tokenizer that can be loaded ({type(error).__name__}: {reason})") from None
@@ -121,9 +122,10 @@ class Encoder:
     def __init__(self, facts: TokenizerFacts) -> None:
         if facts.kind == SENTENCEPIECE:
             model = _load_sentencepiece(facts.source)
-            # A cache of words, exact where no piece crosses a space, was tried and was no faster: every tenth word of
-            # documentation is new, and to encode a word alone costs as much as a line.
-            self._encode = lambda texts: model.encode(texts, num_threads=1)
+            if cuts_at_lines(model):
+                self._encode = lambda texts: encode_by_lines(model, texts)
+            else:
+                self._encode = lambda texts: model.encode(texts, num_threads=1)
         elif facts.backend:
             from tokenizers import Tokenizer
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,10 +88,7 @@ class Progress(Protocol):
     def update(self) -> None: ...
 
 
-@dataclass
 class _Silent:
-    seen: list[str] = field(default_factory=list)
-
     def begin(self, name: str, reckoning: Reckoning) -> None:
         pass
 

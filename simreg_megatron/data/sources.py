@@ -247,10 +247,14 @@ def find_inputs(sources: Sequence[str], *, split: str = "train") -> list[Input]:
 def _walk(folder: Path) -> list[Path]:
     """Files that hold text; a plain .json in a folder mostly describes others, so it counts only when named itself."""
     found = []
-    for root, folders, names in os.walk(folder):
+    for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(root, name) for name in names if not name.startswith(".") and not name.endswith(".json")]
     return sorted((path for path in found if _kind(path)), key=lambda path: path.relative_to(folder).parts)
+
+
+def _raise(error: OSError) -> None:
+    raise error  # else a folder that may not be read would be an empty one
 
 
 def _kind(path: Path) -> str:

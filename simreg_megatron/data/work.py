@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import multiprocessing
 import os
 import signal
 from array import array
@@ -42,6 +43,9 @@ def start_worker(recipe: Recipe) -> None:
     """Prepare a process of the pool; it dies with its parent, so that none goes on writing after a kill -9."""
     global _worker
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it died while this process was starting
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     _worker = recipe, Encoder(recipe.tokenizer)

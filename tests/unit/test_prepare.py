@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import json
@@ -163,7 +164,7 @@ def test_the_number_type_follows_megatrons_rule(tmp_path: Path, vocab_size: int)
 
 @pytest.mark.megatron
 @pytest.mark.skipif(not os.environ.get("MEGATRON_PATH"), reason="MEGATRON_PATH names no Megatron-LM source tree")
-@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "huggingface as it is"])
 def test_megatrons_own_tool_writes_the_same(
     tokenizer: Path, hugging_face: Path, tmp_path: Path, here: None, kind: str
 ) -> None:
@@ -175,11 +176,12 @@ def test_megatrons_own_tool_writes_the_same(
         *("--output-prefix", str(tmp_path / "megatron"), "--append-eod", "--workers", "1"),
         *("--tokenizer-type", "SentencePieceTokenizer" if sentencepiece else "HuggingFaceTokenizer"),
         *("--tokenizer-model", str(tokenizer if sentencepiece else hugging_face)),
-        *([] if sentencepiece else ["--tokenizer-hf-no-include-special-tokens"]),
+        *(["--tokenizer-hf-no-include-special-tokens"] if kind == "huggingface" else []),
     ]
     done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    make(tmp_path / "ours", tmp_path / "text.jsonl", tokenizer=tokenizer if sentencepiece else hugging_face)
+    bos = "document" if kind == "huggingface as it is" else "none"  # the tokenizer's own template opens with <s>
+    make(tmp_path / "ours", tmp_path / "text.jsonl", tokenizer=tokenizer if sentencepiece else hugging_face, bos=bos)
     for ending in (".bin", ".idx"):
         expected = (tmp_path / f"megatron_text_document{ending}").read_bytes()
         assert (tmp_path / "ours" / f"train{ending}").read_bytes() == expected
@@ -313,10 +315,12 @@ def test_killed_at_random_moments(folder: Path, tokenizer: Path, whole: Path, tm
         *(sys.executable, "-m", "simreg_megatron.cli", "data", "prepare", str(folder), "--out", str(tmp_path)),
         *("--tokenizer", str(tokenizer), "--valid-share", "0.1", "--workers", "2", "--block-size", str(BLOCK)),
     ]
-    random = np.random.default_rng(7)
+    random, quiet = np.random.default_rng(7), subprocess.DEVNULL
+    mark = f"SIMREG_TEST_MARK={tmp_path}"
+    marked = {**os.environ, "SIMREG_TEST_MARK": str(tmp_path)}
     seen = set()
     for _ in range(3):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, cwd=ROOT, env=marked, stdout=quiet, stderr=quiet)
         wanted = len(seen) and len(list(tmp_path.glob("parts/*/*/*.npz"))) + int(random.integers(1, 6))
         deadline = time.monotonic() + 30
         while process.poll() is None and time.monotonic() < deadline:
@@ -325,11 +329,24 @@ def test_killed_at_random_moments(folder: Path, tokenizer: Path, whole: Path, tm
             time.sleep(0.002)
         process.kill()
         process.wait()
+        deadline = time.monotonic() + 20
+        while _processes_with(mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _processes_with(mark), "workers outlived the command"
         seen.add(len(list(tmp_path.glob("parts/*/*/*.npz"))))
     assert len(seen) > 1, "no kill found the work under way"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert content(tmp_path) == content(whole)
+
+
+def _processes_with(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
 
 
 def _with_small_files(output: Path, folder: Path, tokenizer: Path, answers: Any) -> None:
