@@ -112,7 +112,7 @@ def _one_sentence() -> Iterator[None]:
 
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
         raise typer.Exit(1) from None
 

@@ -72,7 +72,9 @@ def open_tokenizer(path: Path) -> Tokenizer:
         CheckpointError: it is neither; or it needs code of its own, which is not run.
     """
     if path.is_dir():
-        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            if (path / "tokenizer.model").is_file():
+                return open_tokenizer(path / "tokenizer.model")
             raise CheckpointError(f"{path} holds no tokenizer: give a folder with tokenizer.json, or a .model file")
         found = _hugging_face(path)
         return Tokenizer(path, len(found), found.bos_token_id, found.eos_token_id)
@@ -90,7 +92,8 @@ def _hugging_face(path: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise CheckpointError(f"transformers cannot read the tokenizer in {path}: {error}") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"transformers cannot read the tokenizer in {path}: {reason}") from None
 
 
 def _sentencepiece(path: Path) -> Any:

@@ -24,8 +24,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "ep2": ("--expert-model-parallel-size", "2"),
     "tp2-sp": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
 }
-LAYOUTS["tp2-ep2"] = (*LAYOUTS["tp2-sp"], *LAYOUTS["ep2"])  # experts are split too: four ranks
-LAYOUTS["tp2-ep2-whole"] = (*LAYOUTS["tp2-ep2"], "--expert-tensor-parallel-size", "1")
+LAYOUTS["tp2-ep2-whole"] = (*LAYOUTS["tp2-sp"], *LAYOUTS["ep2"], "--expert-tensor-parallel-size", "1")
+# Experts are split over tensor ranks too; gloo cannot gather the unequal numbers of tokens of the other dispatcher.
+LAYOUTS["tp2-ep2"] = (*LAYOUTS["tp2-sp"], *LAYOUTS["ep2"], "--moe-token-dispatcher-type", "allgather")
 
 
 @dataclass
