@@ -34,7 +34,7 @@ def main() -> int:
         return chain.begin()
     if options.action == "watch":
         return chain.watch(options.keep, options.job)
-    return chain.end(options.keep, options.status)
+    return chain.end(options.keep, options.status, options.save_interval)
 
 
 def _parse() -> argparse.Namespace:
@@ -44,8 +44,22 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, required=True)
     parser.add_argument("--keep", type=int, default=1)
     parser.add_argument("--job", default="")
+    parser.add_argument("--save-interval", type=int, default=0)
     parser.add_argument("--status", type=int, default=0)
     return parser.parse_args()
+
+
+def measured_step_seconds(output: Path) -> float | None:
+    """What a step took in the slices of a run so far, their start-up included; None before the first one."""
+    chain = Chain(output, output)
+    seconds, steps, begun = 0, 0, None
+    for event in chain.events():
+        if event["event"] == "begin":
+            begun = event
+        elif begun is not None and event["iteration"] > begun["iteration"]:
+            seconds += event["time"] - begun["time"]
+            steps += event["iteration"] - begun["iteration"]
+    return seconds / steps if steps else None
 
 
 class Chain:
@@ -87,7 +101,7 @@ class Chain:
                 told = True
             time.sleep(_WATCH_SECONDS)
 
-    def end(self, keep: int, status: int) -> int:
+    def end(self, keep: int, status: int, save_interval: int = 0) -> int:
         """Note where the slice ended, and decide."""
         checkpoints.prune(self.save, keep)
         began, before = self._history()
@@ -101,6 +115,11 @@ class Chain:
             return _CHAIN_ENDS
         if iteration > began:
             self._say(f"ends with status {status} at iteration {iteration}, the next slice goes on there")
+            if iteration - began < save_interval:
+                self._say(
+                    f"warning: a slice of {iteration - began} iterations ends before the first --save-interval of "
+                    f"{save_interval}, so one that crashes has done nothing: save more often"
+                )
             return self._last_slice(iteration)
         failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
         if before is not None and before["iteration"] == iteration and before["failed"]:
@@ -116,7 +135,7 @@ class Chain:
 
     def _history(self) -> tuple[int, dict[str, Any] | None]:
         """Where this slice began, and how the one before it in this chain ended."""
-        events = [event for event in self._events() if event["chain"] == self.place["chain"]]
+        events = [event for event in self.events() if event["chain"] == self.place["chain"]]
         began = [event["iteration"] for event in events if event["event"] == "begin"]
         ends = [event for event in events if event["event"] == "end"]
         before = ends[-1] if ends else None
@@ -126,7 +145,7 @@ class Chain:
             before = {**before, "failed": stuck or before["status"] != 0}
         return (began[-1] if began else 0), before
 
-    def _events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[dict[str, Any]]:
         events = []
         with suppress(OSError):
             for line in self.book.read_text().splitlines():

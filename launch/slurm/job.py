@@ -31,6 +31,7 @@ class Job:
     reserve: int  # seconds
     output: Path
     save: Path
+    save_interval: int
     train: tuple[str, ...]  # the launch script and its words
     site: Site
 
@@ -90,7 +91,7 @@ def _settings(job: Job) -> Iterator[str]:
     host_python = site.host_python or (python if site.runtime == "venv" else "python3")
     for name, value in {
         "ROOT": ROOT, "OUTPUT": job.output, "SAVE": job.save, "KEEP": job.keep, "RESERVE": job.reserve,
-        "HOST_PYTHON": host_python,
+        "SAVE_INTERVAL": job.save_interval, "HOST_PYTHON": host_python,
     }.items():  # fmt: skip
         yield f"{name}={shlex.quote(str(value))}"
     for name, value in {**site.environment, "PYTHON": python, "PYTHONPATH": str(ROOT)}.items():

@@ -19,7 +19,7 @@ from launch import progress, sizes
 from launch.flags import LaunchError, flag_name, flag_number, flag_value, group_flags
 from launch.launcher import check_data, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
-from launch.slurm.chain import STOP
+from launch.slurm.chain import STOP, measured_step_seconds
 from launch.slurm.job import Job, render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
 
@@ -51,7 +51,7 @@ def make_submit_parser() -> argparse.ArgumentParser:
         "--step-seconds",
         type=float,
         metavar="S",
-        help="seconds of one step, for the check of --save-interval",
+        help="of one step, to check --save-interval (default: as measured, else a guess)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the text that would be submitted, and stop")
     parser.add_argument("script", help="launch/pretrain_llama.sh or launch/pretrain_mixtral.sh")
@@ -115,6 +115,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
             reserve=round(options.reserve * 60),
             output=output,
             save=Path(flag_value(plan.flags, "--save") or "").absolute(),
+            save_interval=flag_number(plan.flags, "--save-interval", 1),
             train=(str(ROOT / "launch" / f"pretrain_{family}.sh"), *_with_full_paths(words, output), "--auto-resume"),
             site=site,
         ),
@@ -192,6 +193,7 @@ def _check_data(plan: Plan, run_options: argparse.Namespace, site: Site) -> None
 
 def _check_save_interval(plan: Plan, step: float | None, machine: Machine, slice_seconds: float) -> None:
     """A slice that crashes before its first save has done nothing, and neither will the next one."""
+    step = step or measured_step_seconds(plan.output)
     guessed = "" if step else " (guessed; --step-seconds S tells it)"
     step = step or guess_step_seconds(plan, machine)
     every = flag_number(plan.flags, "--save-interval", 1)

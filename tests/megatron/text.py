@@ -27,13 +27,18 @@ def make_corpus(folder: Path) -> BuiltinCorpus:
     return ensure_builtin_corpus(folder, vocab_size=VOCABULARY, roots=_roots(), progress=False)
 
 
+def documents() -> list[str]:
+    """Its training text, module by module."""
+    from simreg_megatron.data.corpus import read_documents
+
+    return [document.text for document in read_documents(_roots()) if not document.is_validation]
+
+
 def cut_into_phrases(corpus: BuiltinCorpus, prefix: Path) -> Path:
     """The corpus's training text once more, each phrase a document of its own."""
-    from simreg_megatron.data.corpus import read_documents
     from simreg_megatron.data.encoding import write_dataset
 
-    texts = [document.text for document in read_documents(_roots()) if not document.is_validation]
-    phrases = [phrase.strip() for text in texts for phrase in _PHRASE_END.split(text) if phrase.strip()]
+    phrases = [phrase.strip() for text in documents() for phrase in _PHRASE_END.split(text) if phrase.strip()]
     write_dataset(prefix, phrases, corpus.tokenizer_model)
     return prefix
 

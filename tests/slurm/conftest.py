@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 
 import pytest
 
-from simreg_megatron.data import BuiltinCorpus
 from tests.megatron import text as texts
+from tests.megatron.runs import ROOT
 from tests.slurm import cluster as clusters
 
 
@@ -28,6 +32,29 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[clusters.Clust
         yield started
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A set as `simreg-megatron data prepare` leaves it."""
+
+    folder: Path
+
+    @property
+    def train_prefix(self) -> Path:
+        return self.folder / "train"
+
+    @property
+    def tokenizer_model(self) -> Path:
+        return self.folder / "tokenizer.model"
+
+
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> BuiltinCorpus:
-    return texts.make_corpus(tmp_path_factory.mktemp("text") / "corpus")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """From a folder of .jsonl files, by the command that docs/cluster.md names."""
+    source, out = tmp_path_factory.mktemp("jsonl"), tmp_path_factory.mktemp("prepared") / "set"
+    for number, texts_of_file in enumerate(batched(texts.documents(), 50)):
+        lines = (json.dumps({"text": document}) + "\n" for document in texts_of_file)
+        (source / f"{number:03d}.jsonl").write_text("".join(lines))
+    command = ["bash", "launch/prepare_data.sh", str(source), "--train-tokenizer", "512", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return Prepared(out)

@@ -57,11 +57,8 @@ def models(corpus: BuiltinCorpus, tmp_path_factory: pytest.TempPathFactory) -> d
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
-    from simreg_megatron.data.corpus import read_documents
-
     folder = tmp_path_factory.mktemp("task")
-    documents = [document.text for document in read_documents(texts._roots())]
-    return folder, write_task(folder, documents, 12)
+    return folder, write_task(folder, texts.documents(), 12)
 
 
 def run(*words: str):

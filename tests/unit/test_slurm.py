@@ -116,7 +116,8 @@ def test_containers() -> None:
 def _rendered(site: Site) -> str:
     from launch.slurm.job import Job
 
-    return render(Job("name", 2, "60", 3, 2, 600, Path("/out"), Path("/out/checkpoints"), ("script", "--a", "b"), site))
+    save = Path("/out/checkpoints")
+    return render(Job("name", 2, "60", 3, 2, 600, Path("/out"), save, 50, ("script", "--a", "b"), site))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,26 @@ class TestBooks:
         assert self.slice(books, 10, 10, status, monkeypatch) == 0
         assert self.slice(books, 10, 10, status, monkeypatch) != 0
         assert "nothing saved beyond iteration 10, where the slice before it failed too" in capsys.readouterr().out
+
+    def test_a_slice_shorter_than_the_save_interval_is_told(self, books, monkeypatch, capsys) -> None:
+        assert self.slice(books, 10, 13, 0, monkeypatch) == 0
+        assert "warning" not in capsys.readouterr().out
+        self.at(books, 13, monkeypatch)
+        books.begin()
+        self.at(books, 16, monkeypatch)
+        assert books.end(3, 0, save_interval=5) == 0
+        assert "3 iterations ends before the first --save-interval of 5" in capsys.readouterr().out
+
+    def test_what_a_step_took_is_measured_from_the_books(self, books, data, monkeypatch) -> None:
+        assert chain.measured_step_seconds(books.output) is None
+        clock = iter((0, 100, 110, 500))  # two slices: 10 iterations in 100 s, 10 in 390 s
+        monkeypatch.setattr(chain.time, "time", lambda: next(clock))
+        for at in (0, 10):
+            self.slice(books, at, at + 10, 1, monkeypatch)
+        assert chain.measured_step_seconds(books.output) == pytest.approx(24.5)
+        words = ("--model", "7b", *data, "--output", str(books.output))
+        with pytest.raises(LaunchError, match=r"500 takes 3\.4 h at 24\.5 s a step"):
+            text_of("--time", "2:00:00", LLAMA, *words)
 
     def test_nothing_progress_nothing_goes_on(self, books, monkeypatch) -> None:
         slices = ((10, 10, 1), (10, 20, 0), (20, 20, 1))
