@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "none")
+OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "none")
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
@@ -17,8 +17,8 @@ ADAGC_VARIANTS = ("clipped", "raw", "global")
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
 TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "none": 0.01}
-"""Temperature of each objective where none is given."""
-OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | float]] = {
+"""Temperature of each objective where none is given; others have none."""
+OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | int | float]] = {
     "simcse": {"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
     "cpretrain": {"same_label": ("masked", "kept"), "level": ("token", "sequence"), "scale": ("fixed", "learned")},
     "creg": {"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},
@@ -28,8 +28,16 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | float]] = {
         "coupling": 0.5,
         "target_temperature": 0.07,
     },
+    "sigreg": {
+        "estimator": ("mean", "epps-pulley"),
+        "normalize": ("sqrt-d", "unit", "none"),
+        "sample": ("chunk", "micro-batch", "replicas"),
+        "directions": 0,  # the estimator's own number
+        "seed": 0,
+    },
 }
-"""Options of an objective's own: words to choose from, the first is the default; or a number, its default."""
+"""Options of an objective's own: words to choose from, the first is the default; or a number, its default, which must
+be whole and not negative where the default is."""
 LARGEST_SCALE = 100.0
 """Of the cosines, where a scale is learned."""
 _TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
@@ -96,7 +104,9 @@ class SimRegConfig:
                 raise ValueError(f"unknown SimReg {name.replace('_', ' ')} {value!r}: choose from {', '.join(choices)}")
         object.__setattr__(self, "objective_options", _checked_options(self.objective, self.objective_options))
         if self.temperature is None:
-            object.__setattr__(self, "temperature", TEMPERATURES[self.objective])
+            object.__setattr__(self, "temperature", TEMPERATURES.get(self.objective))
+        elif self.objective not in TEMPERATURES:
+            raise ValueError(f"SimReg objective {self.objective} has no temperature: drop it")
         if not (math.isfinite(self.tau) and self.tau > 0):
             raise ValueError(f"the SimReg temperature must be a finite number above 0, not {self.tau}")
         if self.chunk_size < 0 or self.chunk_size == 1:
@@ -141,7 +151,9 @@ class SimRegConfig:
 
     def _refuse_settings_of_simreg(self) -> None:
         names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
-        if self.by_sequence:
+        if self.sums_up:
+            names += ["scope", "document_mask"]
+        if self.by_sequence or self.options.get("sample", "chunk") != "chunk":
             names += ["chunk_size", "scope", "document_mask"]
             if self.options.get("same_label") == "kept":
                 raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
@@ -164,9 +176,14 @@ class SimRegConfig:
         return self.objective == "simcse" or self.options.get("level") == "sequence"
 
     @property
+    def sums_up(self) -> bool:
+        """Whether tokens meet only in sums over a sample, so that sums travel and hidden states never do."""
+        return self.objective == "sigreg"
+
+    @property
     def tau(self) -> float:
         """The temperature in force."""
-        return TEMPERATURES[self.objective] if self.temperature is None else self.temperature
+        return TEMPERATURES.get(self.objective, 1.0) if self.temperature is None else self.temperature
 
     @property
     def options(self) -> dict[str, str | float | bool]:
@@ -274,7 +291,7 @@ def _checked_options(objective: str, value: object) -> tuple[tuple[str, str | fl
     return tuple((name, _checked_option(name, known[name], given.get(name))) for name in known)
 
 
-def _checked_option(name: str, known: tuple[str, ...] | float, value: object) -> str | float:
+def _checked_option(name: str, known: tuple[str, ...] | int | float, value: object) -> str | float:
     if isinstance(known, tuple):
         if value is not None and value not in known:
             raise ValueError(f"SimReg objective option {name} must be one of {', '.join(known)}, not {value!r}")
@@ -285,6 +302,10 @@ def _checked_option(name: str, known: tuple[str, ...] | float, value: object) ->
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"SimReg objective option {name} must be a number, not {value!r}")
+    if isinstance(known, int):
+        if number < 0 or number != int(number):
+            raise ValueError(f"SimReg objective option {name} must be a whole number of 0 or more, not {value!r}")
+        return int(number)
     return number
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses.sigreg import UNSCALED
 from simreg_megatron.plugin import clipping, compat, inner, learnable
 from simreg_megatron.plugin.arguments import (
     adagc_from_args,
@@ -304,7 +305,7 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(_PACKED_AND_SPLIT)
-    if packed and config.by_sequence:
+    if packed and (config.by_sequence or config.options.get("sample") == "chunk"):
         raise NotImplementedError(
             f"SimReg objective {config.objective} takes a row for one sequence, and packed rows hold several: "
             "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
@@ -361,8 +362,13 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     hidden_size = get_model_config(model_chunks[0]).hidden_size
     what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, not trained on"
     options = "".join(f", {name} {value}" for name, value in config.objective_options)
+    if config.options.get("normalize") == "unit":
+        warn(f"SimReg objective {config.objective}: {UNSCALED}")
     if config.by_sequence:
         log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
+        return
+    if config.sums_up:
+        log_once(f"SimReg objective {config.objective}: {what}, chunk size {config.chunk_size}{options}")
         return
     chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"

@@ -36,10 +36,12 @@ class Regularizer:
         self.metrics = Metrics(config)
         self.ramp: Tensor | None = None  # 0-d device tensor; None while lambda is constant
         self.follows_iterations = False  # set once a training loop tells the iteration
+        self._iteration = 0  # without one: micro-batches so far
 
     def set_iteration(self, iteration: int) -> None:
         """Before step `iteration` (counted from 0): set the ramp to min(1, (iteration + 1) / warmup_iters)."""
         self.follows_iterations = True
+        self._iteration = iteration
         if self.config.warmup_iters:
             if self.ramp is None:
                 self.ramp = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
@@ -76,14 +78,25 @@ class Regularizer:
             states = self.inner_states.take(model, hidden_states)
             views = [self._views(shard, state, labels, valid, packed_seq_params) for state in states]
             learned = learned_scalars(self.config, model, shard.tensor_group)
-            of_states = [objective_terms(self.config, of_state, shard, learned) for of_state in views]
+            of_states = [objective_terms(self.config, of_state, shard, learned, self._iteration) for of_state in views]
             terms = torch.stack(of_states).sum(dim=0)
+        self._count_by_itself()
         self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard, learned)
         if not trains:
             return loss_BS
         _stop_hidden_failure(loss_BS, terms)
         weighted = terms.to(loss_BS.dtype) * self._weight(model)
         return add_gradient(loss_BS, weighted, start=shard.start)
+
+    def _count_by_itself(self) -> None:
+        if self.follows_iterations:
+            return
+        self._iteration += 1
+        if self.config.objective == "sigreg":
+            log_once(
+                "SimReg: no training loop tells the iteration, so each micro-batch draws directions of its own, and a "
+                "run that is resumed begins with the first ones again"
+            )
 
     def _views(
         self, shard: SequenceShard, states: Tensor, labels: Tensor, valid: Tensor, packed_seq_params: Any

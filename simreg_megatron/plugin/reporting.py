@@ -77,7 +77,8 @@ class Metrics:
             self._sums[_NORMS] += torch.stack(norm_sums(shard.own_columns(hidden_states.transpose(0, 1)), counted))
             self._learned = as_logged(learned)
         for view in views:
-            self._sums[_ONE_LABEL] += view.roles.lonely.sum()
+            if not (self.config.by_sequence or self.config.sums_up):  # those do not ask for other labels
+                self._sums[_ONE_LABEL] += view.roles.lonely.sum()
             if self.wants_geometry:
                 self._sums[_PAIRS] += self._pair_sums(view)
                 self._add_pair_norms(view)

@@ -45,7 +45,7 @@ def views_of(
         documents: who tells the borders of documents; None where tokens of all documents meet.
         sample_length: tokens in a sample, where a row packs several.
     """
-    scope = "local" if config.by_sequence else config.scope  # those need no rows of other ranks
+    scope = "local" if config.by_sequence or config.sums_up else config.scope  # those need no rows of other ranks
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
     usable = usable_tokens(hidden_states.transpose(0, 1), labels, valid)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)

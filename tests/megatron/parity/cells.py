@@ -130,6 +130,12 @@ def baseline(name: str, size: int | None = None, options: str = "") -> Part:
     return _SIMREG + part(named, flags)
 
 
+def neighbour(name: str, weight: str, size: int | None = None, options: str = "") -> Part:
+    """Another objective that has no temperature, or whose terms need a weight of their own to be felt."""
+    made = baseline(name, size, options)
+    return Part(made.name, ("--simreg-lambda", weight, *made.flags[len(SIMREG) :]))
+
+
 def local(size: int) -> Part:
     return chunk(size, "--simreg-scope local", "local")
 
@@ -287,6 +293,21 @@ _BASELINES = [
     Cell(EP2, baseline("sce", 24), model="moe"),
     Cell(DP2 + DISTRIBUTED, baseline("simcse")),
 ]
+_SUMS = [
+    Cell(TP2 + SP, neighbour("sigreg", "0.3", 24), core=True),
+    Cell(TP2, neighbour("sigreg", "0.02", 24, "estimator=epps-pulley,directions=32")),
+    Cell(CP2, neighbour("sigreg", "0.3", 0), mode=PER_TOKEN, core=True),
+    Cell(CP2 + TP2 + SP, neighbour("sigreg", "0.3", options="sample=micro-batch")),
+    Cell(PP2, neighbour("sigreg", "0.3", 24)),
+    Cell(HALF, neighbour("sigreg", "0.3", 24)),
+    Cell(DP2, neighbour("sigreg", "0.3", options="sample=replicas"), reference=DOUBLE, core=True),
+    Cell(
+        DP2,
+        neighbour("sigreg", "0.3", options="sample=micro-batch"),
+        reference=DOUBLE,
+        must_fail="each rank has a sample of its own",
+    ),
+]
 _BROKEN = [
     Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
@@ -299,5 +320,5 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
-    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_BROKEN,
+    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_BROKEN,
 )  # fmt: skip

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The neighbouring objectives in Megatron's own loop: they go on as if they had never stopped, and say what they do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron import runs
+
+STEPS = ("--train-iters", "4", "--eval-iters", "0", "--lr-decay-style", "constant")
+
+
+@pytest.mark.parametrize(
+    "objective",
+    ["--simreg-objective sigreg --simreg-lambda 20 --simreg-chunk-size 24"],
+    ids=["sigreg"],
+)
+def test_going_on_is_never_having_stopped(objective: str, data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    flags = (*data_flags, *STEPS, *objective.split())
+    through = runs.train(tmp_path / "through", flags)
+    place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
+    runs.train(tmp_path / "stopped", (*flags, *place))
+    gone_on = runs.train(tmp_path / "on", (*flags, "--load", str(tmp_path / "saved")))
+    assert gone_on.losses == through.losses[2:] and runs.same_bits(gone_on, through)
+
+
+def test_directions_come_from_the_seed(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    flags = (*data_flags, *STEPS, "--simreg-objective", "sigreg", "--simreg-lambda", "20")
+    one = runs.train(tmp_path / "one", flags)
+    other = runs.train(tmp_path / "other", (*flags, "--simreg-objective-options", "seed=1"))
+    assert not runs.same_bits(one, other)
+
+
+def test_what_is_known_to_fail_is_said(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    flags = ("--simreg-objective", "sigreg", "--simreg-lambda", "20", "--simreg-objective-options", "normalize=unit")
+    done = runs.attempt(tmp_path, (*data_flags, *STEPS, *flags))
+    assert done.status == 0 and "descends towards the latter; use sqrt-d" in done.output
+    assert "SimReg objective sigreg: lambda 20" in done.output and "sigreg loss:" in done.output
