@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "none")
+OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "none")
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
@@ -16,7 +16,7 @@ CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-co
 ADAGC_VARIANTS = ("clipped", "raw", "global")
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
-TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "none": 0.01}
+TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "sigmoid": 0.1, "none": 0.01}
 """Temperature of each objective where none is given; others have none."""
 OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | int | float]] = {
     "simcse": {"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
@@ -35,6 +35,13 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | int | float]] = {
         "directions": 0,  # the estimator's own number
         "seed": 0,
     },
+    "sigmoid": {
+        "param": ("relative", "absolute"),
+        "pair_reduction": ("anchor", "pair", "balanced"),
+        "trains": ("both", "t", "bias", "none"),
+        "bias": 0.0,
+        "self_positive": ("never", "always"),
+    },
 }
 """Options of an objective's own: words to choose from, the first is the default; or a number, its default, which must
 be whole and not negative where the default is."""
@@ -44,6 +51,7 @@ _TWICE = "it needs the model to run twice on each micro-batch, and a hook has on
 NOT_OFFERED = {
     ("simcse", "view", "forward2"): _TWICE,
     ("creg", "prediction_consistency", "yes"): _TWICE,
+    ("sigmoid", "pairs", "hidden-head"): "pairs of hidden states and rows of the output layer are not built yet",
     ("sce", "keys", "ema"): "it needs a second model whose weights follow the first: leave the option out",
 }
 """Options that the originals have and a plugin cannot: (objective, option, value) and why."""

@@ -26,6 +26,7 @@ from simreg_megatron.losses._sequences import (
 from simreg_megatron.losses.cpretrain import cpretrain_terms, scaled
 from simreg_megatron.losses.creg import creg_terms
 from simreg_megatron.losses.sce import sce_terms
+from simreg_megatron.losses.sigmoid import sigmoid_terms
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
@@ -37,9 +38,10 @@ _BLOCK_TERMS: dict[str, Callable[..., BlockTerms]] = {
     "cpretrain": cpretrain_terms,
     "creg": creg_terms,
     "sce": sce_terms,
+    "sigmoid": sigmoid_terms,
 }
 _SWITCH = {"yes": True, "no": False}
-_SEEN_HERE = ("level", "scale")  # options that choose a way through this module, not one of the loss
+_SEEN_HERE = ("level", "scale", "trains")  # options that choose a way through this module, not one of the loss
 
 
 def objective_terms(
@@ -61,7 +63,7 @@ def objective_terms(
     options: dict[str, Any] = {
         name: _SWITCH.get(str(value), value) for name, value in config.options.items() if name not in _SEEN_HERE
     }
-    block_terms = _BLOCK_TERMS[config.objective](temperature=config.tau, **options, **learned)
+    block_terms = _BLOCK_TERMS[config.objective](temperature=config.tau, **options | dict(learned))
     return torch.cat(
         [
             anchored_terms(

@@ -14,8 +14,11 @@ STEPS = ("--train-iters", "4", "--eval-iters", "0", "--lr-decay-style", "constan
 
 @pytest.mark.parametrize(
     "objective",
-    ["--simreg-objective sigreg --simreg-lambda 20 --simreg-chunk-size 24"],
-    ids=["sigreg"],
+    [
+        "--simreg-objective sigreg --simreg-lambda 0.3 --simreg-chunk-size 24",
+        "--simreg-objective sigmoid --simreg-lambda 0.1 --simreg-objective-options pair_reduction=balanced",
+    ],
+    ids=["sigreg", "sigmoid"],
 )
 def test_going_on_is_never_having_stopped(objective: str, data_flags: tuple[str, ...], tmp_path: Path) -> None:
     flags = (*data_flags, *STEPS, *objective.split())
@@ -27,14 +30,30 @@ def test_going_on_is_never_having_stopped(objective: str, data_flags: tuple[str,
 
 
 def test_directions_come_from_the_seed(data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    flags = (*data_flags, *STEPS, "--simreg-objective", "sigreg", "--simreg-lambda", "20")
+    flags = (*data_flags, *STEPS, "--simreg-objective", "sigreg", "--simreg-lambda", "0.3")
     one = runs.train(tmp_path / "one", flags)
     other = runs.train(tmp_path / "other", (*flags, "--simreg-objective-options", "seed=1"))
     assert not runs.same_bits(one, other)
 
 
 def test_what_is_known_to_fail_is_said(data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    flags = ("--simreg-objective", "sigreg", "--simreg-lambda", "20", "--simreg-objective-options", "normalize=unit")
+    flags = ("--simreg-objective", "sigreg", "--simreg-lambda", "0.3", "--simreg-objective-options", "normalize=unit")
     done = runs.attempt(tmp_path, (*data_flags, *STEPS, *flags))
     assert done.status == 0 and "descends towards the latter; use sqrt-d" in done.output
-    assert "SimReg objective sigreg: lambda 20" in done.output and "sigreg loss:" in done.output
+    assert "SimReg objective sigreg: lambda 0.3" in done.output and "sigreg loss:" in done.output
+
+
+def test_scale_and_bias_of_the_sigmoid_are_trained_in_every_layout(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """A model that is split draws other weights from its seed, so a single process writes the start."""
+    objective = "--simreg-objective sigmoid --simreg-lambda 0.1 --simreg-objective-options pair_reduction=balanced"
+    flags = (*data_flags, *STEPS, *objective.split(), "--simreg-chunk-size", "24")
+    place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
+    runs.train(tmp_path / "start", (*flags, *place))
+    flags = (*flags, "--load", str(tmp_path / "saved"))
+    alone = runs.train(tmp_path / "alone", flags)
+    for name in ("log_t", "bias"):
+        assert alone.grads[f"simreg_sigmoid.{name}"].item() != 0
+    for layout in ("--tensor-model-parallel-size 2 --sequence-parallel", "--context-parallel-size 2", ""):
+        got = runs.train(tmp_path / f"split{len(layout)}", (*flags, *layout.split()), processes=2)
+        gap = runs.difference(alone, got)
+        assert gap.loss < 1e-6 and gap.norm < 1e-5 and gap.grad < 1e-5, (layout, gap)

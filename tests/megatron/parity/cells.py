@@ -308,6 +308,12 @@ _SUMS = [
         must_fail="each rank has a sample of its own",
     ),
 ]
+_PAIRS = [
+    Cell(TP2 + SP, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none"), core=True),
+    Cell(TP2, neighbour("sigmoid", "0.003", 24, "trains=none,param=absolute")),
+    Cell(CP2, neighbour("sigmoid", "0.1", 0, "pair_reduction=pair,trains=none"), mode=PER_TOKEN),
+    Cell(CP2 + TP2 + SP, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none"), mode=PER_TOKEN),
+]
 _BROKEN = [
     Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
@@ -320,5 +326,5 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
-    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_BROKEN,
+    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_PAIRS, *_BROKEN,
 )  # fmt: skip
