@@ -301,7 +301,7 @@ def _replace(flags: list[Flag], name: str, value: str) -> list[Flag]:
 _OWN_TEMPERATURE = {"--simreg-temperature"}  # the presets' is SimReg's
 _NOT_OF_OBJECTIVE = {
     "simcse": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
-    **dict.fromkeys(("cpretrain", "creg", "sce", "sigreg", "sigmoid"), _OWN_TEMPERATURE),
+    **dict.fromkeys(("cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic"), _OWN_TEMPERATURE),
 }
 
 

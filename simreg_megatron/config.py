@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "none")
+OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic", "none")
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
@@ -18,7 +18,9 @@ IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
 TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "sigmoid": 0.1, "none": 0.01}
 """Temperature of each objective where none is given; others have none."""
-OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | int | float]] = {
+OptionKind = tuple[str, ...] | int | float | str
+OBJECTIVE_OPTIONS: dict[str, dict[str, OptionKind]] = {
+    "simreg": {"prefixes": "whole"},
     "simcse": {"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
     "cpretrain": {"same_label": ("masked", "kept"), "level": ("token", "sequence"), "scale": ("fixed", "learned")},
     "creg": {"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},
@@ -42,9 +44,20 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | int | float]] = {
         "bias": 0.0,
         "self_positive": ("never", "always"),
     },
+    "mic": {
+        "prefixes": "auto",
+        "pool": ("chunk", "sequence", "token"),
+        "norm_scope": ("sequence", "batch"),
+        "threshold": 0.1,
+        "t": 2.0,
+        "correlation": 1.0,
+        "variance": 1.0,
+        "balance": 1.0,
+        "uniformity": 1.0,
+    },
 }
 """Options of an objective's own: words to choose from, the first is the default; or a number, its default, which must
-be whole and not negative where the default is."""
+be whole and not negative where the default is; or a word in the place of whole numbers with slashes: 64/128."""
 LARGEST_SCALE = 100.0
 """Of the cosines, where a scale is learned."""
 _TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
@@ -158,10 +171,11 @@ class SimRegConfig:
             raise ValueError("a SimReg warm-up has no effect while lambda is 0: give lambda, or drop the warm-up")
 
     def _refuse_settings_of_simreg(self) -> None:
+        self._refuse_numbers_of_mic()
         names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
         if self.sums_up:
             names += ["scope", "document_mask"]
-        if self.by_sequence or self.options.get("sample", "chunk") != "chunk":
+        if self.by_sequence or any(self.options.get(name, "chunk") != "chunk" for name in ("sample", "pool")):
             names += ["chunk_size", "scope", "document_mask"]
             if self.options.get("same_label") == "kept":
                 raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
@@ -178,6 +192,16 @@ class SimRegConfig:
                 f"{self.objective}: drop it"
             )
 
+    def _refuse_numbers_of_mic(self) -> None:
+        if self.objective != "mic":
+            return
+        numbers = {name: value for name, value in self.objective_options if isinstance(value, float)}
+        below = [name for name, value in numbers.items() if value < 0]
+        if below:
+            raise ValueError(f"SimReg objective option {below[0]} must be 0 or more, not {numbers[below[0]]:g}")
+        if not any(numbers[name] for name in ("correlation", "variance", "balance", "uniformity")):
+            raise ValueError("the weights of all four parts of SimReg objective mic are 0: leave one above 0")
+
     @property
     def by_sequence(self) -> bool:
         """Whether whole sequences of a micro-batch are compared: then no chunks, labels or documents are known."""
@@ -186,7 +210,7 @@ class SimRegConfig:
     @property
     def sums_up(self) -> bool:
         """Whether tokens meet only in sums over a sample, so that sums travel and hidden states never do."""
-        return self.objective == "sigreg"
+        return self.objective in ("sigreg", "mic")
 
     @property
     def tau(self) -> float:
@@ -197,6 +221,12 @@ class SimRegConfig:
     def options(self) -> dict[str, str | float | bool]:
         """Every option of the objective's own, by name."""
         return dict(self.objective_options)
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        """How many of the first features count, each number by itself, ascending; empty: the objective's default."""
+        text = str(self.options.get("prefixes", ""))
+        return tuple(sorted({int(number) for number in text.split("/") if number.isdecimal()}))
 
     @property
     def trains(self) -> bool:
@@ -299,7 +329,14 @@ def _checked_options(objective: str, value: object) -> tuple[tuple[str, str | fl
     return tuple((name, _checked_option(name, known[name], given.get(name))) for name in known)
 
 
-def _checked_option(name: str, known: tuple[str, ...] | int | float, value: object) -> str | float:
+def _checked_option(name: str, known: OptionKind, value: object) -> str | float:
+    if isinstance(known, str):
+        numbers = str(value).split("/")
+        if value not in (None, known) and not all(number.isdecimal() and int(number) > 0 for number in numbers):
+            raise ValueError(
+                f"SimReg objective option {name} must be {known}, or whole numbers from 1 such as 64/128, not {value!r}"
+            )
+        return known if value is None else str(value)
     if isinstance(known, tuple):
         if value is not None and value not in known:
             raise ValueError(f"SimReg objective option {name} must be one of {', '.join(known)}, not {value!r}")

@@ -125,3 +125,42 @@ def mean_angle_degrees(mean_cosine: float) -> float:
     if math.isnan(mean_cosine):
         return math.nan
     return math.degrees(math.acos(min(max(mean_cosine, -1.0), 1.0)))
+
+
+class Constellation(NamedTuple):
+    """How well two sets of rows that belong together in pairs are told apart by a threshold on their cosines."""
+
+    margin: Tensor  # m* = (smallest cosine of a pair - largest of all others) / 2; above 0 where one threshold does
+    bias: Tensor  # b* = (smallest + largest) / 2, the threshold in the middle
+    accuracy: Tensor  # share of rows of the first set whose nearest one of the second is their partner
+    gap: Tensor  # |mean of the first - mean of the second|
+    shift: Tensor  # variance of the differences inside pairs: 0 where the sets are shifted copies of each other
+
+
+@torch.no_grad()
+def constellation(one: Tensor, other: Tensor) -> Constellation:
+    """Of rows [n, d] and their partners [n, d], n at least 2; in at least float32.
+
+    Source: Bangachev, Bresler, Noman and Polyanskiy 2025 (margin, relative bias, linear shift).
+    """
+    dtype = torch.promote_types(one.dtype, torch.float32)
+    one, other = unit_rows(one.to(dtype)), unit_rows(other.to(dtype))
+    numbers = torch.arange(len(one), device=one.device)
+    step = max(1, _WORKSPACE // max(1, len(one) * _BYTES_PER_PAIR))
+    paired, hardest, nearest = [], [], []
+    for rows in numbers.split(step):
+        cosines = one[rows] @ other.mT
+        itself = rows.unsqueeze(-1) == numbers
+        paired.append(cosines[itself])
+        hardest.append(cosines.masked_fill(itself, -math.inf).amax(dim=-1))
+        nearest.append(cosines.argmax(dim=-1) == rows)
+    least, most = torch.cat(paired).amin(), torch.cat(hardest).amax()
+    differences = one - other
+    mean = differences.mean(dim=0)
+    return Constellation(
+        margin=(least - most) / 2,
+        bias=(least + most) / 2,
+        accuracy=torch.cat(nearest).to(dtype).mean(),
+        gap=mean.norm(),
+        shift=differences.square().sum(dim=-1).mean() - mean.square().sum(),
+    )

@@ -302,10 +302,12 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         inner.refuse_arguments(config, args)
     if config.by_sequence:
         _refuse_lonely_sequences(args, config)
+    if config.prefixes:
+        _refuse_prefixes(args.hidden_size, config)
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(_PACKED_AND_SPLIT)
-    if packed and (config.by_sequence or config.options.get("sample") == "chunk"):
+    if packed and (config.by_sequence or config.options.get("sample") == "chunk" or config.objective == "mic"):
         raise NotImplementedError(
             f"SimReg objective {config.objective} takes a row for one sequence, and packed rows hold several: "
             "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
@@ -314,6 +316,15 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         raise NotImplementedError(
             "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
             "so SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"
+        )
+
+
+def _refuse_prefixes(hidden_size: int, config: SimRegConfig) -> None:
+    most = hidden_size - 1 if config.objective == "mic" else hidden_size  # MIC compares with the rest
+    if config.prefixes[-1] > most:
+        raise ValueError(
+            f"SimReg objective {config.objective} cannot take {config.prefixes[-1]} features of states of width "
+            f"{hidden_size}: give prefixes of at most {most}"
         )
 
 

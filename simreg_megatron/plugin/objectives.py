@@ -30,7 +30,7 @@ from simreg_megatron.losses.sigmoid import sigmoid_terms
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.samples import own_tokens, sigreg_terms, sum_over_sequence
+from simreg_megatron.plugin.samples import mic_terms, own_tokens, sigreg_terms, sum_over_sequence
 from simreg_megatron.plugin.sequence import terms_of
 from simreg_megatron.plugin.views import View
 
@@ -55,6 +55,8 @@ def objective_terms(
     """
     if config.objective == "sigreg":
         return sigreg_terms(config, views, shard, iteration)
+    if config.objective == "mic":
+        return mic_terms(config, views, shard)
     if config.by_sequence:
         return _by_sequence(config, views, shard, learned.get("log_scale"))
     if config.objective not in _BLOCK_TERMS:

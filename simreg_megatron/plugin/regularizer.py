@@ -76,10 +76,14 @@ class Regularizer:
         trains = self.config.trains
         with torch.set_grad_enabled(trains):
             states = self.inner_states.take(model, hidden_states)
-            views = [self._views(shard, state, labels, valid, packed_seq_params) for state in states]
+            views = [
+                self._views(shard, prefix, labels, valid, packed_seq_params)
+                for state in states
+                for prefix in self._prefixes(state)
+            ]
             learned = learned_scalars(self.config, model, shard.tensor_group)
             of_states = [objective_terms(self.config, of_state, shard, learned, self._iteration) for of_state in views]
-            terms = torch.stack(of_states).sum(dim=0)
+            terms = torch.stack(of_states).sum(dim=0) / (len(views) / len(states))
         self._count_by_itself()
         self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard, learned)
         if not trains:
@@ -87,6 +91,12 @@ class Regularizer:
         _stop_hidden_failure(loss_BS, terms)
         weighted = terms.to(loss_BS.dtype) * self._weight(model)
         return add_gradient(loss_BS, weighted, start=shard.start)
+
+    def _prefixes(self, states: Tensor) -> list[Tensor]:
+        """The parts of the states that get a term each: the first features, or all of them."""
+        if self.config.objective != "simreg" or not self.config.prefixes:
+            return [states]
+        return [states[..., :prefix] for prefix in self.config.prefixes]
 
     def _count_by_itself(self) -> None:
         if self.follows_iterations:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import chunk_length
+from simreg_megatron.losses.mic import MICOptions, mic_value, pools_tokens
 from simreg_megatron.losses.sigreg import (
     NUM_DIRECTIONS,
     in_samples,
@@ -25,6 +26,7 @@ from simreg_megatron.losses.sigreg import (
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.reporting import log_once
 from simreg_megatron.plugin.views import View
 
 
@@ -79,3 +81,25 @@ def sigreg_terms(config: SimRegConfig, views: list[View], shard: SequenceShard, 
     if sample == "replicas":
         sums, counts = (sum_over(part, compat.data_group()) for part in (sums, counts))
     return spread(statistic(sums, counts, estimator), members).reshape(tokens.usable.shape)
+
+
+def mic_terms(config: SimRegConfig, views: list[View], shard: SequenceShard) -> Tensor:
+    """L of the micro-batch on each anchor, [B, A]; 0 where a token does not count. A collective."""
+    tokens, options = own_tokens(views, shard), mic_options(config)
+    alone = pools_tokens(options, len(tokens.usable), shard.layout.length, config.chunk_size)
+    if alone and options.pool != "token":
+        log_once(f"SimReg objective mic: a micro-batch has one {options.pool} here, so tokens stand by themselves")
+    value = mic_value(
+        tokens.embeddings,
+        tokens.usable,
+        tokens.positions,
+        shard.layout.length,
+        options=options,
+        chunk_size=config.chunk_size,
+        add=lambda part: sum_over_sequence(part, shard),
+    )
+    return torch.where(tokens.usable, value, 0.0)
+
+
+def mic_options(config: SimRegConfig) -> MICOptions:
+    return MICOptions(**{**config.options, "prefixes": config.prefixes})  # type: ignore[arg-type]

@@ -86,7 +86,14 @@ def sigreg(options: str = "", **settings: Any) -> SimRegConfig:
     return SimRegConfig(lambda_=1, objective="sigreg", objective_options=options, **settings)
 
 
+def mic(options: str = "", **settings: Any) -> SimRegConfig:
+    return SimRegConfig(lambda_=1, objective="mic", objective_options=f"prefixes=2/4,{options}", **settings)
+
+
 CONFIGS = {
+    "mic chunks of 12": mic(chunk_size=12),
+    "mic sequences, normalized over the batch": mic("pool=sequence,norm_scope=batch"),
+    "mic tokens": mic("pool=token,t=1"),
     "sigreg chunks of 12": sigreg(chunk_size=12),
     "sigreg whole": sigreg("estimator=epps-pulley,directions=32", chunk_size=0),
     "sigreg micro-batch": sigreg("sample=micro-batch,normalize=none"),

@@ -308,6 +308,14 @@ _SUMS = [
         must_fail="each rank has a sample of its own",
     ),
 ]
+_MOMENTS = [
+    Cell(TP2 + SP, neighbour("mic", "0.02", 24), core=True),
+    Cell(CP2, neighbour("mic", "0.02", options="pool=token,prefixes=8/32"), mode=PER_TOKEN),
+    Cell(TP2, neighbour("mic", "0.02", options="pool=sequence,norm_scope=batch")),
+    Cell(CP2 + TP2 + SP, neighbour("mic", "0.02", 16), mode=PER_TOKEN),
+    Cell(TP2 + SP, chunk(24, "--simreg-objective-options prefixes=16/64", "prefixes 16/64"), core=True),
+    Cell(CP2, chunk(0, "--simreg-objective-options prefixes=8/16", "prefixes 8/16")),
+]
 _PAIRS = [
     Cell(TP2 + SP, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none"), core=True),
     Cell(TP2, neighbour("sigmoid", "0.003", 24, "trains=none,param=absolute")),
@@ -326,5 +334,5 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
-    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_PAIRS, *_BROKEN,
+    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_BROKEN,
 )  # fmt: skip
