@@ -127,6 +127,55 @@ def mean_angle_degrees(mean_cosine: float) -> float:
     return math.degrees(math.acos(min(max(mean_cosine, -1.0), 1.0)))
 
 
+class Moments(NamedTuple):
+    """Sums over some hidden states, in their dtype (at least float32); those of ranks and micro-batches add up."""
+
+    number: Tensor
+    total: Tensor  # sum x, [d]
+    units: Tensor  # sum x / |x|, [d]
+    products: Tensor  # sum x x^T, [d, d]
+
+
+class Isotropy(NamedTuple):
+    """How evenly hidden states fill their space; NaN of fewer than two tokens, or of tokens that are all the same."""
+
+    score: Tensor  # IsoScore: 0 where all variance lies along one direction, 1 where it is the same along all
+    effective_rank: Tensor  # participation ratio (tr C)^2 / tr C^2 of the covariance C, from 1 to d
+    mean_cosine: Tensor  # over all pairs of different tokens
+
+
+@torch.no_grad()
+def moments(embeddings: Tensor, usable: Tensor) -> Moments:
+    """Of the usable tokens [...] of embeddings [..., d], none of which is a zero vector."""
+    rows = embeddings.detach().flatten(0, -2)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    usable = usable.flatten().unsqueeze(-1)
+    with no_autocast(rows.device.type):
+        units = torch.where(usable, unit_rows(torch.where(usable, rows, 1.0)), 0.0)
+        rows = torch.where(usable, rows, 0.0)
+        return Moments(usable.sum().to(rows.dtype), rows.sum(dim=0), units.sum(dim=0), rows.mT @ rows)
+
+
+@torch.no_grad()
+def isotropy(of: Moments) -> Isotropy:
+    """score = (r - 1) / (d - 1), rank r = (tr C)^2 / tr C^2, mean cosine = (|sum u|^2 - n) / (n (n - 1)).
+
+    C is the covariance of the states, u are their unit vectors.
+
+    The score's own definition rotates to principal axes, normalizes the variances, measures their distance from even
+    ones and rescales it twice; all that comes to this ratio, which needs no axes. With fewer tokens than features no
+    more than n - 1 directions can be seen: the rank is then that of the sample.
+
+    Source: Rudman, Gillman, Rayne and Eickhoff 2022 (IsoScore).
+    """
+    number, width = of.number, len(of.total)
+    mean = of.total / number
+    covariance = torch.addr(of.products / number, mean, mean, alpha=-1)
+    rank = covariance.trace().square() / covariance.square().sum()
+    cosine = (of.units.square().sum() - number) / (number * (number - 1))
+    return Isotropy((rank - 1) / (width - 1), rank, cosine)
+
+
 class Constellation(NamedTuple):
     """How well two sets of rows that belong together in pairs are told apart by a threshold on their cosines."""
 

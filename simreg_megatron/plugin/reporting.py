@@ -33,7 +33,11 @@ _PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative
 _NORMS = slice(11, 14)  # magnitude.NormSums of the tokens that count
 _SAME_NORMS, _OTHER_NORMS = slice(14, 17), slice(17, 20)  # likewise, once for every pair of equal, of other labels
 _SLOTS = 20
-_NOT_IN_CONSOLE = ("simreg norm difference",)  # Megatron's line is long enough
+_NOT_IN_CONSOLE = (  # Megatron's line is long enough
+    "simreg norm difference", "simreg effective rank", "simreg mean cosine"
+)  # fmt: skip
+_SAMPLED_TOKENS = 8192  # of a micro-batch, at most, over all ranks that share it: evenly spaced on the sequence
+_WIDEST = 4096  # beyond it the products of all features take too much memory to be logged by the way
 
 
 class Metrics:
@@ -43,6 +47,7 @@ class Metrics:
         self.config = config
         self.wants_geometry = True  # the training loop clears it between log steps
         self._sums: Tensor | None = None
+        self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
         self._learned: dict[str, Tensor] = {}  # the same on every rank
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
@@ -76,12 +81,38 @@ class Metrics:
             counted = shard.own_columns(valid).double()
             self._sums[_NORMS] += torch.stack(norm_sums(shard.own_columns(hidden_states.transpose(0, 1)), counted))
             self._learned = as_logged(learned)
+            self._add_moments(hidden_states.transpose(0, 1), valid, shard)
         for view in views:
             if not (self.config.by_sequence or self.config.sums_up):  # those do not ask for other labels
                 self._sums[_ONE_LABEL] += view.roles.lonely.sum()
             if self.wants_geometry:
                 self._sums[_PAIRS] += self._pair_sums(view)
                 self._add_pair_norms(view)
+
+    def _add_moments(self, hidden_states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
+        """Of every k-th position of the sequence, so that the sample is the same however the sequence is cut."""
+        num_sequences, width = len(hidden_states), hidden_states.shape[-1]
+        if width > _WIDEST:
+            log_once(f"SimReg: isotropy is not logged for states wider than {_WIDEST}, as it needs width^2 numbers")
+            return
+        every = -(-num_sequences * shard.layout.length // _SAMPLED_TOKENS)
+        runs = shard.layout.anchors(shard.rank)
+        usable = valid & ~zero_rows(hidden_states)
+        picked, offset = [], 0  # by slices, which need to know no value
+        for first, last in runs:
+            start = offset + -first % every
+            picked.append(slice(start, offset + last - first, every))
+            offset += last - first
+        own, own_usable = shard.own_columns(hidden_states), shard.own_columns(usable)
+        found = geometry.moments(
+            torch.cat([own[:, part] for part in picked], dim=1),
+            torch.cat([own_usable[:, part] for part in picked], dim=1),
+        )
+        if self._moments is None:
+            self._moments = list(found)
+        else:
+            for total, part in zip(self._moments, found, strict=True):
+                total += part
 
     def _pair_sums(self, view: View) -> Tensor:
         pairs = geometry.pair_cosines(
@@ -110,13 +141,16 @@ class Metrics:
         if self._sums is None:
             return {}
         sums = self._sums.clone()
+        moments = [part if reset else part.clone() for part in self._moments or ()]
         if reset:
             self._sums.zero_()
+            self._moments = None
         for group in (dp_cp_group, self._tensor_group):
             if group is not None and group.size() > 1:
-                dist.all_reduce(sums, group=group)
+                for part in (sums, *moments):
+                    dist.all_reduce(part, group=group)
         self._tell_oddities(sums)
-        return _named_means(sums, self.config.objective) | self._learned
+        return _named_means(sums, self.config.objective) | _named_isotropy(moments) | self._learned
 
     def _tell_oddities(self, sums: Tensor) -> None:
         """Say once, at log time, what only the data knew: tokens that SimReg had to leave out."""
@@ -142,6 +176,17 @@ def _named_means(sums: Tensor, objective: str) -> dict[str, Tensor]:
         "simreg norm variation": coefficient_of_variation(norms).float(),
         "simreg norm difference": cohens_d(same, other).float(),
         "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
+    }
+
+
+def _named_isotropy(moments: list[Tensor]) -> dict[str, Tensor]:
+    if not moments:
+        return {}
+    found = geometry.isotropy(geometry.Moments._make(moments))
+    return {
+        "simreg isotropy": found.score.float(),
+        "simreg effective rank": found.effective_rank.float(),
+        "simreg mean cosine": found.mean_cosine.float(),
     }
 
 

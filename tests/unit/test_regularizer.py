@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from simreg_megatron import SimRegConfig
+from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.plugin import regularizer as regularizer_module
@@ -111,7 +111,13 @@ def test_log_values_are_means_over_the_interval() -> None:
     pooled = (((len(same) - 1) * same.var() + (len(other) - 1) * other.var()) / freedom).sqrt()
     expected = ((same.mean() - other.mean()) / pooled).item()
     assert abs(expected) > 1e-3 and means["simreg norm difference"].item() == pytest.approx(expected, rel=1e-5)
+    tokens = torch.cat([embeddings[m > 0] for m in (mask, few)])
+    even = geometry.isotropy(geometry.moments(tokens, torch.ones(len(tokens), dtype=torch.bool)))
+    assert means["simreg isotropy"].item() == pytest.approx(even.score.item(), rel=1e-6)
+    assert means["simreg effective rank"].item() == pytest.approx(even.effective_rank.item(), rel=1e-6)
+    assert means["simreg mean cosine"].item() == pytest.approx(even.mean_cosine.item(), rel=1e-6)
     again = regularizer.metrics.reduce(One())
+    assert "simreg isotropy" not in again
     assert again["simreg loss"].item() == 0, "an interval starts at zero"
 
 
