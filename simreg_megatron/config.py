@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields
 
@@ -82,8 +83,10 @@ class SimRegConfig:
         chunk_size: tokens per chunk; 0 compares within the whole sequence.
         scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
         similarity: how two hidden states are compared.
-        objective: "simreg", a baseline, or "none" to measure SimReg without training on it.
-        objective_options: settings of a baseline's own, as pairs or as text: "form=per_pair,self_positive=always".
+        objective: "simreg", another one, or "none" to measure SimReg without training on it. Several at once, each with
+            its weight in the place of lambda: "simreg:auto,sigreg:0.05"; settings go to those that know them.
+        objective_options: settings of an objective's own, as pairs or as text: "form=per_pair,self_positive=always".
+            Of several objectives: "sigreg.seed=1,creg.temperature=0.2".
         layers: whose states get the term: "final" and layer numbers from 1; several are added up, lambda for each.
         placement: "post-norm" takes the final states behind the last norm (what enters the output layer), "pre-norm"
             before it. A numbered layer's output is behind no norm.
@@ -119,6 +122,9 @@ class SimRegConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lambda_", _checked_lambda(self.lambda_))
         object.__setattr__(self, "layers", _checked_layers(self.layers))
+        if self.combines:
+            object.__setattr__(self, "objective_options", _checked_together(self))
+            return
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -170,22 +176,28 @@ class SimRegConfig:
         if self.warmup_iters and not self.trains:
             raise ValueError("a SimReg warm-up has no effect while lambda is 0: give lambda, or drop the warm-up")
 
-    def _refuse_settings_of_simreg(self) -> None:
-        self._refuse_numbers_of_mic()
+    @property
+    def _idle_settings(self) -> list[str]:
+        """What has no effect on the objective, whatever it is set to."""
+        if self.objective in ("simreg", "none"):
+            return []
         names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
-        if self.sums_up:
+        if self.by_sequence or self.sums_up:
             names += ["scope", "document_mask"]
         if self.by_sequence or any(self.options.get(name, "chunk") != "chunk" for name in ("sample", "pool")):
-            names += ["chunk_size", "scope", "document_mask"]
-            if self.options.get("same_label") == "kept":
-                raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
+            names.append("chunk_size")
+        return names
+
+    def _refuse_settings_of_simreg(self) -> None:
+        self._refuse_numbers_of_mic()
+        if self.by_sequence and self.options.get("same_label") == "kept":
+            raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
         if self.options.get("scale") == "learned" and self.tau * LARGEST_SCALE <= 1:
             raise ValueError(
                 f"scale=learned starts at 1 / temperature and grows up to {LARGEST_SCALE:g}: give a temperature above "
                 f"{1 / LARGEST_SCALE:g}, not {self.tau:g}"
             )
-        defaults = {field.name: field.default for field in fields(self)}
-        idle = [name for name in names if getattr(self, name) != defaults[name]]
+        idle = [name for name in self._idle_settings if getattr(self, name) != _DEFAULTS[name]]
         if idle:
             raise ValueError(
                 f"SimReg {idle[0].replace('_', ' ')} {getattr(self, idle[0])} has no effect on objective "
@@ -201,6 +213,16 @@ class SimRegConfig:
             raise ValueError(f"SimReg objective option {below[0]} must be 0 or more, not {numbers[below[0]]:g}")
         if not any(numbers[name] for name in ("correlation", "variance", "balance", "uniformity")):
             raise ValueError("the weights of all four parts of SimReg objective mic are 0: leave one above 0")
+
+    @property
+    def combines(self) -> bool:
+        """Whether the objective names several ones with their weights; then `parts` are what is computed."""
+        return ":" in self.objective or "," in self.objective
+
+    @functools.cached_property
+    def parts(self) -> tuple[SimRegConfig, ...]:
+        """The settings of each objective; most often of one."""
+        return _parts(self) if self.combines else (self,)
 
     @property
     def by_sequence(self) -> bool:
@@ -231,7 +253,7 @@ class SimRegConfig:
     @property
     def trains(self) -> bool:
         """Whether the term adds to the gradient."""
-        return self.objective != "none" and self.lambda_ != 0
+        return self.combines or (self.objective != "none" and self.lambda_ != 0)
 
     @property
     def active(self) -> bool:
@@ -253,6 +275,9 @@ class SimRegConfig:
         if self.lambda_ == "auto":
             return 10.0 * math.sqrt(hidden_size / _REFERENCE_HIDDEN_SIZE)
         return float(self.lambda_)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}
 
 
 @dataclass(frozen=True)
@@ -313,11 +338,88 @@ def _checked_lambda(value: float | str) -> float | str:
     return number
 
 
+def _checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ...]:
+    """The options of all parts; what they were given and no part knows is refused."""
+    if config.lambda_ != 0:
+        raise ValueError(
+            f"SimReg lambda {config.lambda_} has no effect where each objective has a weight: "
+            f"write it behind the name, as in simreg:{config.lambda_}"
+        )
+    for name in _DEFAULTS.keys() - {"objective", "objective_options", "temperature", "layers"}:
+        if getattr(config, name) != _DEFAULTS[name] and all(name in part._idle_settings for part in config.parts):
+            raise ValueError(
+                f"SimReg {name.replace('_', ' ')} {getattr(config, name)} has no effect on any of {config.objective}: "
+                "drop it"
+            )
+    own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
+    words = [(word, str(value)) for word, value in _words(config.objective_options)]
+    return (*own, *((word, float(value)) for word, value in words if word.endswith(".temperature")))
+
+
+def _parts(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
+    weights = _weights(config.objective)
+    options: dict[str, dict[str, object]] = {name: {} for name in weights}
+    for word, value in _words(config.objective_options):
+        objective, dot, name = word.partition(".")
+        if not dot or objective not in weights:
+            raise ValueError(
+                f"with several SimReg objectives an option begins with the name of its own, as in "
+                f"{next(iter(weights))}.{name or word}, and {word!r} does not"
+            )
+        options[objective][name] = value
+    found = []
+    for objective, weight in weights.items():
+        own = options[objective]
+        temperature = own.pop("temperature", _shared_temperature(config, objective, list(weights)))
+        given = {"objective": objective, "lambda_": weight, "objective_options": tuple(own.items())}
+        alone = SimRegConfig(**given)  # type: ignore[arg-type]
+        rest = _DEFAULTS.keys() - given.keys() - {"temperature"} - set(alone._idle_settings)
+        shared = {name: getattr(config, name) for name in rest}
+        if temperature is not None:
+            shared["temperature"] = float(temperature)  # type: ignore[arg-type]
+        found.append(SimRegConfig(**given, **shared))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def _weights(text: str) -> dict[str, float | str]:
+    """ "simreg:auto,sigreg:0.05" by name."""
+    found: dict[str, float | str] = {}
+    for word in text.split(","):
+        name, colon, weight = (piece.strip() for piece in word.partition(":"))
+        if not colon or name not in OBJECTIVES or name == "none" or name in found:
+            raise ValueError(
+                f"SimReg objective {text!r} must be one name, or several different ones with a weight each, such as "
+                f"simreg:auto,sigreg:0.05; choose from {', '.join(OBJECTIVES[:-1])}"
+            )
+        found[name] = _checked_lambda(weight)
+        if found[name] == 0:
+            raise ValueError(f"SimReg objective {name} has weight 0 in {text!r}: give it another, or leave it out")
+    return found
+
+
+def _shared_temperature(config: SimRegConfig, objective: str, names: list[str]) -> float | None:
+    """The one temperature goes to SimReg, or to the only part that has one."""
+    if config.temperature is None:
+        return None
+    takers = ["simreg"] if "simreg" in names else [name for name in names if name in TEMPERATURES]
+    if len(takers) != 1:
+        raise ValueError(
+            f"SimReg temperature {config.temperature} belongs to none or to several of {config.objective}: give it "
+            f"as an option of one, such as {(takers or names)[0]}.temperature={config.temperature}"
+        )
+    return config.temperature if objective == takers[0] else None
+
+
+def _words(value: object) -> list[tuple[str, object]]:
+    """Options given as pairs, or as text."""
+    words = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
+    return [(str(name).strip().replace("-", "_"), setting) for name, setting in words]  # type: ignore[attr-defined]
+
+
 def _checked_options(objective: str, value: object) -> tuple[tuple[str, str | float], ...]:
     """All options of the objective, those not given at their defaults."""
     known = OBJECTIVE_OPTIONS.get(objective, {})
-    words = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
-    given = {str(name).strip().replace("-", "_"): setting for name, setting in words}  # type: ignore[attr-defined]
+    given = dict(_words(value))
     for name, setting in given.items():
         if (objective, name, setting) in NOT_OFFERED:
             raise ValueError(

@@ -270,7 +270,8 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
             _refuse_models(regularizer.config, built[0])
             if regularizer.config.document_mask:
                 regularizer.end_of_document = _end_of_document()
-            _announce(regularizer.config, built[0])
+            for part in regularizer.config.parts:
+                _announce(part, built[0])
         if built[1] is None:  # --skip-train
             _installation.clipping = None
         if _installation.clipping is not None:
@@ -300,18 +301,21 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         )
     if config.looks_inside:
         inner.refuse_arguments(config, args)
-    if config.by_sequence:
-        _refuse_lonely_sequences(args, config)
-    if config.prefixes:
-        _refuse_prefixes(args.hidden_size, config)
+    for part in config.parts:
+        if part.by_sequence:
+            _refuse_lonely_sequences(args, part)
+        if part.prefixes:
+            _refuse_prefixes(args.hidden_size, part)
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(_PACKED_AND_SPLIT)
-    if packed and (config.by_sequence or config.options.get("sample") == "chunk" or config.objective == "mic"):
-        raise NotImplementedError(
-            f"SimReg objective {config.objective} takes a row for one sequence, and packed rows hold several: "
-            "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
-        )
+    for part in config.parts:
+        of_rows = part.by_sequence or part.options.get("sample") == "chunk" or part.objective == "mic"
+        if packed and of_rows:
+            raise NotImplementedError(
+                f"SimReg objective {part.objective} takes a row for one sequence, and packed rows hold several: "
+                "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
+            )
     if packed and getattr(args, "overlap_moe_expert_parallel_comm", False):
         raise NotImplementedError(
             "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "

@@ -25,6 +25,8 @@ _SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided
 
 def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
     """Modules that the settings ask for: the scalars of each and where they start."""
+    if config.combines:
+        return {name: start for part in config.parts for name, start in wanted(part).items()}
     found = {}
     if config.similarity == "learnable":
         found["similarity"] = _SIMILARITY

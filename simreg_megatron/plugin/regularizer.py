@@ -7,7 +7,8 @@ and per-token loss [B, S] (all tokens of the context rank, also where sequence p
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.reporting import Metrics, log_once
 from simreg_megatron.plugin.sequence import views_of
 from simreg_megatron.plugin.views import View
+
+
+class _Part(NamedTuple):
+    """What one objective came to."""
+
+    terms: Tensor  # [B, anchors of this rank]
+    views: list[View]  # of the last states
+    learned: dict[str, Tensor]
 
 
 class Regularizer:
@@ -73,57 +82,67 @@ class Regularizer:
         labels = shard.held_columns(labels)
         self._describe_chunks(shard, getattr(packed_seq_params, "tokens_per_sample", None))
 
-        trains = self.config.trains
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(self.config.trains):
             states = self.inner_states.take(model, hidden_states)
-            views = [
-                self._views(shard, prefix, labels, valid, packed_seq_params)
-                for state in states
-                for prefix in self._prefixes(state)
+            parts = [
+                self._part(part, model, shard, states, labels, valid, packed_seq_params) for part in self.config.parts
             ]
-            learned = learned_scalars(self.config, model, shard.tensor_group)
-            of_states = [objective_terms(self.config, of_state, shard, learned, self._iteration) for of_state in views]
-            terms = torch.stack(of_states).sum(dim=0) / (len(views) / len(states))
         self._count_by_itself()
-        self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard, learned)
-        if not trains:
+        learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
+        terms = [part.terms.detach() for part in parts]
+        self.metrics.observe(terms, parts[self.metrics.primary].views, states[-1].detach(), valid, shard, learned)
+        if not self.config.trains:
             return loss_BS
-        _stop_hidden_failure(loss_BS, terms)
-        weighted = terms.to(loss_BS.dtype) * self._weight(model)
-        return add_gradient(loss_BS, weighted, start=shard.start)
+        _stop_hidden_failure(loss_BS, [part.terms for part in parts])
+        weighted = [
+            part.terms.to(loss_BS.dtype) * self._weight(config, model)
+            for part, config in zip(parts, self.config.parts, strict=True)
+        ]
+        return add_gradient(loss_BS, functools.reduce(torch.add, weighted), start=shard.start)
 
-    def _prefixes(self, states: Tensor) -> list[Tensor]:
-        """The parts of the states that get a term each: the first features, or all of them."""
-        if self.config.objective != "simreg" or not self.config.prefixes:
-            return [states]
-        return [states[..., :prefix] for prefix in self.config.prefixes]
+    def _part(
+        self,
+        config: SimRegConfig,
+        model: Any,
+        shard: SequenceShard,
+        states: list[Tensor],
+        labels: Tensor,
+        valid: Tensor,
+        packed_seq_params: Any,
+    ) -> _Part:
+        """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
+        views = [
+            views_of(
+                config,
+                shard,
+                prefix,
+                labels,
+                valid,
+                documents=self._documents(packed_seq_params) if config.document_mask else None,
+                sample_length=getattr(packed_seq_params, "tokens_per_sample", None),
+            )
+            for state in states
+            for prefix in _prefixes(config, state)
+        ]
+        learned = learned_scalars(config, model, shard.tensor_group)
+        terms = torch.stack(
+            [objective_terms(config, of_state, shard, learned, self._iteration) for of_state in views]
+        ).sum(dim=0)
+        if config.objective == "simreg" and config.prefixes:
+            terms = terms / len(config.prefixes)
+        return _Part(terms, views[-1], learned)
 
     def _count_by_itself(self) -> None:
         if self.follows_iterations:
             return
         self._iteration += 1
-        if self.config.objective == "sigreg":
+        if any(part.objective == "sigreg" for part in self.config.parts):
             log_once(
                 "SimReg: no training loop tells the iteration, so each micro-batch draws directions of its own, and a "
                 "run that is resumed begins with the first ones again"
             )
 
-    def _views(
-        self, shard: SequenceShard, states: Tensor, labels: Tensor, valid: Tensor, packed_seq_params: Any
-    ) -> list[View]:
-        return views_of(
-            self.config,
-            shard,
-            states,
-            labels,
-            valid,
-            documents=self._documents(packed_seq_params),
-            sample_length=getattr(packed_seq_params, "tokens_per_sample", None),
-        )
-
-    def _documents(self, packed_seq_params: Any) -> Documents | None:
-        if not self.config.document_mask:
-            return None
+    def _documents(self, packed_seq_params: Any) -> Documents:
         if packed_seq_params is not None:
             padded = packed_seq_params.cu_seqlens_q_padded
             return PackedLengths(packed_seq_params.cu_seqlens_q if padded is None else padded)
@@ -134,8 +153,8 @@ class Regularizer:
             )
         return EndTokens(self.end_of_document)
 
-    def _weight(self, model: Any) -> Any:
-        weight = self.config.weight(model.config.hidden_size)
+    def _weight(self, config: SimRegConfig, model: Any) -> Any:
+        weight = config.weight(model.config.hidden_size)
         if not self.config.warmup_iters:
             return weight
         if self.ramp is None:
@@ -146,7 +165,7 @@ class Regularizer:
         return weight * self.ramp
 
     def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
-        if self.config.by_sequence:
+        if all(part.by_sequence for part in self.config.parts):
             return
         size, sequence = self.config.chunk_size, sample_length or shard.layout.length
         if size > sequence:
@@ -157,6 +176,13 @@ class Regularizer:
                 f"SimReg scope local: chunks of {min(size or longest, longest)} tokens end where a rank's block of "
                 f"{longest} ends, so the objective depends on the parallel layout"
             )
+
+
+def _prefixes(config: SimRegConfig, states: Tensor) -> list[Tensor]:
+    """The parts of the states that get a term each: the first features, or all of them."""
+    if config.objective != "simreg" or not config.prefixes:
+        return [states]
+    return [states[..., :prefix] for prefix in config.prefixes]
 
 
 def shard_of(model: Any, labels: Tensor) -> SequenceShard:
@@ -194,10 +220,10 @@ def _valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     return valid & (loss_mask.view_as(labels) > 0)
 
 
-def _stop_hidden_failure(loss: Tensor, terms: Tensor) -> None:
+def _stop_hidden_failure(loss: Tensor, terms: list[Tensor]) -> None:
     """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
 
     A loss that is not finite itself is left to Megatron, which stops or reruns the step.
     """
-    sound = torch.isfinite(terms).all() | ~torch.isfinite(loss).all()
+    sound = torch.stack([torch.isfinite(part).all() for part in terms]).all() | ~torch.isfinite(loss).all()
     torch._assert_async(sound, "the SimReg term is not finite while the language-model loss is: the step is stopped")

@@ -44,7 +44,11 @@ class Metrics:
     """Sums and counts of one log interval on this rank, in one device tensor that lives as long as the run."""
 
     def __init__(self, config: SimRegConfig) -> None:
-        self.config = config
+        names = [part.objective for part in config.parts]
+        self._objectives = names
+        self._term_slots = [_TERM, *range(_SLOTS, _SLOTS + len(names) - 1)]
+        self.primary = names.index("simreg") if "simreg" in names else 0  # whose chunks the geometry is of
+        self.config = config.parts[self.primary]
         self.wants_geometry = True  # the training loop clears it between log steps
         self._sums: Tensor | None = None
         self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
@@ -60,20 +64,22 @@ class Metrics:
     @torch.no_grad()
     def observe(
         self,
-        terms: Tensor,
+        terms: list[Tensor],
         views: list[View],
         hidden_states: Tensor,
         valid: Tensor,
         shard: SequenceShard,
         learned: Mapping[str, Tensor],
     ) -> None:
-        """Add one micro-batch of this rank: terms [B, A], hidden states [S, B, D], valid [B, S]; trained scalars."""
+        """Add one micro-batch of this rank: terms [B, A] of each objective, views of the primary one, hidden states
+        [S, B, D], valid [B, S], trained scalars."""
         if self._sums is None:
-            self._sums = torch.zeros(_SLOTS, dtype=torch.float64, device=terms.device)
+            self._sums = torch.zeros(_SLOTS + len(terms) - 1, dtype=torch.float64, device=valid.device)
         self._tensor_group = shard.tensor_group
         own_valid = shard.own_columns(valid)
         zero_norm = shard.own_columns(valid & zero_rows(hidden_states.transpose(0, 1)))
-        self._sums[_TERM] += terms.sum(dtype=torch.float64)
+        for slot, of_objective in zip(self._term_slots, terms, strict=True):
+            self._sums[slot] += of_objective.sum(dtype=torch.float64)
         self._sums[_TOKENS] += own_valid.sum()
         self._sums[_ALL_MASKED] += (~own_valid.any(dim=1)).sum()
         self._sums[_ZERO_NORM] += zero_norm.sum()
@@ -150,7 +156,28 @@ class Metrics:
                 for part in (sums, *moments):
                     dist.all_reduce(part, group=group)
         self._tell_oddities(sums)
-        return _named_means(sums, self.config.objective) | _named_isotropy(moments) | self._learned
+        return self._named_means(sums) | _named_isotropy(moments) | self._learned
+
+    def _named_means(self, sums: Tensor) -> dict[str, Tensor]:
+        def mean(numerator: int, denominator: int) -> Tensor:
+            return (sums[numerator] / sums[denominator].clamp(min=1)).float()
+
+        first = _PAIRS.start
+        negative = mean(first + 2, first + 3)
+        norms, same, other = (NormSums(*sums[part].unbind()) for part in (_NORMS, _SAME_NORMS, _OTHER_NORMS))
+        losses = {
+            f"{'simreg' if name == 'none' else name} loss": mean(slot, _TOKENS)
+            for name, slot in zip(self._objectives, self._term_slots, strict=True)
+        }
+        return losses | {
+            "simreg positive cosine": mean(first, first + 1),
+            "simreg negative cosine": negative,
+            "simreg largest negative cosine": mean(first + 4, first + 5),
+            "simreg norm": mean_norm(norms).float(),
+            "simreg norm variation": coefficient_of_variation(norms).float(),
+            "simreg norm difference": cohens_d(same, other).float(),
+            "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
+        }
 
     def _tell_oddities(self, sums: Tensor) -> None:
         """Say once, at log time, what only the data knew: tokens that SimReg had to leave out."""
@@ -158,25 +185,6 @@ class Metrics:
             if slot not in self._oddities_told and (count := int(sums[slot])):
                 self._oddities_told.add(slot)
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
-
-
-def _named_means(sums: Tensor, objective: str) -> dict[str, Tensor]:
-    def mean(numerator: int, denominator: int) -> Tensor:
-        return (sums[numerator] / sums[denominator].clamp(min=1)).float()
-
-    first = _PAIRS.start
-    negative = mean(first + 2, first + 3)
-    norms, same, other = (NormSums(*sums[part].unbind()) for part in (_NORMS, _SAME_NORMS, _OTHER_NORMS))
-    return {
-        f"{'simreg' if objective == 'none' else objective} loss": mean(_TERM, _TOKENS),
-        "simreg positive cosine": mean(first, first + 1),
-        "simreg negative cosine": negative,
-        "simreg largest negative cosine": mean(first + 4, first + 5),
-        "simreg norm": mean_norm(norms).float(),
-        "simreg norm variation": coefficient_of_variation(norms).float(),
-        "simreg norm difference": cohens_d(same, other).float(),
-        "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
-    }
 
 
 def _named_isotropy(moments: list[Tensor]) -> dict[str, Tensor]:

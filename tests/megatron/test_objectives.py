@@ -57,3 +57,17 @@ def test_scale_and_bias_of_the_sigmoid_are_trained_in_every_layout(data_flags: t
         got = runs.train(tmp_path / f"split{len(layout)}", (*flags, *layout.split()), processes=2)
         gap = runs.difference(alone, got)
         assert gap.loss < 1e-6 and gap.norm < 1e-5 and gap.grad < 1e-5, (layout, gap)
+
+
+def test_each_of_several_objectives_has_its_log_line(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    objectives = ("--simreg-objective", "simreg:auto,sigmoid:0.001", "--simreg-chunk-size", "24")
+    done = runs.attempt(tmp_path, (*data_flags, *STEPS, *objectives))
+    assert done.status == 0
+    for said in (
+        "simreg loss:",
+        "sigmoid loss:",
+        "sigmoid t:",
+        "> SimReg: lambda 2.5,",
+        "objective sigmoid: lambda 0.001",
+    ):
+        assert said in done.output, said

@@ -236,3 +236,34 @@ def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None
     )
     terms.sum().backward()
     torch.testing.assert_close(flat.grad.reshape(BATCH, LENGTH, WIDTH), expected.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_combination_is_the_weighted_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    hidden, labels, mask, loss = micro_batch()
+
+    def gradient(**settings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        regularizer = Regularizer(SimRegConfig(chunk_size=6, **settings))
+        regularizer.set_iteration(4)
+        hidden.grad = None
+        result = add(regularizer, hidden, labels, mask, loss)
+        assert torch.equal(result, loss)
+        result.sum().backward()
+        return hidden.grad.clone(), regularizer.metrics.reduce(One())
+
+    together, logged = gradient(
+        objective="sigreg:2,simreg:auto,sigmoid:0.01",
+        objective_options="sigmoid.trains=none,sigreg.seed=1",
+        temperature=0.1,
+    )
+    alone = {
+        "simreg loss": gradient(lambda_="auto", temperature=0.1),
+        "sigreg loss": gradient(lambda_=2, objective="sigreg", objective_options="seed=1"),
+        "sigmoid loss": gradient(lambda_=0.01, objective="sigmoid", objective_options="trains=none"),
+    }
+    torch.testing.assert_close(together, sum(grad for grad, _ in alone.values()), rtol=1e-10, atol=1e-12)
+    for name, (grad, means) in alone.items():
+        assert grad.norm() > 1e-3 * together.norm(), "each is felt"
+        torch.testing.assert_close(logged[name], means[name])
+    assert logged["simreg negative cosine"] == alone["simreg loss"][1]["simreg negative cosine"]
+    assert torch.equal(gradient(objective="simreg:3", temperature=0.1)[0], gradient(lambda_=3, temperature=0.1)[0])

@@ -316,6 +316,15 @@ _MOMENTS = [
     Cell(TP2 + SP, chunk(24, "--simreg-objective-options prefixes=16/64", "prefixes 16/64"), core=True),
     Cell(CP2, chunk(0, "--simreg-objective-options prefixes=8/16", "prefixes 8/16")),
 ]
+_TOGETHER = Part(
+    "simreg:10,sigreg:0.3,sce:1",
+    ("--simreg-objective", "simreg:10,sigreg:0.3,sce:1", "--simreg-temperature", "0.5", "--simreg-chunk-size", "24"),
+)
+_COMBINATIONS = [
+    Cell(TP2 + SP, _TOGETHER, core=True),
+    Cell(CP2, _TOGETHER, mode=PER_TOKEN),
+    Cell(PP2, _TOGETHER),
+]
 _PAIRS = [
     Cell(TP2 + SP, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none"), core=True),
     Cell(TP2, neighbour("sigmoid", "0.003", 24, "trains=none,param=absolute")),
@@ -334,5 +343,5 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
-    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_BROKEN,
+    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS, *_BROKEN,
 )  # fmt: skip
