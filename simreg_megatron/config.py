@@ -376,7 +376,7 @@ def _parts(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
         rest = _DEFAULTS.keys() - given.keys() - {"temperature"} - set(alone._idle_settings)
         shared = {name: getattr(config, name) for name in rest}
         if temperature is not None:
-            shared["temperature"] = float(temperature)  # type: ignore[arg-type]
+            shared["temperature"] = _checked_option(f"{objective}.temperature", 1.0, temperature)
         found.append(SimRegConfig(**given, **shared))  # type: ignore[arg-type]
     return tuple(found)
 

@@ -77,7 +77,7 @@ class Regularizer:
             packed_seq_params: Megatron's description of a row that packs several texts, or None.
         """
         shard = shard_of(model, labels)
-        hidden_states = _main_hidden_states(hidden_states, shard)
+        given, hidden_states = hidden_states, _main_hidden_states(hidden_states, shard)
         valid = shard.held_columns(_valid_tokens(labels, loss_mask))
         labels = shard.held_columns(labels)
         self._describe_chunks(shard, getattr(packed_seq_params, "tokens_per_sample", None))
@@ -91,6 +91,8 @@ class Regularizer:
         learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
         terms = [part.terms.detach() for part in parts]
         self.metrics.observe(terms, parts[self.metrics.primary].views, states[-1].detach(), valid, shard, learned)
+        # The gradient of all that hangs on them arrives at what was given, not at a part of it.
+        self.metrics.watch_gradient(given if states[-1] is hidden_states else states[-1], valid, shard)
         if not self.config.trains:
             return loss_BS
         _stop_hidden_failure(loss_BS, [part.terms for part in parts])

@@ -16,7 +16,7 @@ from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums
+from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin.learnable import as_logged
 from simreg_megatron.plugin.views import View
@@ -32,10 +32,16 @@ _ODDITIES = {
 _PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
 _NORMS = slice(11, 14)  # magnitude.NormSums of the tokens that count
 _SAME_NORMS, _OTHER_NORMS = slice(14, 17), slice(17, 20)  # likewise, once for every pair of equal, of other labels
-_SLOTS = 20
+_ONCE_NORMS, _OFTEN_NORMS = slice(20, 23), slice(23, 26)  # of tokens alone with their label in a chunk; of all others
+_RADIAL = slice(26, 28)  # magnitude.radial_sums of the whole loss's gradient
+_SLOTS = 28
 _NOT_IN_CONSOLE = (  # Megatron's line is long enough
-    "simreg norm difference", "simreg effective rank", "simreg mean cosine"
-)  # fmt: skip
+    "simreg norm difference",
+    "simreg norm difference of rare labels",
+    "simreg radial gradient",
+    "simreg effective rank",
+    "simreg mean cosine",
+)
 _SAMPLED_TOKENS = 8192  # of a micro-batch, at most, over all ranks that share it: evenly spaced on the sequence
 _WIDEST = 4096  # beyond it the products of all features take too much memory to be logged by the way
 
@@ -138,6 +144,23 @@ class Metrics:
         counts = pair_counts(view.labels, view.usable, documents=view.documents, chunk_size=size)
         for slots, count in zip((_SAME_NORMS, _OTHER_NORMS), counts, strict=True):
             self._sums[slots] += torch.stack(norm_sums(view.embeddings[:, own], count[:, own]))
+        alone = counts[0] == 0
+        for slots, members in ((_ONCE_NORMS, view.usable & alone), (_OFTEN_NORMS, view.usable & ~alone)):
+            self._sums[slots] += torch.stack(norm_sums(view.embeddings[:, own], members[:, own]))
+
+    def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
+        """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths."""
+        if not (self.wants_geometry and states.requires_grad):
+            return
+        counted = shard.own_columns(valid)
+        own = shard.own_columns(states.detach()[: valid.shape[1]].transpose(0, 1))
+
+        def add_up(gradient: Tensor) -> None:
+            assert self._sums is not None
+            of_own = shard.own_columns(gradient[: valid.shape[1]].transpose(0, 1))
+            self._sums[_RADIAL] += torch.stack(radial_sums(of_own, own, counted))
+
+        states.register_hook(add_up)
 
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
         """Means over all data- and context-parallel ranks since the last reset; empty where nothing was observed.
@@ -164,7 +187,10 @@ class Metrics:
 
         first = _PAIRS.start
         negative = mean(first + 2, first + 3)
-        norms, same, other = (NormSums(*sums[part].unbind()) for part in (_NORMS, _SAME_NORMS, _OTHER_NORMS))
+        norms, same, other, once, often = (
+            NormSums(*sums[part].unbind()) for part in (_NORMS, _SAME_NORMS, _OTHER_NORMS, _ONCE_NORMS, _OFTEN_NORMS)
+        )
+        radial, whole = sums[_RADIAL]
         losses = {
             f"{'simreg' if name == 'none' else name} loss": mean(slot, _TOKENS)
             for name, slot in zip(self._objectives, self._term_slots, strict=True)
@@ -176,6 +202,8 @@ class Metrics:
             "simreg norm": mean_norm(norms).float(),
             "simreg norm variation": coefficient_of_variation(norms).float(),
             "simreg norm difference": cohens_d(same, other).float(),
+            "simreg norm difference of rare labels": cohens_d(once, often).float(),
+            "simreg radial gradient": (radial / whole).float(),
             "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
         }
 
@@ -201,7 +229,7 @@ def _named_isotropy(moments: list[Tensor]) -> dict[str, Tensor]:
 def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *, skipped: bool) -> None:
     """Put interval means where `training_log` prints its own: it divides every entry by the advanced iterations.
 
-    The difference of norms (Cohen's d) is for TensorBoard and Weights & Biases alone.
+    Some are for TensorBoard and Weights & Biases alone.
     """
     advanced = total_loss_dict.get("advanced iterations", 0) + (0 if skipped else 1)
     for name, value in means.items():

@@ -101,6 +101,10 @@ def test_several_objectives_each_with_a_weight() -> None:
         ({"objective": "sigreg:1,mic:1", "temperature": 0.1}, "belongs to none or to several"),
         ({"objective": "creg:1,sce:1", "temperature": 0.1}, "such as creg.temperature=0.1"),
         ({"objective": "sigreg:1", "objective_options": "sigreg.temperature=1"}, "sigreg has no temperature"),
+        (
+            {"objective": "sce:1", "objective_options": "sce.temperature=hot"},
+            "sce.temperature must be a number, not 'hot'",
+        ),
         ({"objective": "simreg:1,sigreg:1", "chunk_size": 1}, "chunk size must be at least 2"),
     ],
 )

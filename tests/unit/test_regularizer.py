@@ -267,3 +267,40 @@ def test_a_combination_is_the_weighted_sum_of_its_parts(monkeypatch: pytest.Monk
         torch.testing.assert_close(logged[name], means[name])
     assert logged["simreg negative cosine"] == alone["simreg loss"][1]["simreg negative cosine"]
     assert torch.equal(gradient(objective="simreg:3", temperature=0.1)[0], gradient(lambda_=3, temperature=0.1)[0])
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_the_log_tells_how_much_of_the_gradient_changes_lengths(similarity: str) -> None:
+    """Of the whole loss, whatever else hangs on the states; cosines by themselves leave lengths alone."""
+    hidden, labels, mask, loss = micro_batch()
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.5, similarity=similarity))
+    add(regularizer, hidden, labels, mask, loss).sum().backward()
+    found = regularizer.metrics.reduce(One())["simreg radial gradient"].item()
+    units = hidden.detach() / hidden.detach().norm(dim=-1, keepdim=True)
+    share = (hidden.grad * units).sum(dim=-1).square().sum() / hidden.grad.square().sum()
+    assert found == pytest.approx(share.item(), rel=1e-6, abs=1e-12)
+    assert found < 1e-12 if similarity == "cosine" else found > 1e-2
+    hidden.grad = None
+    stacked = torch.cat([hidden, torch.randn_like(hidden)])  # states of further predictions follow
+    pull = 0.01 * (stacked[:LENGTH] * mask.T.unsqueeze(-1)).square().sum()
+    (add(regularizer, stacked, labels, mask, loss).sum() + pull).backward()
+    share = (hidden.grad * units).sum(dim=-1).square().sum() / hidden.grad.square().sum()
+    found = regularizer.metrics.reduce(One())["simreg radial gradient"].item()
+    assert found == pytest.approx(share.item(), rel=1e-6) and found > 1e-2
+
+
+def test_norms_of_labels_that_come_once() -> None:
+    hidden, labels, mask, loss = micro_batch()
+    labels[:, ::3] = torch.arange(100, 104)
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=0))
+    add(regularizer, hidden, labels, mask, loss)
+    found = regularizer.metrics.reduce(One())["simreg norm difference of rare labels"].item()
+    norms: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for b in range(BATCH):
+        own = labels[b][mask[b] > 0].tolist()
+        for i in (mask[b] > 0).nonzero().flatten():
+            norms[own.count(labels[b, i].item()) == 1].append(hidden[i, b].detach().norm())
+    once, often = (torch.stack(norms[key]) for key in (True, False))
+    freedom = len(once) + len(often) - 2
+    pooled = (((len(once) - 1) * once.var() + (len(often) - 1) * often.var()) / freedom).sqrt()
+    assert found == pytest.approx(((once.mean() - often.mean()) / pooled).item(), rel=1e-5)
