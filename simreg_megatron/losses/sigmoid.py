@@ -97,8 +97,8 @@ def sigmoid_terms(
 
     def terms(block: Block) -> Tensor:
         units = unit_rows(block.rows)
-        t = units.new_full((), 1.0 / temperature) if log_t is None else log_t.exp().squeeze()
-        shift = torch.as_tensor(bias, dtype=units.dtype, device=units.device).squeeze()
+        t = units.new_full((), 1.0 / temperature) if log_t is None else log_t.to(units.dtype).exp().squeeze()
+        shift = bias.to(units.dtype).squeeze() if isinstance(bias, Tensor) else units.new_full((), bias)
         shift = t * shift if param == "relative" else shift
         keeps_self = self_positive == "always"
         slabs = list(_slabs(block, units))

@@ -131,7 +131,8 @@ def wave_sums(rows: Tensor, members: Tensor, directions: Tensor, estimator: str)
 
 def statistic(sums: Tensor, counts: Tensor, estimator: str) -> Tensor:
     """T of each sample [b, s] from its sums [b, s, 2, t, K] and its number of tokens [b, s]; 0 of an empty one."""
-    at = torch.tensor(knots(estimator), dtype=sums.dtype, device=sums.device)
+    # Made on the device: a copy from the host would wait for it.
+    at = torch.arange(sums.shape[-2], dtype=sums.dtype, device=sums.device) * knots(estimator)[1]
     waves = sums / counts.to(sums.dtype).clamp(min=1)[..., None, None, None]
     cosines, sines = waves.unbind(dim=-3)
     gaps = ((cosines - (-0.5 * at.square()).exp().unsqueeze(-1)).square() + sines.square()).mean(dim=-1)
