@@ -44,6 +44,7 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, OptionKind]] = {
         "trains": ("both", "t", "bias", "none"),
         "bias": 0.0,
         "self_positive": ("never", "always"),
+        "pairs": ("labels", "hidden-head"),
     },
     "mic": {
         "prefixes": "auto",
@@ -65,7 +66,7 @@ _TWICE = "it needs the model to run twice on each micro-batch, and a hook has on
 NOT_OFFERED = {
     ("simcse", "view", "forward2"): _TWICE,
     ("creg", "prediction_consistency", "yes"): _TWICE,
-    ("sigmoid", "pairs", "hidden-head"): "pairs of hidden states and rows of the output layer are not built yet",
+    ("sigmoid", "adapter", "yes"): "the trained t and relative bias hold all that it could add: leave the option out",
     ("sce", "keys", "ema"): "it needs a second model whose weights follow the first: leave the option out",
 }
 """Options that the originals have and a plugin cannot: (objective, option, value) and why."""
@@ -190,6 +191,8 @@ class SimRegConfig:
 
     def _refuse_settings_of_simreg(self) -> None:
         self._refuse_numbers_of_mic()
+        if self.meets_heads and self.options["self_positive"] == "always":
+            raise ValueError("self_positive=always has no effect on pairs=hidden-head, where a token meets its own row")
         if self.by_sequence and self.options.get("same_label") == "kept":
             raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
         if self.options.get("scale") == "learned" and self.tau * LARGEST_SCALE <= 1:
@@ -233,6 +236,11 @@ class SimRegConfig:
     def sums_up(self) -> bool:
         """Whether tokens meet only in sums over a sample, so that sums travel and hidden states never do."""
         return self.objective in ("sigreg", "mic")
+
+    @property
+    def meets_heads(self) -> bool:
+        """Whether hidden states are compared with rows of the output layer."""
+        return self.options.get("pairs") == "hidden-head"
 
     @property
     def tau(self) -> float:

@@ -31,6 +31,7 @@ def sigmoid_loss(
     param: str = "relative",
     pair_reduction: str = "anchor",
     self_positive: str = "never",
+    heads: Tensor | None = None,
     valid: Tensor | None = None,
     documents: Tensor | None = None,
     chunk_size: int = 0,
@@ -51,6 +52,8 @@ def sigmoid_loss(
             "balanced": half the mean over its positive pairs and half that over its negative ones, as positives are
             rare. The latter two are spread over the chunk's tokens, so that a chunk weighs as much as it has tokens.
         self_positive: "never"; "always": j = i is a positive pair, which moves t and b alone, as its cosine is 1.
+        heads: shape of embeddings: e_i meets heads_j in the place of e_j, i itself included. For rows of the output
+            layer, one for each label: a modality that is locked, as they get no gradient.
         reduction: as in `creg_loss`.
 
     Raises:
@@ -68,7 +71,14 @@ def sigmoid_loss(
         param=param,
         pair_reduction=pair_reduction,
         self_positive=self_positive,
+        headed=heads is not None,
     )
+    if heads is not None:
+        if heads.shape != embeddings.shape:
+            raise ValueError(
+                f"heads must have the shape {list(embeddings.shape)} of embeddings, got {list(heads.shape)}."
+            )
+        embeddings = with_heads(embeddings, heads)
     return reduced(
         block_terms,
         embeddings,
@@ -88,28 +98,41 @@ def sigmoid_terms(
     param: str = "relative",
     pair_reduction: str = "anchor",
     self_positive: str = "never",
+    headed: bool = False,
 ) -> BlockTerms:
-    """The same for the anchors of one block of chunks, its options checked."""
+    """The same for the anchors of one block of chunks, its options checked.
+
+    Args:
+        headed: the rows are those of `with_heads`.
+    """
     check_temperature("temperature", temperature)
     check_choice("param", param, PARAMETRIZATIONS)
     check_choice("pair_reduction", pair_reduction, PAIR_REDUCTIONS)
     check_choice("self_positive", self_positive, _SELF_POSITIVES)
+    if headed and self_positive == "always":
+        raise ValueError("self_positive 'always' has no effect on heads, which a token always meets: drop it.")
 
     def terms(block: Block) -> Tensor:
-        units = unit_rows(block.rows)
+        rows = block.rows.chunk(2, dim=-1) if headed else (block.rows,)
+        units, others = unit_rows(rows[0]), unit_rows(rows[-1])
         t = units.new_full((), 1.0 / temperature) if log_t is None else log_t.to(units.dtype).exp().squeeze()
         shift = bias.to(units.dtype).squeeze() if isinstance(bias, Tensor) else units.new_full((), bias)
         shift = t * shift if param == "relative" else shift
-        keeps_self = self_positive == "always"
+        keeps_self = headed or self_positive == "always"
         slabs = list(_slabs(block, units))
         parts = []
         for span in slabs:
-            given = (block._replace(anchors=span), units, t, shift, keeps_self)
+            given = (block._replace(anchors=span), units, others, t, shift, keeps_self)
             parts.append(_pair_sums(*given) if len(slabs) == 1 else _computed_twice(*given))
         positive, negative = torch.cat(parts, dim=-1).unbind()
         return _weighed(block, positive, negative, pair_reduction, keeps_self)
 
     return terms
+
+
+def with_heads(embeddings: Tensor, heads: Tensor) -> Tensor:
+    """Each state and the row that others meet in its place, side by side: [..., 2 d]. The latter get no gradient."""
+    return torch.cat([embeddings, heads.detach().to(embeddings.dtype)], dim=-1)
 
 
 def pair_losses(cosines: Tensor, positive: Tensor, t: Tensor, bias: Tensor) -> Tensor:
@@ -131,12 +154,12 @@ def _computed_twice(*given: object) -> Tensor:
     return checkpoint(_pair_sums, *given, use_reentrant=False, preserve_rng_state=False)
 
 
-def _pair_sums(block: Block, units: Tensor, t: Tensor, bias: Tensor, keeps_self: bool) -> Tensor:
+def _pair_sums(block: Block, units: Tensor, others: Tensor, t: Tensor, bias: Tensor, keeps_self: bool) -> Tensor:
     """Sums of pair losses of the block's anchors over their positives, and over their negatives, [2, m, p]."""
     same, different = label_pairs(block)
     if not keeps_self:
         same = same & ~self_pairs(block)
-    losses = pair_losses(units[:, slice(*block.anchors)] @ units.mT, same, t, bias)
+    losses = pair_losses(units[:, slice(*block.anchors)] @ others.mT, same, t, bias)
     return torch.stack([torch.where(members, losses, 0.0).sum(dim=-1) for members in (same, different)])
 
 

@@ -301,7 +301,15 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         )
     if config.looks_inside:
         inner.refuse_arguments(config, args)
+    sharded = [
+        name for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp") if getattr(args, name, False)
+    ]
     for part in config.parts:
+        if part.meets_heads and sharded:
+            raise NotImplementedError(
+                f"pairs=hidden-head needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} "
+                "scatters them: drop one of them"
+            )
         if part.by_sequence:
             _refuse_lonely_sequences(args, part)
         if part.prefixes:

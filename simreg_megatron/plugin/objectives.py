@@ -26,7 +26,7 @@ from simreg_megatron.losses._sequences import (
 from simreg_megatron.losses.cpretrain import cpretrain_terms, scaled
 from simreg_megatron.losses.creg import creg_terms
 from simreg_megatron.losses.sce import sce_terms
-from simreg_megatron.losses.sigmoid import sigmoid_terms
+from simreg_megatron.losses.sigmoid import sigmoid_terms, with_heads
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
@@ -41,7 +41,7 @@ _BLOCK_TERMS: dict[str, Callable[..., BlockTerms]] = {
     "sigmoid": sigmoid_terms,
 }
 _SWITCH = {"yes": True, "no": False}
-_SEEN_HERE = ("level", "scale", "trains")  # options that choose a way through this module, not one of the loss
+_SEEN_HERE = ("level", "scale", "trains", "pairs")  # options that choose a way through this module, not one of the loss
 
 
 def objective_terms(
@@ -65,12 +65,14 @@ def objective_terms(
     options: dict[str, Any] = {
         name: _SWITCH.get(str(value), value) for name, value in config.options.items() if name not in _SEEN_HERE
     }
+    if config.meets_heads:
+        options["headed"] = True
     block_terms = _BLOCK_TERMS[config.objective](temperature=config.tau, **options | dict(learned))
     return torch.cat(
         [
             anchored_terms(
                 block_terms,
-                view.embeddings,
+                view.embeddings if view.heads is None else with_heads(view.embeddings, view.heads),
                 view.labels,
                 view.usable,
                 anchors=view.anchors,

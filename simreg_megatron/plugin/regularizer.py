@@ -19,6 +19,7 @@ from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
+from simreg_megatron.plugin.heads import label_rows
 from simreg_megatron.plugin.inner import InnerStates
 from simreg_megatron.plugin.learnable import learned_scalars
 from simreg_megatron.plugin.objectives import objective_terms
@@ -79,13 +80,18 @@ class Regularizer:
         shard = shard_of(model, labels)
         given, hidden_states = hidden_states, _main_hidden_states(hidden_states, shard)
         valid = shard.held_columns(_valid_tokens(labels, loss_mask))
+        heads = None
+        if any(part.meets_heads for part in self.config.parts):
+            rows = label_rows(model, labels, shard.tensor_group)
+            heads = shard.held_columns(rows.transpose(0, 1)).transpose(0, 1)
         labels = shard.held_columns(labels)
         self._describe_chunks(shard, getattr(packed_seq_params, "tokens_per_sample", None))
 
         with torch.set_grad_enabled(self.config.trains):
             states = self.inner_states.take(model, hidden_states)
             parts = [
-                self._part(part, model, shard, states, labels, valid, packed_seq_params) for part in self.config.parts
+                self._part(part, model, shard, states, labels, valid, packed_seq_params, heads)
+                for part in self.config.parts
             ]
         self._count_by_itself()
         learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
@@ -111,6 +117,7 @@ class Regularizer:
         labels: Tensor,
         valid: Tensor,
         packed_seq_params: Any,
+        heads: Tensor | None,
     ) -> _Part:
         """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
         views = [
@@ -122,6 +129,7 @@ class Regularizer:
                 valid,
                 documents=self._documents(packed_seq_params) if config.document_mask else None,
                 sample_length=getattr(packed_seq_params, "tokens_per_sample", None),
+                heads=heads if config.meets_heads else None,
             )
             for state in states
             for prefix in _prefixes(config, state)

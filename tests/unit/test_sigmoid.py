@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import sigmoid, sigmoid_loss
 from simreg_megatron.losses.similarity import unit_rows
-from simreg_megatron.plugin import learnable
+from simreg_megatron.plugin import hooks, learnable
+from simreg_megatron.plugin.heads import label_rows
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.unit.test_simreg_facts import assert_prints
 
@@ -226,7 +228,8 @@ def test_what_is_trained() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("pairs=hidden-head", "no pairs=hidden-head"),
+        ("adapter=yes", "no adapter=yes: the trained t and relative bias hold all"),
+        ("pairs=hidden-head,self_positive=always", "self_positive=always has no effect"),
         ("pair_reduction=max", "pair_reduction must be one of anchor, pair, balanced"),
         ("bias=much", "bias must be a number"),
     ],
@@ -236,3 +239,46 @@ def test_settings_are_checked(options: str, sentence: str) -> None:
         SimRegConfig(lambda_=1, objective="sigmoid", objective_options=options)
     with pytest.raises(ValueError, match="pair_reduction 'max' is not available"):
         sigmoid_loss(*fixture_f1(), pair_reduction="max")
+
+
+@pytest.mark.parametrize("slab", [8 << 20, 1], ids=["one slab", "anchor by anchor"])
+def test_states_meet_the_rows_of_their_labels(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out; a locked modality: rows get no gradient, and a token meets its own row as any other pair."""
+    monkeypatch.setitem(sigmoid._SLAB, "cpu", slab)
+    rows, labels = random_tokens((2, 7, 6), num_labels=3)
+    table = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    one, other = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    options = {"temperature": 0.2, "bias": 0.1, "pair_reduction": "balanced", "chunk_size": 4}
+    loss = sigmoid_loss(one, labels, heads=table[labels], reduction="sum", **options)
+    loss.backward()
+    total = torch.zeros((), dtype=torch.float64)
+    for b, part in itertools.product(range(2), (slice(0, 4), slice(4, 7))):
+        own = labels[b, part]
+        cosines = F.cosine_similarity(other[b, part][:, None], table.detach()[own][None], dim=-1)
+        z, same = 5 * (cosines - 0.1), own[:, None] == own
+        halves = [F.softplus(-z[same]), F.softplus(z[~same])]
+        total = total + len(own) * sum(half.mean() for half in halves if len(half)) / 2
+    total.backward()
+    torch.testing.assert_close(loss, total)
+    torch.testing.assert_close(one.grad, other.grad)
+    assert table.grad is None
+    with pytest.raises(ValueError, match="heads must have the shape"):
+        sigmoid_loss(rows, labels, heads=table)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_rows_of_the_output_layer_for_each_label(shares: bool) -> None:
+    weight = torch.randn(5, 3, requires_grad=True)
+    layer = SimpleNamespace(weight=None if shares else weight)
+    model = SimpleNamespace(output_layer=layer, shared_embedding_or_output_weight=lambda: weight)
+    model.share_embeddings_and_output_weights = shares
+    rows = label_rows(model, torch.tensor([[4, 0, -100], [2, 2, 1]]), None)
+    assert rows.shape == (3, 2, 3) and not rows.requires_grad
+    assert torch.equal(rows[0, 0], weight[4]) and torch.equal(rows[1, 1], weight[2]) and not rows[2, 0].any()
+
+
+def test_scattered_rows_are_refused() -> None:
+    config = SimRegConfig(lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head")
+    hooks._refuse_arguments(SimpleNamespace(log_interval=1), config)
+    with pytest.raises(NotImplementedError, match="--use-torch-fsdp2 scatters them"):
+        hooks._refuse_arguments(SimpleNamespace(log_interval=1, use_torch_fsdp2=True), config)
