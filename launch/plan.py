@@ -346,22 +346,29 @@ def _replace(flags: list[Flag], name: str, value: str) -> list[Flag]:
 _OWN_TEMPERATURE = {"--simreg-temperature"}  # the presets' is SimReg's
 _NOT_OF_OBJECTIVE = {
     "simcse": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
-    **dict.fromkeys(("cpretrain", "creg", "sce"), _OWN_TEMPERATURE),
+    **dict.fromkeys(("cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic"), _OWN_TEMPERATURE),
 }
+
+
+_NO_CHUNKS = re.compile(r"(^|,)(level=sequence|sample=(micro-batch|replicas)|pool=(sequence|token))(,|$)")
 
 
 def _simreg_asked(user: Sequence[Flag]) -> bool:
     weight = flag_value(user, "--simreg-lambda") or "0"
     off = re.fullmatch(r"0*\.?0*(e[+-]?\d+)?", weight, re.IGNORECASE) is not None
-    return not off or flag_value(user, "--simreg-objective") == "none"
+    objective = flag_value(user, "--simreg-objective") or ""
+    return not off or objective == "none" or ":" in objective
 
 
 def _without_idle_simreg(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]:
     """Settings of SimReg without SimReg would be flags without effect, which the plugin refuses."""
     if not _simreg_asked(user):
         return [flag for flag in preset if not flag_name(flag).startswith("--simreg-")]
-    objective = flag_value(user, "--simreg-objective") or "simreg"
-    return without(preset, _NOT_OF_OBJECTIVE.get(objective, set()))
+    objectives = (flag_value(user, "--simreg-objective") or "simreg").split(",")
+    idle = set.intersection(*(_NOT_OF_OBJECTIVE.get(word.partition(":")[0], set()) for word in objectives))
+    if len(objectives) == 1 and _NO_CHUNKS.search(flag_value(user, "--simreg-objective-options") or ""):
+        idle = idle | {"--simreg-chunk-size"}
+    return without(preset, idle)
 
 
 def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, large: bool) -> list[Flag]:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields
 
-OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "none")
+OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic", "none")
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
@@ -16,9 +17,11 @@ CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-co
 ADAGC_VARIANTS = ("clipped", "raw", "global")
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
-TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "none": 0.01}
-"""Temperature of each objective where none is given."""
-OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | float]] = {
+TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "sigmoid": 0.1, "none": 0.01}
+"""Temperature of each objective where none is given; others have none."""
+OptionKind = tuple[str, ...] | int | float | str
+OBJECTIVE_OPTIONS: dict[str, dict[str, OptionKind]] = {
+    "simreg": {"prefixes": "whole"},
     "simcse": {"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
     "cpretrain": {"same_label": ("masked", "kept"), "level": ("token", "sequence"), "scale": ("fixed", "learned")},
     "creg": {"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},
@@ -28,14 +31,42 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, tuple[str, ...] | float]] = {
         "coupling": 0.5,
         "target_temperature": 0.07,
     },
+    "sigreg": {
+        "estimator": ("mean", "epps-pulley"),
+        "normalize": ("sqrt-d", "unit", "none"),
+        "sample": ("chunk", "micro-batch", "replicas"),
+        "directions": 0,  # the estimator's own number
+        "seed": 0,
+    },
+    "sigmoid": {
+        "param": ("relative", "absolute"),
+        "pair_reduction": ("anchor", "pair", "balanced"),
+        "trains": ("both", "t", "bias", "none"),
+        "bias": 0.0,
+        "self_positive": ("never", "always"),
+        "pairs": ("labels", "hidden-head"),
+    },
+    "mic": {
+        "prefixes": "auto",
+        "pool": ("chunk", "sequence", "token"),
+        "norm_scope": ("sequence", "batch"),
+        "threshold": 0.1,
+        "t": 2.0,
+        "correlation": 1.0,
+        "variance": 1.0,
+        "balance": 1.0,
+        "uniformity": 1.0,
+    },
 }
-"""Options of an objective's own: words to choose from, the first is the default; or a number, its default."""
+"""Options of an objective's own: words to choose from, the first is the default; or a number, its default, which must
+be whole and not negative where the default is; or a word in the place of whole numbers with slashes: 64/128."""
 LARGEST_SCALE = 100.0
 """Of the cosines, where a scale is learned."""
 _TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
 NOT_OFFERED = {
     ("simcse", "view", "forward2"): _TWICE,
     ("creg", "prediction_consistency", "yes"): _TWICE,
+    ("sigmoid", "adapter", "yes"): "the trained t and relative bias hold all that it could add: leave the option out",
     ("sce", "keys", "ema"): "it needs a second model whose weights follow the first: leave the option out",
 }
 """Options that the originals have and a plugin cannot: (objective, option, value) and why."""
@@ -53,8 +84,10 @@ class SimRegConfig:
         chunk_size: tokens per chunk; 0 compares within the whole sequence.
         scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
         similarity: how two hidden states are compared.
-        objective: "simreg", a baseline, or "none" to measure SimReg without training on it.
-        objective_options: settings of a baseline's own, as pairs or as text: "form=per_pair,self_positive=always".
+        objective: "simreg", another one, or "none" to measure SimReg without training on it. Several at once, each with
+            its weight in the place of lambda: "simreg:auto,sigreg:0.05"; settings go to those that know them.
+        objective_options: settings of an objective's own, as pairs or as text: "form=per_pair,self_positive=always".
+            Of several objectives: "sigreg.seed=1,creg.temperature=0.2".
         layers: whose states get the term: "final" and layer numbers from 1; several are added up, lambda for each.
         placement: "post-norm" takes the final states behind the last norm (what enters the output layer), "pre-norm"
             before it. A numbered layer's output is behind no norm.
@@ -90,13 +123,18 @@ class SimRegConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lambda_", _checked_lambda(self.lambda_))
         object.__setattr__(self, "layers", _checked_layers(self.layers))
+        if self.combines:
+            object.__setattr__(self, "objective_options", _checked_together(self))
+            return
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"unknown SimReg {name.replace('_', ' ')} {value!r}: choose from {', '.join(choices)}")
         object.__setattr__(self, "objective_options", _checked_options(self.objective, self.objective_options))
         if self.temperature is None:
-            object.__setattr__(self, "temperature", TEMPERATURES[self.objective])
+            object.__setattr__(self, "temperature", TEMPERATURES.get(self.objective))
+        elif self.objective not in TEMPERATURES:
+            raise ValueError(f"SimReg objective {self.objective} has no temperature: drop it")
         if not (math.isfinite(self.tau) and self.tau > 0):
             raise ValueError(f"the SimReg temperature must be a finite number above 0, not {self.tau}")
         if self.chunk_size < 0 or self.chunk_size == 1:
@@ -139,24 +177,55 @@ class SimRegConfig:
         if self.warmup_iters and not self.trains:
             raise ValueError("a SimReg warm-up has no effect while lambda is 0: give lambda, or drop the warm-up")
 
-    def _refuse_settings_of_simreg(self) -> None:
+    @property
+    def _idle_settings(self) -> list[str]:
+        """What has no effect on the objective, whatever it is set to."""
+        if self.objective in ("simreg", "none"):
+            return []
         names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
-        if self.by_sequence:
-            names += ["chunk_size", "scope", "document_mask"]
-            if self.options.get("same_label") == "kept":
-                raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
+        if self.by_sequence or self.sums_up:
+            names += ["scope", "document_mask"]
+        if self.by_sequence or any(self.options.get(name, "chunk") != "chunk" for name in ("sample", "pool")):
+            names.append("chunk_size")
+        return names
+
+    def _refuse_settings_of_simreg(self) -> None:
+        self._refuse_numbers_of_mic()
+        if self.meets_heads and self.options["self_positive"] == "always":
+            raise ValueError("self_positive=always has no effect on pairs=hidden-head, where a token meets its own row")
+        if self.by_sequence and self.options.get("same_label") == "kept":
+            raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
         if self.options.get("scale") == "learned" and self.tau * LARGEST_SCALE <= 1:
             raise ValueError(
                 f"scale=learned starts at 1 / temperature and grows up to {LARGEST_SCALE:g}: give a temperature above "
                 f"{1 / LARGEST_SCALE:g}, not {self.tau:g}"
             )
-        defaults = {field.name: field.default for field in fields(self)}
-        idle = [name for name in names if getattr(self, name) != defaults[name]]
+        idle = [name for name in self._idle_settings if getattr(self, name) != _DEFAULTS[name]]
         if idle:
             raise ValueError(
                 f"SimReg {idle[0].replace('_', ' ')} {getattr(self, idle[0])} has no effect on objective "
                 f"{self.objective}: drop it"
             )
+
+    def _refuse_numbers_of_mic(self) -> None:
+        if self.objective != "mic":
+            return
+        numbers = {name: value for name, value in self.objective_options if isinstance(value, float)}
+        below = [name for name, value in numbers.items() if value < 0]
+        if below:
+            raise ValueError(f"SimReg objective option {below[0]} must be 0 or more, not {numbers[below[0]]:g}")
+        if not any(numbers[name] for name in ("correlation", "variance", "balance", "uniformity")):
+            raise ValueError("the weights of all four parts of SimReg objective mic are 0: leave one above 0")
+
+    @property
+    def combines(self) -> bool:
+        """Whether the objective names several ones with their weights; then `parts` are what is computed."""
+        return ":" in self.objective or "," in self.objective
+
+    @functools.cached_property
+    def parts(self) -> tuple[SimRegConfig, ...]:
+        """The settings of each objective; most often of one."""
+        return _parts(self) if self.combines else (self,)
 
     @property
     def by_sequence(self) -> bool:
@@ -164,9 +233,19 @@ class SimRegConfig:
         return self.objective == "simcse" or self.options.get("level") == "sequence"
 
     @property
+    def sums_up(self) -> bool:
+        """Whether tokens meet only in sums over a sample, so that sums travel and hidden states never do."""
+        return self.objective in ("sigreg", "mic")
+
+    @property
+    def meets_heads(self) -> bool:
+        """Whether hidden states are compared with rows of the output layer."""
+        return self.options.get("pairs") == "hidden-head"
+
+    @property
     def tau(self) -> float:
         """The temperature in force."""
-        return TEMPERATURES[self.objective] if self.temperature is None else self.temperature
+        return TEMPERATURES.get(self.objective, 1.0) if self.temperature is None else self.temperature
 
     @property
     def options(self) -> dict[str, str | float | bool]:
@@ -174,9 +253,15 @@ class SimRegConfig:
         return dict(self.objective_options)
 
     @property
+    def prefixes(self) -> tuple[int, ...]:
+        """How many of the first features count, each number by itself, ascending; empty: the objective's default."""
+        text = str(self.options.get("prefixes", ""))
+        return tuple(sorted({int(number) for number in text.split("/") if number.isdecimal()}))
+
+    @property
     def trains(self) -> bool:
         """Whether the term adds to the gradient."""
-        return self.objective != "none" and self.lambda_ != 0
+        return self.combines or (self.objective != "none" and self.lambda_ != 0)
 
     @property
     def active(self) -> bool:
@@ -198,6 +283,9 @@ class SimRegConfig:
         if self.lambda_ == "auto":
             return 10.0 * math.sqrt(hidden_size / _REFERENCE_HIDDEN_SIZE)
         return float(self.lambda_)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}
 
 
 @dataclass(frozen=True)
@@ -258,11 +346,88 @@ def _checked_lambda(value: float | str) -> float | str:
     return number
 
 
+def _checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ...]:
+    """The options of all parts; what they were given and no part knows is refused."""
+    if config.lambda_ != 0:
+        raise ValueError(
+            f"SimReg lambda {config.lambda_} has no effect where each objective has a weight: "
+            f"write it behind the name, as in simreg:{config.lambda_}"
+        )
+    for name in _DEFAULTS.keys() - {"objective", "objective_options", "temperature", "layers"}:
+        if getattr(config, name) != _DEFAULTS[name] and all(name in part._idle_settings for part in config.parts):
+            raise ValueError(
+                f"SimReg {name.replace('_', ' ')} {getattr(config, name)} has no effect on any of {config.objective}: "
+                "drop it"
+            )
+    own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
+    words = [(word, str(value)) for word, value in _words(config.objective_options)]
+    return (*own, *((word, float(value)) for word, value in words if word.endswith(".temperature")))
+
+
+def _parts(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
+    weights = _weights(config.objective)
+    options: dict[str, dict[str, object]] = {name: {} for name in weights}
+    for word, value in _words(config.objective_options):
+        objective, dot, name = word.partition(".")
+        if not dot or objective not in weights:
+            raise ValueError(
+                f"with several SimReg objectives an option begins with the name of its own, as in "
+                f"{next(iter(weights))}.{name or word}, and {word!r} does not"
+            )
+        options[objective][name] = value
+    found = []
+    for objective, weight in weights.items():
+        own = options[objective]
+        temperature = own.pop("temperature", _shared_temperature(config, objective, list(weights)))
+        given = {"objective": objective, "lambda_": weight, "objective_options": tuple(own.items())}
+        alone = SimRegConfig(**given)  # type: ignore[arg-type]
+        rest = _DEFAULTS.keys() - given.keys() - {"temperature"} - set(alone._idle_settings)
+        shared = {name: getattr(config, name) for name in rest}
+        if temperature is not None:
+            shared["temperature"] = _checked_option(f"{objective}.temperature", 1.0, temperature)
+        found.append(SimRegConfig(**given, **shared))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def _weights(text: str) -> dict[str, float | str]:
+    """ "simreg:auto,sigreg:0.05" by name."""
+    found: dict[str, float | str] = {}
+    for word in text.split(","):
+        name, colon, weight = (piece.strip() for piece in word.partition(":"))
+        if not colon or name not in OBJECTIVES or name == "none" or name in found:
+            raise ValueError(
+                f"SimReg objective {text!r} must be one name, or several different ones with a weight each, such as "
+                f"simreg:auto,sigreg:0.05; choose from {', '.join(OBJECTIVES[:-1])}"
+            )
+        found[name] = _checked_lambda(weight)
+        if found[name] == 0:
+            raise ValueError(f"SimReg objective {name} has weight 0 in {text!r}: give it another, or leave it out")
+    return found
+
+
+def _shared_temperature(config: SimRegConfig, objective: str, names: list[str]) -> float | None:
+    """The one temperature goes to SimReg, or to the only part that has one."""
+    if config.temperature is None:
+        return None
+    takers = ["simreg"] if "simreg" in names else [name for name in names if name in TEMPERATURES]
+    if len(takers) != 1:
+        raise ValueError(
+            f"SimReg temperature {config.temperature} belongs to none or to several of {config.objective}: give it "
+            f"as an option of one, such as {(takers or names)[0]}.temperature={config.temperature}"
+        )
+    return config.temperature if objective == takers[0] else None
+
+
+def _words(value: object) -> list[tuple[str, object]]:
+    """Options given as pairs, or as text."""
+    words = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
+    return [(str(name).strip().replace("-", "_"), setting) for name, setting in words]  # type: ignore[attr-defined]
+
+
 def _checked_options(objective: str, value: object) -> tuple[tuple[str, str | float], ...]:
     """All options of the objective, those not given at their defaults."""
     known = OBJECTIVE_OPTIONS.get(objective, {})
-    words = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
-    given = {str(name).strip().replace("-", "_"): setting for name, setting in words}  # type: ignore[attr-defined]
+    given = dict(_words(value))
     for name, setting in given.items():
         if (objective, name, setting) in NOT_OFFERED:
             raise ValueError(
@@ -274,7 +439,14 @@ def _checked_options(objective: str, value: object) -> tuple[tuple[str, str | fl
     return tuple((name, _checked_option(name, known[name], given.get(name))) for name in known)
 
 
-def _checked_option(name: str, known: tuple[str, ...] | float, value: object) -> str | float:
+def _checked_option(name: str, known: OptionKind, value: object) -> str | float:
+    if isinstance(known, str):
+        numbers = str(value).split("/")
+        if value not in (None, known) and not all(number.isdecimal() and int(number) > 0 for number in numbers):
+            raise ValueError(
+                f"SimReg objective option {name} must be {known}, or whole numbers from 1 such as 64/128, not {value!r}"
+            )
+        return known if value is None else str(value)
     if isinstance(known, tuple):
         if value is not None and value not in known:
             raise ValueError(f"SimReg objective option {name} must be one of {', '.join(known)}, not {value!r}")
@@ -285,6 +457,10 @@ def _checked_option(name: str, known: tuple[str, ...] | float, value: object) ->
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"SimReg objective option {name} must be a number, not {value!r}")
+    if isinstance(known, int):
+        if number < 0 or number != int(number):
+            raise ValueError(f"SimReg objective option {name} must be a whole number of 0 or more, not {value!r}")
+        return int(number)
     return number
 
 

@@ -125,3 +125,91 @@ def mean_angle_degrees(mean_cosine: float) -> float:
     if math.isnan(mean_cosine):
         return math.nan
     return math.degrees(math.acos(min(max(mean_cosine, -1.0), 1.0)))
+
+
+class Moments(NamedTuple):
+    """Sums over some hidden states, in their dtype (at least float32); those of ranks and micro-batches add up."""
+
+    number: Tensor
+    total: Tensor  # sum x, [d]
+    units: Tensor  # sum x / |x|, [d]
+    products: Tensor  # sum x x^T, [d, d]
+
+
+class Isotropy(NamedTuple):
+    """How evenly hidden states fill their space; NaN of fewer than two tokens, or of tokens that are all the same."""
+
+    score: Tensor  # IsoScore: 0 where all variance lies along one direction, 1 where it is the same along all
+    effective_rank: Tensor  # participation ratio (tr C)^2 / tr C^2 of the covariance C, from 1 to d
+    mean_cosine: Tensor  # over all pairs of different tokens
+
+
+@torch.no_grad()
+def moments(embeddings: Tensor, usable: Tensor) -> Moments:
+    """Of the usable tokens [...] of embeddings [..., d], none of which is a zero vector."""
+    rows = embeddings.detach().flatten(0, -2)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    usable = usable.flatten().unsqueeze(-1)
+    with no_autocast(rows.device.type):
+        units = torch.where(usable, unit_rows(torch.where(usable, rows, 1.0)), 0.0)
+        rows = torch.where(usable, rows, 0.0)
+        return Moments(usable.sum().to(rows.dtype), rows.sum(dim=0), units.sum(dim=0), rows.mT @ rows)
+
+
+@torch.no_grad()
+def isotropy(of: Moments) -> Isotropy:
+    """score = (r - 1) / (d - 1), rank r = (tr C)^2 / tr C^2, mean cosine = (|sum u|^2 - n) / (n (n - 1)).
+
+    C is the covariance of the states, u are their unit vectors.
+
+    The score's own definition rotates to principal axes, normalizes the variances, measures their distance from even
+    ones and rescales it twice; all that comes to this ratio, which needs no axes. With fewer tokens than features no
+    more than n - 1 directions can be seen: the rank is then that of the sample.
+
+    Source: Rudman, Gillman, Rayne and Eickhoff 2022 (IsoScore).
+    """
+    number, width = of.number, len(of.total)
+    mean = of.total / number
+    covariance = torch.addr(of.products / number, mean, mean, alpha=-1)
+    rank = covariance.trace().square() / covariance.square().sum()
+    cosine = (of.units.square().sum() - number) / (number * (number - 1))
+    return Isotropy((rank - 1) / (width - 1), rank, cosine)
+
+
+class Constellation(NamedTuple):
+    """How well two sets of rows that belong together in pairs are told apart by a threshold on their cosines."""
+
+    margin: Tensor  # m* = (smallest cosine of a pair - largest of all others) / 2; above 0 where one threshold does
+    bias: Tensor  # b* = (smallest + largest) / 2, the threshold in the middle
+    accuracy: Tensor  # share of rows of the first set whose nearest one of the second is their partner
+    gap: Tensor  # |mean of the first - mean of the second|
+    shift: Tensor  # variance of the differences inside pairs: 0 where the sets are shifted copies of each other
+
+
+@torch.no_grad()
+def constellation(one: Tensor, other: Tensor) -> Constellation:
+    """Of rows [n, d] and their partners [n, d], n at least 2; in at least float32.
+
+    Source: Bangachev, Bresler, Noman and Polyanskiy 2025 (margin, relative bias, linear shift).
+    """
+    dtype = torch.promote_types(one.dtype, torch.float32)
+    one, other = unit_rows(one.to(dtype)), unit_rows(other.to(dtype))
+    numbers = torch.arange(len(one), device=one.device)
+    step = max(1, _WORKSPACE // max(1, len(one) * _BYTES_PER_PAIR))
+    paired, hardest, nearest = [], [], []
+    for rows in numbers.split(step):
+        cosines = one[rows] @ other.mT
+        itself = rows.unsqueeze(-1) == numbers
+        paired.append(cosines[itself])
+        hardest.append(cosines.masked_fill(itself, -math.inf).amax(dim=-1))
+        nearest.append(cosines.argmax(dim=-1) == rows)
+    least, most = torch.cat(paired).amin(), torch.cat(hardest).amax()
+    differences = one - other
+    mean = differences.mean(dim=0)
+    return Constellation(
+        margin=(least - most) / 2,
+        bias=(least + most) / 2,
+        accuracy=torch.cat(nearest).to(dtype).mean(),
+        gap=mean.norm(),
+        shift=differences.square().sum(dim=-1).mean() - mean.square().sum(),
+    )

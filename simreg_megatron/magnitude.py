@@ -53,3 +53,24 @@ def cohens_d(one: NormSums, other: NormSums) -> Tensor:
     """
     spread = sum(group.squares - group.total.square() / group.number for group in (one, other))
     return (mean_norm(one) - mean_norm(other)) / (spread / (one.number + other.number - 2)).sqrt()
+
+
+@torch.no_grad()
+def radial_sums(gradients: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_i w_i <g_i, e_i>^2 / |e_i|^2 and sum_i w_i |g_i|^2, float64: their ratio is the share of the gradient that
+    changes lengths. 0 for a loss of cosines alone, whose gradient is at right angles to every state.
+
+    Args:
+        gradients, embeddings: [..., d]; products are summed in at least float32.
+        weights: bool or numbers [...]; a token of weight 0, or of length 0, may hold anything.
+    """
+    dtype = torch.promote_types(embeddings.dtype, torch.float32)
+    gradients, embeddings = gradients.to(dtype), embeddings.detach().to(dtype)
+    lengths = embeddings.square().sum(dim=-1)
+    counts = (weights != 0) & (lengths != 0)
+    along = (gradients * embeddings).sum(dim=-1).square() / torch.where(counts, lengths, 1.0)
+    whole, weights = gradients.square().sum(dim=-1), weights.double()
+    return (
+        (weights * torch.where(counts, along, 0.0)).sum(),
+        (weights * torch.where(counts, whole, 0.0)).sum(),
+    )

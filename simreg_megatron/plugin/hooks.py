@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses.sigreg import UNSCALED
 from simreg_megatron.plugin import clipping, compat, inner, learnable
 from simreg_megatron.plugin.arguments import (
     adagc_from_args,
@@ -307,7 +308,8 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
             _refuse_models(regularizer.config, built[0])
             if regularizer.config.document_mask:
                 regularizer.end_of_document = _end_of_document()
-            _announce(regularizer.config, built[0])
+            for part in regularizer.config.parts:
+                _announce(part, built[0])
         if built[1] is None:  # --skip-train
             _installation.clipping = None
         if _installation.clipping is not None:
@@ -337,20 +339,42 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         )
     if config.looks_inside:
         inner.refuse_arguments(config, args)
-    if config.by_sequence:
-        _refuse_lonely_sequences(args, config)
+    sharded = [
+        name for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp") if getattr(args, name, False)
+    ]
+    for part in config.parts:
+        if part.meets_heads and sharded:
+            raise NotImplementedError(
+                f"pairs=hidden-head needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} "
+                "scatters them: drop one of them"
+            )
+        if part.by_sequence:
+            _refuse_lonely_sequences(args, part)
+        if part.prefixes:
+            _refuse_prefixes(args.hidden_size, part)
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(_PACKED_AND_SPLIT)
-    if packed and config.by_sequence:
-        raise NotImplementedError(
-            f"SimReg objective {config.objective} takes a row for one sequence, and packed rows hold several: "
-            "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
-        )
+    for part in config.parts:
+        of_rows = part.by_sequence or part.options.get("sample") == "chunk" or part.objective == "mic"
+        if packed and of_rows:
+            raise NotImplementedError(
+                f"SimReg objective {part.objective} takes a row for one sequence, and packed rows hold several: "
+                "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
+            )
     if packed and getattr(args, "overlap_moe_expert_parallel_comm", False):
         raise NotImplementedError(
             "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
             "so SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"
+        )
+
+
+def _refuse_prefixes(hidden_size: int, config: SimRegConfig) -> None:
+    most = hidden_size - 1 if config.objective == "mic" else hidden_size  # MIC compares with the rest
+    if config.prefixes[-1] > most:
+        raise ValueError(
+            f"SimReg objective {config.objective} cannot take {config.prefixes[-1]} features of states of width "
+            f"{hidden_size}: give prefixes of at most {most}"
         )
 
 
@@ -399,8 +423,13 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     hidden_size = get_model_config(model_chunks[0]).hidden_size
     what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, not trained on"
     options = "".join(f", {name} {value}" for name, value in config.objective_options)
+    if config.options.get("normalize") == "unit":
+        warn(f"SimReg objective {config.objective}: {UNSCALED}")
     if config.by_sequence:
         log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
+        return
+    if config.sums_up:
+        log_once(f"SimReg objective {config.objective}: {what}, chunk size {config.chunk_size}{options}")
         return
     chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"

@@ -25,11 +25,17 @@ _SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided
 
 def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
     """Modules that the settings ask for: the scalars of each and where they start."""
+    if config.combines:
+        return {name: start for part in config.parts for name, start in wanted(part).items()}
     found = {}
     if config.similarity == "learnable":
         found["similarity"] = _SIMILARITY
     if config.options.get("scale") == "learned":
         found["cpretrain"] = {"log_scale": -math.log(config.tau)}
+    if config.objective == "sigmoid":
+        start = {"log_t": -math.log(config.tau), "bias": float(config.options["bias"])}
+        trained = {"both": ("log_t", "bias"), "t": ("log_t",), "bias": ("bias",)}.get(str(config.options["trains"]), ())
+        found |= {"sigmoid": {name: start[name] for name in trained}} if trained else {}
     return found
 
 
@@ -66,10 +72,14 @@ def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.Process
 
 
 def as_logged(learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the scalars stand for, under the names of the log: the similarity's gammas, the scale of the cosines."""
+    """What the scalars stand for, under the names of the log: gammas of the norms, scale and bias of the cosines."""
     found = {f"simreg gamma {name}": torch.sigmoid(learned[name]) for name in _SIMILARITY if name in learned}
     if "log_scale" in learned:
         found["simreg scale"] = limited(learned["log_scale"]).exp()
+    if "log_t" in learned:
+        found["sigmoid t"] = learned["log_t"].exp()
+    if "bias" in learned:
+        found["sigmoid bias"] = learned["bias"]
     return {name: value.detach().squeeze().clone() for name, value in found.items()}
 
 

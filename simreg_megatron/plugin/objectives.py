@@ -26,9 +26,11 @@ from simreg_megatron.losses._sequences import (
 from simreg_megatron.losses.cpretrain import cpretrain_terms, scaled
 from simreg_megatron.losses.creg import creg_terms
 from simreg_megatron.losses.sce import sce_terms
+from simreg_megatron.losses.sigmoid import sigmoid_terms, with_heads
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.samples import mic_terms, own_tokens, sigreg_terms, sum_over_sequence
 from simreg_megatron.plugin.sequence import terms_of
 from simreg_megatron.plugin.views import View
 
@@ -36,19 +38,25 @@ _BLOCK_TERMS: dict[str, Callable[..., BlockTerms]] = {
     "cpretrain": cpretrain_terms,
     "creg": creg_terms,
     "sce": sce_terms,
+    "sigmoid": sigmoid_terms,
 }
 _SWITCH = {"yes": True, "no": False}
-_SEEN_HERE = ("level", "scale")  # options that choose a way through this module, not one of the loss
+_SEEN_HERE = ("level", "scale", "trains", "pairs")  # options that choose a way through this module, not one of the loss
 
 
 def objective_terms(
-    config: SimRegConfig, views: list[View], shard: SequenceShard, learned: Mapping[str, Tensor]
+    config: SimRegConfig, views: list[View], shard: SequenceShard, learned: Mapping[str, Tensor], iteration: int
 ) -> Tensor:
-    """term_i of every anchor of this rank, [B, A], in the order of its rows. A collective for those by sequence.
+    """term_i of every anchor of this rank, [B, A], in the order of its rows. A collective for those by sequence or sum.
 
     Args:
         learned: the scalars that the settings train, by name.
+        iteration: of the training loop, from 0.
     """
+    if config.objective == "sigreg":
+        return sigreg_terms(config, views, shard, iteration)
+    if config.objective == "mic":
+        return mic_terms(config, views, shard)
     if config.by_sequence:
         return _by_sequence(config, views, shard, learned.get("log_scale"))
     if config.objective not in _BLOCK_TERMS:
@@ -57,12 +65,14 @@ def objective_terms(
     options: dict[str, Any] = {
         name: _SWITCH.get(str(value), value) for name, value in config.options.items() if name not in _SEEN_HERE
     }
-    block_terms = _BLOCK_TERMS[config.objective](temperature=config.tau, **options, **learned)
+    if config.meets_heads:
+        options["headed"] = True
+    block_terms = _BLOCK_TERMS[config.objective](temperature=config.tau, **options | dict(learned))
     return torch.cat(
         [
             anchored_terms(
                 block_terms,
-                view.embeddings,
+                view.embeddings if view.heads is None else with_heads(view.embeddings, view.heads),
                 view.labels,
                 view.usable,
                 anchors=view.anchors,
@@ -93,23 +103,15 @@ def _by_sequence(config: SimRegConfig, views: list[View], shard: SequenceShard, 
 
 def _pooled(config: SimRegConfig, view: str, views: list[View], shard: SequenceShard) -> Pooled:
     """Of whole sequences, from the parts of the ranks that share them."""
-    embeddings, labels, usable = (
-        torch.cat([per_token[:, slice(*view.anchors)] for per_token, view in zip(found, views, strict=True)], dim=1)
-        for found in zip(*((view.embeddings, view.labels, view.usable) for view in views), strict=True)
-    )
-    runs = shard.layout.anchors(shard.rank)
-    positions = torch.cat([torch.arange(first, last, device=embeddings.device) for first, last in runs])
+    embeddings, labels, usable, positions = own_tokens(views, shard)
     in_second = positions >= first_part(shard.layout.length, view)
     last = None
     if config.options.get("pooling") == "last":
         last = last_positions(usable, positions, in_second)
         for group in shard.anchor_groups:
             dist.all_reduce(last, op=dist.ReduceOp.MAX, group=group)
-    sums, counts, fingerprints = pooled(embeddings, labels, usable, positions, in_second, last)
-    for group in shard.anchor_groups:
-        sums, counts = sum_over(sums, group), sum_over(counts, group)
-        dist.all_reduce(fingerprints, group=group)
-    return Pooled(sums, counts, fingerprints)
+    parts = pooled(embeddings, labels, usable, positions, in_second, last)
+    return Pooled._make(sum_over_sequence(part, shard) for part in parts)
 
 
 def _of_all_replicas(first: Tensor, second: Tensor, takes_part: Tensor) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:

@@ -7,7 +7,8 @@ and per-token loss [B, S] (all tokens of the context rank, also where sequence p
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +19,21 @@ from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
+from simreg_megatron.plugin.heads import label_rows
 from simreg_megatron.plugin.inner import InnerStates
 from simreg_megatron.plugin.learnable import learned_scalars
 from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.reporting import Metrics, log_once
 from simreg_megatron.plugin.sequence import views_of
 from simreg_megatron.plugin.views import View
+
+
+class _Part(NamedTuple):
+    """What one objective came to."""
+
+    terms: Tensor  # [B, anchors of this rank]
+    views: list[View]  # of the last states
+    learned: dict[str, Tensor]
 
 
 class Regularizer:
@@ -36,10 +46,12 @@ class Regularizer:
         self.metrics = Metrics(config)
         self.ramp: Tensor | None = None  # 0-d device tensor; None while lambda is constant
         self.follows_iterations = False  # set once a training loop tells the iteration
+        self._iteration = 0  # without one: micro-batches so far
 
     def set_iteration(self, iteration: int) -> None:
         """Before step `iteration` (counted from 0): set the ramp to min(1, (iteration + 1) / warmup_iters)."""
         self.follows_iterations = True
+        self._iteration = iteration
         if self.config.warmup_iters:
             if self.ramp is None:
                 self.ramp = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
@@ -66,41 +78,81 @@ class Regularizer:
             packed_seq_params: Megatron's description of a row that packs several texts, or None.
         """
         shard = shard_of(model, labels)
-        hidden_states = _main_hidden_states(hidden_states, shard)
+        given, hidden_states = hidden_states, _main_hidden_states(hidden_states, shard)
         valid = shard.held_columns(_valid_tokens(labels, loss_mask))
+        heads = None
+        if any(part.meets_heads for part in self.config.parts):
+            rows = label_rows(model, labels, shard.tensor_group)
+            heads = shard.held_columns(rows.transpose(0, 1)).transpose(0, 1)
         labels = shard.held_columns(labels)
         self._describe_chunks(shard, getattr(packed_seq_params, "tokens_per_sample", None))
 
-        trains = self.config.trains
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(self.config.trains):
             states = self.inner_states.take(model, hidden_states)
-            views = [self._views(shard, state, labels, valid, packed_seq_params) for state in states]
-            learned = learned_scalars(self.config, model, shard.tensor_group)
-            of_states = [objective_terms(self.config, of_state, shard, learned) for of_state in views]
-            terms = torch.stack(of_states).sum(dim=0)
-        self.metrics.observe(terms.detach(), views[-1], states[-1].detach(), valid, shard, learned)
-        if not trains:
+            parts = [
+                self._part(part, model, shard, states, labels, valid, packed_seq_params, heads)
+                for part in self.config.parts
+            ]
+        self._count_by_itself()
+        learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
+        terms = [part.terms.detach() for part in parts]
+        self.metrics.observe(terms, parts[self.metrics.primary].views, states[-1].detach(), valid, shard, learned)
+        # The gradient of all that hangs on them arrives at what was given, not at a part of it.
+        self.metrics.watch_gradient(given if states[-1] is hidden_states else states[-1], valid, shard)
+        if not self.config.trains:
             return loss_BS
-        _stop_hidden_failure(loss_BS, terms)
-        weighted = terms.to(loss_BS.dtype) * self._weight(model)
-        return add_gradient(loss_BS, weighted, start=shard.start)
+        _stop_hidden_failure(loss_BS, [part.terms for part in parts])
+        weighted = [
+            part.terms.to(loss_BS.dtype) * self._weight(config, model)
+            for part, config in zip(parts, self.config.parts, strict=True)
+        ]
+        return add_gradient(loss_BS, functools.reduce(torch.add, weighted), start=shard.start)
 
-    def _views(
-        self, shard: SequenceShard, states: Tensor, labels: Tensor, valid: Tensor, packed_seq_params: Any
-    ) -> list[View]:
-        return views_of(
-            self.config,
-            shard,
-            states,
-            labels,
-            valid,
-            documents=self._documents(packed_seq_params),
-            sample_length=getattr(packed_seq_params, "tokens_per_sample", None),
-        )
+    def _part(
+        self,
+        config: SimRegConfig,
+        model: Any,
+        shard: SequenceShard,
+        states: list[Tensor],
+        labels: Tensor,
+        valid: Tensor,
+        packed_seq_params: Any,
+        heads: Tensor | None,
+    ) -> _Part:
+        """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
+        views = [
+            views_of(
+                config,
+                shard,
+                prefix,
+                labels,
+                valid,
+                documents=self._documents(packed_seq_params) if config.document_mask else None,
+                sample_length=getattr(packed_seq_params, "tokens_per_sample", None),
+                heads=heads if config.meets_heads else None,
+            )
+            for state in states
+            for prefix in _prefixes(config, state)
+        ]
+        learned = learned_scalars(config, model, shard.tensor_group)
+        terms = torch.stack(
+            [objective_terms(config, of_state, shard, learned, self._iteration) for of_state in views]
+        ).sum(dim=0)
+        if config.objective == "simreg" and config.prefixes:
+            terms = terms / len(config.prefixes)
+        return _Part(terms, views[-1], learned)
 
-    def _documents(self, packed_seq_params: Any) -> Documents | None:
-        if not self.config.document_mask:
-            return None
+    def _count_by_itself(self) -> None:
+        if self.follows_iterations:
+            return
+        self._iteration += 1
+        if any(part.objective == "sigreg" for part in self.config.parts):
+            log_once(
+                "SimReg: no training loop tells the iteration, so each micro-batch draws directions of its own, and a "
+                "run that is resumed begins with the first ones again"
+            )
+
+    def _documents(self, packed_seq_params: Any) -> Documents:
         if packed_seq_params is not None:
             padded = packed_seq_params.cu_seqlens_q_padded
             return PackedLengths(packed_seq_params.cu_seqlens_q if padded is None else padded)
@@ -111,8 +163,8 @@ class Regularizer:
             )
         return EndTokens(self.end_of_document)
 
-    def _weight(self, model: Any) -> Any:
-        weight = self.config.weight(model.config.hidden_size)
+    def _weight(self, config: SimRegConfig, model: Any) -> Any:
+        weight = config.weight(model.config.hidden_size)
         if not self.config.warmup_iters:
             return weight
         if self.ramp is None:
@@ -123,7 +175,7 @@ class Regularizer:
         return weight * self.ramp
 
     def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
-        if self.config.by_sequence:
+        if all(part.by_sequence for part in self.config.parts):
             return
         size, sequence = self.config.chunk_size, sample_length or shard.layout.length
         if size > sequence:
@@ -134,6 +186,13 @@ class Regularizer:
                 f"SimReg scope local: chunks of {min(size or longest, longest)} tokens end where a rank's block of "
                 f"{longest} ends, so the objective depends on the parallel layout"
             )
+
+
+def _prefixes(config: SimRegConfig, states: Tensor) -> list[Tensor]:
+    """The parts of the states that get a term each: the first features, or all of them."""
+    if config.objective != "simreg" or not config.prefixes:
+        return [states]
+    return [states[..., :prefix] for prefix in config.prefixes]
 
 
 def shard_of(model: Any, labels: Tensor) -> SequenceShard:
@@ -171,10 +230,10 @@ def _valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     return valid & (loss_mask.view_as(labels) > 0)
 
 
-def _stop_hidden_failure(loss: Tensor, terms: Tensor) -> None:
+def _stop_hidden_failure(loss: Tensor, terms: list[Tensor]) -> None:
     """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
 
     A loss that is not finite itself is left to Megatron, which stops or reruns the step.
     """
-    sound = torch.isfinite(terms).all() | ~torch.isfinite(loss).all()
+    sound = torch.stack([torch.isfinite(part).all() for part in terms]).all() | ~torch.isfinite(loss).all()
     torch._assert_async(sound, "the SimReg term is not finite while the language-model loss is: the step is stopped")

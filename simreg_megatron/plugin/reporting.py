@@ -16,7 +16,7 @@ from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums
+from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin.learnable import as_logged
 from simreg_megatron.plugin.views import View
@@ -32,17 +32,32 @@ _ODDITIES = {
 _PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
 _NORMS = slice(11, 14)  # magnitude.NormSums of the tokens that count
 _SAME_NORMS, _OTHER_NORMS = slice(14, 17), slice(17, 20)  # likewise, once for every pair of equal, of other labels
-_SLOTS = 20
-_NOT_IN_CONSOLE = ("simreg norm difference",)  # Megatron's line is long enough
+_ONCE_NORMS, _OFTEN_NORMS = slice(20, 23), slice(23, 26)  # of tokens alone with their label in a chunk; of all others
+_RADIAL = slice(26, 28)  # magnitude.radial_sums of the whole loss's gradient
+_SLOTS = 28
+_NOT_IN_CONSOLE = (  # Megatron's line is long enough
+    "simreg norm difference",
+    "simreg norm difference of rare labels",
+    "simreg radial gradient",
+    "simreg effective rank",
+    "simreg mean cosine",
+)
+_SAMPLED_TOKENS = 8192  # of a micro-batch, at most, over all ranks that share it: evenly spaced on the sequence
+_WIDEST = 4096  # beyond it the products of all features take too much memory to be logged by the way
 
 
 class Metrics:
     """Sums and counts of one log interval on this rank, in one device tensor that lives as long as the run."""
 
     def __init__(self, config: SimRegConfig) -> None:
-        self.config = config
+        names = [part.objective for part in config.parts]
+        self._objectives = names
+        self._term_slots = [_TERM, *range(_SLOTS, _SLOTS + len(names) - 1)]
+        self.primary = names.index("simreg") if "simreg" in names else 0  # whose chunks the geometry is of
+        self.config = config.parts[self.primary]
         self.wants_geometry = True  # the training loop clears it between log steps
         self._sums: Tensor | None = None
+        self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
         self._learned: dict[str, Tensor] = {}  # the same on every rank
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
@@ -55,20 +70,22 @@ class Metrics:
     @torch.no_grad()
     def observe(
         self,
-        terms: Tensor,
+        terms: list[Tensor],
         views: list[View],
         hidden_states: Tensor,
         valid: Tensor,
         shard: SequenceShard,
         learned: Mapping[str, Tensor],
     ) -> None:
-        """Add one micro-batch of this rank: terms [B, A], hidden states [S, B, D], valid [B, S]; trained scalars."""
+        """Add one micro-batch of this rank: terms [B, A] of each objective, views of the primary one, hidden states
+        [S, B, D], valid [B, S], trained scalars."""
         if self._sums is None:
-            self._sums = torch.zeros(_SLOTS, dtype=torch.float64, device=terms.device)
+            self._sums = torch.zeros(_SLOTS + len(terms) - 1, dtype=torch.float64, device=valid.device)
         self._tensor_group = shard.tensor_group
         own_valid = shard.own_columns(valid)
         zero_norm = shard.own_columns(valid & zero_rows(hidden_states.transpose(0, 1)))
-        self._sums[_TERM] += terms.sum(dtype=torch.float64)
+        for slot, of_objective in zip(self._term_slots, terms, strict=True):
+            self._sums[slot] += of_objective.sum(dtype=torch.float64)
         self._sums[_TOKENS] += own_valid.sum()
         self._sums[_ALL_MASKED] += (~own_valid.any(dim=1)).sum()
         self._sums[_ZERO_NORM] += zero_norm.sum()
@@ -76,11 +93,38 @@ class Metrics:
             counted = shard.own_columns(valid).double()
             self._sums[_NORMS] += torch.stack(norm_sums(shard.own_columns(hidden_states.transpose(0, 1)), counted))
             self._learned = as_logged(learned)
+            self._add_moments(hidden_states.transpose(0, 1), valid, shard)
         for view in views:
-            self._sums[_ONE_LABEL] += view.roles.lonely.sum()
+            if not (self.config.by_sequence or self.config.sums_up):  # those do not ask for other labels
+                self._sums[_ONE_LABEL] += view.roles.lonely.sum()
             if self.wants_geometry:
                 self._sums[_PAIRS] += self._pair_sums(view)
                 self._add_pair_norms(view)
+
+    def _add_moments(self, hidden_states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
+        """Of every k-th position of the sequence, so that the sample is the same however the sequence is cut."""
+        num_sequences, width = len(hidden_states), hidden_states.shape[-1]
+        if width > _WIDEST:
+            log_once(f"SimReg: isotropy is not logged for states wider than {_WIDEST}, as it needs width^2 numbers")
+            return
+        every = -(-num_sequences * shard.layout.length // _SAMPLED_TOKENS)
+        runs = shard.layout.anchors(shard.rank)
+        usable = valid & ~zero_rows(hidden_states)
+        picked, offset = [], 0  # by slices, which need to know no value
+        for first, last in runs:
+            start = offset + -first % every
+            picked.append(slice(start, offset + last - first, every))
+            offset += last - first
+        own, own_usable = shard.own_columns(hidden_states), shard.own_columns(usable)
+        found = geometry.moments(
+            torch.cat([own[:, part] for part in picked], dim=1),
+            torch.cat([own_usable[:, part] for part in picked], dim=1),
+        )
+        if self._moments is None:
+            self._moments = list(found)
+        else:
+            for total, part in zip(self._moments, found, strict=True):
+                total += part
 
     def _pair_sums(self, view: View) -> Tensor:
         pairs = geometry.pair_cosines(
@@ -100,6 +144,23 @@ class Metrics:
         counts = pair_counts(view.labels, view.usable, documents=view.documents, chunk_size=size)
         for slots, count in zip((_SAME_NORMS, _OTHER_NORMS), counts, strict=True):
             self._sums[slots] += torch.stack(norm_sums(view.embeddings[:, own], count[:, own]))
+        alone = counts[0] == 0
+        for slots, members in ((_ONCE_NORMS, view.usable & alone), (_OFTEN_NORMS, view.usable & ~alone)):
+            self._sums[slots] += torch.stack(norm_sums(view.embeddings[:, own], members[:, own]))
+
+    def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
+        """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths."""
+        if not (self.wants_geometry and states.requires_grad):
+            return
+        counted = shard.own_columns(valid)
+        own = shard.own_columns(states.detach()[: valid.shape[1]].transpose(0, 1))
+
+        def add_up(gradient: Tensor) -> None:
+            assert self._sums is not None
+            of_own = shard.own_columns(gradient[: valid.shape[1]].transpose(0, 1))
+            self._sums[_RADIAL] += torch.stack(radial_sums(of_own, own, counted))
+
+        states.register_hook(add_up)
 
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
         """Means over all data- and context-parallel ranks since the last reset; empty where nothing was observed.
@@ -109,13 +170,42 @@ class Metrics:
         if self._sums is None:
             return {}
         sums = self._sums.clone()
+        moments = [part if reset else part.clone() for part in self._moments or ()]
         if reset:
             self._sums.zero_()
+            self._moments = None
         for group in (dp_cp_group, self._tensor_group):
             if group is not None and group.size() > 1:
-                dist.all_reduce(sums, group=group)
+                for part in (sums, *moments):
+                    dist.all_reduce(part, group=group)
         self._tell_oddities(sums)
-        return _named_means(sums, self.config.objective) | self._learned
+        return self._named_means(sums) | _named_isotropy(moments) | self._learned
+
+    def _named_means(self, sums: Tensor) -> dict[str, Tensor]:
+        def mean(numerator: int, denominator: int) -> Tensor:
+            return (sums[numerator] / sums[denominator].clamp(min=1)).float()
+
+        first = _PAIRS.start
+        negative = mean(first + 2, first + 3)
+        norms, same, other, once, often = (
+            NormSums(*sums[part].unbind()) for part in (_NORMS, _SAME_NORMS, _OTHER_NORMS, _ONCE_NORMS, _OFTEN_NORMS)
+        )
+        radial, whole = sums[_RADIAL]
+        losses = {
+            f"{'simreg' if name == 'none' else name} loss": mean(slot, _TOKENS)
+            for name, slot in zip(self._objectives, self._term_slots, strict=True)
+        }
+        return losses | {
+            "simreg positive cosine": mean(first, first + 1),
+            "simreg negative cosine": negative,
+            "simreg largest negative cosine": mean(first + 4, first + 5),
+            "simreg norm": mean_norm(norms).float(),
+            "simreg norm variation": coefficient_of_variation(norms).float(),
+            "simreg norm difference": cohens_d(same, other).float(),
+            "simreg norm difference of rare labels": cohens_d(once, often).float(),
+            "simreg radial gradient": (radial / whole).float(),
+            "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
+        }
 
     def _tell_oddities(self, sums: Tensor) -> None:
         """Say once, at log time, what only the data knew: tokens that SimReg had to leave out."""
@@ -125,29 +215,21 @@ class Metrics:
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
 
 
-def _named_means(sums: Tensor, objective: str) -> dict[str, Tensor]:
-    def mean(numerator: int, denominator: int) -> Tensor:
-        return (sums[numerator] / sums[denominator].clamp(min=1)).float()
-
-    first = _PAIRS.start
-    negative = mean(first + 2, first + 3)
-    norms, same, other = (NormSums(*sums[part].unbind()) for part in (_NORMS, _SAME_NORMS, _OTHER_NORMS))
+def _named_isotropy(moments: list[Tensor]) -> dict[str, Tensor]:
+    if not moments:
+        return {}
+    found = geometry.isotropy(geometry.Moments._make(moments))
     return {
-        f"{'simreg' if objective == 'none' else objective} loss": mean(_TERM, _TOKENS),
-        "simreg positive cosine": mean(first, first + 1),
-        "simreg negative cosine": negative,
-        "simreg largest negative cosine": mean(first + 4, first + 5),
-        "simreg norm": mean_norm(norms).float(),
-        "simreg norm variation": coefficient_of_variation(norms).float(),
-        "simreg norm difference": cohens_d(same, other).float(),
-        "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
+        "simreg isotropy": found.score.float(),
+        "simreg effective rank": found.effective_rank.float(),
+        "simreg mean cosine": found.mean_cosine.float(),
     }
 
 
 def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *, skipped: bool) -> None:
     """Put interval means where `training_log` prints its own: it divides every entry by the advanced iterations.
 
-    The difference of norms (Cohen's d) is for TensorBoard and Weights & Biases alone.
+    Some are for TensorBoard and Weights & Biases alone.
     """
     advanced = total_loss_dict.get("advanced iterations", 0) + (0 if skipped else 1)
     for name, value in means.items():

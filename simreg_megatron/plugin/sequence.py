@@ -33,6 +33,7 @@ def views_of(
     *,
     documents: Documents | None = None,
     sample_length: int | None = None,
+    heads: Tensor | None = None,
 ) -> list[View]:
     """What this rank's anchors meet, in the order of its rows. A collective wherever the plan exchanges anything.
 
@@ -44,8 +45,9 @@ def views_of(
         valid: bool [B, S].
         documents: who tells the borders of documents; None where tokens of all documents meet.
         sample_length: tokens in a sample, where a row packs several.
+        heads: [S, B, D], the output layer's row for each label, where states meet these.
     """
-    scope = "local" if config.by_sequence else config.scope  # those need no rows of other ranks
+    scope = "local" if config.by_sequence or config.sums_up else config.scope  # those need no rows of other ranks
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
     usable = usable_tokens(hidden_states.transpose(0, 1), labels, valid)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)
@@ -54,6 +56,8 @@ def views_of(
     tokens: Located = shard.whole(pairs) if beyond else shard.held(pairs)
     form = fast_form(config)
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
+
+    head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
 
     found = []
     for window in plan.windows:
@@ -81,6 +85,7 @@ def views_of(
                 documents=None if numbers is None else numbers[:, inside],
                 anchors=_relative(window.anchors, window.tokens),
                 roles=roles.cut(*_relative(window.anchors, stretch)),
+                heads=None if head_rows is None else head_rows.at(window.tokens),
             )
         )
     if not form:

@@ -25,3 +25,4 @@ class View(NamedTuple):
     anchors: Run  # positions inside K
     roles: TokenRoles  # of the anchors, [B, A]
     ratio: Tensor | None = None  # S_neg / S_pos of the anchors [B, A], where a fast form found it for all views at once
+    heads: Tensor | None = None  # [B, K, D], the output layer's row for each label, where states meet these

@@ -349,7 +349,7 @@ def test_settings_of_an_objective() -> None:
         ),
         ({"objective": "creg", "objective_options": "form=pair"}, "form must be one of per_positive, per_pair"),
         ({"objective": "sce", "objective_options": "coupling=half"}, "coupling must be a number"),
-        ({"objective": "simreg", "objective_options": "form=per_pair"}, "it has no options"),
+        ({"objective": "simreg", "objective_options": "form=per_pair"}, "it has prefixes"),
         ({"objective": "creg", "similarity": "dot"}, "similarity dot has no effect on objective creg"),
         ({"objective": "simcse", "objective_options": "view=forward2"}, "no view=forward2: it needs the model to run"),
         ({"objective": "creg", "objective_options": "prediction-consistency=yes"}, "needs the model to run twice"),

@@ -56,3 +56,59 @@ def test_off_measuring_and_training() -> None:
     assert training.active and training.trains
     with pytest.raises(dataclasses.FrozenInstanceError):
         training.lambda_ = 0
+
+
+def test_several_objectives_each_with_a_weight() -> None:
+    config = SimRegConfig(
+        objective="simreg:auto,sigreg:0.05,sce:1",
+        objective_options="sigreg.seed=3,sce.temperature=0.2",
+        temperature=0.02,
+        chunk_size=64,
+        similarity="dot",
+        scope="local",
+        warmup_iters=5,
+    )
+    assert config.active and config.trains
+    simreg, sigreg, sce = config.parts
+    assert (simreg.lambda_, sigreg.lambda_, sce.lambda_) == ("auto", 0.05, 1.0)
+    assert (simreg.tau, sce.tau) == (0.02, 0.2) and sigreg.options["seed"] == 3
+    assert (simreg.similarity, sce.similarity) == ("dot", "cosine")
+    assert (simreg.scope, sigreg.scope, sce.scope) == ("local", "exact", "local")
+    assert {part.chunk_size for part in config.parts} == {64} and {part.warmup_iters for part in config.parts} == {5}
+    again = dataclasses.replace(config, chunk_size=32)
+    assert again.parts[2].tau == 0.2 and again.parts[0].chunk_size == 32 and again.parts[1].options["seed"] == 3
+    (alone,) = SimRegConfig(lambda_=3).parts
+    assert alone == SimRegConfig(lambda_=3) and SimRegConfig(objective="simreg:3").parts == (alone,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"objective": "simreg,sigreg:1"},
+            "several different ones with a weight each, such as simreg:auto,sigreg:0.05",
+        ),
+        ({"objective": "simreg:1,simreg:2"}, "several different ones"),
+        ({"objective": "simreg:1,none:1"}, "several different ones"),
+        ({"objective": "simreg:1,unheard:1"}, "several different ones"),
+        ({"objective": "simreg:much"}, "lambda must be a finite number"),
+        ({"objective": "simreg:1,sigreg:0"}, "objective sigreg has weight 0"),
+        ({"objective": "simreg:1,sigreg:1", "lambda_": 2}, "write it behind the name, as in simreg:2.0"),
+        ({"objective": "simreg:1,sigreg:1", "objective_options": "seed=1"}, "as in simreg.seed, and 'seed' does not"),
+        ({"objective": "simreg:1,sigreg:1", "objective_options": "creg.form=per_pair"}, "as in simreg.form"),
+        ({"objective": "simreg:1,sigreg:1", "objective_options": "sigreg.form=1"}, "unknown option 'form'"),
+        ({"objective": "sigreg:1,mic:1", "similarity": "dot"}, "similarity dot has no effect on any of sigreg:1,mic:1"),
+        ({"objective": "sigreg:1,mic:1", "temperature": 0.1}, "belongs to none or to several"),
+        ({"objective": "creg:1,sce:1", "temperature": 0.1}, "such as creg.temperature=0.1"),
+        ({"objective": "sigreg:1", "objective_options": "sigreg.temperature=1"}, "sigreg has no temperature"),
+        (
+            {"objective": "sce:1", "objective_options": "sce.temperature=hot"},
+            "sce.temperature must be a number, not 'hot'",
+        ),
+        ({"objective": "simreg:1,sigreg:1", "chunk_size": 1}, "chunk size must be at least 2"),
+    ],
+)
+def test_impossible_combinations_are_refused(settings: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        SimRegConfig(**settings)
+    assert "\n" not in str(caught.value)

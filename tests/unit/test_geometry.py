@@ -140,3 +140,64 @@ def test_long_chunks_are_taken_in_strips(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(geometry, "_WORKSPACE", 1)  # one anchor of each chunk at a time
     for one, other in zip(at_once, pair_cosines(rows, labels, valid=valid, chunk_size=10), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def isoscore_by_its_steps(rows: Tensor) -> float:
+    """The published algorithm: principal axes, normalized variances, isotropy defect, two rescalings."""
+    centred = rows - rows.mean(dim=0)
+    axes = torch.linalg.svd(centred, full_matrices=False).Vh
+    variances = torch.zeros(rows.shape[1], dtype=rows.dtype)
+    variances[: len(axes)] = (centred @ axes.mT).var(dim=0)
+    width = rows.shape[1]
+    normalized = math.sqrt(width) * variances / variances.norm()
+    defect = (normalized - 1).norm() / math.sqrt(2 * (width - math.sqrt(width)))
+    share = (width - defect**2 * (width - math.sqrt(width))) ** 2 / width**2
+    return ((width * share - 1) / (width - 1)).item()
+
+
+def all_usable(rows: Tensor) -> Tensor:
+    return torch.ones(rows.shape[:-1], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("shape", [(200, 12), (8, 12)], ids=["many tokens", "fewer tokens than features"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_isotropy_is_isoscore_rank_and_mean_cosine(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = (rows * torch.linspace(0.1, 2, 12) + torch.linspace(-1, 1, 12)).to(dtype)
+    found = geometry.isotropy(geometry.moments(rows, all_usable(rows)))
+    exact, bound = rows.double(), {"rel": 1e-10 if dtype == torch.float64 else 1e-4}
+    assert found.score.item() == pytest.approx(isoscore_by_its_steps(exact), **bound)
+    covariance = exact.mT.cov()
+    assert found.effective_rank.item() == pytest.approx(
+        (covariance.trace() ** 2 / covariance.square().sum()).item(), **bound
+    )
+    cosines = torch.nn.functional.normalize(exact, dim=-1) @ torch.nn.functional.normalize(exact, dim=-1).mT
+    assert found.mean_cosine.item() == pytest.approx(
+        cosines[~torch.eye(len(rows), dtype=torch.bool)].mean().item(), **bound
+    )
+
+
+@pytest.mark.parametrize("directions", [1, 3, 8])
+def test_isotropy_of_closed_forms(directions: int) -> None:
+    """Equal variance along k of d directions, turned: the rank is k, the score (k - 1) / (d - 1)."""
+    axes = torch.eye(8, dtype=torch.float64)[:directions]
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
+    rows = torch.cat([axes, -axes]) @ turn
+    found = geometry.isotropy(geometry.moments(rows, all_usable(rows)))
+    assert found.effective_rank.item() == pytest.approx(directions)
+    assert found.score.item() == pytest.approx((directions - 1) / 7, abs=1e-12)
+    assert found.mean_cosine.item() == pytest.approx(-1 / (2 * directions - 1))
+    moved = geometry.isotropy(geometry.moments(rows + 3 * turn[0], all_usable(rows)))
+    assert moved.effective_rank.item() == pytest.approx(directions), "a common part is no variance"
+    assert moved.mean_cosine > found.mean_cosine, "but it turns all towards one side"
+
+
+def test_moments_add_up_and_what_does_not_count_may_hold_anything() -> None:
+    rows, _ = random_tokens((2, 10, 6), num_labels=3)
+    usable = torch.rand(2, 10, generator=torch.Generator().manual_seed(2)) < 0.6
+    whole = geometry.moments(rows, usable)
+    parts = [geometry.moments(rows[:, part].masked_fill(~usable[:, part, None], torch.nan), usable[:, part])
+             for part in (slice(4), slice(4, 10))]  # fmt: skip
+    for one, other in zip(geometry.Moments(*map(sum, zip(*parts, strict=True))), whole, strict=True):
+        torch.testing.assert_close(one, other)
+    assert all(value.isnan() for value in geometry.isotropy(geometry.moments(rows, torch.zeros_like(usable))))

@@ -406,6 +406,22 @@ def test_the_users_flags_win_over_a_recipe() -> None:
     assert values(plan("--simreg-objective", "creg", "--simreg-lambda", "1"), "--simreg-temperature") == []
 
 
+@pytest.mark.parametrize(
+    ("objective", "options", "kept"),
+    [
+        ("simreg:auto,sigreg:0.05", "", ["--simreg-temperature", "--simreg-chunk-size"]),
+        ("sigreg:1,simcse:0.1", "", ["--simreg-chunk-size"]),
+        ("sigreg:1", "sample=replicas", []),
+        ("mic:1", "pool=token,t=1", []),
+        ("mic:1", "pool=chunk", ["--simreg-chunk-size"]),
+    ],
+)
+def test_a_preset_keeps_what_some_objective_knows(objective: str, options: str, kept: list[str]) -> None:
+    made = plan("--simreg-objective", objective, *(["--simreg-objective-options", options] if options else []))
+    names = ("--simreg-temperature", "--simreg-chunk-size")
+    assert [name for name in names if values(made, name)] == kept
+
+
 class TestGoingOn:
     """--auto-resume: the same command for the first start and for all others."""
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from simreg_megatron import SimRegConfig
+from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.plugin import regularizer as regularizer_module
@@ -111,7 +111,13 @@ def test_log_values_are_means_over_the_interval() -> None:
     pooled = (((len(same) - 1) * same.var() + (len(other) - 1) * other.var()) / freedom).sqrt()
     expected = ((same.mean() - other.mean()) / pooled).item()
     assert abs(expected) > 1e-3 and means["simreg norm difference"].item() == pytest.approx(expected, rel=1e-5)
+    tokens = torch.cat([embeddings[m > 0] for m in (mask, few)])
+    even = geometry.isotropy(geometry.moments(tokens, torch.ones(len(tokens), dtype=torch.bool)))
+    assert means["simreg isotropy"].item() == pytest.approx(even.score.item(), rel=1e-6)
+    assert means["simreg effective rank"].item() == pytest.approx(even.effective_rank.item(), rel=1e-6)
+    assert means["simreg mean cosine"].item() == pytest.approx(even.mean_cosine.item(), rel=1e-6)
     again = regularizer.metrics.reduce(One())
+    assert "simreg isotropy" not in again
     assert again["simreg loss"].item() == 0, "an interval starts at zero"
 
 
@@ -230,3 +236,71 @@ def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None
     )
     terms.sum().backward()
     torch.testing.assert_close(flat.grad.reshape(BATCH, LENGTH, WIDTH), expected.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_combination_is_the_weighted_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    hidden, labels, mask, loss = micro_batch()
+
+    def gradient(**settings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        regularizer = Regularizer(SimRegConfig(chunk_size=6, **settings))
+        regularizer.set_iteration(4)
+        hidden.grad = None
+        result = add(regularizer, hidden, labels, mask, loss)
+        assert torch.equal(result, loss)
+        result.sum().backward()
+        return hidden.grad.clone(), regularizer.metrics.reduce(One())
+
+    together, logged = gradient(
+        objective="sigreg:2,simreg:auto,sigmoid:0.01",
+        objective_options="sigmoid.trains=none,sigreg.seed=1",
+        temperature=0.1,
+    )
+    alone = {
+        "simreg loss": gradient(lambda_="auto", temperature=0.1),
+        "sigreg loss": gradient(lambda_=2, objective="sigreg", objective_options="seed=1"),
+        "sigmoid loss": gradient(lambda_=0.01, objective="sigmoid", objective_options="trains=none"),
+    }
+    torch.testing.assert_close(together, sum(grad for grad, _ in alone.values()), rtol=1e-10, atol=1e-12)
+    for name, (grad, means) in alone.items():
+        assert grad.norm() > 1e-3 * together.norm(), "each is felt"
+        torch.testing.assert_close(logged[name], means[name])
+    assert logged["simreg negative cosine"] == alone["simreg loss"][1]["simreg negative cosine"]
+    assert torch.equal(gradient(objective="simreg:3", temperature=0.1)[0], gradient(lambda_=3, temperature=0.1)[0])
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_the_log_tells_how_much_of_the_gradient_changes_lengths(similarity: str) -> None:
+    """Of the whole loss, whatever else hangs on the states; cosines by themselves leave lengths alone."""
+    hidden, labels, mask, loss = micro_batch()
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.5, similarity=similarity))
+    add(regularizer, hidden, labels, mask, loss).sum().backward()
+    found = regularizer.metrics.reduce(One())["simreg radial gradient"].item()
+    units = hidden.detach() / hidden.detach().norm(dim=-1, keepdim=True)
+    share = (hidden.grad * units).sum(dim=-1).square().sum() / hidden.grad.square().sum()
+    assert found == pytest.approx(share.item(), rel=1e-6, abs=1e-12)
+    assert found < 1e-12 if similarity == "cosine" else found > 1e-2
+    hidden.grad = None
+    stacked = torch.cat([hidden, torch.randn_like(hidden)])  # states of further predictions follow
+    pull = 0.01 * (stacked[:LENGTH] * mask.T.unsqueeze(-1)).square().sum()
+    (add(regularizer, stacked, labels, mask, loss).sum() + pull).backward()
+    share = (hidden.grad * units).sum(dim=-1).square().sum() / hidden.grad.square().sum()
+    found = regularizer.metrics.reduce(One())["simreg radial gradient"].item()
+    assert found == pytest.approx(share.item(), rel=1e-6) and found > 1e-2
+
+
+def test_norms_of_labels_that_come_once() -> None:
+    hidden, labels, mask, loss = micro_batch()
+    labels[:, ::3] = torch.arange(100, 104)
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=0))
+    add(regularizer, hidden, labels, mask, loss)
+    found = regularizer.metrics.reduce(One())["simreg norm difference of rare labels"].item()
+    norms: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for b in range(BATCH):
+        own = labels[b][mask[b] > 0].tolist()
+        for i in (mask[b] > 0).nonzero().flatten():
+            norms[own.count(labels[b, i].item()) == 1].append(hidden[i, b].detach().norm())
+    once, often = (torch.stack(norms[key]) for key in (True, False))
+    freedom = len(once) + len(often) - 2
+    pooled = (((len(once) - 1) * once.var() + (len(often) - 1) * often.var()) / freedom).sqrt()
+    assert found == pytest.approx(((once.mean() - often.mean()) / pooled).item(), rel=1e-5)

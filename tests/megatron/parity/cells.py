@@ -130,6 +130,12 @@ def baseline(name: str, size: int | None = None, options: str = "") -> Part:
     return _SIMREG + part(named, flags)
 
 
+def neighbour(name: str, weight: str, size: int | None = None, options: str = "") -> Part:
+    """Another objective that has no temperature, or whose terms need a weight of their own to be felt."""
+    made = baseline(name, size, options)
+    return Part(made.name, ("--simreg-lambda", weight, *made.flags[len(SIMREG) :]))
+
+
 def local(size: int) -> Part:
     return chunk(size, "--simreg-scope local", "local")
 
@@ -287,6 +293,56 @@ _BASELINES = [
     Cell(EP2, baseline("sce", 24), model="moe"),
     Cell(DP2 + DISTRIBUTED, baseline("simcse")),
 ]
+_SUMS = [
+    Cell(TP2 + SP, neighbour("sigreg", "0.3", 24), core=True),
+    Cell(TP2, neighbour("sigreg", "0.02", 24, "estimator=epps-pulley,directions=32")),
+    Cell(CP2, neighbour("sigreg", "0.3", 0), mode=PER_TOKEN, core=True),
+    Cell(CP2 + TP2 + SP, neighbour("sigreg", "0.3", options="sample=micro-batch")),
+    Cell(PP2, neighbour("sigreg", "0.3", 24)),
+    Cell(EP2, neighbour("sigreg", "0.3", 24), model="moe"),
+    Cell(HALF, neighbour("sigreg", "0.3", 24)),
+    Cell(DP2, neighbour("sigreg", "0.3", options="sample=replicas"), reference=DOUBLE, core=True),
+    Cell(
+        DP2,
+        neighbour("sigreg", "0.3", options="sample=micro-batch"),
+        reference=DOUBLE,
+        must_fail="each rank has a sample of its own",
+    ),
+]
+_MOMENTS = [
+    Cell(TP2 + SP, neighbour("mic", "0.02", 24), core=True),
+    Cell(CP2, neighbour("mic", "0.02", options="pool=token,prefixes=8/32"), mode=PER_TOKEN),
+    Cell(TP2, neighbour("mic", "0.02", options="pool=sequence,norm_scope=batch")),
+    Cell(CP2 + TP2 + SP, neighbour("mic", "0.02", 16), mode=PER_TOKEN),
+    Cell(PP2, neighbour("mic", "0.02", 24)),
+    Cell(DP2 + DISTRIBUTED, neighbour("mic", "0.02", 24)),
+    Cell(TP2 + SP, chunk(24, "--simreg-objective-options prefixes=16/64", "prefixes 16/64"), core=True),
+    Cell(CP2, chunk(0, "--simreg-objective-options prefixes=8/16", "prefixes 8/16")),
+]
+_TOGETHER = Part(
+    "simreg:10,sigreg:0.3,sce:1",
+    ("--simreg-objective", "simreg:10,sigreg:0.3,sce:1", "--simreg-temperature", "0.5", "--simreg-chunk-size", "24"),
+)
+_COMBINATIONS = [
+    Cell(HALF, _TOGETHER),
+    Cell(TP2 + SP, _TOGETHER, core=True),
+    Cell(CP2, _TOGETHER, mode=PER_TOKEN),
+    Cell(PP2, _TOGETHER),
+]
+_HEADS = neighbour("sigmoid", "0.1", 24, "pairs=hidden-head,pair_reduction=balanced,trains=none")
+_PAIRS = [
+    Cell(TP2 + SP, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none"), core=True),
+    Cell(PP2, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none")),
+    Cell(DP2, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none")),
+    Cell(TP2, neighbour("sigmoid", "0.003", 24, "trains=none,param=absolute")),
+    Cell(CP2, neighbour("sigmoid", "0.1", 0, "pair_reduction=pair,trains=none"), mode=PER_TOKEN),
+    Cell(CP2 + TP2 + SP, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none"), mode=PER_TOKEN),
+    Cell(TP2, _HEADS),
+    Cell(TP2 + SP, _HEADS, core=True),
+    Cell(CP2, _HEADS, mode=PER_TOKEN),
+    Cell(CP2 + TP2 + SP, _HEADS),
+    Cell(PP2, _HEADS, model="tied"),
+]
 _BROKEN = [
     Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
@@ -299,5 +355,5 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
-    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_BROKEN,
+    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS, *_BROKEN,
 )  # fmt: skip

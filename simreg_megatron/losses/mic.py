@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MIC: the first features of a hidden state shall not repeat the others, and shall be spread (Matryoshka prefixes).
+
+Tokens meet only in sums, which `add` adds up over the ranks that share a micro-batch; on one process it does nothing.
+
+Shapes: b sequences, n tokens, d features of which p are the prefix; r pooled rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from simreg_megatron.losses._anchored import check_choice
+from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, no_autocast, usable_tokens
+from simreg_megatron.losses.sigreg import in_samples
+from simreg_megatron.losses.similarity import unit_rows
+
+POOLS = ("chunk", "sequence", "token")
+NORM_SCOPES = ("sequence", "batch")
+EPSILON = 1e-6
+_SMALLEST_PREFIX = 16
+_SLAB = 16 << 20  # bytes of the similarities of some rows with all
+
+Add = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MICOptions:
+    """Settings of MIC.
+
+    Attributes:
+        prefixes: p, each at least 1 and below the width; empty: powers of two from 16 to half the width.
+        pool: whose means the second part compares: of chunks, of sequences, or each token by itself.
+        norm_scope: whether features are normalized over each sequence, or over all of the micro-batch.
+        threshold: correlations up to it are free.
+        t: of the uniformity.
+        correlation, variance, balance, uniformity: weights of the four parts.
+    """
+
+    prefixes: tuple[int, ...] = ()
+    pool: str = "chunk"
+    norm_scope: str = "sequence"
+    threshold: float = 0.1
+    t: float = 2.0
+    correlation: float = 1.0
+    variance: float = 1.0
+    balance: float = 1.0
+    uniformity: float = 1.0
+
+    def of_width(self, width: int) -> tuple[int, ...]:
+        """The prefixes of states of this width.
+
+        Raises:
+            ValueError: one of them is not inside it, or the width is 1.
+        """
+        powers = tuple(2**k for k in range(4, 31) if 2**k <= width // 2)
+        found = self.prefixes or powers or (width // 2,)
+        outside = [prefix for prefix in found if not 1 <= prefix < width]
+        if outside:
+            raise ValueError(f"a prefix must be from 1 to {width - 1} features of {width}, got {outside[0]}.")
+        return found
+
+
+def mic_loss(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    options: MICOptions | None = None,
+    valid: Tensor | None = None,
+    chunk_size: int = 0,
+) -> Tensor:
+    """L = mean_p [ w_1 L_corr + w_2 L_var + w_3 L_cv + w_4 L_unif ], p the prefixes.
+
+        L_corr = mean_uv max(0, |C_uv| - tau)^2,  C the correlations of prefix features u with the others v
+        L_var  = max(0, 1 - s_prefix) + 1/2 max(0, 1 - s_rest),  s the mean standard deviation of the features
+        L_cv   = std_j(v_j) / mean_j(v_j),  v_j the variance of feature j of the pooled prefixes
+        L_unif = log mean_{i != j} exp(-2t (1 - cos(z_i, z_j))),  z the pooled prefixes
+
+    Args:
+        embeddings: [b, n, d] or [n, d]; computed in float32 (float64 for float64).
+        labels: integer [b, n]; only looked at for labels below 0, which make a token invalid.
+        options: see `MICOptions`. Where only one chunk or sequence is there to be pooled, tokens stand by themselves.
+        valid: bool [b, n].
+        chunk_size: tokens in a chunk, for the pool; 0 is the whole sequence.
+
+    Raises:
+        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+
+    Source: arXiv 2605.29987 as told by others: tau, t, the weights and where the deviation is taken are our choices.
+    """
+    options = options or MICOptions()
+    if labels is None:
+        labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
+    check_tokens(embeddings, labels, valid, None, chunk_size)
+    embeddings, labels, valid = as_batch(embeddings, labels, valid)
+    usable = usable_tokens(embeddings, labels, valid)
+    length = labels.shape[1]
+    return mic_value(
+        embeddings, usable, torch.arange(length, device=labels.device), length, options=options, chunk_size=chunk_size
+    )
+
+
+def mic_value(
+    embeddings: Tensor,
+    usable: Tensor,
+    positions: Tensor,
+    length: int,
+    *,
+    options: MICOptions,
+    chunk_size: int = 0,
+    add: Add = lambda part: part,
+) -> Tensor:
+    """L of a micro-batch, the same on all ranks that share it.
+
+    Args:
+        embeddings: [b, n, d], this rank's tokens.
+        usable: bool [b, n].
+        positions: int64 [n], on the sequence.
+        length: tokens of the whole sequence.
+        add: the sum over the ranks that hold the other tokens, and of their gradients in the backward.
+    """
+    check_choice("pool", options.pool, POOLS)
+    check_choice("norm_scope", options.norm_scope, NORM_SCOPES)
+    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+    rows = torch.where(usable.unsqueeze(-1), rows, 0.0)
+    prefixes = options.of_width(rows.shape[-1])
+    with no_autocast(rows.device.type):
+        correlations, deviations = _correlations(rows, usable, max(prefixes), options.norm_scope, add)
+        own, pooled = _pooled(rows[..., : max(prefixes)], usable, positions, length, options, chunk_size, add)
+        losses = [
+            _redundancy(correlations, deviations, prefix, options) + _isotropy(own, pooled, prefix, options, add)
+            for prefix in prefixes
+        ]
+    return torch.stack(losses).mean()
+
+
+def pools_tokens(options: MICOptions, num_sequences: int, length: int, chunk_size: int) -> bool:
+    """Whether tokens stand by themselves: asked for, or because one mean alone has nobody to be compared with."""
+    means = num_sequences * (-(-length // chunk_length(length, chunk_size)) if options.pool == "chunk" else 1)
+    return options.pool == "token" or means < 2
+
+
+def _correlations(rows: Tensor, usable: Tensor, most: int, norm_scope: str, add: Add) -> tuple[Tensor, Tensor]:
+    """C of the first `most` features with all, [most, d], and the mean deviation of each feature, [d]."""
+    if norm_scope == "batch":
+        rows, usable = rows.flatten(0, 1).unsqueeze(0), usable.reshape(1, -1)
+    counts = add(usable.sum(dim=1)).to(rows.dtype).unsqueeze(-1)
+    mean = add(rows.sum(dim=1)) / counts.clamp(min=1)
+    centred = torch.where(usable.unsqueeze(-1), rows - mean.unsqueeze(1), 0.0)
+    deviations = _root(add(centred.square().sum(dim=1)) / counts.clamp(min=1))
+    normal = (centred / (deviations.unsqueeze(1) + EPSILON)).flatten(0, 1)
+    products = add(normal[:, :most].mT @ normal)
+    there = (counts > 0).to(rows.dtype)
+    return products / counts.sum().clamp(min=1), (deviations * there).sum(dim=0) / there.sum().clamp(min=1)
+
+
+def _redundancy(correlations: Tensor, deviations: Tensor, prefix: int, options: MICOptions) -> Tensor:
+    """w_1 L_corr + w_2 L_var."""
+    excess = (correlations[:prefix, prefix:].abs() - options.threshold).clamp(min=0).square().mean()
+    missing = (1 - deviations[:prefix].mean()).clamp(min=0) + (1 - deviations[prefix:].mean()).clamp(min=0) / 2
+    return options.correlation * excess + options.variance * missing
+
+
+@dataclass(frozen=True)
+class _Pooled:
+    rows: Tensor  # [r, most]
+    there: Tensor  # bool [r]
+
+
+def _pooled(
+    rows: Tensor, usable: Tensor, positions: Tensor, length: int, options: MICOptions, chunk_size: int, add: Add
+) -> tuple[_Pooled | None, _Pooled]:
+    """The rows whose pairs this rank computes, None where every rank computes all; and all rows."""
+    if pools_tokens(options, len(rows), length, chunk_size):
+        whole, there = rows.new_zeros(len(rows), length, rows.shape[-1]), usable.new_zeros(len(rows), length).long()
+        whole = add(whole.index_copy(1, positions, rows))
+        there = add(there.index_copy(1, positions, usable.long())) > 0
+        own = _Pooled(whole[:, positions].flatten(0, 1), usable.flatten())
+        return own, _Pooled(whole.flatten(0, 1), there.flatten())
+    size = chunk_length(length, chunk_size) if options.pool == "chunk" else length
+    members = in_samples(usable, positions // size, -(-length // size))
+    counts = add(members.sum(dim=-1))
+    sums = add(members.to(rows.dtype) @ rows)
+    means = sums / counts.clamp(min=1).unsqueeze(-1)
+    return None, _Pooled(means.flatten(0, 1), counts.flatten() > 0)
+
+
+def _isotropy(own: _Pooled | None, pooled: _Pooled, prefix: int, options: MICOptions, add: Add) -> Tensor:
+    """w_3 L_cv + w_4 L_unif; 0 of fewer than two rows."""
+    number = pooled.there.sum()
+    variances = _variances(pooled, prefix)
+    spread = variances.mean()
+    balance = _root((variances - spread).square().mean()) / (spread + EPSILON)
+    everyone = _Units.of(pooled, prefix)
+    if own is None:
+        total = _kernel_sum(everyone, everyone, options.t)
+    else:
+        total = add(_kernel_sum(_Units.of(own, prefix), everyone, options.t))
+    pairs = everyone.there.sum() * (everyone.there.sum() - 1)
+    uniformity = (total / pairs.clamp(min=1) + EPSILON).log()
+    uniformity = torch.where(pairs > 0, uniformity, 0.0)
+    return torch.where(number > 1, options.balance * balance, 0.0) + options.uniformity * uniformity
+
+
+def _variances(pooled: _Pooled, prefix: int) -> Tensor:
+    """v_j over the rows that are there, [prefix]."""
+    weights = pooled.there.to(pooled.rows.dtype).unsqueeze(-1)
+    rows, number = pooled.rows[:, :prefix], weights.sum().clamp(min=1)
+    mean = (weights * rows).sum(dim=0) / number
+    return (weights * (rows - mean).square()).sum(dim=0) / number
+
+
+@dataclass(frozen=True)
+class _Units:
+    rows: Tensor  # [r, prefix], of length 1
+    there: Tensor  # bool [r]: has a direction at all
+
+    @classmethod
+    def of(cls, pooled: _Pooled, prefix: int) -> _Units:
+        rows = pooled.rows[:, :prefix]
+        there = pooled.there & (rows.detach() != 0).any(dim=-1)
+        return cls(unit_rows(torch.where(there.unsqueeze(-1), rows, 1.0)), there)
+
+
+def _kernel_sum(own: _Units, everyone: _Units, t: float) -> Tensor:
+    """sum_i sum_{j != i} exp(-2t (1 - cos)) over own rows i and all rows j; slabs are computed anew in the backward."""
+    step = max(1, _SLAB // max(1, len(everyone.rows) * own.rows.element_size()))
+    total = own.rows.new_zeros(())
+    for first in range(0, len(own.rows), step):
+        slab = (own.rows[first : first + step], own.there[first : first + step], everyone.rows, everyone.there, t)
+        if len(own.rows) <= step:
+            total = total + _slab_sum(*slab)
+        else:
+            total = total + checkpoint(_slab_sum, *slab, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+def _slab_sum(rows: Tensor, there: Tensor, others: Tensor, others_there: Tensor, t: float) -> Tensor:
+    kernel = (2 * t * (rows @ others.mT - 1)).exp()
+    total = torch.where(there.unsqueeze(-1) & others_there, kernel, 0.0).sum()
+    return total - torch.where(there, (2 * t * (rows.square().sum(dim=-1) - 1)).exp(), 0.0).sum()
+
+
+def _root(squares: Tensor) -> Tensor:
+    """The square root, whose derivative at 0 is 0 here: a feature that never changes stands still."""
+    positive = squares > 0
+    return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)

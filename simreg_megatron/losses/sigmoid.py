@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sigmoid loss: every pair of tokens by itself is alike or not, by a threshold. Shapes: as in `_anchored`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced
+from simreg_megatron.losses._chunks import Block, Span, label_pairs, self_pairs
+from simreg_megatron.losses.roles import pair_counts
+from simreg_megatron.losses.similarity import unit_rows
+
+PAIR_REDUCTIONS = ("anchor", "pair", "balanced")
+PARAMETRIZATIONS = ("relative", "absolute")
+_SLAB = {"cpu": 8 << 20, "cuda": 64 << 20}  # bytes of the cosines of some anchors with all tokens of their chunk
+_SELF_POSITIVES = ("never", "always")
+
+
+def sigmoid_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.1,
+    log_t: Tensor | None = None,
+    bias: float | Tensor = 0.0,
+    param: str = "relative",
+    pair_reduction: str = "anchor",
+    self_positive: str = "never",
+    heads: Tensor | None = None,
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+    reduction: str = "mean",
+) -> Tensor:
+    """L = sum_{i, j in P_i} softplus(-z_ij) + sum_{i, j in N_i} softplus(z_ij),  z_ij = t (cos(e_i, e_j) - b).
+
+    P_i are the other tokens of the chunk with the label of token i, N_i those with another label. There is no softmax:
+    no pair waits for another one.
+
+    Args:
+        embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
+        temperature: 1 / t, above 0.
+        log_t: a scalar theta that gets a gradient: t = exp(theta) in the place of 1 / temperature.
+        bias: b; a scalar tensor gets a gradient.
+        param: "relative": bias is b, the cosine at which a pair changes sides. "absolute": bias is t b.
+        pair_reduction: "anchor": each token has the sum over its pairs. "pair": the mean over the pairs of a chunk.
+            "balanced": half the mean over its positive pairs and half that over its negative ones, as positives are
+            rare. The latter two are spread over the chunk's tokens, so that a chunk weighs as much as it has tokens.
+        self_positive: "never"; "always": j = i is a positive pair, which moves t and b alone, as its cosine is 1.
+        heads: shape of embeddings: e_i meets heads_j in the place of e_j, i itself included. For rows of the output
+            layer, one for each label: a modality that is locked, as they get no gradient.
+        reduction: as in `creg_loss`.
+
+    Raises:
+        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+
+    Memory beside the embeddings is O(n) for each slab of anchors; slabs are computed anew in the backward.
+
+    Source: Bangachev, Bresler, Noman and Polyanskiy 2025, for pairs of two modalities; pairs from labels inside one,
+    and both means, are our choices. The sign of b is theirs: that of SigLIP's code is minus t b.
+    """
+    block_terms = sigmoid_terms(
+        temperature=temperature,
+        log_t=log_t,
+        bias=bias,
+        param=param,
+        pair_reduction=pair_reduction,
+        self_positive=self_positive,
+        headed=heads is not None,
+    )
+    if heads is not None:
+        if heads.shape != embeddings.shape:
+            raise ValueError(
+                f"heads must have the shape {list(embeddings.shape)} of embeddings, got {list(heads.shape)}."
+            )
+        embeddings = with_heads(embeddings, heads)
+    return reduced(
+        block_terms,
+        embeddings,
+        labels,
+        valid=valid,
+        documents=documents,
+        chunk_size=chunk_size,
+        reduction=reduction,
+    )
+
+
+def sigmoid_terms(
+    *,
+    temperature: float = 0.1,
+    log_t: Tensor | None = None,
+    bias: float | Tensor = 0.0,
+    param: str = "relative",
+    pair_reduction: str = "anchor",
+    self_positive: str = "never",
+    headed: bool = False,
+) -> BlockTerms:
+    """The same for the anchors of one block of chunks, its options checked.
+
+    Args:
+        headed: the rows are those of `with_heads`.
+    """
+    check_temperature("temperature", temperature)
+    check_choice("param", param, PARAMETRIZATIONS)
+    check_choice("pair_reduction", pair_reduction, PAIR_REDUCTIONS)
+    check_choice("self_positive", self_positive, _SELF_POSITIVES)
+    if headed and self_positive == "always":
+        raise ValueError("self_positive 'always' has no effect on heads, which a token always meets: drop it.")
+
+    def terms(block: Block) -> Tensor:
+        rows = block.rows.chunk(2, dim=-1) if headed else (block.rows,)
+        units, others = unit_rows(rows[0]), unit_rows(rows[-1])
+        t = units.new_full((), 1.0 / temperature) if log_t is None else log_t.to(units.dtype).exp().squeeze()
+        shift = bias.to(units.dtype).squeeze() if isinstance(bias, Tensor) else units.new_full((), bias)
+        shift = t * shift if param == "relative" else shift
+        keeps_self = headed or self_positive == "always"
+        slabs = list(_slabs(block, units))
+        parts = []
+        for span in slabs:
+            given = (block._replace(anchors=span), units, others, t, shift, keeps_self)
+            parts.append(_pair_sums(*given) if len(slabs) == 1 else _computed_twice(*given))
+        positive, negative = torch.cat(parts, dim=-1).unbind()
+        return _weighed(block, positive, negative, pair_reduction, keeps_self)
+
+    return terms
+
+
+def with_heads(embeddings: Tensor, heads: Tensor) -> Tensor:
+    """Each state and the row that others meet in its place, side by side: [..., 2 d]. The latter get no gradient."""
+    return torch.cat([embeddings, heads.detach().to(embeddings.dtype)], dim=-1)
+
+
+def pair_losses(cosines: Tensor, positive: Tensor, t: Tensor, bias: Tensor) -> Tensor:
+    """softplus(-z) of positive pairs and softplus(z) of all others, z = t cos - bias."""
+    logits = t * cosines - bias
+    return -F.logsigmoid(torch.where(positive, logits, -logits))
+
+
+def _slabs(block: Block, units: Tensor) -> Iterator[Span]:
+    num_chunks, length = block.labels.shape
+    workspace = _SLAB.get(units.device.type, _SLAB["cuda"])
+    step = max(1, workspace // max(1, num_chunks * length * units.element_size()))
+    for first in range(block.anchors[0], block.anchors[1], step):
+        yield first, min(first + step, block.anchors[1])
+
+
+def _computed_twice(*given: object) -> Tensor:
+    """Nothing of size p x k is kept for the backward."""
+    return checkpoint(_pair_sums, *given, use_reentrant=False, preserve_rng_state=False)
+
+
+def _pair_sums(block: Block, units: Tensor, others: Tensor, t: Tensor, bias: Tensor, keeps_self: bool) -> Tensor:
+    """Sums of pair losses of the block's anchors over their positives, and over their negatives, [2, m, p]."""
+    same, different = label_pairs(block)
+    if not keeps_self:
+        same = same & ~self_pairs(block)
+    losses = pair_losses(units[:, slice(*block.anchors)] @ others.mT, same, t, bias)
+    return torch.stack([torch.where(members, losses, 0.0).sum(dim=-1) for members in (same, different)])
+
+
+def _weighed(block: Block, positive: Tensor, negative: Tensor, pair_reduction: str, keeps_self: bool) -> Tensor:
+    if pair_reduction == "anchor":
+        return positive + negative
+    counts = pair_counts(block.labels, block.usable, documents=block.documents)
+    num_positive, num_negative = (count.sum(dim=-1, keepdim=True).to(positive.dtype) for count in counts)
+    tokens = block.usable.sum(dim=-1, keepdim=True)
+    if keeps_self:
+        num_positive = num_positive + tokens
+    if pair_reduction == "pair":
+        return (positive + negative) * tokens / (num_positive + num_negative).clamp(min=1)
+    return (positive / num_positive.clamp(min=1) + negative / num_negative.clamp(min=1)) * tokens / 2

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objectives whose tokens meet only in sums over a sample: every rank adds its own tokens, and sums alone travel.
+
+Shapes: B micro-batch, A anchors of this rank, D hidden; s samples in each sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses._chunks import chunk_length
+from simreg_megatron.losses.mic import MICOptions, mic_value, pools_tokens
+from simreg_megatron.losses.sigreg import (
+    NUM_DIRECTIONS,
+    in_samples,
+    normalized,
+    random_directions,
+    spread,
+    statistic,
+    wave_sums,
+)
+from simreg_megatron.parallel.collectives import sum_over
+from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.reporting import log_once
+from simreg_megatron.plugin.views import View
+
+
+class OwnTokens(NamedTuple):
+    """This rank's anchors, in the order of its rows."""
+
+    embeddings: Tensor  # [B, A, D]
+    labels: Tensor  # [B, A]
+    usable: Tensor  # bool [B, A]
+    positions: Tensor  # int64 [A], on the sequence
+
+
+def own_tokens(views: list[View], shard: SequenceShard) -> OwnTokens:
+    embeddings, labels, usable = (
+        torch.cat([per_token[:, slice(*view.anchors)] for per_token, view in zip(found, views, strict=True)], dim=1)
+        for found in zip(*((view.embeddings, view.labels, view.usable) for view in views), strict=True)
+    )
+    runs = shard.layout.anchors(shard.rank)
+    positions = torch.cat([torch.arange(first, last, device=embeddings.device) for first, last in runs])
+    return OwnTokens(embeddings, labels, usable, positions)
+
+
+def sum_over_sequence(part: Tensor, shard: SequenceShard) -> Tensor:
+    """The sum over the ranks that share the sequences; its backward is the same sum of their gradients."""
+    for group in shard.anchor_groups:
+        part = sum_over(part, group)
+    return part
+
+
+def sigreg_terms(config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int) -> Tensor:
+    """T of the sample of each anchor, [B, A]; 0 where a token is in none. A collective where a sample spans ranks.
+
+    Directions follow from the iteration: all micro-batches of a step share them, however a step is cut into these.
+    """
+    options, tokens = config.options, own_tokens(views, shard)
+    estimator, sample = str(options["estimator"]), str(options["sample"])
+    directions = random_directions(
+        int(options["directions"]) or NUM_DIRECTIONS[estimator],
+        tokens.embeddings.shape[-1],
+        seed=int(options["seed"]),
+        iteration=iteration,
+        device=tokens.embeddings.device,
+    )
+    rows = normalized(tokens.embeddings, tokens.usable, str(options["normalize"]))
+    if sample == "chunk":
+        size = chunk_length(shard.layout.length, config.chunk_size)
+        members = in_samples(tokens.usable, tokens.positions // size, -(-shard.layout.length // size))
+    else:  # one sample, of one long sequence
+        rows, members = rows.flatten(0, 1).unsqueeze(0), tokens.usable.reshape(1, 1, -1)
+    sums = sum_over_sequence(wave_sums(rows, members, directions, estimator), shard)
+    counts = sum_over_sequence(members.sum(dim=-1), shard)
+    if sample == "replicas":
+        sums, counts = (sum_over(part, compat.data_group()) for part in (sums, counts))
+    return spread(statistic(sums, counts, estimator), members).reshape(tokens.usable.shape)
+
+
+def mic_terms(config: SimRegConfig, views: list[View], shard: SequenceShard) -> Tensor:
+    """L of the micro-batch on each anchor, [B, A]; 0 where a token does not count. A collective."""
+    tokens, options = own_tokens(views, shard), mic_options(config)
+    alone = pools_tokens(options, len(tokens.usable), shard.layout.length, config.chunk_size)
+    if alone and options.pool != "token":
+        log_once(f"SimReg objective mic: a micro-batch has one {options.pool} here, so tokens stand by themselves")
+    value = mic_value(
+        tokens.embeddings,
+        tokens.usable,
+        tokens.positions,
+        shard.layout.length,
+        options=options,
+        chunk_size=config.chunk_size,
+        add=lambda part: sum_over_sequence(part, shard),
+    )
+    return torch.where(tokens.usable, value, 0.0)
+
+
+def mic_options(config: SimRegConfig) -> MICOptions:
+    return MICOptions(**{**config.options, "prefixes": config.prefixes})  # type: ignore[arg-type]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objectives that travel as sums: over ranks that share sequences they equal the whole, in values and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simreg_megatron import SimRegConfig, geometry
+from simreg_megatron.parallel.autograd import add_gradient
+from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin import compat, reporting
+from simreg_megatron.plugin.objectives import objective_terms
+from simreg_megatron.plugin.sequence import views_of
+from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, groups, pick, sample
+from tests.helpers.processes import run_processes
+
+ITERATION = 3
+ALONE = ShardLayout(LENGTH)
+
+
+def whole(config: SimRegConfig, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Terms and gradient of one process that sees everything."""
+    rows = given["embeddings"].transpose(0, 1).clone().requires_grad_()
+    shard = SequenceShard(ALONE)
+    views = views_of(config, shard, rows, given["labels"], given["valid"])
+    terms = objective_terms(config, views, shard, {}, ITERATION)
+    (terms * given["weights"]).sum().backward()
+    assert terms.abs().sum() > 0
+    return terms.detach(), rows.grad.transpose(0, 1)
+
+
+def check_rank(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
+    rank = divmod(number, layout.tensor_size)
+    shard = SequenceShard(layout, rank, *groups(rank, layout))
+    given, held = sample(), layout.held(rank)
+    local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
+    views = views_of(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
+    terms = objective_terms(config, views, shard, {}, ITERATION)
+    context = layout.held(rank) if not layout.rows_split else replace(layout, rows_split=False).held(rank)
+    base = torch.zeros(len(terms), layout.context_tokens, dtype=torch.float64, requires_grad=True)
+    (add_gradient(base, terms, start=shard.start) * pick(given["weights"], context)).sum().backward()
+
+    expected_terms, expected_grad = whole(config, given)
+    torch.testing.assert_close(terms.detach(), pick(expected_terms, layout.anchors(rank)), **TIGHT)
+    torch.testing.assert_close(local.grad.transpose(0, 1), pick(expected_grad, held), **TIGHT)
+
+    # A sum whose backward keeps this rank's own terms would be far outside the bounds.
+    own = torch.zeros_like(given["weights"])
+    for first, last in layout.anchors(rank):
+        own[:, first:last] = given["weights"][:, first:last]
+    _, mistaken = whole(config, given | {"weights": own})
+    gap = sum(pick(grad, layout.anchors(rank)) for grad in (mistaken, -expected_grad)).norm().reshape(1)
+    dist.all_reduce(gap)
+    assert gap.item() > 1e-4
+
+
+def check_replica(rank: int, config: SimRegConfig) -> None:
+    """Each rank holds a sequence of its own; together they are one batch, which a mean of gradients then equals."""
+    given = {name: values[:2] for name, values in sample().items()}
+    compat.data_group = lambda: dist.group.WORLD
+    shard, own = SequenceShard(ALONE), {name: values[rank : rank + 1] for name, values in given.items()}
+    rows = own["embeddings"].transpose(0, 1).clone().requires_grad_()
+    views = views_of(config, shard, rows, own["labels"], own["valid"])
+    terms = objective_terms(config, views, shard, {}, ITERATION)
+    (terms * own["weights"]).sum().backward()
+    expected_terms, expected_grad = whole(_alone(config), given)
+    torch.testing.assert_close(terms.detach(), expected_terms[rank : rank + 1], **TIGHT)
+    torch.testing.assert_close(rows.grad.transpose(0, 1), expected_grad[rank : rank + 1], **TIGHT)
+    apart, _ = whole(_alone(config), own)
+    assert (apart - terms).abs().max() > 1e-3, "the other replica must be seen"
+
+
+def _alone(config: SimRegConfig) -> SimRegConfig:
+    return replace(config, objective_options=tuple({**config.options, "sample": "micro-batch"}.items()))
+
+
+def sigreg(options: str = "", **settings: Any) -> SimRegConfig:
+    return SimRegConfig(lambda_=1, objective="sigreg", objective_options=options, **settings)
+
+
+def mic(options: str = "", **settings: Any) -> SimRegConfig:
+    return SimRegConfig(lambda_=1, objective="mic", objective_options=f"prefixes=2/4,{options}", **settings)
+
+
+CONFIGS = {
+    "mic chunks of 12": mic(chunk_size=12),
+    "mic sequences, normalized over the batch": mic("pool=sequence,norm_scope=batch"),
+    "mic tokens": mic("pool=token,t=1"),
+    "sigreg chunks of 12": sigreg(chunk_size=12),
+    "sigreg whole": sigreg("estimator=epps-pulley,directions=32", chunk_size=0),
+    "sigreg micro-batch": sigreg("sample=micro-batch,normalize=none"),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("layout", [TP3, CP2_SP2, CP2_TP2], ids=["tp3", "cp2-sp2", "cp2-tp2"])
+def test_shards_equal_the_whole(tmp_path: Path, layout: ShardLayout, config: SimRegConfig) -> None:
+    run_processes(check_rank, layout.context_size * layout.tensor_size, tmp_path, layout, config)
+
+
+@pytest.mark.distributed
+def test_replicas_are_one_sample(tmp_path: Path) -> None:
+    run_processes(check_replica, 2, tmp_path, sigreg("sample=replicas"))
+
+
+def check_isotropy(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
+    """What all ranks found of their tokens adds up to what one process finds of the sampled positions."""
+    reporting._SAMPLED_TOKENS = 30  # every fourth of the 96
+    rank = divmod(number, layout.tensor_size)
+    shard = SequenceShard(layout, rank, *groups(rank, layout))
+    given, held = sample(), layout.held(rank)
+    rows = pick(given["embeddings"], held)
+    metrics = reporting.Metrics(config)
+    for _ in range(2):  # micro-batches
+        metrics._add_moments(rows, pick(given["valid"], held), shard)
+    assert metrics._moments is not None
+    for part in metrics._moments:
+        dist.all_reduce(part)
+    places = torch.arange(0, LENGTH, 4)
+    usable = given["valid"] & (given["embeddings"] != 0).any(dim=-1)
+    expected = geometry.moments(given["embeddings"][:, places], usable[:, places])
+    for found, once in zip(metrics._moments, expected, strict=True):
+        torch.testing.assert_close(found, 2 * once, **TIGHT)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [TP3, CP2_SP2, CP2_TP2], ids=["tp3", "cp2-sp2", "cp2-tp2"])
+def test_isotropy_is_that_of_the_whole(tmp_path: Path, layout: ShardLayout) -> None:
+    run_processes(check_isotropy, layout.context_size * layout.tensor_size, tmp_path, layout, sigreg())

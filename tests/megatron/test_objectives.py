@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The neighbouring objectives in Megatron's own loop: they go on as if they had never stopped, and say what they do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron import runs
+
+STEPS = ("--train-iters", "4", "--eval-iters", "0", "--lr-decay-style", "constant")
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        "--simreg-objective sigreg --simreg-lambda 0.3 --simreg-chunk-size 24",
+        "--simreg-objective sigmoid --simreg-lambda 0.1 --simreg-objective-options pair_reduction=balanced",
+    ],
+    ids=["sigreg", "sigmoid"],
+)
+def test_going_on_is_never_having_stopped(objective: str, data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    flags = (*data_flags, *STEPS, *objective.split())
+    through = runs.train(tmp_path / "through", flags)
+    place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
+    runs.train(tmp_path / "stopped", (*flags, *place))
+    gone_on = runs.train(tmp_path / "on", (*flags, "--load", str(tmp_path / "saved")))
+    assert gone_on.losses == through.losses[2:] and runs.same_bits(gone_on, through)
+
+
+def test_directions_come_from_the_seed(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    flags = (*data_flags, *STEPS, "--simreg-objective", "sigreg", "--simreg-lambda", "0.3")
+    one = runs.train(tmp_path / "one", flags)
+    other = runs.train(tmp_path / "other", (*flags, "--simreg-objective-options", "seed=1"))
+    assert not runs.same_bits(one, other)
+
+
+def test_what_is_known_to_fail_is_said(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    flags = ("--simreg-objective", "sigreg", "--simreg-lambda", "0.3", "--simreg-objective-options", "normalize=unit")
+    done = runs.attempt(tmp_path, (*data_flags, *STEPS, *flags))
+    assert done.status == 0 and "descends towards the latter; use sqrt-d" in done.output
+    assert "SimReg objective sigreg: lambda 0.3" in done.output and "sigreg loss:" in done.output
+
+
+def test_scale_and_bias_of_the_sigmoid_are_trained_in_every_layout(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """A model that is split draws other weights from its seed, so a single process writes the start."""
+    objective = "--simreg-objective sigmoid --simreg-lambda 0.1 --simreg-objective-options pair_reduction=balanced"
+    flags = (*data_flags, *STEPS, *objective.split(), "--simreg-chunk-size", "24")
+    place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
+    runs.train(tmp_path / "start", (*flags, *place))
+    flags = (*flags, "--load", str(tmp_path / "saved"))
+    alone = runs.train(tmp_path / "alone", flags)
+    for name in ("log_t", "bias"):
+        assert alone.grads[f"simreg_sigmoid.{name}"].item() != 0
+    for layout in ("--tensor-model-parallel-size 2 --sequence-parallel", "--context-parallel-size 2", ""):
+        got = runs.train(tmp_path / f"split{len(layout)}", (*flags, *layout.split()), processes=2)
+        gap = runs.difference(alone, got)
+        assert gap.loss < 1e-6 and gap.norm < 1e-5 and gap.grad < 1e-5, (layout, gap)
+
+
+def test_each_of_several_objectives_has_its_log_line(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    objectives = ("--simreg-objective", "simreg:auto,sigmoid:0.001", "--simreg-chunk-size", "24")
+    done = runs.attempt(tmp_path, (*data_flags, *STEPS, *objectives))
+    assert done.status == 0
+    for said in (
+        "simreg loss:",
+        "sigmoid loss:",
+        "sigmoid t:",
+        "> SimReg: lambda 2.5,",
+        "objective sigmoid: lambda 0.001",
+    ):
+        assert said in done.output, said

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MIC against independently computed numbers (facts MI-1 to MI-4), limits, and invariances; SimReg on prefixes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from simreg_megatron import SimRegConfig
+from simreg_megatron.losses import mic, mic_loss, simreg_loss
+from simreg_megatron.losses.mic import EPSILON, MICOptions, pools_tokens
+from tests.helpers.fixtures import fixture_f1
+from tests.unit.test_simreg_facts import assert_prints
+
+NOTHING = MICOptions(prefixes=(2,), correlation=0, variance=0, balance=0, uniformity=0)
+
+
+def sequences(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """F1 as three sequences of four tokens, the last one of the second is masked."""
+    valid = torch.ones(3, 4, dtype=torch.bool)
+    valid[1, 3] = False
+    return fixture_f1(dtype)[0].view(3, 4, 6), valid
+
+
+def part(rows: Tensor, valid: Tensor | None = None, chunk_size: int = 0, **options: object) -> Tensor:
+    """One of the four parts by itself."""
+    return mic_loss(rows, options=replace(NOTHING, **options), valid=valid, chunk_size=chunk_size)
+
+
+def check(found: Tensor, printed: str) -> None:
+    if found.dtype == torch.float64:
+        assert_prints(found, printed)
+    assert found.item() == pytest.approx(float(printed), rel=1e-5, abs=2e-6)
+
+
+both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+
+
+@both_types
+@pytest.mark.parametrize(
+    ("norm_scope", "prefix", "correlations", "variance"),
+    [
+        ("sequence", 2, ("0.0911610", "0.0498571", "0.00955318"), "0.954961"),
+        ("sequence", 4, ("0.122818", "0.0743761", "0.0188135"), "0.912836"),
+        ("batch", 2, ("0.145934", "0.0860563", "0.0183345"), "0.733292"),
+        ("batch", 4, ("0.130022", "0.0758878", "0.0184175"), "0.680400"),
+    ],
+)
+def test_mi1_and_mi2(
+    norm_scope: str, prefix: int, correlations: tuple[str, ...], variance: str, dtype: torch.dtype
+) -> None:
+    rows, valid = sequences(dtype)
+    given = {"prefixes": (prefix,), "norm_scope": norm_scope}
+    for threshold, printed in zip((0, 0.1, 0.3), correlations, strict=True):
+        check(part(rows, valid, correlation=1, threshold=threshold, **given), printed)
+    check(part(rows, valid, variance=1, **given), variance)
+    assert abs(part(rows, variance=1, **given) - float(variance)) > 1e-3, "the mask counts"
+
+
+@both_types
+@pytest.mark.parametrize(
+    ("pool", "prefix", "t", "balance", "uniformity"),
+    [
+        ("sequence", 2, 2, "0.420647", "-0.365470"),
+        ("sequence", 4, 2, "0.685764", "-0.687798"),
+        ("sequence", 6, 2, "0.811329", "-1.346741"),
+        ("token", 2, 2, "0.202265", "-0.825796"),
+        ("token", 4, 2, "0.214410", "-1.670437"),
+        ("token", 6, 2, "0.274093", "-2.074020"),
+        ("token", 6, 1, "0.274093", "-1.191266"),
+    ],
+)
+@pytest.mark.parametrize("slab", [16 << 20, 1], ids=["one slab", "row by row"])
+def test_mi3(
+    pool: str, prefix: int, t: float, balance: str, uniformity: str, dtype: torch.dtype, slab: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(mic, "_SLAB", slab)
+    rows, valid = sequences(dtype)
+    rows = torch.cat([rows, rows[..., :1]], dim=-1)  # a prefix leaves something over
+    given = {"prefixes": (prefix,), "pool": pool, "t": float(t)}
+    valid = valid if pool == "sequence" else None
+    check(part(rows, valid, balance=1, **given), balance)
+    check(part(rows, valid, uniformity=1, **given), uniformity)
+
+
+def uniformity(rows: Tensor) -> float:
+    """Of tokens as they are, in one sequence."""
+    return part(rows, pool="token", prefixes=(rows.shape[-1] - 1,), uniformity=1).item()
+
+
+def widened(rows: Tensor) -> Tensor:
+    return torch.cat([rows, torch.zeros(len(rows), 1, dtype=rows.dtype)], dim=-1)
+
+
+def test_mi4_limits() -> None:
+    ones = torch.ones(5, 6, dtype=torch.float64)
+    assert uniformity(widened(ones)) == pytest.approx(math.log(1 + EPSILON), abs=1e-9)
+    eye = torch.eye(4, dtype=torch.float64)
+    assert uniformity(widened(eye)) == pytest.approx(-3.999945, abs=6e-7)
+    assert uniformity(widened(eye - 0.25)) == pytest.approx(-5.333126, abs=6e-7)
+    assert uniformity(widened(torch.tensor([[1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64))) == pytest.approx(
+        -7.997023, abs=6e-7
+    )
+    one_hot = torch.zeros(4, 9, dtype=torch.float64)
+    one_hot[:, 3] = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    balance = part(one_hot, pool="token", prefixes=(8,), balance=1)
+    assert balance.item() == pytest.approx(math.sqrt(7), abs=2e-5), "of at most sqrt(p - 1)"
+    constant = ones.view(1, 5, 6).expand(3, 5, 6).clone().requires_grad_()
+    assert part(constant, correlation=1) == 0 and part(constant, variance=1) == 1.5
+    mic_loss(constant, options=MICOptions(prefixes=(2,))).backward()
+    assert constant.grad.isfinite().all()
+
+
+def test_correlations_are_affine_invariant_and_deviations_are_not() -> None:
+    rows, valid = sequences()
+    generator = torch.Generator().manual_seed(0)
+    scale, shift = torch.rand(2, 6, dtype=torch.float64, generator=generator) + 0.5
+    moved = rows * scale + shift
+    for name, same in (("correlation", True), ("variance", False)):
+        gap = abs(part(moved, valid, **{name: 1}) - part(rows, valid, **{name: 1}))
+        assert gap < 1e-6 if same else gap > 1e-3
+    linear = torch.cat([rows[..., :2], rows[..., :2] @ torch.randn(2, 2, dtype=torch.float64, generator=generator)], -1)
+    correlations, _ = mic._correlations(linear, valid, 2, "sequence", lambda value: value)
+    assert correlations.abs().max() <= 1, "correlations"
+
+
+@pytest.mark.parametrize("pool", mic.POOLS)
+@pytest.mark.parametrize("norm_scope", mic.NORM_SCOPES)
+@pytest.mark.parametrize("slab", [16 << 20, 1], ids=["one slab", "row by row"])
+def test_gradient_is_the_derivative(pool: str, norm_scope: str, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mic, "_SLAB", slab)
+    rows, valid = sequences()
+    options = MICOptions(prefixes=(2, 4), pool=pool, norm_scope=norm_scope)
+    hidden = rows.masked_fill(~valid.unsqueeze(-1), torch.nan)
+    loss = mic_loss(hidden.requires_grad_(), options=options, valid=valid, chunk_size=2)
+    loss.backward()
+    assert torch.equal(loss.detach(), mic_loss(rows, options=options, valid=valid, chunk_size=2))
+    assert not hidden.grad[~valid].any() and hidden.grad[valid].any()
+    assert torch.autograd.gradcheck(
+        lambda given: mic_loss(given, options=options, valid=valid, chunk_size=2), rows.clone().requires_grad_()
+    )
+
+
+def test_chunks_are_pooled_by_themselves() -> None:
+    rows, valid = sequences()
+    means = torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(3) for part in (slice(2), slice(2, 4))])
+    given = {"prefixes": (3,), "uniformity": 1, "balance": 1}
+    torch.testing.assert_close(
+        part(rows, valid, chunk_size=2, pool="chunk", **given), part(means, pool="token", **given)
+    )
+    assert abs(part(rows, valid, pool="sequence", **given) - part(means, pool="token", **given)) > 1e-3
+
+
+def test_a_mean_alone_makes_way_for_tokens() -> None:
+    rows, _ = fixture_f1()
+    alone, tokens = (part(rows, pool=pool, uniformity=1) for pool in ("sequence", "token"))
+    assert alone == tokens and pools_tokens(MICOptions(), 1, 12, 0) and not pools_tokens(MICOptions(), 1, 12, 6)
+    assert part(rows[:1], pool="token", uniformity=1, balance=1) == 0, "one token has nobody either"
+    empty = mic_loss(rows.view(3, 4, 6), options=MICOptions(prefixes=(2,)), valid=torch.zeros(3, 4, dtype=torch.bool))
+    assert empty.isfinite()
+
+
+def test_prefixes_follow_the_width() -> None:
+    assert MICOptions().of_width(192) == (16, 32, 64) and MICOptions().of_width(6) == (3,)
+    with pytest.raises(ValueError, match="from 1 to 5 features of 6, got 6"):
+        MICOptions(prefixes=(2, 6)).of_width(6)
+
+
+@pytest.mark.parametrize(("prefix", "printed"), [(2, "1.047967"), (4, "0.466405"), (6, "0.200631")])
+def test_sr15_simreg_on_prefixes(prefix: int, printed: str) -> None:
+    rows, labels = fixture_f1()
+    assert_prints(simreg_loss(rows[:, :prefix], labels, temperature=0.1), printed)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("prefixes=8/x", "prefixes must be auto, or whole numbers from 1 such as 64/128, not '8/x'"),
+        ("prefixes=0", "prefixes must be auto"),
+        ("threshold=-1", "threshold must be 0 or more, not -1"),
+        ("correlation=0,variance=0,balance=0,uniformity=0", "all four parts of SimReg objective mic are 0"),
+        ("pool=batch", "pool must be one of chunk, sequence, token"),
+    ],
+)
+def test_settings_are_checked(options: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SimRegConfig(lambda_=1, objective="mic", objective_options=options)
+
+
+def test_prefixes_are_read() -> None:
+    config = SimRegConfig(lambda_=1, objective="mic", objective_options="prefixes=64/16/64")
+    assert config.prefixes == (16, 64) and SimRegConfig(lambda_=1, objective="mic").prefixes == ()
+    assert SimRegConfig(lambda_=1, objective_options="prefixes=32").prefixes == (32,)
+    with pytest.raises(ValueError, match="chunk size 64 has no effect on objective mic"):
+        SimRegConfig(lambda_=1, objective="mic", objective_options="pool=token", chunk_size=64)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sigmoid loss against independently computed numbers (facts SL-1 to SL-8), and against written-out loops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from simreg_megatron import SimRegConfig
+from simreg_megatron.losses import sigmoid, sigmoid_loss
+from simreg_megatron.losses.similarity import unit_rows
+from simreg_megatron.plugin import hooks, learnable
+from simreg_megatron.plugin.heads import label_rows
+from tests.helpers.fixtures import fixture_f1, random_tokens
+from tests.unit.test_simreg_facts import assert_prints
+
+
+def of_modalities(one: Tensor, other: Tensor, t: float, bias: float) -> Tensor:
+    """L_RB of unit rows that belong together by their number."""
+    positive = torch.eye(len(one), len(other), dtype=torch.bool)
+    inverse = torch.tensor(t, dtype=one.dtype)
+    return sigmoid.pair_losses(one @ other.mT, positive, inverse, inverse * bias).sum()
+
+
+def adapted(rows: Tensor, delta: float, last: Tensor) -> Tensor:
+    return torch.cat([delta * rows, math.sqrt(1 - delta**2) * last.expand(len(rows), -1)], dim=-1)
+
+
+def units() -> Tensor:
+    return unit_rows(fixture_f1()[0])
+
+
+@pytest.mark.parametrize(("t", "bias", "printed"), [(10, 0.2, "61.823369"), (5, -0.1, "64.574712")])
+def test_sl1(t: float, bias: float, printed: str) -> None:
+    assert_prints(of_modalities(units()[:6], units()[6:], t, bias), printed)
+
+
+@pytest.mark.parametrize(
+    ("t", "bias", "delta", "printed"),
+    [(10, 0.2, 0.7, "37.261046"), (5, -0.1, 0.9, "39.803538"), (20, 0, 0.3, "107.144765")],
+)
+def test_sl1_adapters_are_another_bias(t: float, bias: float, delta: float, printed: str) -> None:
+    one, other = units()[:6], units()[6:]
+    axis = torch.ones(1, 1, dtype=torch.float64)
+    assert_prints(of_modalities(adapted(one, delta, axis), adapted(other, delta, -axis), t, bias), printed)
+    square = delta**2
+    assert_prints(of_modalities(one, other, t * square, (bias + 1 - square) / square), printed)
+    mistaken = of_modalities(one, other, t * square, (bias + (1 - delta) ** 2) / square)
+    assert abs(mistaken - float(printed)) > 1, "as the source prints it"
+
+
+def test_sl2_adapters_of_three_modalities() -> None:
+    parts, delta, t, bias = units().split(4), 0.7, 10, 0.2
+    corners = torch.tensor([[1, 0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]], dtype=torch.float64)
+    turned = [adapted(part, delta, corner[None]) for part, corner in zip(parts, corners, strict=True)]
+    pairs = list(itertools.combinations(range(3), 2))
+    assert_prints(sum(of_modalities(turned[i], turned[j], t, bias) for i, j in pairs), "43.792752")
+    same = (bias + (1 - delta**2) / 2) / delta**2
+    assert_prints(sum(of_modalities(parts[i], parts[j], t * delta**2, same) for i, j in pairs), "43.792752")
+
+
+@pytest.mark.parametrize(
+    ("t", "loss", "rate"),
+    [
+        (10, 2.447642, None),
+        (50, 1.974435e-3, 0.124549),
+        (100, 2.436797e-7, 0.152274),
+        (200, 3.711237e-15, 0.166137),
+    ],
+)
+def test_sl4_the_loss_of_a_constellation_falls_with_its_margin(t: float, loss: float, rate: float | None) -> None:
+    """Construction 1 on four axes: margin 0.18, bias 0.04."""
+    delta, phi = 0.6, 0.5
+    rest = math.sqrt(1 - delta**2 - phi**2)
+    ends = [torch.tensor([[phi, sign * rest]], dtype=torch.float64).expand(4, -1) for sign in (1, -1)]
+    axes = delta * torch.eye(4, dtype=torch.float64)
+    found = of_modalities(torch.cat([axes, ends[0]], -1), torch.cat([axes, ends[1]], -1), t, 0.04)
+    assert found.item() == pytest.approx(loss, rel=1e-6)
+    assert rate is None or -found.log().item() / t == pytest.approx(rate, abs=6e-7)
+
+
+@pytest.mark.parametrize(
+    ("t", "bias", "total", "anchor", "pair", "balanced"),
+    [
+        (10, 0.0, "424.120949", "35.343412", "3.213037", "2.423376"),
+        (10, 0.5, "145.389619", "12.115802", "1.101437", "2.061117"),
+        (20, 0.3, "404.948965", "33.745747", "3.067795", "3.692499"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sl7(t: float, bias: float, total: str, anchor: str, pair: str, balanced: str, dtype: torch.dtype) -> None:
+    tokens = fixture_f1(dtype)
+    options = {"temperature": 1 / t, "bias": bias}
+    found = [sigmoid_loss(*tokens, reduction="sum", **options)]
+    found += [sigmoid_loss(*tokens, pair_reduction=name, **options) for name in sigmoid.PAIR_REDUCTIONS]
+    for value, printed in zip(found, (total, anchor, pair, balanced), strict=True):
+        if dtype == torch.float64:
+            assert_prints(value, printed)
+        assert value.dtype == dtype and value.item() == pytest.approx(float(printed), rel=2e-6)
+    absolute = sigmoid_loss(*tokens, temperature=1 / t, bias=t * bias, param="absolute")
+    torch.testing.assert_close(absolute, found[1])
+
+
+def test_sl8_gradients_of_the_scalars() -> None:
+    rows, labels = fixture_f1()
+    log_t = torch.tensor([math.log(10.0)], dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor([0.2], dtype=torch.float64, requires_grad=True)
+    loss = sigmoid_loss(rows, labels, log_t=log_t, bias=bias, reduction="sum")
+    loss.backward()
+    cosines = units() @ units().mT
+    z = 10 * (cosines - 0.2)
+    same = (labels[:, None] == labels).fill_diagonal_(False)
+    different = labels[:, None] != labels
+    pull = 10 * (torch.sigmoid(-z)[same].sum() - torch.sigmoid(z)[different].sum())
+    torch.testing.assert_close(bias.grad.squeeze(), pull)
+    slope = (z / 10 * different * torch.sigmoid(z) - z / 10 * same * torch.sigmoid(-z)).sum()
+    torch.testing.assert_close(log_t.grad.squeeze(), 10 * slope)
+
+
+def written_out(rows: Tensor, labels: Tensor, documents: Tensor, self_positive: str) -> tuple[Tensor, Tensor]:
+    """Losses of the positive and of the negative pairs of one chunk, all of whose tokens count."""
+    positive, negative = [], []
+    for i, j in itertools.product(range(len(rows)), repeat=2):
+        z = 5 * (F.cosine_similarity(rows[i], rows[j], dim=0) - 0.3)
+        if documents[i] != documents[j] or (i == j and self_positive == "never"):
+            continue
+        if labels[i] == labels[j]:
+            positive.append(torch.log1p((-z).exp()))
+        else:
+            negative.append(torch.log1p(z.exp()))
+    return tuple(torch.stack(part) if part else torch.zeros(0, dtype=rows.dtype) for part in (positive, negative))
+
+
+@pytest.mark.parametrize("pair_reduction", sigmoid.PAIR_REDUCTIONS)
+@pytest.mark.parametrize("self_positive", ["never", "always"])
+@pytest.mark.parametrize("slab", [8 << 20, 1], ids=["one slab", "anchor by anchor"])
+def test_chunks_masks_documents_and_slabs(
+    pair_reduction: str, self_positive: str, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sigmoid._SLAB, "cpu", slab)
+    rows, labels = random_tokens((2, 14, 6), num_labels=4)
+    valid = torch.rand(2, 14, generator=torch.Generator().manual_seed(2)) < 0.8
+    documents = (torch.arange(14) // 4).expand(2, 14)
+    rows = rows.masked_fill(~valid.unsqueeze(-1), torch.nan)
+    one, other = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    options = {"temperature": 0.2, "bias": 0.3, "pair_reduction": pair_reduction, "self_positive": self_positive}
+    terms = sigmoid_loss(one, labels, valid=valid, documents=documents, chunk_size=6, reduction="none", **options)
+    total = torch.zeros((), dtype=torch.float64)
+    for b in range(2):
+        for part in (slice(0, 6), slice(6, 12), slice(12, 14)):
+            own = valid[b, part]
+            given = (other[b, part][own], labels[b, part][own], documents[b, part][own])
+            positive, negative = written_out(*given, self_positive)
+            if pair_reduction == "anchor":
+                expected = positive.sum() + negative.sum()
+            elif pair_reduction == "pair":
+                expected = own.sum() * torch.cat([positive, negative]).sum() / max(1, len(positive) + len(negative))
+            else:
+                expected = own.sum() * sum(half.sum() / max(1, len(half)) for half in (positive, negative)) / 2
+            torch.testing.assert_close(terms[b, part].sum(), expected)
+            total = total + expected
+    terms.sum().backward()
+    total.backward()
+    torch.testing.assert_close(one.grad, other.grad.nan_to_num(0.0))
+    assert not one.grad[~valid].any() and not terms[~valid].any()
+
+
+def test_no_matrix_of_all_pairs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autograd keeps grows with the tokens, not with their square."""
+
+    def kept(tokens: int) -> int:
+        rows, labels = random_tokens((1, tokens, 8), num_labels=50, dtype=torch.float32)
+        saved: dict[int, Tensor] = {}  # kept alive, so that no two have one address
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            sigmoid_loss(rows.requires_grad_(), labels)
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+    monkeypatch.setitem(sigmoid._SLAB, "cpu", 64 << 10)
+    assert kept(2048) < 6 * kept(512)
+    monkeypatch.setattr(sigmoid, "_computed_twice", sigmoid._pair_sums)
+    assert kept(2048) > 12 * kept(512), "without it they would be"
+
+
+@pytest.mark.parametrize("case", ["one token", "one label", "no twin", "all masked", "no tokens"])
+@pytest.mark.parametrize("pair_reduction", sigmoid.PAIR_REDUCTIONS)
+def test_nothing_to_compare_is_zero_and_finite(case: str, pair_reduction: str) -> None:
+    rows, labels = random_tokens((2, 6, 5), num_labels=3)
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    if case == "one token":
+        rows, labels, valid = rows[:, :1], labels[:, :1], valid[:, :1]
+    elif case == "one label":
+        labels = torch.zeros_like(labels)
+    elif case == "no twin":
+        labels = torch.arange(6).expand(2, 6)
+    elif case == "all masked":
+        valid = torch.zeros_like(valid)
+    else:
+        rows, labels, valid = rows[:, :0], labels[:, :0], valid[:, :0]
+    loss = sigmoid_loss(rows.requires_grad_(), labels, valid=valid, pair_reduction=pair_reduction)
+    loss.backward()
+    assert loss.isfinite() and rows.grad.isfinite().all()
+    assert (loss == 0) == (case not in ("one label", "no twin"))
+
+
+def test_what_is_trained() -> None:
+    def wanted(options: str = "", **settings: float) -> dict[str, dict[str, float]]:
+        return learnable.wanted(SimRegConfig(lambda_=1, objective="sigmoid", objective_options=options, **settings))
+
+    assert wanted("bias=0.5") == {"sigmoid": {"log_t": pytest.approx(math.log(10)), "bias": 0.5}}
+    assert wanted("trains=t", temperature=0.02)["sigmoid"] == {"log_t": pytest.approx(math.log(50))}
+    assert wanted("trains=bias") == {"sigmoid": {"bias": 0.0}} and wanted("trains=none") == {}
+    scalars = {"log_t": torch.tensor([math.log(7.0)]), "bias": torch.tensor([0.25])}
+    logged = {name: round(value.item(), 5) for name, value in learnable.as_logged(scalars).items()}
+    assert logged == {"sigmoid t": 7.0, "sigmoid bias": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("adapter=yes", "no adapter=yes: the trained t and relative bias hold all"),
+        ("pairs=hidden-head,self_positive=always", "self_positive=always has no effect"),
+        ("pair_reduction=max", "pair_reduction must be one of anchor, pair, balanced"),
+        ("bias=much", "bias must be a number"),
+    ],
+)
+def test_settings_are_checked(options: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SimRegConfig(lambda_=1, objective="sigmoid", objective_options=options)
+    with pytest.raises(ValueError, match="pair_reduction 'max' is not available"):
+        sigmoid_loss(*fixture_f1(), pair_reduction="max")
+
+
+@pytest.mark.parametrize("slab", [8 << 20, 1], ids=["one slab", "anchor by anchor"])
+def test_states_meet_the_rows_of_their_labels(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out; a locked modality: rows get no gradient, and a token meets its own row as any other pair."""
+    monkeypatch.setitem(sigmoid._SLAB, "cpu", slab)
+    rows, labels = random_tokens((2, 7, 6), num_labels=3)
+    table = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    one, other = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    options = {"temperature": 0.2, "bias": 0.1, "pair_reduction": "balanced", "chunk_size": 4}
+    loss = sigmoid_loss(one, labels, heads=table[labels], reduction="sum", **options)
+    loss.backward()
+    total = torch.zeros((), dtype=torch.float64)
+    for b, part in itertools.product(range(2), (slice(0, 4), slice(4, 7))):
+        own = labels[b, part]
+        cosines = F.cosine_similarity(other[b, part][:, None], table.detach()[own][None], dim=-1)
+        z, same = 5 * (cosines - 0.1), own[:, None] == own
+        halves = [F.softplus(-z[same]), F.softplus(z[~same])]
+        total = total + len(own) * sum(half.mean() for half in halves if len(half)) / 2
+    total.backward()
+    torch.testing.assert_close(loss, total)
+    torch.testing.assert_close(one.grad, other.grad)
+    assert table.grad is None
+    with pytest.raises(ValueError, match="heads must have the shape"):
+        sigmoid_loss(rows, labels, heads=table)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_rows_of_the_output_layer_for_each_label(shares: bool) -> None:
+    weight = torch.randn(5, 3, requires_grad=True)
+    layer = SimpleNamespace(weight=None if shares else weight)
+    model = SimpleNamespace(output_layer=layer, shared_embedding_or_output_weight=lambda: weight)
+    model.share_embeddings_and_output_weights = shares
+    rows = label_rows(model, torch.tensor([[4, 0, -100], [2, 2, 1]]), None)
+    assert rows.shape == (3, 2, 3) and not rows.requires_grad
+    assert torch.equal(rows[0, 0], weight[4]) and torch.equal(rows[1, 1], weight[2]) and not rows[2, 0].any()
+
+
+def test_scattered_rows_are_refused() -> None:
+    config = SimRegConfig(lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head")
+    hooks._refuse_arguments(SimpleNamespace(log_interval=1), config)
+    with pytest.raises(NotImplementedError, match="--use-torch-fsdp2 scatters them"):
+        hooks._refuse_arguments(SimpleNamespace(log_interval=1, use_torch_fsdp2=True), config)
