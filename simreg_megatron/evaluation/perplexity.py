@@ -49,7 +49,8 @@ def measure(
     if windows < 1:
         raise EvaluationError(f"{prefix} holds {len(tokens):,} tokens, less than one sequence of {seq_length} and one")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(place).eval()
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    network = network.to(place).eval()
     total = torch.zeros((), dtype=torch.float64, device=place)
     with torch.inference_mode():
         for first in range(0, windows, batch_size):
