@@ -68,6 +68,11 @@ def test_what_transformers_lacks_is_refused_by_name(name: str, value: Any) -> No
         from_args({**args, name: value}, vocabulary=10)
 
 
+def test_this_packages_own_attention_on_the_cpu_is_the_same_model() -> None:
+    args = {**arguments(DENSE), "spec": ["simreg_megatron.plugin.cpu_attention", "layer_spec"]}
+    assert from_args(args, vocabulary=10) == DENSE
+
+
 def test_a_scaling_factor_that_megatron_passes_over_is_refused() -> None:
     args = {**arguments(DENSE), "use_rope_scaling": True}
     assert from_args({**args, "rope_scaling_factor": 8.0}, vocabulary=10).rope_scaling == LLAMA3_SCALING
@@ -184,6 +189,17 @@ def test_a_large_model_comes_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
         assert torch.equal(other.state_dict()[name], tensor), name
     opened = open_model(tmp_path / "parts")
     assert all(torch.equal(opened.weights[name].read(), tensor) for name, tensor in random_weights(DENSE).items())
+
+
+def test_one_type_for_all_weights_and_a_line_where_it_rounds(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(dist_checkpoint(tmp_path / "megatron", EXPERTS))
+    narrow = {n: t if "router" in n else t.bfloat16() for n, t in random_weights(EXPERTS).items()}
+    checkpoint.weights.update(as_weights(narrow))
+    plan = plan_export(checkpoint)
+    assert plan.dtype == torch.bfloat16 and any("router.weight" in note for note in plan.notes)
+    assert (
+        not plan_export(checkpoint, dtype="bf16").notes and plan_export(checkpoint, dtype="fp32").dtype == torch.float32
+    )
 
 
 def test_too_narrow_a_type_is_refused(tmp_path: Path) -> None:
