@@ -68,7 +68,6 @@ _MUST_BE_WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_mlp_glu_interleave_size": (None,),
     "moe_expert_capacity_factor": (None,),
 }
-_SAME_ON_CPU = "simreg_megatron.plugin.cpu_attention"  # a --spec that computes the same, for context parallelism
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,6 @@ def _refuse_others(args: Mapping[str, Any], num_experts: int) -> None:
     family = "Mixtral" if num_experts else "LLaMA"
     for name, allowed in table.items():
         value = args.get(name)
-        if name == "spec" and isinstance(value, list | tuple) and value[:1] == type(value)([_SAME_ON_CPU]):
-            continue
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             raise CheckpointError(
                 f"it was trained with {name} = {_shown(value)}, which transformers' {family} does not have: "

@@ -68,11 +68,6 @@ def test_what_transformers_lacks_is_refused_by_name(name: str, value: Any) -> No
         from_args({**args, name: value}, vocabulary=10)
 
 
-def test_this_packages_own_attention_on_the_cpu_is_the_same_model() -> None:
-    args = {**arguments(DENSE), "spec": ["simreg_megatron.plugin.cpu_attention", "layer_spec"]}
-    assert from_args(args, vocabulary=10) == DENSE
-
-
 def test_a_scaling_factor_that_megatron_passes_over_is_refused() -> None:
     args = {**arguments(DENSE), "use_rope_scaling": True}
     assert from_args({**args, "rope_scaling_factor": 8.0}, vocabulary=10).rope_scaling == LLAMA3_SCALING
