@@ -82,6 +82,8 @@ def plan_export(
     wider = [name for name, weight in checkpoint.weights.items() if weight.dtype.itemsize > chosen.itemsize]
     if wider and dtype is None:
         notes.append(f"{len(wider)} weights are stored in a wider type and are rounded to {chosen}, such as {wider[0]}")
+    if tokenizer is None and isinstance(args.get("tokenizer_model"), str):
+        notes.append(f"no tokenizer is written; training used {args['tokenizer_model']}: name it with --tokenizer")
     if args.get("fp8") or args.get("fp4"):
         notes.append("it was trained with fp8 or fp4 products: the exported model computes in its own number type")
     if args.get("tokenizer_type") == "Llama2Tokenizer":

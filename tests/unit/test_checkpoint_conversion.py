@@ -163,6 +163,8 @@ def test_padding_of_the_vocabulary_is_left_out(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(dist_checkpoint(tmp_path / "megatron"))
     checkpoint.args.update(vocab_size=None, padded_vocab_size=10)
     assert any("give --tokenizer or --vocab-size" in note for note in plan_export(checkpoint).notes)
+    checkpoint.args.update(tokenizer_model="words.model")
+    assert any("training used words.model" in note for note in plan_export(checkpoint, vocabulary=7).notes)
     export(plan_export(checkpoint, vocabulary=7), tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(model.lm_head.weight, random_weights(DENSE)["output_layer.weight"][:7])
