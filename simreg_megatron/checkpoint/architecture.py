@@ -68,7 +68,6 @@ _MUST_BE_WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_mlp_glu_interleave_size": (None,),
     "moe_expert_capacity_factor": (None,),
 }
-_ON_CPU_ONLY = "cpu_attention"  # the module of this package that a --spec may name without changing the model
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,6 @@ def _refuse_others(args: Mapping[str, Any], num_experts: int) -> None:
     family = "Mixtral" if num_experts else "LLaMA"
     for name, allowed in table.items():
         value = args.get(name)
-        if name == "spec" and _ON_CPU_ONLY in str(value):
-            continue
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             raise CheckpointError(
                 f"it was trained with {name} = {_shown(value)}, which transformers' {family} does not have: "

@@ -19,7 +19,7 @@ from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.huggingface import Target, config_entries, config_of, targets
 from simreg_megatron.checkpoint.source import Checkpoint
 from simreg_megatron.checkpoint.tokenizer import Tokenizer
-from simreg_megatron.checkpoint.weights import Weight
+from simreg_megatron.checkpoint.weights import EMBEDDING, Weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 4 << 30
@@ -78,8 +78,12 @@ def plan_export(
         raise CheckpointError("the checkpoint does not tell the size of its vocabulary: give --vocab-size")
     architecture = from_args(args, vocabulary=vocabulary)
     num_rows = check_weights(architecture, checkpoint.weights)
-    stored = {weight.dtype for weight in checkpoint.weights.values()}
-    chosen = DTYPES[dtype] if dtype else max(stored, key=lambda kind: kind.itemsize)
+    chosen = DTYPES[dtype] if dtype else checkpoint.weights[EMBEDDING].dtype
+    wider = [name for name, weight in checkpoint.weights.items() if weight.dtype.itemsize > chosen.itemsize]
+    if wider and dtype is None:
+        notes.append(f"{len(wider)} weights are stored in a wider type and are rounded to {chosen}, such as {wider[0]}")
+    if tokenizer is None and isinstance(args.get("tokenizer_model"), str):
+        notes.append(f"no tokenizer is written; training used {args['tokenizer_model']}: name it with --tokenizer")
     if args.get("fp8") or args.get("fp4"):
         notes.append("it was trained with fp8 or fp4 products: the exported model computes in its own number type")
     if args.get("tokenizer_type") == "Llama2Tokenizer":

@@ -163,6 +163,8 @@ def test_padding_of_the_vocabulary_is_left_out(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(dist_checkpoint(tmp_path / "megatron"))
     checkpoint.args.update(vocab_size=None, padded_vocab_size=10)
     assert any("give --tokenizer or --vocab-size" in note for note in plan_export(checkpoint).notes)
+    checkpoint.args.update(tokenizer_model="words.model")
+    assert any("training used words.model" in note for note in plan_export(checkpoint, vocabulary=7).notes)
     export(plan_export(checkpoint, vocabulary=7), tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(model.lm_head.weight, random_weights(DENSE)["output_layer.weight"][:7])
@@ -184,6 +186,17 @@ def test_a_large_model_comes_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
         assert torch.equal(other.state_dict()[name], tensor), name
     opened = open_model(tmp_path / "parts")
     assert all(torch.equal(opened.weights[name].read(), tensor) for name, tensor in random_weights(DENSE).items())
+
+
+def test_one_type_for_all_weights_and_a_line_where_it_rounds(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(dist_checkpoint(tmp_path / "megatron", EXPERTS))
+    narrow = {n: t if "router" in n else t.bfloat16() for n, t in random_weights(EXPERTS).items()}
+    checkpoint.weights.update(as_weights(narrow))
+    plan = plan_export(checkpoint)
+    assert plan.dtype == torch.bfloat16 and any("router.weight" in note for note in plan.notes)
+    assert (
+        not plan_export(checkpoint, dtype="bf16").notes and plan_export(checkpoint, dtype="fp32").dtype == torch.float32
+    )
 
 
 def test_too_narrow_a_type_is_refused(tmp_path: Path) -> None:

@@ -175,6 +175,15 @@ def test_a_missing_rank_is_named(missing: str, tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
+def test_experts_split_otherwise_than_the_rest_are_refused(tmp_path: Path) -> None:
+    """Tensor rank 0 then holds expert rank 0 alone, and rank 1 the other: nothing in the names says so."""
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    truth = random_weights(EXPERTS)
+    parts = {f"mp_rank_0{rank}_00{rank}": {"model": by_tensor_rank(truth, rank)} for rank in range(2)}
+    with pytest.raises(CheckpointError, match="1 tensor ranks and the rest over 2, which the torch format"):
+        open_checkpoint(rank_files(tmp_path / "split", EXPERTS, parts, **sizes))
+
+
 def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
     truth = random_weights(DENSE)
     parts = {f"mp_rank_0{rank}": {"model": by_tensor_rank(truth, rank)} for rank in range(2)}

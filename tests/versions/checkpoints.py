@@ -75,6 +75,28 @@ def _pretend_grouped_gemm() -> None:
     experts.gg.assert_grouped_gemm_is_available = lambda: None
 
 
+def _let_old_writers_write() -> None:
+    """Newer releases of torch want their writer of one item to be told the format; Megatron 0.12 does not tell it."""
+    import functools
+    import inspect
+
+    from torch.distributed.checkpoint import filesystem
+
+    plain = filesystem._write_item
+    if "serialization_format" not in inspect.signature(plain).parameters:
+        return
+
+    @functools.wraps(plain)
+    def write_item(*args: Any, **kwargs: Any) -> Any:
+        try:
+            inspect.signature(plain).bind(*args, **kwargs)
+        except TypeError:
+            kwargs["serialization_format"] = filesystem.SerializationFormat.TORCH_SAVE
+        return plain(*args, **kwargs)
+
+    filesystem._write_item = write_item
+
+
 def main_rank() -> None:
     """One rank: load SOURCE, save it as torch_dist in OUT/dist, and as torch in OUT/ranks."""
     core, kind, layout, source, out = sys.argv[2:]
@@ -82,6 +104,7 @@ def main_rank() -> None:
     from simreg_megatron.plugin import cpu_backend
 
     cpu_backend.activate()
+    _let_old_writers_write()
     from megatron.core import dist_checkpointing, parallel_state
 
     sizes = LAYOUTS[layout]
