@@ -422,7 +422,7 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
     what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, not trained on"
-    options = "".join(f", {name} {value}" for name, value in config.objective_options)
+    options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
     if config.options.get("normalize") == "unit":
         warn(f"SimReg objective {config.objective}: {UNSCALED}")
     if config.by_sequence:

@@ -28,6 +28,20 @@ from simreg_megatron.plugin.sequence import views_of
 from simreg_megatron.plugin.views import View
 
 
+class _Tokens(NamedTuple):
+    """This rank's tokens of a micro-batch, whatever an objective does with them."""
+
+    shard: SequenceShard
+    labels: Tensor  # [B, S]
+    valid: Tensor  # bool [B, S]
+    heads: Tensor | None  # [S, B, D]
+    packed_seq_params: Any
+
+    @property
+    def sample_length(self) -> int | None:
+        return getattr(self.packed_seq_params, "tokens_per_sample", None)
+
+
 class _Part(NamedTuple):
     """What one objective came to."""
 
@@ -80,19 +94,13 @@ class Regularizer:
         shard = shard_of(model, labels)
         given, hidden_states = hidden_states, _main_hidden_states(hidden_states, shard)
         valid = shard.held_columns(_valid_tokens(labels, loss_mask))
-        heads = None
-        if any(part.meets_heads for part in self.config.parts):
-            rows = label_rows(model, labels, shard.tensor_group)
-            heads = shard.held_columns(rows.transpose(0, 1)).transpose(0, 1)
-        labels = shard.held_columns(labels)
-        self._describe_chunks(shard, getattr(packed_seq_params, "tokens_per_sample", None))
+        heads = self._heads(model, labels, shard)
+        tokens = _Tokens(shard, shard.held_columns(labels), valid, heads, packed_seq_params)
+        self._describe_chunks(shard, tokens.sample_length)
 
         with torch.set_grad_enabled(self.config.trains):
             states = self.inner_states.take(model, hidden_states)
-            parts = [
-                self._part(part, model, shard, states, labels, valid, packed_seq_params, heads)
-                for part in self.config.parts
-            ]
+            parts = [self._part(part, model, tokens, states) for part in self.config.parts]
         self._count_by_itself()
         learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
         terms = [part.terms.detach() for part in parts]
@@ -108,39 +116,35 @@ class Regularizer:
         ]
         return add_gradient(loss_BS, functools.reduce(torch.add, weighted), start=shard.start)
 
-    def _part(
-        self,
-        config: SimRegConfig,
-        model: Any,
-        shard: SequenceShard,
-        states: list[Tensor],
-        labels: Tensor,
-        valid: Tensor,
-        packed_seq_params: Any,
-        heads: Tensor | None,
-    ) -> _Part:
+    def _part(self, config: SimRegConfig, model: Any, tokens: _Tokens, states: list[Tensor]) -> _Part:
         """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
         views = [
             views_of(
                 config,
-                shard,
+                tokens.shard,
                 prefix,
-                labels,
-                valid,
-                documents=self._documents(packed_seq_params) if config.document_mask else None,
-                sample_length=getattr(packed_seq_params, "tokens_per_sample", None),
-                heads=heads if config.meets_heads else None,
+                tokens.labels,
+                tokens.valid,
+                documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
+                sample_length=tokens.sample_length,
+                heads=tokens.heads if config.meets_heads else None,
             )
             for state in states
             for prefix in _prefixes(config, state)
         ]
-        learned = learned_scalars(config, model, shard.tensor_group)
-        terms = torch.stack(
-            [objective_terms(config, of_state, shard, learned, self._iteration) for of_state in views]
-        ).sum(dim=0)
+        learned = learned_scalars(config, model, tokens.shard.tensor_group)
+        of_views = [objective_terms(config, of_state, tokens.shard, learned, self._iteration) for of_state in views]
+        terms = torch.stack(of_views).sum(dim=0)
         if config.objective == "simreg" and config.prefixes:
             terms = terms / len(config.prefixes)
         return _Part(terms, views[-1], learned)
+
+    def _heads(self, model: Any, labels: Tensor, shard: SequenceShard) -> Tensor | None:
+        """The output layer's rows for this rank's labels, where an objective asks for them. A collective then."""
+        if not any(part.meets_heads for part in self.config.parts):
+            return None
+        rows = label_rows(model, labels, shard.tensor_group)
+        return shard.held_columns(rows.transpose(0, 1)).transpose(0, 1)
 
     def _count_by_itself(self) -> None:
         if self.follows_iterations:
