@@ -135,7 +135,7 @@ def grouped(truth: dict[str, Tensor], numbers: list[int]) -> dict[str, Tensor]:
 
 
 def in_one_matrix(truth: dict[str, Tensor], numbers: list[int]) -> dict[str, Tensor]:
-    """Megatron's own grouped experts up to 0.18: [h, experts * 2 f] and [experts * f, h], each expert transposed."""
+    """Grouped experts of older releases: [h, experts * 2 f] and [experts * f, h], each expert transposed."""
     state = {name: tensor for name, tensor in truth.items() if "local_experts" not in name}
     for layer in range(EXPERTS.num_layers):
         prefix = f"decoder.layers.{layer}.mlp.experts"
