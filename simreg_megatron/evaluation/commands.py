@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -48,6 +48,10 @@ def evaluate(
     seq_length: Annotated[
         int, typer.Option(show_default=False, help="of the windows of --data (default: the model's positions)")
     ] = 0,
+    features: Annotated[
+        str,
+        typer.Option(show_default=False, help="with --data: also from these first features alone, such as 64,128,256"),
+    ] = "",
     data_tokens: Annotated[int, typer.Option(show_default=False, help="only so many tokens of --data")] = 0,
     bos: Annotated[
         str, typer.Option(help="begin-of-text token: none or document, as in training (manifest.json of the data)")
@@ -91,10 +95,35 @@ def evaluate(
             choices,
             _protocol(bos, dtype, device, batch_size, limit, include, task_data, offline, allow_code_execution),
             tokenizer=tokenizer,
-            held_out=(data, seq_length or None, data_tokens or None),
+            held_out=_HeldOut(data, seq_length or None, data_tokens or None, _numbers(features, data)),
             paper=_paper_rows(paper),
             paper_name=paper,
         )
+
+
+class _HeldOut(NamedTuple):
+    """What to measure perplexity on."""
+
+    data: Path | None
+    seq_length: int | None
+    tokens: int | None
+    features: tuple[int, ...]
+
+    def shown(self) -> dict[str, Any]:
+        if self.data is None:
+            return {}
+        return {"data": str(self.data), "features": list(self.features) or None, "data tokens": self.tokens}
+
+
+def _numbers(text: str, data: Path | None) -> tuple[int, ...]:
+    if not text:
+        return ()
+    if data is None:
+        raise EvaluationError("--features goes with --data PREFIX: they are of the validation loss")
+    words = text.replace("/", ",").split(",")
+    if not all(word.isdecimal() for word in words):
+        raise EvaluationError(f"--features takes numbers such as 64,128,256, not {text!r}")
+    return tuple(int(word) for word in words)
 
 
 def _protocol(
@@ -159,16 +188,15 @@ def _run(
     protocol: Any,
     *,
     tokenizer: Path | None,
-    held_out: tuple[Path | None, int | None, int | None],
+    held_out: _HeldOut,
     paper: dict[str, dict[str, float]] | None,
     paper_name: str,
 ) -> None:
     from simreg_megatron.evaluation import results, table
     from simreg_megatron.evaluation.plot import draw
 
-    data, seq_length, data_tokens = held_out
     output.mkdir(parents=True, exist_ok=True)
-    settings = protocol.shown() | {"data": None if data is None else str(data)}
+    settings = protocol.shown() | held_out.shown()
     known = _already_found(output / "results.json", settings, choices)
     found = []
     for name, path in models.items():
@@ -180,7 +208,7 @@ def _run(
                 name,
                 str(path),
                 _scores(folder, choices, protocol),
-                _perplexity(folder, data, seq_length, data_tokens, protocol),
+                _perplexities(folder, held_out, protocol),
             )
         found.append(done)
         results.write(output / "results.json", found, settings)
@@ -235,20 +263,23 @@ def _scores(folder: Path, choices: Sequence[Any], protocol: Any) -> dict[str, An
     return harness.evaluate(folder, choices, protocol) if choices else {}
 
 
-def _perplexity(
-    folder: Path, data: Path | None, seq_length: int | None, max_tokens: int | None, protocol: Any
-) -> Any | None:
-    if data is None:
-        return None
+def _perplexities(folder: Path, held_out: _HeldOut, protocol: Any) -> list[Any]:
+    if held_out.data is None:
+        return []
     from transformers import AutoConfig
 
     from simreg_megatron.data import DataError
     from simreg_megatron.evaluation.perplexity import measure
 
-    length = seq_length or AutoConfig.from_pretrained(folder).max_position_embeddings
     try:
         return measure(
-            folder, data, seq_length=length, max_tokens=max_tokens, dtype=protocol.dtype, device=protocol.device
+            folder,
+            held_out.data,
+            seq_length=held_out.seq_length or AutoConfig.from_pretrained(folder).max_position_embeddings,
+            features=held_out.features,
+            max_tokens=held_out.tokens,
+            dtype=protocol.dtype,
+            device=protocol.device,
         )
     except DataError as error:
         raise EvaluationError(str(error)) from None

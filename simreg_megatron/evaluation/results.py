@@ -25,11 +25,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Cross-entropy on a prepared set: nats per token, over `tokens` of them in sequences of `seq_length`."""
+    """Cross-entropy on a prepared set: nats per token, over `tokens` of them in sequences of `seq_length`, from the
+    first `features` of the final states."""
 
     loss: float
     tokens: int
     seq_length: int
+    features: int
 
     @property
     def perplexity(self) -> float:
@@ -43,7 +45,7 @@ class ModelResults:
     name: str
     path: str
     scores: dict[str, Score] = field(default_factory=dict)
-    perplexity: Perplexity | None = None
+    perplexities: list[Perplexity] = field(default_factory=list)  # all features first, then prefixes of them
 
     def mean(self, tasks: Sequence[str]) -> float | None:
         """The plain mean over tasks, as the paper's; None where one is missing."""
@@ -86,7 +88,7 @@ def read(path: Path) -> tuple[list[ModelResults], dict[str, Any]]:
                 one["name"],
                 one["path"],
                 {task: Score(**score) for task, score in one["scores"].items()},
-                Perplexity(**one["perplexity"]) if one["perplexity"] else None,
+                [Perplexity(**held) for held in one["perplexities"]],
             )
             for one in content["models"]
         ]

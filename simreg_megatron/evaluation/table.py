@@ -34,16 +34,14 @@ def scores_table(
 
 
 def perplexity_table(models: Sequence[ModelResults]) -> str:
-    found = [model for model in models if model.perplexity is not None]
-    if not found:
+    rows = [(model.name, held) for model in models for held in model.perplexities]
+    if not rows:
         return ""
-    lines = [_line("model", "validation loss (nats per token)", "perplexity", "tokens", "sequence length"), _rule(5)]
-    for model in found:
-        held = model.perplexity
-        assert held is not None
-        lines.append(
-            _line(model.name, f"{held.loss:.6f}", f"{held.perplexity:.4f}", f"{held.tokens:,}", str(held.seq_length))
-        )
+    head = ("model", "features", "validation loss (nats per token)", "perplexity", "tokens", "sequence length")
+    lines = [_line(*head), _rule(len(head))]
+    for name, held in rows:
+        numbers = (f"{held.loss:.6f}", f"{held.perplexity:.4f}", f"{held.tokens:,}", str(held.seq_length))
+        lines.append(_line(name, str(held.features), *numbers))
     return "\n".join(lines) + "\n"
 
 

@@ -71,7 +71,7 @@ def found(models, task, corpus, tmp_path_factory):
     output = tmp_path_factory.mktemp("found")
     words = [word for name, path in models.items() for word in ("--model", f"{name}={path}")]
     options = ["--dtype", "float32", "--batch-size", "4", "--device", "cpu", "--offline", "--include", str(task[0])]
-    held_out = ["--data", str(corpus.valid_prefix), "--seq-length", "64", "--data-tokens", "2000"]
+    held_out = ["--data", str(corpus.valid_prefix), "--seq-length", "64", "--data-tokens", "500", "--features", "16"]
     command = [*words, "--output", str(output), "--tasks", NAME, *options, *held_out]
     return output, command, run(*command)
 
@@ -113,19 +113,30 @@ def test_the_score_is_what_a_computation_by_hand_gives(found, models, task) -> N
         assert score.error == pytest.approx(math.sqrt(score.value * (1 - score.value) / (len(task[1]) - 1)))
 
 
+def states_of(folder: Path, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        states = network(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
+    return states.double().numpy(), network.lm_head.weight.detach().double().numpy()
+
+
 def test_the_perplexity_is_what_a_computation_by_hand_gives(found, models, corpus) -> None:
+    """From all features, and from a prefix of them through the truncated output layer."""
     tokens = open_tokens(corpus.valid_prefix)
     for result in read(found[0] / "results.json")[0]:
-        held = result.perplexity
-        assert held is not None and held.tokens == 2000 // 64 * 64
-        total = sum(
-            log_probability(
-                logits_of(models[result.name], tokens[at : at + 64].tolist()), tokens[at + 1 : at + 65].tolist()
-            )
-            for at in range(0, held.tokens, 64)
-        )
-        assert held.loss == pytest.approx(-total / held.tokens, rel=1e-5)
-        assert held.perplexity == pytest.approx(math.exp(held.loss))
+        assert [held.features for held in result.perplexities] == [64, 16]
+        for held in result.perplexities:
+            assert held.tokens == 500 // 64 * 64
+            total = 0.0
+            for at in range(0, held.tokens, 64):
+                states, head = states_of(models[result.name], tokens[at : at + 64].tolist())
+                logits = states[:, : held.features] @ head[:, : held.features].T
+                total += log_probability(logits, tokens[at + 1 : at + 65].tolist())
+            assert held.loss == pytest.approx(-total / held.tokens, rel=1e-5)
+            assert held.perplexity == pytest.approx(math.exp(held.loss))
+        assert result.perplexities[0].loss != pytest.approx(result.perplexities[1].loss, rel=1e-2)
 
 
 def test_what_is_written_and_that_a_second_start_finds_it(found) -> None:
@@ -226,6 +237,8 @@ def test_differences_carry_both_errors(tmp_path: Path) -> None:
         pytest.param(("--task-data", "/no/such"), "there is no folder /no/such", id="task-data"),
         pytest.param(("--model", "x"), "takes NAME=PATH", id="model"),
         pytest.param(("--model", "x=/no/such"), "there is no folder /no/such", id="path"),
+        pytest.param(("--features", "8"), "--features goes with --data", id="features"),
+        pytest.param(("--features", "8,x", "--data", "x"), "--features takes numbers", id="feature"),
         pytest.param(("--tasks", "humaneval"), "--allow-code-execution", id="code"),
     ],
 )
@@ -250,3 +263,5 @@ def test_a_set_of_another_tokenizer_is_refused(models, tmp_path: Path) -> None:
         measure(models["baseline"], tmp_path / "other", seq_length=64, dtype="float32")
     with pytest.raises(EvaluationError, match="less than one sequence"):
         measure(models["baseline"], tmp_path / "other", seq_length=512, dtype="float32")
+    with pytest.raises(EvaluationError, match="the model has 64 features"):
+        measure(models["baseline"], tmp_path / "other", seq_length=64, dtype="float32", features=[65])
