@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,9 +64,9 @@ def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> dict
         EvaluationError: a task is not known, its data is missing, or it has no such metric.
     """
     import lm_eval
-    from lm_eval.tasks import TaskManager
+    import torch
 
-    manager = TaskManager(include_path=None if protocol.include is None else str(protocol.include))
+    manager = task_manager(protocol.include)
     _refuse_unknown(choices, manager.all_tasks)
     if protocol.allow_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
@@ -76,7 +77,7 @@ def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> dict
             tasks=[choice.name for choice in choices],
             num_fewshot=0,
             batch_size=_batch_size(protocol.batch_size),
-            device=protocol.device,
+            device=protocol.device or ("cuda" if torch.cuda.is_available() else "cpu"),  # the harness insists on cuda
             limit=protocol.limit,
             task_manager=manager,
             log_samples=False,
@@ -91,6 +92,14 @@ def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> dict
     return {
         choice.name: _score(choice, found["results"], counts, found.get("group_subtasks", {})) for choice in choices
     }
+
+
+@functools.cache
+def task_manager(include: Path | None) -> Any:
+    """The harness's index of its thousands of task files, and of those in a folder; made once, it takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=None if include is None else str(include))
 
 
 def _batch_size(text: str) -> int | str:

@@ -20,6 +20,7 @@ from simreg_megatron.data import BuiltinCorpus
 from simreg_megatron.data.tokens import open_tokens
 from simreg_megatron.evaluation import table
 from simreg_megatron.evaluation.errors import EvaluationError
+from simreg_megatron.evaluation.harness import task_manager
 from simreg_megatron.evaluation.local_data import local_datasets
 from simreg_megatron.evaluation.paper import rows
 from simreg_megatron.evaluation.perplexity import measure
@@ -70,7 +71,7 @@ def found(models, task, corpus, tmp_path_factory):
     """One evaluation of both models, for all tests that look at what it left."""
     output = tmp_path_factory.mktemp("found")
     words = [word for name, path in models.items() for word in ("--model", f"{name}={path}")]
-    options = ["--dtype", "float32", "--batch-size", "4", "--device", "cpu", "--offline", "--include", str(task[0])]
+    options = ["--dtype", "float32", "--batch-size", "4", "--offline", "--include", str(task[0])]
     held_out = ["--data", str(corpus.valid_prefix), "--seq-length", "64", "--data-tokens", "500", "--features", "16"]
     command = [*words, "--output", str(output), "--tasks", NAME, *options, *held_out]
     return output, command, run(*command)
@@ -156,7 +157,7 @@ def test_other_settings_do_not_mix_with_what_is_there(found) -> None:
     assert other.exit_code == 2 and "was made with another limit" in other.output
 
 
-def test_a_task_whose_data_lies_in_a_folder(models, tmp_path: Path) -> None:
+def test_a_task_whose_data_lies_in_a_folder(models, task, tmp_path: Path) -> None:
     """The harness's own sciq, from a copy of its data set that is not the Hub's."""
     copy = tmp_path / "allenai" / "sciq"
     copy.mkdir(parents=True)
@@ -165,7 +166,7 @@ def test_a_task_whose_data_lies_in_a_folder(models, tmp_path: Path) -> None:
     for split in ("train", "validation", "test"):
         (copy / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 5)
     common = ["--model", f"baseline={models['baseline']}", "--tasks", "sciq", "--offline", "--dtype", "float32"]
-    common += ["--batch-size", "4", "--device", "cpu"]
+    common += ["--batch-size", "4", "--include", str(task[0])]
     done = run(*common, "--output", str(tmp_path / "out"), "--task-data", str(tmp_path), "--paper", "llama-350m")
     assert done.exit_code == 0, done.output
     score = read(tmp_path / "out" / "results.json")[0][0].scores["sciq"]
@@ -199,11 +200,9 @@ def test_the_papers_tasks_in_its_order_and_code_only_with_leave() -> None:
         choose(["paper", "piqa:acc"], allow_code=False)
 
 
-def test_every_task_is_one_of_the_harness() -> None:
+def test_every_task_is_one_of_the_harness(task) -> None:
     """Names change between its releases: what we name must be there."""
-    from lm_eval.tasks import TaskManager
-
-    assert {choice.name for choice in (*PAPER, *FURTHER)} <= set(TaskManager().all_tasks)
+    assert {choice.name for choice in (*PAPER, *FURTHER)} <= set(task_manager(task[0]).all_tasks)
 
 
 def test_the_papers_means_are_its_own() -> None:
@@ -242,8 +241,9 @@ def test_differences_carry_both_errors(tmp_path: Path) -> None:
         pytest.param(("--tasks", "humaneval"), "--allow-code-execution", id="code"),
     ],
 )
-def test_refusals(words: tuple[str, ...], error: str, models, tmp_path: Path) -> None:
-    done = run("--model", f"baseline={models['baseline']}", "--output", str(tmp_path), "--offline", *words)
+def test_refusals(words: tuple[str, ...], error: str, models, task, tmp_path: Path) -> None:
+    common = ["--model", f"baseline={models['baseline']}", "--output", str(tmp_path), "--include", str(task[0])]
+    done = run(*common, "--offline", *words)
     assert done.exit_code == 2 and error in done.output, done.output
 
 

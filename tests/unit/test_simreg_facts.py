@@ -215,14 +215,14 @@ def test_sr9_float32_keeps_small_losses(target: float) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "printed"), [(2048, "7.624619"), (1024, "6.931472")])
 def test_sr10_identical_embeddings(num_tokens: int, printed: str, every_impl: str) -> None:
-    if every_impl == "tiles of 3":
+    if every_impl.endswith("of 3"):
         pytest.skip("a hundred thousand of them")
     rows = torch.ones(num_tokens, 2, dtype=torch.float64)
     assert_prints(simreg_loss(rows, torch.arange(num_tokens), temperature=0.01), printed)
 
 
 def test_sr10_orthogonal_classes_reach_denormals(every_impl: str) -> None:
-    if every_impl == "tiles of 3":
+    if every_impl.endswith("of 3"):
         pytest.skip("a hundred thousand of them")
     rows, labels = torch.eye(2048), torch.arange(2048)
     assert_prints(simreg_loss(rows.double(), labels, temperature=0.01), "7.615e-41")
