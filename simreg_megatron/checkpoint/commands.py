@@ -107,14 +107,14 @@ def _need_transformers() -> None:
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """An error of ours is a sentence on stderr and exit status 1, not a traceback."""
+    """An error of ours is a sentence on stderr and exit status 2, not a traceback."""
     from simreg_megatron.checkpoint.errors import CheckpointError
 
     try:
         yield
     except (CheckpointError, OSError) as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None
 
 
 @contextmanager

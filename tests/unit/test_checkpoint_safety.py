@@ -34,7 +34,7 @@ def refused(load: Path, save: Path) -> str:
     """The sentence with which the command ends; nothing may be written."""
     before = sorted(save.parent.iterdir())
     done = export(load, save)
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.output
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.output
     assert sorted(save.parent.iterdir()) == before
     (sentence,) = (line for line in done.stderr.splitlines() if line)
     assert sentence.startswith("error: ")

@@ -230,7 +230,8 @@ def test_being_stopped_stops_the_runs_too(tmp_path, sent):
     script = tmp_path / "training.py"
     script.write_text("import os, time; print('PID', os.getpid(), flush=True); time.sleep(60)")
     starter = f"""
-        import sys
+        import signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits "ignore"
         from launch import demo
         demo.TORCHRUN, demo.TRAIN_SCRIPT, demo._ensure_corpus = (sys.executable,), {str(script)!r}, lambda: None
         sys.exit(demo.main(["--output", {str(tmp_path / "out")!r}]))
