@@ -56,6 +56,8 @@ def namespace(checkpoint: Checkpoint) -> argparse.Namespace:
     args.spec = None
     args.moe_router_load_balancing_type = "none"
     args.use_cpu_initialization, args.perform_initialization = True, False
+    if not args.num_experts:
+        args.moe_ffn_hidden_size = None  # Megatron 0.12 kept it for dense models too, and 0.19 refuses it there
     return args
 
 
