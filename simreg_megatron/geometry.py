@@ -186,6 +186,30 @@ class Constellation(NamedTuple):
     shift: Tensor  # variance of the differences inside pairs: 0 where the sets are shifted copies of each other
 
 
+class CodingRates(NamedTuple):
+    """How many pairs a margin leaves room for: exp(rate * d) in d dimensions, rates in nats per dimension."""
+
+    alpha: float  # largest cosine between unit rows that such a constellation can be built from
+    lower: float
+    upper: float
+
+
+def coding_rates(margin: float, bias: float) -> CodingRates:
+    """alpha = (1 + b - 3m) / (1 + b + m);  -log(1 - alpha^2) / 2 <= rate <= -log(1 - alpha) / 2.
+
+    The lower bound is that of spherical codes of cosine alpha.
+
+    Raises:
+        ValueError: no constellation of exponentially many pairs has this margin m and relative bias b.
+
+    Source: as of `constellation` (theorems 3.3 and 3.5).
+    """
+    if not (margin > 0 and margin + bias < 1 and 3 * margin < 1 + bias):
+        raise ValueError(f"margin {margin} and bias {bias} leave no room: 0 < m, m + b < 1 and 3 m < 1 + b must hold")
+    alpha = (1 + bias - 3 * margin) / (1 + bias + margin)
+    return CodingRates(alpha, -math.log1p(-(alpha**2)) / 2, -math.log1p(-alpha) / 2)
+
+
 @torch.no_grad()
 def constellation(one: Tensor, other: Tensor) -> Constellation:
     """Of rows [n, d] and their partners [n, d], n at least 2; in at least float32.
