@@ -16,6 +16,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import flag_number
 from launch.launcher import make_parser
 from launch.plan import LAYOUTS, Machine, build_plan, read_layout
@@ -23,7 +24,6 @@ from launch.plan import LAYOUTS, Machine, build_plan, read_layout
 PEAK = 989e12  # bf16 FLOP/s of an H800, dense
 SHARE_OF_PEAK = 0.4
 _GPUS_PER_NODE = 8
-_VOCABULARY = 32000  # LLaMA-2's
 _PAPER_GPU_HOURS = {"llama-350m": 56, "llama-7b": 2000}
 
 
@@ -95,7 +95,7 @@ def _megatron_args(words: list[str], world: int) -> Any:
             args = validate_args(parse_args(ignore_unknown_args=True))
         finally:
             sys.argv = kept
-    args.padded_vocab_size = _VOCABULARY
+    args.padded_vocab_size = ASSUMED_VOCABULARY
     return args
 
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch import progress, sizes
+from launch.dry_run import ASSUMED_VOCABULARY
+from launch.estimate import PEAK, SHARE_OF_PEAK
 from launch.flags import LaunchError, flag_name, flag_number, flag_value, group_flags
 from launch.launcher import check_data, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
@@ -24,8 +26,6 @@ from launch.slurm.job import Job, render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
 
 _PATHS = ("--data", "--valid-data", "--tokenizer")
-_PEAK = 989e12  # bf16 FLOP/s of an H800, dense
-_SHARE_OF_PEAK = 0.4  # what a step is guessed to reach before it was measured
 
 
 def make_submit_parser() -> argparse.ArgumentParser:
@@ -211,8 +211,8 @@ def guess_step_seconds(plan: Plan, machine: Machine) -> float | None:
     if plan.on_cpu:
         return None
     tokens = flag_number(plan.flags, "--global-batch-size", 1) * flag_number(plan.flags, "--seq-length", 1)
-    weights = sizes.count_parameters(plan.flags, vocabulary=32000, active=True)
-    return 6 * weights * tokens / (machine.world_size * _PEAK * _SHARE_OF_PEAK)
+    weights = sizes.count_parameters(plan.flags, vocabulary=ASSUMED_VOCABULARY, active=True)
+    return 6 * weights * tokens / (machine.world_size * PEAK * SHARE_OF_PEAK)
 
 
 def _submit(job: Job, text: str) -> None:

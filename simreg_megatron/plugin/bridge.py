@@ -33,7 +33,7 @@ class SimRegCallback:
     def on_train_step_start(self, context: Any) -> None:
         """Tell the iteration: lambda may ramp, and the geometry is measured at log steps alone."""
         iteration = int(context.state.train_state.step)
-        hooks.begin_foreign_step(iteration, measures=iteration == 0 or self._logs(context, iteration + 1))
+        hooks.begin_step(iteration, measures=iteration == 0 or self._logs(context, iteration + 1))
 
     def on_train_step_end(self, context: Any) -> None:
         """Log means of the interval; a collective, so every rank calls it at the same steps."""

@@ -164,11 +164,10 @@ def begin_foreign_run(model_chunks: Any) -> None:
         raise RuntimeError("SimReg is not installed: call install(config=SimRegConfig(lambda_=...)) first")
     config = _installation.begin_run().config
     if config.active:
-        _refuse_models(config, model_chunks)
-        _announce(config, model_chunks)
+        _accept_models(config, model_chunks)
 
 
-def begin_foreign_step(iteration: int, *, measures: bool) -> None:
+def begin_step(iteration: int, *, measures: bool) -> None:
     """Before step `iteration`, counted from 0; `measures` the geometry of its hidden states for the log."""
     _current().set_iteration(iteration)
     _current().metrics.wants_geometry = measures
@@ -305,11 +304,9 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
             learnable.explain(error, regularizer.config)
             raise
         if regularizer.config.active:
-            _refuse_models(regularizer.config, built[0])
+            _accept_models(regularizer.config, built[0])
             if regularizer.config.document_mask:
                 regularizer.end_of_document = _end_of_document()
-            for part in regularizer.config.parts:
-                _announce(part, built[0])
         if built[1] is None:  # --skip-train
             _installation.clipping = None
         if _installation.clipping is not None:
@@ -402,6 +399,13 @@ def _end_of_document() -> int:
         ) from error
 
 
+def _accept_models(config: SimRegConfig, model_chunks: Any) -> None:
+    """Refuse models that SimReg does not reach, and say what each objective does to the others."""
+    _refuse_models(config, model_chunks)
+    for part in config.parts:
+        _announce(part, model_chunks)
+
+
 def _refuse_models(config: SimRegConfig, model_chunks: Any) -> None:
     """A model that never passes a wrapped function would train without SimReg and say nothing."""
     assert _installation is not None
@@ -445,7 +449,8 @@ def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
             return train_step(*args, **kwargs)
         given = compat.named_arguments(signature, *args, **kwargs)
         iteration = given.get("iteration")
-        _begin_step(_current(), _iteration_of_args() if iteration is None else iteration)
+        iteration = _iteration_of_args() if iteration is None else iteration
+        begin_step(iteration, measures=iteration == 0 or _is_log_step(iteration + 1))
         result = train_step(*args, **kwargs)
         _refuse_silence(_current(), given["model"])
         return result
@@ -469,11 +474,6 @@ def _iteration_of_args() -> int:
     from megatron.training.global_vars import get_args
 
     return int(getattr(get_args(), "curr_iteration", 0))
-
-
-def _begin_step(regularizer: Regularizer, iteration: int) -> None:
-    regularizer.set_iteration(iteration)
-    regularizer.metrics.wants_geometry = _is_log_step(iteration + 1) or iteration == 0
 
 
 def _is_log_step(iteration: int) -> bool:

@@ -105,6 +105,11 @@ def main() -> None:
     else:
         raise AssertionError("a model out of reach must be refused")
     uninstall()
+    install(config=SimRegConfig(objective="simreg:1.5,sigreg:0.25", chunk_size=12))
+    _, scalars, said = train(model, tokens, labels, 1, 1)
+    assert "SimReg: lambda 1.5" in said and "objective sigreg: lambda 0.25" in said, said
+    assert {"simreg loss", "sigreg loss"} <= {name for name, _ in scalars}
+    uninstall()
     torch.distributed.destroy_process_group()
     print("bridge script: all as expected")
 
