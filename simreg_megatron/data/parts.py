@@ -8,14 +8,13 @@ documents, in their order, and a header. It is written under another name, put o
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.data.indexed import DataError, sync_folder
+from simreg_megatron.data.indexed import DataError, whole_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,16 +70,8 @@ def write_part(path: Path, header: PartHeader, arrays: dict[str, np.ndarray]) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     text = np.frombuffer(json.dumps(asdict(header)).encode(), dtype=np.uint8)
     contents: dict[str, Any] = {"header": text, **arrays}
-    unfinished = path.with_name(f"{path.stem}.writing-{os.getpid()}")
-    try:
-        with unfinished.open("wb") as stream:
-            np.savez(stream, **contents)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with whole_file(path) as stream:
+        np.savez(stream, **contents)
 
 
 def read_part(path: Path, *, only_header: bool = False) -> tuple[PartHeader, dict[str, np.ndarray]]:

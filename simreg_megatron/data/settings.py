@@ -4,28 +4,19 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simreg_megatron.data.indexed import DataError, sync_folder
+from simreg_megatron.data.indexed import DataError, whole_file
 
 FORMAT = 1
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """The file is the old one or the new one, whenever the machine stops."""
-    unfinished = path.with_name(f"{path.name}.writing-{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with whole_file(path) as stream:
+        stream.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -48,12 +48,21 @@ class Input(Protocol):
 
 
 @dataclass(frozen=True)
-class PlainLines:
-    """A .jsonl file: a line belongs to the block in which it begins."""
+class _OneFile:
+    """A file of many documents, known again by its name and size."""
 
     path: Path
     name: str
     size: int
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.size}
+
+
+@dataclass(frozen=True)
+class PlainLines(_OneFile):
+    """A .jsonl file: a line belongs to the block in which it begins."""
+
     shared = True
 
     def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
@@ -62,17 +71,11 @@ class PlainLines:
             if wanted(number):
                 yield LinesBlock(number, stop == self.size, stop - start, self.name, str(self.path), start, stop)
 
-    def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "bytes": self.size}
-
 
 @dataclass(frozen=True)
-class CompressedLines:
+class CompressedLines(_OneFile):
     """A .jsonl.gz or .zst file: read from its beginning by one process, block by block."""
 
-    path: Path
-    name: str
-    size: int
     shared = False
 
     def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
@@ -91,17 +94,11 @@ class CompressedLines:
     def _block(self, number: int, data: bytes, line: int, weight: int, *, is_last: bool = False) -> Block:
         return LinesBlock(number, is_last, weight, self.name, str(self.path), 0, len(data), data, line)
 
-    def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "bytes": self.size}
-
 
 @dataclass(frozen=True)
-class Parquet:
+class Parquet(_OneFile):
     """A .parquet file: a block is a row group, whatever its size."""
 
-    path: Path
-    name: str
-    size: int
     shared = True
 
     def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
@@ -116,9 +113,6 @@ class Parquet:
             if wanted(number):
                 weight = self.size // max(groups, 1)
                 yield RowsBlock(number, number == groups - 1 or not groups, weight, self.name, str(self.path))
-
-    def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "bytes": self.size}
 
 
 @dataclass(frozen=True)
