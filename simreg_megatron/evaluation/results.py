@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from simreg_megatron.data.settings import write_json
 from simreg_megatron.evaluation.errors import EvaluationError
 
 
@@ -69,10 +70,7 @@ def difference(score: Score, first: Score) -> Difference:
 
 def write(path: Path, models: Sequence[ModelResults], settings: Mapping[str, Any]) -> None:
     """All of it or nothing."""
-    content = {"settings": dict(settings), "models": [asdict(model) for model in models]}
-    unfinished = path.with_name(f"{path.name}.writing")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    unfinished.replace(path)
+    write_json(path, {"settings": dict(settings), "models": [asdict(model) for model in models]})
 
 
 def read(path: Path) -> tuple[list[ModelResults], dict[str, Any]]:
