@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from simreg_megatron.plugin import gloo_threads
+
 MEGATRON_FLAGS = (
     "--transformer-impl", "local",
     "--distributed-backend", "gloo",
@@ -114,6 +116,7 @@ def activate(mode: str = "on") -> None:
     _replace_meshes()
     _replace_compiler(torch)
     _adapt_megatron()
+    gloo_threads.settle_at_exit()
     if int(os.environ.get("RANK", "0")) == 0:
         print("> SimReg: no GPU in use, Megatron runs on the CPU over gloo (for trying and testing)", flush=True)
 
