@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output layer's row for each label: what a hidden state is compared with when it predicts.
+"""The output layer: its row for each label, and whether a hidden state predicts its label.
 
-Shapes: B micro-batch, T tokens of the context rank, D hidden.
+Shapes: B micro-batch, T tokens of the context rank, N states, D hidden, V this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_STATES_AT_ONCE = 256  # so that their logits, over a large vocabulary, stay small beside those of a training step
 
 
 @torch.no_grad()
@@ -19,8 +22,7 @@ def label_rows(model: Any, labels: Tensor, tensor_group: dist.ProcessGroup | Non
 
     Each tensor-parallel rank holds a part of the vocabulary and gives the rows that it has: a collective over them.
     """
-    shares = bool(getattr(model, "share_embeddings_and_output_weights", False))
-    weight = (model.shared_embedding_or_output_weight() if shares else model.output_layer.weight).detach()
+    weight = _weight(model)
     first = 0 if tensor_group is None else tensor_group.rank() * weight.shape[0]
     local = labels.transpose(0, 1) - first
     here = (labels.transpose(0, 1) >= 0) & (local >= 0) & (local < weight.shape[0])
@@ -28,3 +30,54 @@ def label_rows(model: Any, labels: Tensor, tensor_group: dist.ProcessGroup | Non
     if tensor_group is not None:
         dist.all_reduce(rows, group=tensor_group)  # one number plus zeros: exact in any type and order
     return rows
+
+
+def has_whole_head(model: Any) -> bool:
+    """Whether the output layer's rows are here: FSDP scatters them between uses, other models may have none."""
+    if getattr(model, "output_layer", None) is None:
+        return False
+    weight = _weight(model)
+    held = 0 if isinstance(weight, DTensor) else weight.untyped_storage().nbytes()
+    return weight.numel() > 0 and held >= weight.numel() * weight.element_size()
+
+
+@torch.no_grad()
+def predicts_label(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
+    """Whether no token of the vocabulary has a larger logit than the label: bool [N].
+
+    Logits are taken in the type of the weights, as the model takes them, so in bfloat16 some tie: that counts as right.
+    Tensor-parallel ranks hold parts of the vocabulary and each brings its own N states: a collective over them.
+
+    Args:
+        states: [N, D], what enters the output layer; N is the same on all ranks of the group.
+        labels: int64 [N]; one below 0 is never predicted.
+    """
+    weight, own, first = _weight(model), slice(None), 0
+    if tensor_group is not None:
+        states, labels = (_from_all(part, tensor_group) for part in (states, labels))
+        number, rank = len(labels) // tensor_group.size(), tensor_group.rank()
+        own, first = slice(rank * number, (rank + 1) * number), rank * weight.shape[0]
+    pairs = zip(states.split(_STATES_AT_ONCE), (labels - first).split(_STATES_AT_ONCE), strict=True)
+    logits = torch.cat([_of_label_and_best(part.to(weight.dtype) @ weight.T, local) for part, local in pairs], dim=1)
+    if tensor_group is not None:
+        dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=tensor_group)
+    of_label, best = logits
+    return ((of_label >= best) & (labels >= 0))[own]
+
+
+def _of_label_and_best(logits_NV: Tensor, local_labels: Tensor) -> Tensor:
+    """[2, N]: the label's logit, or -inf where its row is on another rank, and the largest one here."""
+    here = (local_labels >= 0) & (local_labels < logits_NV.shape[1])
+    of_label = logits_NV.gather(1, torch.where(here, local_labels, 0).unsqueeze(1)).squeeze(1)
+    return torch.stack([of_label.masked_fill(~here, -torch.inf), logits_NV.amax(dim=1)]).float()
+
+
+def _from_all(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
+    dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+    return gathered
+
+
+def _weight(model: Any) -> Tensor:
+    shares = bool(getattr(model, "share_embeddings_and_output_weights", False))
+    return (model.shared_embedding_or_output_weight() if shares else model.output_layer.weight).detach()

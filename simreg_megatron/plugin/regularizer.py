@@ -105,6 +105,9 @@ class Regularizer:
         learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
         terms = [part.terms.detach() for part in parts]
         self.metrics.observe(terms, parts[self.metrics.primary].views, states[-1].detach(), valid, shard, learned)
+        self.metrics.observe_predictions(
+            model, hidden_states.detach(), states[-1].detach(), tokens.labels, valid, shard
+        )
         # The gradient of all that hangs on them arrives at what was given, not at a part of it.
         self.metrics.watch_gradient(given if states[-1] is hidden_states else states[-1], valid, shard)
         if not self.config.trains:

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
+from simreg_megatron.parallel.layout import Rank, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin.heads import has_whole_head, predicts_label
 from simreg_megatron.plugin.learnable import as_logged
 from simreg_megatron.plugin.views import View
 
@@ -34,15 +37,18 @@ _NORMS = slice(11, 14)  # magnitude.NormSums of the tokens that count
 _SAME_NORMS, _OTHER_NORMS = slice(14, 17), slice(17, 20)  # likewise, once for every pair of equal, of other labels
 _ONCE_NORMS, _OFTEN_NORMS = slice(20, 23), slice(23, 26)  # of tokens alone with their label in a chunk; of all others
 _RADIAL = slice(26, 28)  # magnitude.radial_sums of the whole loss's gradient
-_SLOTS = 28
+_RIGHT_NORMS, _WRONG_NORMS = slice(28, 31), slice(31, 34)  # of sampled tokens, by whether their top prediction is right
+_SLOTS = 34
 _NOT_IN_CONSOLE = (  # Megatron's line is long enough
     "simreg norm difference",
     "simreg norm difference of rare labels",
+    "simreg norm difference of right predictions",
     "simreg radial gradient",
     "simreg effective rank",
     "simreg mean cosine",
 )
 _SAMPLED_TOKENS = 8192  # of a micro-batch, at most, over all ranks that share it: evenly spaced on the sequence
+_PREDICTED_TOKENS = 512  # likewise; fewer, as their logits are taken once more
 _WIDEST = 4096  # beyond it the products of all features take too much memory to be logged by the way
 
 
@@ -107,18 +113,10 @@ class Metrics:
         if width > _WIDEST:
             log_once(f"SimReg: isotropy is not logged for states wider than {_WIDEST}, as it needs width^2 numbers")
             return
-        every = -(-num_sequences * shard.layout.length // _SAMPLED_TOKENS)
-        runs = shard.layout.anchors(shard.rank)
+        every = _spacing(num_sequences, shard.layout, _SAMPLED_TOKENS)
         usable = valid & ~zero_rows(hidden_states)
-        picked, offset = [], 0  # by slices, which need to know no value
-        for first, last in runs:
-            start = offset + -first % every
-            picked.append(slice(start, offset + last - first, every))
-            offset += last - first
-        own, own_usable = shard.own_columns(hidden_states), shard.own_columns(usable)
         found = geometry.moments(
-            torch.cat([own[:, part] for part in picked], dim=1),
-            torch.cat([own_usable[:, part] for part in picked], dim=1),
+            *(_taken(shard.own_columns(per_row), shard, every) for per_row in (hidden_states, usable))
         )
         if self._moments is None:
             self._moments = list(found)
@@ -147,6 +145,39 @@ class Metrics:
         alone = counts[0] == 0
         for slots, members in ((_ONCE_NORMS, view.usable & alone), (_OFTEN_NORMS, view.usable & ~alone)):
             self._sums[slots] += torch.stack(norm_sums(view.embeddings[:, own], members[:, own]))
+
+    def observe_predictions(
+        self, model: Any, predicting: Tensor, states: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard
+    ) -> None:
+        """Norms of `states` [S, B, D] by whether the model's first choice for the token is its label [B, S].
+
+        A collective over the tensor-parallel group, in log steps alone, on a bounded sample of the tokens.
+
+        Args:
+            predicting: [S, B, D], what enters the output layer.
+        """
+        if not self.wants_geometry:
+            return
+        if not has_whole_head(model):
+            log_once(
+                "SimReg: norms of rightly predicted tokens are not logged, as no rank holds the output layer's rows"
+            )
+            return
+        assert self._sums is not None
+        every = _spacing(len(labels), shard.layout, _PREDICTED_TOKENS)
+        own_labels, of_predicting, of_states = (
+            _taken(shard.own_columns(per_row), shard, every)
+            for per_row in (labels.masked_fill(~valid, -1), predicting.transpose(0, 1), states.transpose(0, 1))
+        )
+        missing = _most_taken(shard, every) - own_labels.shape[1]  # tensor-parallel ranks must bring equally many
+        right = predicts_label(
+            model,
+            functional.pad(of_predicting, (0, 0, 0, missing)).flatten(0, 1),
+            functional.pad(own_labels, (0, missing), value=-1).flatten(),
+            shard.tensor_group,
+        ).view(len(labels), -1)[:, : own_labels.shape[1]]
+        for slots, members in ((_RIGHT_NORMS, right), (_WRONG_NORMS, (own_labels >= 0) & ~right)):
+            self._sums[slots] += torch.stack(norm_sums(of_states, members))
 
     def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
         """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths."""
@@ -187,9 +218,11 @@ class Metrics:
 
         first = _PAIRS.start
         negative = mean(first + 2, first + 3)
-        norms, same, other, once, often = (
-            NormSums(*sums[part].unbind()) for part in (_NORMS, _SAME_NORMS, _OTHER_NORMS, _ONCE_NORMS, _OFTEN_NORMS)
-        )
+        norms = NormSums(*sums[_NORMS].unbind())
+
+        def difference(one: slice, other: slice) -> Tensor:
+            return cohens_d(NormSums(*sums[one].unbind()), NormSums(*sums[other].unbind())).float()
+
         radial, whole = sums[_RADIAL]
         losses = {
             f"{'simreg' if name == 'none' else name} loss": mean(slot, _TOKENS)
@@ -201,8 +234,9 @@ class Metrics:
             "simreg largest negative cosine": mean(first + 4, first + 5),
             "simreg norm": mean_norm(norms).float(),
             "simreg norm variation": coefficient_of_variation(norms).float(),
-            "simreg norm difference": cohens_d(same, other).float(),
-            "simreg norm difference of rare labels": cohens_d(once, often).float(),
+            "simreg norm difference": difference(_SAME_NORMS, _OTHER_NORMS),
+            "simreg norm difference of rare labels": difference(_ONCE_NORMS, _OFTEN_NORMS),
+            "simreg norm difference of right predictions": difference(_RIGHT_NORMS, _WRONG_NORMS),
             "simreg radial gradient": (radial / whole).float(),
             "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
         }
@@ -213,6 +247,31 @@ class Metrics:
             if slot not in self._oddities_told and (count := int(sums[slot])):
                 self._oddities_told.add(slot)
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
+
+
+def _spacing(num_sequences: int, layout: ShardLayout, most: int) -> int:
+    """k, so that every k-th position of the sequences makes at most about `most` tokens."""
+    return -(-num_sequences * layout.length // most)
+
+
+def _slices(shard: SequenceShard, rank: Rank, every: int) -> list[slice]:
+    """Where a rank's own tokens hold every k-th position: by slices, which need to know no value."""
+    picked, offset = [], 0
+    for first, last in shard.layout.anchors(rank):
+        picked.append(slice(offset + -first % every, offset + last - first, every))
+        offset += last - first
+    return picked
+
+
+def _taken(own: Tensor, shard: SequenceShard, every: int) -> Tensor:
+    """Of [B, own tokens, ...] every k-th position of the sequence: the same sample however the sequence is cut."""
+    return torch.cat([own[:, part] for part in _slices(shard, shard.rank, every)], dim=1)
+
+
+def _most_taken(shard: SequenceShard, every: int) -> int:
+    """How many of a sequence's tokens that is, on the tensor-parallel rank that has most."""
+    ranks = [(shard.rank[0], tensor_rank) for tensor_rank in range(shard.layout.tensor_size)]
+    return max(sum(len(range(*part.indices(part.stop))) for part in _slices(shard, rank, every)) for rank in ranks)
 
 
 def _named_isotropy(moments: list[Tensor]) -> dict[str, Tensor]:

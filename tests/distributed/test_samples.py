@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig, geometry
+from simreg_megatron.magnitude import norm_sums
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat, reporting
 from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.sequence import views_of
-from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, groups, pick, sample
+from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, WIDTH, groups, pick, sample
 from tests.helpers.processes import run_processes
 
 ITERATION = 3
@@ -136,3 +138,32 @@ def check_isotropy(number: int, layout: ShardLayout, config: SimRegConfig) -> No
 @pytest.mark.parametrize("layout", [TP3, CP2_SP2, CP2_TP2], ids=["tp3", "cp2-sp2", "cp2-tp2"])
 def test_isotropy_is_that_of_the_whole(tmp_path: Path, layout: ShardLayout) -> None:
     run_processes(check_isotropy, layout.context_size * layout.tensor_size, tmp_path, layout, sigreg())
+
+
+def check_predictions(number: int, layout: ShardLayout) -> None:
+    """Each rank holds a part of the vocabulary and of the tokens; the groups of norms are those of one process."""
+    reporting._PREDICTED_TOKENS = 48  # every second of the 96
+    rank = divmod(number, layout.tensor_size)
+    shard = SequenceShard(layout, rank, *groups(rank, layout))
+    given, held = sample(), layout.held(rank)
+    table = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    model = SimpleNamespace(output_layer=SimpleNamespace(weight=table.chunk(layout.tensor_size)[rank[1]]))
+    rows = pick(given["embeddings"], held).transpose(0, 1)
+    metrics = reporting.Metrics(sigreg())
+    metrics._sums = torch.zeros(reporting._SLOTS, dtype=torch.float64)
+    metrics.observe_predictions(model, rows, 2 * rows, pick(given["labels"], held), pick(given["valid"], held), shard)
+    dist.all_reduce(metrics._sums)
+
+    places = torch.arange(0, LENGTH, 2)
+    embeddings, labels, valid = (given[name][:, places] for name in ("embeddings", "labels", "valid"))
+    right = (embeddings @ table.T).amax(dim=-1) == (embeddings @ table.T).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    assert (valid & right).sum() > 1 and (valid & ~right).sum() > 1
+    found = metrics._sums[reporting._RIGHT_NORMS], metrics._sums[reporting._WRONG_NORMS]
+    for sums, members in zip(found, (valid & right, valid & ~right), strict=True):
+        torch.testing.assert_close(sums, torch.stack(norm_sums(2 * embeddings, members)), **TIGHT)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [TP3, CP2_SP2, CP2_TP2], ids=["tp3", "cp2-sp2", "cp2-tp2"])
+def test_predictions_are_those_of_the_whole(tmp_path: Path, layout: ShardLayout) -> None:
+    run_processes(check_predictions, layout.context_size * layout.tensor_size, tmp_path, layout)

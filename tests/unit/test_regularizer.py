@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -304,3 +305,25 @@ def test_norms_of_labels_that_come_once() -> None:
     freedom = len(once) + len(often) - 2
     pooled = (((len(once) - 1) * once.var() + (len(often) - 1) * often.var()) / freedom).sqrt()
     assert found == pytest.approx(((once.mean() - often.mean()) / pooled).item(), rel=1e-5)
+
+
+def test_norms_of_rightly_and_of_wrongly_predicted_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the states that enter the output layer; a model whose rows are elsewhere is told of, once."""
+    hidden, labels, mask, loss = micro_batch()
+    table = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model = SimpleNamespace(**vars(MODEL), output_layer=SimpleNamespace(weight=table))
+    name = "simreg norm difference of right predictions"
+
+    def logged(model: SimpleNamespace) -> float:
+        regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1))
+        regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+        return regularizer.metrics.reduce(One())[name].item()
+
+    right = (hidden @ table.T).argmax(dim=-1) == labels.T
+    norms, counted = hidden.detach().norm(dim=-1), mask.T > 0
+    one, other = norms[counted & right], norms[counted & ~right]
+    pooled = ((len(one) - 1) * one.var() + (len(other) - 1) * other.var()) / (len(one) + len(other) - 2)
+    expected = (one.mean() - other.mean()) / pooled.sqrt()
+    assert abs(expected) > 1e-3 and logged(model) == pytest.approx(expected.item(), rel=1e-5)
+    assert "output layer" not in capsys.readouterr().out
+    assert math.isnan(logged(MODEL)) and "output layer" in capsys.readouterr().out

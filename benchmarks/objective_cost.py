@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.objective_cost`: one call of each objective, and of what the log adds, beside SimReg's.
+
+All take turns on the same states; objectives forward and backward. The rows of docs/objectives.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.geometry import moments, pair_cosines
+from simreg_megatron.losses import mic_loss, sigmoid_loss, sigreg_loss, simreg_loss
+from simreg_megatron.losses.roles import pair_counts
+from simreg_megatron.losses.sigreg import random_directions
+from simreg_megatron.magnitude import norm_sums, radial_sums
+from simreg_megatron.plugin.heads import predicts_label
+
+SEQUENCES, LENGTH, WIDTH, LABELS = 2, 1024, 1024, 300
+VOCABULARY, PREDICTED = 32_000, 512
+
+
+def cases(device: str) -> dict[str, Callable[[], object]]:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(SEQUENCES, LENGTH, WIDTH, generator=generator).to(device).requires_grad_()
+    labels = torch.randint(0, LABELS, (SEQUENCES, LENGTH), generator=generator).to(device)
+    head = SimpleNamespace(output_layer=SimpleNamespace(weight=torch.randn(VOCABULARY, WIDTH, device=device)))
+    valid, fixed = torch.ones_like(labels, dtype=torch.bool), states.detach()
+
+    def directions(number: int) -> Tensor:
+        return random_directions(number, WIDTH, seed=0, iteration=0, device=states.device)
+
+    few, many = directions(16), directions(256)
+    losses: dict[str, Callable[[], Tensor]] = {
+        "SimReg": lambda: simreg_loss(states, labels),
+        "SIGReg, mean (16 directions)": lambda: sigreg_loss(states, labels, directions=few),
+        "SIGReg, Epps-Pulley (256 directions)": lambda: sigreg_loss(
+            states, labels, directions=many, estimator="epps-pulley"
+        ),
+        "sigmoid, balanced": lambda: sigmoid_loss(states, labels, pair_reduction="balanced"),
+        "MIC (chunks of 128, prefixes 16 to 512)": lambda: mic_loss(states, labels, chunk_size=128),
+    }
+
+    def trained(loss: Callable[[], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(loss(), states)
+
+    return {name: trained(loss) for name, loss in losses.items()} | {
+        "log steps only: cosines of pairs": lambda: pair_cosines(fixed, labels),
+        "log steps only: sums for isotropy": lambda: moments(fixed, valid),
+        "log steps only: norms": lambda: [norm_sums(fixed, counts) for counts in (valid, *pair_counts(labels, valid))],
+        "log steps only: radial gradient": lambda: radial_sums(fixed, fixed, valid),
+        f"log steps only: right predictions ({PREDICTED} tokens, {VOCABULARY} ids)": lambda: predicts_label(
+            head, fixed.flatten(0, 1)[:PREDICTED], labels.flatten()[:PREDICTED], None
+        ),
+    }
+
+
+def seconds(call: Callable[[], object], device: str) -> float:
+    started = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.objective_cost", description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--turns", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    calls = cases(options.device)
+    for call in calls.values():  # the first of each also sets things up
+        seconds(call, options.device)
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(options.turns):
+        for name, call in calls.items():
+            taken[name].append(seconds(call, options.device))
+    medians = {name: statistics.median(of_call) for name, of_call in taken.items()}
+    rows = ["| | ms | of SimReg |", "|---|---|---|"]
+    rows += [f"| {name} | {1000 * time:.0f} | {time / medians['SimReg']:.2g} |" for name, time in medians.items()]
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()
