@@ -45,6 +45,7 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, OptionKind]] = {
         "bias": 0.0,
         "self_positive": ("never", "always"),
         "pairs": ("labels", "hidden-head"),
+        "adapter": ("no", "yes"),
     },
     "mic": {
         "prefixes": "auto",
@@ -66,7 +67,6 @@ _TWICE = "it needs the model to run twice on each micro-batch, and a hook has on
 NOT_OFFERED = {
     ("simcse", "view", "forward2"): _TWICE,
     ("creg", "prediction_consistency", "yes"): _TWICE,
-    ("sigmoid", "adapter", "yes"): "the trained t and relative bias hold all that it could add: leave the option out",
     ("sce", "keys", "ema"): "it needs a second model whose weights follow the first: leave the option out",
 }
 """Options that the originals have and a plugin cannot: (objective, option, value) and why."""
@@ -193,6 +193,8 @@ class SimRegConfig:
         self._refuse_numbers_of_mic()
         if self.meets_heads and self.options["self_positive"] == "always":
             raise ValueError("self_positive=always has no effect on pairs=hidden-head, where a token meets its own row")
+        if self.options.get("adapter") == "yes" and not self.meets_heads:
+            raise ValueError("adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head")
         if self.by_sequence and self.options.get("same_label") == "kept":
             raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
         if self.options.get("scale") == "learned" and self.tau * LARGEST_SCALE <= 1:

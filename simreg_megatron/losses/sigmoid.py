@@ -32,6 +32,7 @@ def sigmoid_loss(
     pair_reduction: str = "anchor",
     self_positive: str = "never",
     heads: Tensor | None = None,
+    adapter: Tensor | None = None,
     valid: Tensor | None = None,
     documents: Tensor | None = None,
     chunk_size: int = 0,
@@ -54,6 +55,8 @@ def sigmoid_loss(
         self_positive: "never"; "always": j = i is a positive pair, which moves t and b alone, as its cosine is 1.
         heads: shape of embeddings: e_i meets heads_j in the place of e_j, i itself included. For rows of the output
             layer, one for each label: a modality that is locked, as they get no gradient.
+        adapter: a scalar x that gets a gradient: with delta = sigmoid(x) and r^2 = 1 - delta^2, unit vectors e_i become
+            (delta e_i, -r) and heads_j (delta heads_j, r), so their cosine becomes delta^2 cos - r^2.
         reduction: as in `creg_loss`.
 
     Raises:
@@ -72,6 +75,7 @@ def sigmoid_loss(
         pair_reduction=pair_reduction,
         self_positive=self_positive,
         headed=heads is not None,
+        adapter=adapter,
     )
     if heads is not None:
         if heads.shape != embeddings.shape:
@@ -99,6 +103,7 @@ def sigmoid_terms(
     pair_reduction: str = "anchor",
     self_positive: str = "never",
     headed: bool = False,
+    adapter: Tensor | None = None,
 ) -> BlockTerms:
     """The same for the anchors of one block of chunks, its options checked.
 
@@ -111,6 +116,8 @@ def sigmoid_terms(
     check_choice("self_positive", self_positive, _SELF_POSITIVES)
     if headed and self_positive == "always":
         raise ValueError("self_positive 'always' has no effect on heads, which a token always meets: drop it.")
+    if adapter is not None and not headed:
+        raise ValueError("adapter turns embeddings away from heads, and there are none: give heads, or drop it.")
 
     def terms(block: Block) -> Tensor:
         rows = block.rows.chunk(2, dim=-1) if headed else (block.rows,)
@@ -118,6 +125,9 @@ def sigmoid_terms(
         t = units.new_full((), 1.0 / temperature) if log_t is None else log_t.to(units.dtype).exp().squeeze()
         shift = bias.to(units.dtype).squeeze() if isinstance(bias, Tensor) else units.new_full((), bias)
         shift = t * shift if param == "relative" else shift
+        if adapter is not None:
+            square = adapter.to(units.dtype).sigmoid().square().squeeze()
+            t, shift = t * square, shift + t * (1 - square)
         keeps_self = headed or self_positive == "always"
         slabs = list(_slabs(block, units))
         parts = []

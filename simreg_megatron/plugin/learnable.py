@@ -21,6 +21,7 @@ from simreg_megatron.parallel.collectives import share_work
 
 PREFIX = "simreg_"
 _SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided out
+_ADAPTER = 0.5  # delta = sigmoid(0.5), where the source begins
 
 
 def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
@@ -33,8 +34,9 @@ def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
     if config.options.get("scale") == "learned":
         found["cpretrain"] = {"log_scale": -math.log(config.tau)}
     if config.objective == "sigmoid":
-        start = {"log_t": -math.log(config.tau), "bias": float(config.options["bias"])}
+        start = {"log_t": -math.log(config.tau), "bias": float(config.options["bias"]), "adapter": _ADAPTER}
         trained = {"both": ("log_t", "bias"), "t": ("log_t",), "bias": ("bias",)}.get(str(config.options["trains"]), ())
+        trained += ("adapter",) if config.options["adapter"] == "yes" else ()
         found |= {"sigmoid": {name: start[name] for name in trained}} if trained else {}
     return found
 
@@ -80,6 +82,8 @@ def as_logged(learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found["sigmoid t"] = learned["log_t"].exp()
     if "bias" in learned:
         found["sigmoid bias"] = learned["bias"]
+    if "adapter" in learned:
+        found["sigmoid delta"] = torch.sigmoid(learned["adapter"])
     return {name: value.detach().squeeze().clone() for name, value in found.items()}
 
 

@@ -41,7 +41,8 @@ _BLOCK_TERMS: dict[str, Callable[..., BlockTerms]] = {
     "sigmoid": sigmoid_terms,
 }
 _SWITCH = {"yes": True, "no": False}
-_SEEN_HERE = ("level", "scale", "trains", "pairs")  # options that choose a way through this module, not one of the loss
+# Options that choose a way through this module, or what is trained: none of the loss.
+_SEEN_HERE = ("level", "scale", "trains", "pairs", "adapter")
 
 
 def objective_terms(

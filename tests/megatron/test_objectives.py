@@ -43,15 +43,22 @@ def test_what_is_known_to_fail_is_said(data_flags: tuple[str, ...], tmp_path: Pa
     assert "SimReg objective sigreg: lambda 0.3" in done.output and "sigreg loss:" in done.output
 
 
-def test_scale_and_bias_of_the_sigmoid_are_trained_in_every_layout(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [("", ("log_t", "bias")), (",pairs=hidden-head,adapter=yes", ("log_t", "bias", "adapter"))],
+    ids=["labels", "hidden-head"],
+)
+def test_scalars_of_the_sigmoid_are_trained_in_every_layout(
+    options: str, names: tuple[str, ...], data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
     """A model that is split draws other weights from its seed, so a single process writes the start."""
     objective = "--simreg-objective sigmoid --simreg-lambda 0.1 --simreg-objective-options pair_reduction=balanced"
-    flags = (*data_flags, *STEPS, *objective.split(), "--simreg-chunk-size", "24")
+    flags = (*data_flags, *STEPS, *f"{objective}{options}".split(), "--simreg-chunk-size", "24")
     place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
     runs.train(tmp_path / "start", (*flags, *place))
     flags = (*flags, "--load", str(tmp_path / "saved"))
     alone = runs.train(tmp_path / "alone", flags)
-    for name in ("log_t", "bias"):
+    for name in names:
         assert alone.grads[f"simreg_sigmoid.{name}"].item() != 0
     for layout in ("--tensor-model-parallel-size 2 --sequence-parallel", "--context-parallel-size 2", ""):
         got = runs.train(tmp_path / f"split{len(layout)}", (*flags, *layout.split()), processes=2)

@@ -220,6 +220,9 @@ def test_what_is_trained() -> None:
     assert wanted("bias=0.5") == {"sigmoid": {"log_t": pytest.approx(math.log(10)), "bias": 0.5}}
     assert wanted("trains=t", temperature=0.02)["sigmoid"] == {"log_t": pytest.approx(math.log(50))}
     assert wanted("trains=bias") == {"sigmoid": {"bias": 0.0}} and wanted("trains=none") == {}
+    assert wanted("pairs=hidden-head,adapter=yes,trains=none") == {"sigmoid": {"adapter": 0.5}}
+    assert wanted("pairs=hidden-head,adapter=yes")["sigmoid"].keys() == {"log_t", "bias", "adapter"}
+    assert learnable.as_logged({"adapter": torch.tensor([0.0])}) == {"sigmoid delta": torch.tensor(0.5)}
     scalars = {"log_t": torch.tensor([math.log(7.0)]), "bias": torch.tensor([0.25])}
     logged = {name: round(value.item(), 5) for name, value in learnable.as_logged(scalars).items()}
     assert logged == {"sigmoid t": 7.0, "sigmoid bias": 0.25}
@@ -228,7 +231,7 @@ def test_what_is_trained() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("adapter=yes", "no adapter=yes: the trained t and relative bias hold all"),
+        ("adapter=yes", "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"),
         ("pairs=hidden-head,self_positive=always", "self_positive=always has no effect"),
         ("pair_reduction=max", "pair_reduction must be one of anchor, pair, balanced"),
         ("bias=much", "bias must be a number"),
@@ -264,6 +267,40 @@ def test_states_meet_the_rows_of_their_labels(slab: int, monkeypatch: pytest.Mon
     assert table.grad is None
     with pytest.raises(ValueError, match="heads must have the shape"):
         sigmoid_loss(rows, labels, heads=table)
+
+
+@pytest.mark.parametrize("param", ["relative", "absolute"])
+def test_an_adapter_turns_states_and_rows_apart(param: str) -> None:
+    """The vectors written out, one feature longer; values and every gradient."""
+    rows, labels = random_tokens((2, 7, 6), num_labels=3)
+    heads = torch.randn(rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    settings = {"temperature": 0.2, "param": param, "pair_reduction": "balanced"}
+
+    def trained() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        start = (rows.clone(), torch.tensor([0.5], dtype=torch.float64), torch.tensor([0.3], dtype=torch.float64))
+        return tuple(part.requires_grad_() for part in start)
+
+    ours = trained()
+    found = sigmoid_loss(ours[0], labels, heads=heads, adapter=ours[1], bias=ours[2], **settings)
+    theirs = trained()
+    delta = theirs[1].sigmoid()
+    rest = (1 - delta**2).sqrt().expand(*labels.shape, 1)
+    states, others = (delta * F.normalize(part, dim=-1) for part in (theirs[0], heads))
+    longer = torch.cat([states, -rest], dim=-1), torch.cat([others, rest], dim=-1)
+    cosines = longer[0] @ longer[1].transpose(1, 2)  # `sigmoid_loss` gives heads no gradient, delta is in them
+    z = 5 * cosines - (5 * theirs[2] if param == "relative" else theirs[2])
+    same = labels[:, :, None] == labels[:, None]
+    expected = sum((F.softplus(-z[b][same[b]]).mean() + F.softplus(z[b][~same[b]]).mean()) / 2 for b in range(2)) / 2
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    expected.backward()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+        assert one.grad.abs().max() > 1e-4
+    plain = sigmoid_loss(rows, labels, heads=heads, bias=0.3, **settings)
+    assert abs(plain - found) > 1e-2
+    with pytest.raises(ValueError, match="give heads, or drop it"):
+        sigmoid_loss(rows, labels, adapter=ours[1])
 
 
 @pytest.mark.parametrize("shares", [False, True])
