@@ -57,6 +57,7 @@ EXTRAS = {
         "pytest-xdist>=3.6,<4",
         "hypothesis>=6.100,<7",
         "pytorch-optimizer>=3.6,<5",  # another AdaGC, to compare with
+        "IsoScore>=2.0.1,<3",  # its authors' own, to compare with
         "pytorch-metric-learning>=2.5,<3",  # a peer in the benchmarks
         "einops>=0.8,<1",  # Megatron-FSDP imports it
         "ruff>=0.14,<0.18",
