@@ -18,8 +18,8 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
-from simreg_megatron.parallel.layout import Rank, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin.every_kth import EveryKth
 from simreg_megatron.plugin.heads import has_whole_head, predicts_label
 from simreg_megatron.plugin.learnable import as_logged
 from simreg_megatron.plugin.views import View
@@ -113,11 +113,8 @@ class Metrics:
         if width > _WIDEST:
             log_once(f"SimReg: isotropy is not logged for states wider than {_WIDEST}, as it needs width^2 numbers")
             return
-        every = _spacing(num_sequences, shard.layout, _SAMPLED_TOKENS)
-        usable = valid & ~zero_rows(hidden_states)
-        found = geometry.moments(
-            *(_taken(shard.own_columns(per_row), shard, every) for per_row in (hidden_states, usable))
-        )
+        sample = EveryKth.of_at_most(_SAMPLED_TOKENS, num_sequences, shard)
+        found = geometry.moments(sample.taken(hidden_states), sample.taken(valid & ~zero_rows(hidden_states)))
         if self._moments is None:
             self._moments = list(found)
         else:
@@ -164,18 +161,16 @@ class Metrics:
             )
             return
         assert self._sums is not None
-        every = _spacing(len(labels), shard.layout, _PREDICTED_TOKENS)
-        own_labels, of_predicting, of_states = (
-            _taken(shard.own_columns(per_row), shard, every)
-            for per_row in (labels.masked_fill(~valid, -1), predicting.transpose(0, 1), states.transpose(0, 1))
-        )
-        missing = _most_taken(shard, every) - own_labels.shape[1]  # tensor-parallel ranks must bring equally many
+        sample = EveryKth.of_at_most(_PREDICTED_TOKENS, len(labels), shard)
+        own_labels = sample.taken(labels.masked_fill(~valid, -1))
+        missing = sample.most_of_a_tensor_rank() - own_labels.shape[1]  # these ranks must bring equally many
         right = predicts_label(
             model,
-            functional.pad(of_predicting, (0, 0, 0, missing)).flatten(0, 1),
+            functional.pad(sample.taken(predicting.transpose(0, 1)), (0, 0, 0, missing)).flatten(0, 1),
             functional.pad(own_labels, (0, missing), value=-1).flatten(),
             shard.tensor_group,
         ).view(len(labels), -1)[:, : own_labels.shape[1]]
+        of_states = sample.taken(states.transpose(0, 1))
         for slots, members in ((_RIGHT_NORMS, right), (_WRONG_NORMS, (own_labels >= 0) & ~right)):
             self._sums[slots] += torch.stack(norm_sums(of_states, members))
 
@@ -247,31 +242,6 @@ class Metrics:
             if slot not in self._oddities_told and (count := int(sums[slot])):
                 self._oddities_told.add(slot)
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
-
-
-def _spacing(num_sequences: int, layout: ShardLayout, most: int) -> int:
-    """k, so that every k-th position of the sequences makes at most about `most` tokens."""
-    return -(-num_sequences * layout.length // most)
-
-
-def _slices(shard: SequenceShard, rank: Rank, every: int) -> list[slice]:
-    """Where a rank's own tokens hold every k-th position: by slices, which need to know no value."""
-    picked, offset = [], 0
-    for first, last in shard.layout.anchors(rank):
-        picked.append(slice(offset + -first % every, offset + last - first, every))
-        offset += last - first
-    return picked
-
-
-def _taken(own: Tensor, shard: SequenceShard, every: int) -> Tensor:
-    """Of [B, own tokens, ...] every k-th position of the sequence: the same sample however the sequence is cut."""
-    return torch.cat([own[:, part] for part in _slices(shard, shard.rank, every)], dim=1)
-
-
-def _most_taken(shard: SequenceShard, every: int) -> int:
-    """How many of a sequence's tokens that is, on the tensor-parallel rank that has most."""
-    ranks = [(shard.rank[0], tensor_rank) for tensor_rank in range(shard.layout.tensor_size)]
-    return max(sum(len(range(*part.indices(part.stop))) for part in _slices(shard, rank, every)) for rank in ranks)
 
 
 def _named_isotropy(moments: list[Tensor]) -> dict[str, Tensor]:
