@@ -4,8 +4,8 @@
 A thread of gloo that finished a collective may be the last holder of its tensors, and needs Python's lock to free
 them. Where the interpreter has begun to end, asking for the lock unwinds the thread through C++ that must not be
 unwound: "terminate called without an active exception", and a run that did all its work ends with status 134
-(PyTorch issue 190489). `destroy_process_group()` joins those threads only where nobody else holds the groups, and
-Megatron does. So the process waits, with the lock free, until each of them is idle.
+(PyTorch issue 190489). Destroying the groups would help too, but take them from exit handlers that still need them.
+So the process waits, with the lock free, until each of those threads is idle.
 """
 
 from __future__ import annotations
