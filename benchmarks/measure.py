@@ -52,7 +52,7 @@ def measured(size: Size, dtype: torch.dtype, device: str) -> list[Row]:
         names = [name for name in LOSSES if name not in left_out]
         runs = {name: _run_of(name, rows, labels, backward) for name in names}
         peaks = {name: peak_bytes(run, device) for name, run in runs.items()}  # and libraries are loaded
-        seconds = _in_turns(runs, device)
+        seconds = in_turns(runs, device)
         errors = dict(_errors(names, rows, labels)) if backward else {}
         for name in names:
             counted = multiply_adds(name, size, dtype, device, backward=backward)
@@ -83,16 +83,17 @@ def _run_of(name: str, rows: Tensor, labels: Tensor, backward: bool) -> Callable
     return run
 
 
-def _in_turns(runs: dict[str, Callable[[], None]], device: str) -> dict[str, float]:
+def in_turns(runs: dict[str, Callable[[], Any]], device: str, repeats: int = REPEATS) -> dict[str, float]:
+    """Median seconds of each: all run once, then all once more, so that a machine that slows down slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for name, run in runs.items():
             if not times[name] or times[name][0] < LONG:
                 times[name].append(_seconds(run, device))
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def _seconds(run: Callable[[], None], device: str) -> float:
+def _seconds(run: Callable[[], Any], device: str) -> float:
     synchronize(device)
     started = time.perf_counter()
     run()

@@ -7,14 +7,14 @@ All take turns on the same states; objectives forward and backward. The rows of 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.measure import REPEATS, in_turns
 from simreg_megatron.geometry import moments, pair_cosines
 from simreg_megatron.losses import mic_loss, sigmoid_loss, sigreg_loss, simreg_loss
 from simreg_megatron.losses.roles import pair_counts
@@ -26,7 +26,7 @@ SEQUENCES, LENGTH, WIDTH, LABELS = 2, 1024, 1024, 300
 VOCABULARY, PREDICTED = 32_000, 512
 
 
-def cases(device: str) -> dict[str, Callable[[], object]]:
+def cases(device: str) -> dict[str, Callable[[], Any]]:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(SEQUENCES, LENGTH, WIDTH, generator=generator).to(device).requires_grad_()
     labels = torch.randint(0, LABELS, (SEQUENCES, LENGTH), generator=generator).to(device)
@@ -47,7 +47,7 @@ def cases(device: str) -> dict[str, Callable[[], object]]:
         "MIC (chunks of 128, prefixes 16 to 512)": lambda: mic_loss(states, labels, chunk_size=128),
     }
 
-    def trained(loss: Callable[[], Tensor]) -> Callable[[], object]:
+    def trained(loss: Callable[[], Tensor]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(loss(), states)
 
     return {name: trained(loss) for name, loss in losses.items()} | {
@@ -61,28 +61,15 @@ def cases(device: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def seconds(call: Callable[[], object], device: str) -> float:
-    started = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.objective_cost", description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=REPEATS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     calls = cases(options.device)
-    for call in calls.values():  # the first of each also sets things up
-        seconds(call, options.device)
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(options.turns):
-        for name, call in calls.items():
-            taken[name].append(seconds(call, options.device))
-    medians = {name: statistics.median(of_call) for name, of_call in taken.items()}
+    in_turns(calls, options.device, 1)  # the first run of each also sets things up
+    medians = in_turns(calls, options.device, options.turns)
     rows = ["| | ms | of SimReg |", "|---|---|---|"]
     rows += [f"| {name} | {1000 * time:.0f} | {time / medians['SimReg']:.2g} |" for name, time in medians.items()]
     print("\n".join(rows))

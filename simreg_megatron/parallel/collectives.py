@@ -111,11 +111,16 @@ def sum_over(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
+def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What all ranks have, one after the other: [S, ...] of each rank, S the same on all -> [ranks * S, ...]."""
+    gathered = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
+    dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+    return gathered
+
+
 def gather_tokens(per_token_SB: Tensor, order: tuple[Run, ...], group: dist.ProcessGroup) -> Tensor:
     """Numbers of all ranks' tokens in the order of the sequence: [S, ...] of each rank -> [T, ...]."""
-    gathered = per_token_SB.new_empty((group.size() * per_token_SB.shape[0], *per_token_SB.shape[1:]))
-    dist.all_gather_into_tensor(gathered, per_token_SB.contiguous(), group=group)
-    return _taken(gathered, order)
+    return _taken(gather(per_token_SB, group), order)
 
 
 def _taken(rows: Tensor, ranges: Sequence[Run]) -> Tensor:

@@ -8,6 +8,7 @@ learning and testing, never on by accident: it must be asked for, before Megatro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import logging
@@ -116,7 +117,7 @@ def activate(mode: str = "on") -> None:
     _replace_meshes()
     _replace_compiler(torch)
     _adapt_megatron()
-    gloo_threads.settle_at_exit()
+    atexit.register(gloo_threads.settle)
     if int(os.environ.get("RANK", "0")) == 0:
         print("> SimReg: no GPU in use, Megatron runs on the CPU over gloo (for trying and testing)", flush=True)
 

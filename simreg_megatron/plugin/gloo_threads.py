@@ -10,7 +10,6 @@ So the process waits, with the lock free, until each of those threads is idle.
 
 from __future__ import annotations
 
-import atexit
 import os
 import time
 from pathlib import Path
@@ -21,14 +20,8 @@ _PAUSE = 0.02  # seconds: a thread that waits for the lock has it at once while 
 _LIMIT = 5.0  # seconds: a collective that a lost peer will never finish must not keep the process
 
 
-def settle_at_exit() -> None:
-    """Let gloo's threads finish before the interpreter ends, whichever way the script leaves."""
-    atexit.unregister(settle)
-    atexit.register(settle)
-
-
 def settle() -> None:
-    """Wait until gloo's threads have freed what they hold, `_LIMIT` seconds at most."""
+    """Wait until gloo's threads have freed what they hold, `_LIMIT` seconds at most: for `atexit`."""
     end = time.monotonic() + _LIMIT
     time.sleep(_PAUSE)
     while _at_work() and time.monotonic() < end:

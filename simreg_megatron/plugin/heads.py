@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from simreg_megatron.parallel.collectives import gather
+
 _STATES_AT_ONCE = 256  # so that their logits, over a large vocabulary, stay small beside those of a training step
 
 
@@ -23,9 +25,7 @@ def label_rows(model: Any, labels: Tensor, tensor_group: dist.ProcessGroup | Non
     Each tensor-parallel rank holds a part of the vocabulary and gives the rows that it has: a collective over them.
     """
     weight = _weight(model)
-    first = 0 if tensor_group is None else tensor_group.rank() * weight.shape[0]
-    local = labels.transpose(0, 1) - first
-    here = (labels.transpose(0, 1) >= 0) & (local >= 0) & (local < weight.shape[0])
+    local, here = _in_shard(labels.transpose(0, 1), weight, tensor_group)
     rows = weight[torch.where(here, local, 0)].masked_fill(~here.unsqueeze(-1), 0.0)
     if tensor_group is not None:
         dist.all_reduce(rows, group=tensor_group)  # one number plus zeros: exact in any type and order
@@ -52,30 +52,31 @@ def predicts_label(model: Any, states: Tensor, labels: Tensor, tensor_group: dis
         states: [N, D], what enters the output layer; N is the same on all ranks of the group.
         labels: int64 [N]; one below 0 is never predicted.
     """
-    weight, own, first = _weight(model), slice(None), 0
+    weight, number = _weight(model), len(labels)
     if tensor_group is not None:
-        states, labels = (_from_all(part, tensor_group) for part in (states, labels))
-        number, rank = len(labels) // tensor_group.size(), tensor_group.rank()
-        own, first = slice(rank * number, (rank + 1) * number), rank * weight.shape[0]
-    pairs = zip(states.split(_STATES_AT_ONCE), (labels - first).split(_STATES_AT_ONCE), strict=True)
-    logits = torch.cat([_of_label_and_best(part.to(weight.dtype) @ weight.T, local) for part, local in pairs], dim=1)
+        states, labels = (gather(part, tensor_group) for part in (states, labels))
+    tiles = zip(
+        *(part.split(_STATES_AT_ONCE) for part in (states, *_in_shard(labels, weight, tensor_group))), strict=True
+    )
+    logits = torch.cat([_of_label_and_best(part.to(weight.dtype) @ weight.T, *place) for part, *place in tiles], dim=1)
     if tensor_group is not None:
         dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=tensor_group)
     of_label, best = logits
-    return ((of_label >= best) & (labels >= 0))[own]
+    first = 0 if tensor_group is None else tensor_group.rank() * number
+    return ((of_label >= best) & (labels >= 0))[first : first + number]
 
 
-def _of_label_and_best(logits_NV: Tensor, local_labels: Tensor) -> Tensor:
+def _of_label_and_best(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tensor:
     """[2, N]: the label's logit, or -inf where its row is on another rank, and the largest one here."""
-    here = (local_labels >= 0) & (local_labels < logits_NV.shape[1])
-    of_label = logits_NV.gather(1, torch.where(here, local_labels, 0).unsqueeze(1)).squeeze(1)
+    of_label = logits_NV.gather(1, torch.where(here, local, 0).unsqueeze(1)).squeeze(1)
     return torch.stack([of_label.masked_fill(~here, -torch.inf), logits_NV.amax(dim=1)]).float()
 
 
-def _from_all(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
-    dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
-    return gathered
+def _in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Each label's row of this rank's part of the vocabulary, and whether it is there: a label below 0 nowhere."""
+    first = 0 if tensor_group is None else tensor_group.rank() * weight.shape[0]
+    local = labels - first
+    return local, (labels >= 0) & (local >= 0) & (local < weight.shape[0])
 
 
 def _weight(model: Any) -> Tensor:

@@ -96,8 +96,7 @@ class Metrics:
         self._sums[_ALL_MASKED] += (~own_valid.any(dim=1)).sum()
         self._sums[_ZERO_NORM] += zero_norm.sum()
         if self.wants_geometry:
-            counted = shard.own_columns(valid).double()
-            self._sums[_NORMS] += torch.stack(norm_sums(shard.own_columns(hidden_states.transpose(0, 1)), counted))
+            self._add_norms(_NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
             self._learned = as_logged(learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
         for view in views:
@@ -134,14 +133,17 @@ class Metrics:
 
     def _add_pair_norms(self, view: View) -> None:
         """The norm of each own token, once for every anchor that meets it: as often as it meets others itself."""
-        assert self._sums is not None
         own, size = slice(*view.anchors), self.config.chunk_size
         counts = pair_counts(view.labels, view.usable, documents=view.documents, chunk_size=size)
         for slots, count in zip((_SAME_NORMS, _OTHER_NORMS), counts, strict=True):
-            self._sums[slots] += torch.stack(norm_sums(view.embeddings[:, own], count[:, own]))
+            self._add_norms(slots, view.embeddings[:, own], count[:, own])
         alone = counts[0] == 0
         for slots, members in ((_ONCE_NORMS, view.usable & alone), (_OFTEN_NORMS, view.usable & ~alone)):
-            self._sums[slots] += torch.stack(norm_sums(view.embeddings[:, own], members[:, own]))
+            self._add_norms(slots, view.embeddings[:, own], members[:, own])
+
+    def _add_norms(self, slots: slice, states: Tensor, weights: Tensor) -> None:
+        assert self._sums is not None
+        self._sums[slots] += torch.stack(norm_sums(states, weights))
 
     def observe_predictions(
         self, model: Any, predicting: Tensor, states: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard
@@ -160,7 +162,6 @@ class Metrics:
                 "SimReg: norms of rightly predicted tokens are not logged, as no rank holds the output layer's rows"
             )
             return
-        assert self._sums is not None
         sample = EveryKth.of_at_most(_PREDICTED_TOKENS, len(labels), shard)
         own_labels = sample.taken(labels.masked_fill(~valid, -1))
         missing = sample.most_of_a_tensor_rank() - own_labels.shape[1]  # these ranks must bring equally many
@@ -172,7 +173,7 @@ class Metrics:
         ).view(len(labels), -1)[:, : own_labels.shape[1]]
         of_states = sample.taken(states.transpose(0, 1))
         for slots, members in ((_RIGHT_NORMS, right), (_WRONG_NORMS, (own_labels >= 0) & ~right)):
-            self._sums[slots] += torch.stack(norm_sums(of_states, members))
+            self._add_norms(slots, of_states, members)
 
     def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
         """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths."""

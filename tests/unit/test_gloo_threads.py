@@ -15,13 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # The main thread never gives Python's lock away between the collective and its end, so that gloo's thread, the last
 # holder of the tensor, is sure to ask for it in the one moment in which that is fatal.
 _SCRIPT = """
-import sys, time
+import atexit, sys, time
 import torch
 import torch.distributed as dist
 from simreg_megatron.plugin import gloo_threads
 
 if sys.argv[2] == "settle":
-    gloo_threads.settle_at_exit()
+    atexit.register(gloo_threads.settle)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 held = dist.new_group([0])  # as Megatron's globals hold its groups to the end
 sys.setswitchinterval(1000)
