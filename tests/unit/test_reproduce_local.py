@@ -72,7 +72,7 @@ def run_all(entries, store, dataset, jobs=2):
     told = []
     progress = local.Progress(runs, lambda now: told.append((len(now.ended), now.steps_done)))
     local.run_here(runs, store, dataset, jobs=jobs, threads=1, progress=progress)
-    store.write_tables(entries)
+    store.write_tables(plan(), entries)
     return told
 
 
