@@ -19,12 +19,12 @@ from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import Flags, Plan, plan_of
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
+from simreg_megatron.reproduce.store import PLAN
 from simreg_megatron.reproduce.tuned import nearest_size, untuned
 from simreg_megatron.reproduce.verdict import Row
 
 FEWEST_SEEDS = 3
 FEWEST_SEEDS_OF_A_HEADLINE = 5
-_PLAN = ".plan.json"
 _LOSS = "validation_loss"
 
 
@@ -44,8 +44,8 @@ def read_tables(folder: Path) -> dict[str, Table]:
         ReproduceError: there are none, or a file is missing or damaged.
     """
     found = {}
-    for path in sorted(folder.glob(f"*{_PLAN}")):
-        name = path.name.removesuffix(_PLAN)
+    for path in sorted(folder.glob(f"*{PLAN}")):
+        name = path.name.removesuffix(PLAN)
         plan = plan_of(read_json(path), where=str(path))
         found[name] = Table(plan, _read(folder / f"{name}.csv"), _read(folder / f"{name}-curves.csv"))
     if not found:

@@ -23,6 +23,7 @@ from simreg_megatron.data.settings import read_json, write_json
 from simreg_megatron.reproduce.plan import Plan, as_content
 from simreg_megatron.reproduce.runs import Entry, Run, tokens_of
 
+PLAN = ".plan.json"
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
 _MEASURES = (
@@ -41,13 +42,17 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._tabled = _results_of_tables(folder)
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / "runs" / run.name
 
     def result(self, run: Run) -> dict[str, Any] | None:
-        """What a run came to; None while it has not ended. A failed run has not ended: it is tried again."""
-        found = read_json(self.run_folder(run) / "result.json")
+        """What a run came to; None while it has not ended. A failed run has not ended: it is tried again.
+
+        A table that came from elsewhere, without the runs' own folders, counts: its runs are not made again.
+        """
+        found = read_json(self.run_folder(run) / "result.json") or self._tabled.get(run.digest[:16])
         return None if found is None or found["status"] == FAILED else found
 
     def failure(self, run: Run) -> dict[str, Any] | None:
@@ -73,9 +78,24 @@ class Store:
         """The plan as it is run, and the CSV files of the results that are there."""
         found = [(entry, result) for entry in entries if (result := self.result(entry.run)) is not None]
         if found:
-            write_json(self.folder / f"{plan.name}.plan.json", as_content(plan))
+            write_json(self.folder / f"{plan.name}{PLAN}", as_content(plan))
             _write_csv(self.folder / f"{plan.name}.csv", COLUMNS, (_row(*pair) for pair in found))
             _write_csv(self.folder / f"{plan.name}-curves.csv", CURVE_COLUMNS, _curves(found))
+
+
+def _results_of_tables(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results in the folder's tables, by the first digits of their runs' digests."""
+    found: dict[str, dict[str, Any]] = {}
+    for plan in sorted(folder.glob(f"*{PLAN}")):
+        table = plan.with_name(plan.name.removesuffix(PLAN))
+        for row in read_csv(table.with_suffix(".csv")):
+            measured = {name: float(row[name]) if row[name] else None for name in _MEASURES}
+            found[row["run"]] = {name: row[name] for name in ("status", "version", "commit")} | measured
+            found[row["run"]]["curves"] = {}
+        for point in read_csv(table.with_name(f"{table.name}-curves.csv")):
+            curve = found[point["run"]]["curves"].setdefault(point["tag"], [])
+            curve.append((int(point["step"]), float(point["value"])))
+    return found
 
 
 def _row(entry: Entry, result: Mapping[str, Any]) -> dict[str, Any]:
