@@ -25,6 +25,30 @@ def doubled_scale() -> None:
     regularizer.add_gradient = lambda loss, term, *args, **kwargs: add_gradient(loss, 2 * term, *args, **kwargs)
 
 
+def stage_doubled_scale() -> None:
+    """Twice the gradient of the terms on stages before the last."""
+    _change_weights(lambda mask, config, micro_batches: (mask, config, micro_batches), factor=2)
+
+
+def stage_not_divided_by_micro_batches() -> None:
+    """On stages before the last, the division by the number of micro-batches is forgotten."""
+    _change_weights(lambda mask, config, micro_batches: (mask, config, 1))
+
+
+def stage_without_its_mask() -> None:
+    """On stages before the last, masked tokens weigh as much as all others."""
+    _change_weights(lambda mask, config, micro_batches: (torch.ones_like(mask), config, micro_batches))
+
+
+def _change_weights(change: Callable[..., Any], factor: float = 1) -> None:
+    """Give earlier stages other weights of tokens, and silence the check that would stop the run."""
+    from simreg_megatron.plugin import stages
+
+    token_weights = stages.token_weights
+    stages.token_weights = lambda *given: factor * token_weights(*change(*given[:3]), given[3])
+    stages.Agreement.check = lambda self, summed: None
+
+
 def shifted_labels() -> None:
     """SimReg groups each hidden state by its neighbour's target."""
     _change_simreg(lambda given: {**given, "labels": given["labels"].roll(1, dims=1)})
