@@ -449,6 +449,7 @@ def _refuse_models(config: SimRegConfig, model_chunks: Any) -> None:
             )
         if config.looks_inside:
             inner.refuse_decoder(config, model.decoder)
+            stages.announce(config, model.decoder)
 
 
 def _announce(config: SimRegConfig, model_chunks: Any) -> None:

@@ -18,6 +18,7 @@ from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
 from simreg_megatron.plugin.heads import label_rows
 from simreg_megatron.plugin.inner import InnerStates, State
@@ -25,7 +26,7 @@ from simreg_megatron.plugin.learnable import learned_scalars
 from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.reporting import Metrics, log_once
 from simreg_megatron.plugin.sequence import views_of
-from simreg_megatron.plugin.stages import Agreement, DataOfStages, MicroBatch
+from simreg_megatron.plugin.stages import DataOfStages, MicroBatch
 from simreg_megatron.plugin.views import View
 
 

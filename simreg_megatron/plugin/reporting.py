@@ -19,10 +19,10 @@ from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.every_kth import EveryKth
 from simreg_megatron.plugin.heads import has_whole_head, predicts_label
 from simreg_megatron.plugin.learnable import as_logged
-from simreg_megatron.plugin.stages import Agreement
 from simreg_megatron.plugin.views import View
 
 logger = logging.getLogger("simreg_megatron")

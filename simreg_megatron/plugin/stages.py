@@ -11,7 +11,7 @@ each token's language-model loss is made here, from what its own schedule does o
 
 (Megatron's MoE auxiliary losses are scaled in the same place, by `MoEAuxLossAutoScaler.set_loss_scale`; what divides
 gradients after the backward, the tokens of the global batch and the data-parallel mean, reaches all stages alike.)
-`Agreement` compares, at log time, that weight and the labels with those that the last stage really had.
+At log time agreement.py compares that weight, and the labels, with those that the last stage really had.
 
 Shapes: T tokens of a sequence, S tokens of this context rank, B micro-batch, D hidden.
 """
@@ -22,7 +22,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.plugin import compat, inner
 from simreg_megatron.plugin.learnable import wanted
+from simreg_megatron.plugin.reporting import log_once
 
 
 class MicroBatch(NamedTuple):
@@ -150,54 +150,6 @@ def token_weights(loss_mask: Tensor, config: Any, num_microbatches: int, context
     return weights
 
 
-class Agreement:
-    """Whether stages give the same labels the same weight: per part of the model, sums that must be equal.
-
-    Of the last stage it is the gradient that arrived at Megatron's per-token loss; so a script that changes labels or
-    masks after reading them, or weighs tokens in its own way, is found out.
-    """
-
-    _SLOTS = 3  # sum of weights, sum of weight * (label + 1), micro-batches
-    _TOLERANCE = 1e-3
-
-    def __init__(self) -> None:
-        self._of_parts: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
-
-    @torch.no_grad()
-    def add(self, model: Any, labels: Tensor, weights: Tensor) -> None:
-        """One micro-batch of a part of the model, both [B, S]."""
-        weights = weights.double()
-        found = torch.stack([weights.sum(), (weights * (labels + 1)).sum(), torch.ones_like(weights[0, 0])])
-        if model in self._of_parts:
-            found = self._of_parts[model] + found
-        self._of_parts[model] = found
-
-    def table(self, stage: int, num_stages: int, device: torch.device, *, reset: bool) -> Tensor:
-        """[stages * 3], zeros but for this stage, whose row is the mean of its parts; to be summed over stages."""
-        table = torch.zeros(num_stages, self._SLOTS, dtype=torch.float64, device=device)
-        if self._of_parts:
-            table[stage] = torch.stack(list(self._of_parts.values())).mean(dim=0)
-        if reset:
-            self._of_parts.clear()
-        return table.flatten()
-
-    def check(self, summed: Tensor) -> None:
-        """Raise where an earlier stage differs from the last one.
-
-        Raises:
-            RuntimeError: the first that does.
-        """
-        *earlier, last = summed.view(-1, self._SLOTS).tolist()
-        for stage, row in enumerate(earlier):
-            differs = any(abs(a - b) > self._TOLERANCE * abs(b) for a, b in zip(row, last, strict=True))
-            if row[-1] and last[-1] and differs:
-                raise RuntimeError(
-                    f"pipeline stage {stage} computed its --simreg-layers with other labels, masks or weights of "
-                    f"tokens than the loss had (sums {row[:2]} against {last[:2]}): the script changes them after "
-                    "reading its batch, or its loss function is not Megatron's; name layers of the last stage only"
-                )
-
-
 class DataOfStages:
     """Lets earlier stages with named layers build the training set, through the script's own provider."""
 
@@ -261,3 +213,11 @@ def refuse(config: SimRegConfig, model: Any) -> None:
                 f"--simreg-layers {number} lies on an earlier pipeline stage, and SimReg objective {part.objective} "
                 f"{what}, which only the last stage has: name layers of the last stage, or choose other options"
             )
+
+
+def announce(config: SimRegConfig, last_decoder: Any) -> None:
+    """Say which layers lie elsewhere, on the rank of the log."""
+    here = inner.held_layers(config, last_decoder)
+    elsewhere = ",".join(str(number) for number in config.layer_numbers if number not in here)
+    if elsewhere:
+        log_once(f"SimReg: layers {elsewhere} lie on earlier pipeline stages, which read the labels themselves")

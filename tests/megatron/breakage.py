@@ -57,9 +57,9 @@ def _change_weights(change: Callable[..., Any], factor: float = 1) -> None:
 
 
 def _silence_check_of_stages() -> None:
-    from simreg_megatron.plugin import stages
+    from simreg_megatron.plugin.agreement import Agreement
 
-    stages.Agreement.check = lambda self, summed: None
+    Agreement.check = lambda self, summed: None
 
 
 def shifted_labels() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.plugin import compat, stages
+from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.regularizer import Regularizer
 
 BATCH, LENGTH, WIDTH = 2, 12, 8
@@ -203,13 +204,13 @@ def agreed(first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]) -> None:
     """Stages 0 and 2 of three, two micro-batches each; the stage between holds nothing."""
     tables = []
     for stage, (labels, weights) in ((0, first), (2, last)):
-        agreement, models = stages.Agreement(), (Stage(), Stage())
+        agreement, models = Agreement(), (Stage(), Stage())
         for model in models:  # two parts of the model on one stage
             for _ in range(2):
                 agreement.add(model, labels, weights)
         tables.append(agreement.table(stage, 3, labels.device, reset=True))
         assert not agreement.table(stage, 3, labels.device, reset=True).any(), "an interval starts at zero"
-    stages.Agreement().check(sum(tables))
+    Agreement().check(sum(tables))
 
 
 def test_other_labels_masks_or_weights_are_found_out() -> None:
