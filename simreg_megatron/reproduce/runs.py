@@ -131,7 +131,7 @@ def _run(plan: Plan, size: int | str, ratio: float, own: Flags, dataset: Dataset
 def _watch(steps: int) -> Flags:
     """What is logged and when the whole validation text is read: at points that the last step is none of, as
     Megatron reads it after the last step in any case."""
-    interval = max(1, steps // (EVALUATIONS + 1))
+    interval = -(-steps // (EVALUATIONS + 1))
     while steps % interval == 0 and interval <= steps:
         interval += 1
     return {
