@@ -181,7 +181,10 @@ class Metrics:
             self._add_norms(slots, of_states, members)
 
     def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
-        """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths."""
+        """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths.
+
+        One that overflows under the loss scale of fp16 is left out: Megatron takes no step by it either.
+        """
         if not (self.wants_geometry and states.requires_grad):
             return
         counted = shard.own_columns(valid)
@@ -190,7 +193,8 @@ class Metrics:
         def add_up(gradient: Tensor) -> None:
             assert self._sums is not None
             of_own = shard.own_columns(gradient[: valid.shape[1]].transpose(0, 1))
-            self._sums[_RADIAL] += torch.stack(radial_sums(of_own, own, counted))
+            sums = torch.stack(radial_sums(of_own, own, counted))
+            self._sums[_RADIAL] += torch.where(sums.isfinite().all(), sums, 0.0)
 
         states.register_hook(add_up)
 

@@ -129,6 +129,22 @@ def shared_work_not_summed() -> None:
     shard.SequenceShard.from_all_anchors = own_alone
 
 
+def local_means_logged() -> None:
+    """The log shows the mean of the ranks' own means."""
+    from simreg_megatron.plugin import reporting
+
+    reduce = reporting.Metrics.reduce
+
+    def averaged(self: Any, group: Any, **options: Any) -> dict[str, Tensor]:
+        with mock.patch.object(reporting.dist, "all_reduce"):
+            means = reduce(self, group, **options)
+        for mean in means.values():
+            torch.distributed.all_reduce(mean.div_(group.size()), group=group)
+        return means
+
+    reporting.Metrics.reduce = averaged
+
+
 def not_finite_from_second_step() -> None:
     """SimReg's terms are NaN from the second step on, while the language-model loss stays sound."""
     from simreg_megatron.plugin import regularizer
