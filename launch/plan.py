@@ -347,6 +347,7 @@ _OWN_TEMPERATURE = {"--simreg-temperature"}  # the presets' is SimReg's
 _NOT_OF_OBJECTIVE = {
     "simcse": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
     **dict.fromkeys(("cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic"), _OWN_TEMPERATURE),
+    "prefixes-ce": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
 }
 
 

@@ -19,7 +19,7 @@ from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
-from simreg_megatron.plugin.heads import label_rows
+from simreg_megatron.plugin.heads import label_rows, prefix_terms
 from simreg_megatron.plugin.inner import InnerStates
 from simreg_megatron.plugin.learnable import learned_scalars
 from simreg_megatron.plugin.objectives import objective_terms
@@ -28,10 +28,19 @@ from simreg_megatron.plugin.sequence import views_of
 from simreg_megatron.plugin.views import View
 
 
+class _Given(NamedTuple):
+    """What the output layer and the loss were given: all tokens of the context rank, T."""
+
+    hidden_states: Tensor  # [S, B, D]
+    labels: Tensor  # [B, T]
+    valid: Tensor  # bool [B, T]
+
+
 class _Tokens(NamedTuple):
     """This rank's tokens of a micro-batch, whatever an objective does with them."""
 
     shard: SequenceShard
+    whole: _Given
     labels: Tensor  # [B, S]
     valid: Tensor  # bool [B, S]
     heads: Tensor | None  # [S, B, D]
@@ -93,9 +102,10 @@ class Regularizer:
         """
         shard = shard_of(model, labels)
         given, hidden_states = hidden_states, _main_hidden_states(hidden_states, shard)
-        valid = shard.held_columns(_valid_tokens(labels, loss_mask))
+        whole = _Given(hidden_states, labels, _valid_tokens(labels, loss_mask))
+        valid = shard.held_columns(whole.valid)
         heads = self._heads(model, labels, shard)
-        tokens = _Tokens(shard, shard.held_columns(labels), valid, heads, packed_seq_params)
+        tokens = _Tokens(shard, whole, shard.held_columns(labels), valid, heads, packed_seq_params)
         self._describe_chunks(shard, tokens.sample_length)
 
         with torch.set_grad_enabled(self.config.trains):
@@ -121,26 +131,28 @@ class Regularizer:
 
     def _part(self, config: SimRegConfig, model: Any, tokens: _Tokens, states: list[Tensor]) -> _Part:
         """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
-        views = [
-            views_of(
-                config,
-                tokens.shard,
-                prefix,
-                tokens.labels,
-                tokens.valid,
-                documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
-                sample_length=tokens.sample_length,
-                heads=tokens.heads if config.meets_heads else None,
-            )
-            for state in states
-            for prefix in _prefixes(config, state)
-        ]
+        if config.through_head:
+            terms = prefix_terms(config, model, *tokens.whole, tokens.shard)
+            return _Part(terms, self._views(config, tokens, states[-1].detach()), {})
+        views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
         of_views = [objective_terms(config, of_state, tokens.shard, learned, self._iteration) for of_state in views]
         terms = torch.stack(of_views).sum(dim=0)
         if config.objective == "simreg" and config.prefixes:
             terms = terms / len(config.prefixes)
         return _Part(terms, views[-1], learned)
+
+    def _views(self, config: SimRegConfig, tokens: _Tokens, states: Tensor) -> list[View]:
+        return views_of(
+            config,
+            tokens.shard,
+            states,
+            tokens.labels,
+            tokens.valid,
+            documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
+            sample_length=tokens.sample_length,
+            heads=tokens.heads if config.meets_heads else None,
+        )
 
     def _heads(self, model: Any, labels: Tensor, shard: SequenceShard) -> Tensor | None:
         """The output layer's rows for this rank's labels, where an objective asks for them. A collective then."""
@@ -182,7 +194,7 @@ class Regularizer:
         return weight * self.ramp
 
     def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
-        if all(part.by_sequence for part in self.config.parts):
+        if all(part.by_sequence or part.through_head for part in self.config.parts):
             return
         size, sequence = self.config.chunk_size, sample_length or shard.layout.length
         if size > sequence:

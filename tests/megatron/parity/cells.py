@@ -343,6 +343,26 @@ _PAIRS = [
     Cell(CP2 + TP2 + SP, _HEADS),
     Cell(PP2, _HEADS, model="tied"),
 ]
+_CE = neighbour("prefixes-ce", "0.5", options="prefixes=8/32")
+_TRUNCATED = [
+    Cell(TP2, _CE),
+    Cell(TP2 + SP, _CE, mode=PER_TOKEN, core=True),
+    Cell(CP2, _CE, mode=PER_TOKEN, core=True),
+    Cell(CP2 + TP2 + SP, _CE),
+    Cell(PP2, _CE),
+    Cell(HALF, _CE),
+    Cell(DP2 + DISTRIBUTED, _CE, core=True),
+    Cell(TP2 + SP + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, _CE),
+    Cell(TP2, _CE, model="tied"),
+    Cell(PP2, _CE, model="tied", core=True),
+    Cell(TP2 + SP, _CE, model="mtp"),
+    Cell(TP2 + SP + BF16, _CE, bound=_BF16_BOUND),
+    Cell(EP2 + BF16 + SCHEDULE_PLAN, _CE, model="moe", reference=EP2 + BF16),
+    Cell(TP2, _CE, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
+    Cell(TP2 + SP, _CE, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
+    Cell(TP2 + SP, _CE, breakage="halved_weight_gradient", must_fail="wrong on purpose", core=True),
+    Cell(TP2, _CE, breakage="other_anchors_dropped", must_fail="wrong on purpose"),
+]
 _BROKEN = [
     Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
@@ -355,5 +375,6 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
-    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS, *_BROKEN,
+    *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS, *_TRUNCATED,
+    *_BROKEN,
 )  # fmt: skip
