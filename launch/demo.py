@@ -214,7 +214,7 @@ def write_result(
     commit: str,
     seconds: float,
 ) -> None:
-    """The numbers of the table and of the heat-maps, and what made them: benchmarks/results/demo.json is such a file."""
+    """The numbers of the table and the heat-maps, and what made them: benchmarks/results/demo.json is such a file."""
     packages = record.packages()
     result = {
         "date": time.strftime("%Y-%m-%d"),
