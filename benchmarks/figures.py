@@ -185,7 +185,7 @@ def as_printed(value: float, like: str) -> str:
     """`value` with as many digits as `like` has, and in its form."""
     mantissa, marked, _ = like.partition("e")
     decimals = len(mantissa.partition(".")[2])
-    sign = "+" if like.startswith("+") else ""
+    sign = "+" if like[0] in "+-" else ""
     if marked:
         mantissa, _, exponent = f"{value:{sign}.{decimals}e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
