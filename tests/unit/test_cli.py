@@ -90,7 +90,7 @@ def test_missing_packages_are_named_as_pip_takes_them(monkeypatch: pytest.Monkey
 
     for where in ("importlib.util.find_spec", "simreg_megatron.evaluation.commands.find_spec"):
         monkeypatch.setattr(where, lambda name: None)
-    with pytest.raises(ValueError, match="pip install transformers safetensors$"):
+    with pytest.raises(ValueError, match=r"pip install transformers safetensors$"):
         conversion._need_transformers()
     with pytest.raises(ValueError, match=r"pip install 'lm-eval\[hf\]>=0.4.12' transformers$"):
         evaluation._need_packages()
