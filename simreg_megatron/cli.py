@@ -19,6 +19,7 @@ from simreg_megatron import __version__
 from simreg_megatron.checkpoint import commands as checkpoint_commands
 from simreg_megatron.data.commands import app as data_commands
 from simreg_megatron.evaluation import commands as evaluation_commands
+from simreg_megatron.reproduce import commands as reproduce_commands
 
 app = typer.Typer(
     add_completion=False,
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(data_commands, name="data")
 checkpoint_commands.register(app)
 evaluation_commands.register(app)
+reproduce_commands.register(app)
 
 
 @app.callback()
