@@ -81,7 +81,7 @@ def test_close_to_float64(dtype: torch.dtype, num_tokens: int) -> None:
 
 
 def test_the_known_wrong_ways_fall_outside() -> None:
-    """In float32 the log-sum of all less that of the positives loses the loss; normalising in bfloat16 loses the gradient."""
+    """In float32 the log-sum of all less that of the positives loses the loss; bfloat16 unit rows lose the gradient."""
     rows, labels = clustered(1000)
     exact = simreg_loss(rows.double(), labels, impl="reference")
     unit = F.normalize(rows, dim=-1)
