@@ -168,7 +168,10 @@ def begin_foreign_run(model_chunks: Any) -> None:
 
 
 def begin_step(iteration: int, *, measures: bool) -> None:
-    """Before step `iteration`, counted from 0; `measures` the geometry of its hidden states for the log."""
+    """Before step `iteration`, counted from 0; `measures` the geometry of its hidden states for the log.
+
+    With objective none, all that is computed is computed in these steps.
+    """
     _current().set_iteration(iteration)
     _current().metrics.wants_geometry = measures
 
@@ -260,7 +263,7 @@ def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) ->
 
 def _catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:
     def caught(decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        if not inner.wants(decoder):
+        if not (inner.wants(decoder) and _current().computes):
             return forward(decoder, *args, **kwargs)
         return _current().inner_states.catch(forward, decoder, *args, **kwargs)
 
@@ -425,7 +428,7 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     from megatron.core.utils import get_model_config
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
-    what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, not trained on"
+    what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, in log steps, not trained on"
     options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
     if config.options.get("normalize") == "unit":
         warn(f"SimReg objective {config.objective}: {UNSCALED}")
@@ -450,7 +453,8 @@ def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
         given = compat.named_arguments(signature, *args, **kwargs)
         iteration = given.get("iteration")
         iteration = _iteration_of_args() if iteration is None else iteration
-        begin_step(iteration, measures=iteration == 0 or _is_log_step(iteration + 1))
+        is_first = not _current().follows_iterations  # Megatron prints a line after it, in a resumed run, too
+        begin_step(iteration, measures=is_first or _is_log_step(iteration + 1))
         result = train_step(*args, **kwargs)
         _refuse_silence(_current(), given["model"])
         return result
@@ -460,7 +464,7 @@ def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_silence(regularizer: Regularizer, model_chunks: Any) -> None:
     """A model that overrides the wrapped function without calling it would train without SimReg."""
-    if regularizer.metrics.has_observed:
+    if regularizer.has_met_model:
         return
     for model in compat.unwrapped(model_chunks):
         if getattr(model, "post_process", True):
@@ -492,7 +496,7 @@ def _report(training_log: Callable[..., Any]) -> Callable[..., Any]:
         if not (_current().config.active or adaptive) or not (first or _is_log_step(iteration)):
             return training_log(*args, **kwargs)
         total_loss_dict = given["total_loss_dict"]
-        means = _current().metrics.reduce(_data_group(), reset=not first) if _current().config.active else {}
+        means = _means(reset=not first) if _current().config.active else {}
         if adaptive is not None:
             means |= adaptive.means(reset=not first)
         add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
@@ -504,6 +508,11 @@ def _report(training_log: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return with_simreg
+
+
+def _means(*, reset: bool) -> dict[str, Any]:
+    """For the log line; values that are of its own step alone are gone afterwards in any case."""
+    return _current().metrics.reduce(_data_group(), reset=reset or not _current().config.trains)
 
 
 def _data_group() -> Any:

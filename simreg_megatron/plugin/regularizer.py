@@ -60,7 +60,14 @@ class Regularizer:
         self.metrics = Metrics(config)
         self.ramp: Tensor | None = None  # 0-d device tensor; None while lambda is constant
         self.follows_iterations = False  # set once a training loop tells the iteration
+        self.has_met_model = False  # set once a model's loss came by
         self._iteration = 0  # without one: micro-batches so far
+
+    @property
+    def computes(self) -> bool:
+        """Whether this step's micro-batches are computed on: every step in training, log steps where SimReg only
+        measures."""
+        return self.config.trains or self.metrics.wants_geometry
 
     def set_iteration(self, iteration: int) -> None:
         """Before step `iteration` (counted from 0): set the ramp to min(1, (iteration + 1) / warmup_iters)."""
@@ -83,6 +90,8 @@ class Regularizer:
     ) -> Tensor:
         """Return `loss_BS` with SimReg in its gradient; the value is untouched.
 
+        Where SimReg only measures, and not in this step, the model is plain Megatron's.
+
         Args:
             loss_BS: Megatron's per-token language-model loss.
             model: the GPTModel that computed it.
@@ -91,6 +100,9 @@ class Regularizer:
             loss_mask: [B, S], 0 where a token does not count; None counts every token with a label.
             packed_seq_params: Megatron's description of a row that packs several texts, or None.
         """
+        self.has_met_model = True
+        if not self.computes:
+            return loss_BS
         shard = shard_of(model, labels)
         given, hidden_states = hidden_states, _main_hidden_states(hidden_states, shard)
         valid = shard.held_columns(_valid_tokens(labels, loss_mask))

@@ -61,17 +61,12 @@ class Metrics:
         self._term_slots = [_TERM, *range(_SLOTS, _SLOTS + len(names) - 1)]
         self.primary = names.index("simreg") if "simreg" in names else 0  # whose chunks the geometry is of
         self.config = config.parts[self.primary]
-        self.wants_geometry = True  # the training loop clears it between log steps
+        self.wants_geometry = True  # a training loop that tells the iteration clears it between log steps
         self._sums: Tensor | None = None
         self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
         self._learned: dict[str, Tensor] = {}  # the same on every rank
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
-
-    @property
-    def has_observed(self) -> bool:
-        """Whether any micro-batch has come by."""
-        return self._sums is not None
 
     @torch.no_grad()
     def observe(

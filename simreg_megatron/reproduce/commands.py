@@ -119,9 +119,9 @@ def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool,
         f"{asked.runs} runs of {asked.tokens / 1e6:.1f} million tokens in all; {asked.runs_left} are left, "
         f"about {_duration(asked.hours)} with {jobs} at a time"
     )
-    with shown(_console, plan.name, runs, entries, store, seconds, jobs) as progress:
+    with shown(_console, plan, runs, entries, store, seconds, jobs) as progress:
         run_here(runs, store, dataset, jobs=jobs, threads=threads, progress=progress)
-    store.write_tables(entries)
+    store.write_tables(plan, entries)
     return _report_failures(runs, store)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Claim:
     than: str
     metric: str = "validation_loss"
     sign: str = "lower"
+    headline: bool = False  # to be told first, so it needs more seeds
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Plan:
     Attributes:
         sizes: widths of the small family (`shapes.Shape`), or names of presets such as "tiny" and "350m".
         tokens_per_parameter: training tokens for each parameter outside the embeddings, one or several lengths.
-        seeds: how many, counted from 1.
+        seeds: how many, counted from 1, or how many at each size.
         tuned_in: the experiment whose best trials the arms take over; "" where every arm is run as it is written.
         data: "large", "builtin", or a folder with train, valid and tokenizer.model.
         steps: of a preset, in the place of tokens_per_parameter.
@@ -72,11 +73,14 @@ class Plan:
     family: str = "llama"
     sizes: tuple[int | str, ...] = (64,)
     tokens_per_parameter: tuple[float, ...] = (20.0,)
-    seeds: int = 3
+    seeds: int | Mapping[str, int] = 3
     tuned_in: str = ""
     data: str = "large"
     steps: Mapping[str, int] = field(default_factory=dict)
     source: str = ""
+
+    def seeds_at(self, size: int | str) -> int:
+        return self.seeds if isinstance(self.seeds, int) else self.seeds[str(size)]
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
@@ -84,6 +88,13 @@ class Plan:
     @property
     def is_search(self) -> bool:
         return any(arm.trials for arm in self.arms)
+
+
+def as_content(plan: Plan) -> dict[str, Any]:
+    """What `plan_of` makes the same plan of."""
+    content = asdict(plan)
+    content["arms"] = {arm.pop("name"): arm for arm in content["arms"]}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in content.items()}
 
 
 def plan_names() -> list[str]:
@@ -125,6 +136,8 @@ def plan_of(content: Any, *, where: str) -> Plan:
     for name in ("sizes", "tokens_per_parameter"):
         if name in entries:
             entries[name] = tuple(entries[name] if isinstance(entries[name], list) else [entries[name]])
+    if isinstance(entries.get("seeds"), Mapping):
+        entries["seeds"] = {str(size): number for size, number in entries["seeds"].items()}
     plan = Plan(arms=arms, claims=claims, **entries)
     _check(plan, where)
     return plan
@@ -194,5 +207,7 @@ def _check(plan: Plan, where: str) -> None:
             raise ReproduceError(f"{where}: {arm.name} is tuned_as {arm.tuned_as}, and no tuned_in says where")
         if not 0 < arm.length <= 1:
             raise ReproduceError(f"{where}: the length of {arm.name} is a share of the plan's, above 0 and at most 1")
-    if plan.seeds < 1:
-        raise ReproduceError(f"{where}: seeds is a number of runs, at least 1, not {plan.seeds}")
+    if isinstance(plan.seeds, Mapping) and (lacking := [size for size in plan.sizes if str(size) not in plan.seeds]):
+        raise ReproduceError(f"{where} says how many seeds at some sizes, and not at {lacking[0]}")
+    if fewest := [size for size in plan.sizes if plan.seeds_at(size) < 1]:
+        raise ReproduceError(f"{where}: seeds is a number of runs, at least 1, also at size {fewest[0]}")

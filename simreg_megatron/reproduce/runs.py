@@ -50,6 +50,11 @@ class Run:
         return self.value("hidden-size") or dict(self.flags)["model"]
 
     @property
+    def words(self) -> str:
+        """Its flags as they are typed."""
+        return " ".join(f"--{name} {value}".rstrip() for name, value in self.flags)
+
+    @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps([self.family, self.flags, self.data]).encode()).hexdigest()
 
@@ -83,15 +88,15 @@ def entries_of(plan: Plan, dataset: Dataset, tuned: Tuned, *, quick: bool = Fals
         tuned: asked for the arms that take over a best trial.
         quick: a few steps of two seeds at the first size: does it run at all?
     """
-    sizes, lengths, seeds = plan.sizes, plan.tokens_per_parameter, plan.seeds
+    sizes, lengths, most_seeds = plan.sizes, plan.tokens_per_parameter, 1_000_000
     if quick:
-        sizes, lengths, seeds = sizes[:1], lengths[:1], min(2, seeds)
+        sizes, lengths, most_seeds = sizes[:1], lengths[:1], 2
     first = _FIRST_SEARCH_SEED if plan.is_search else 1
     return [
         Entry(plan.name, arm.name, size, ratio, seed, number, run)
         for size in sizes
         for ratio in lengths
-        for seed in range(first, first + seeds)
+        for seed in range(first, first + min(most_seeds, plan.seeds_at(size)))
         for number, arm, run in _in_turns(plan, size, ratio, seed, dataset, tuned, quick)
     ]
 

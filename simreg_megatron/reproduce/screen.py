@@ -12,6 +12,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from simreg_megatron.reproduce.local import Progress
+from simreg_megatron.reproduce.plan import Plan
 from simreg_megatron.reproduce.runs import Entry, Run
 from simreg_megatron.reproduce.store import Store
 
@@ -20,7 +21,7 @@ _SECONDS_BETWEEN_NOTES = 600.0
 
 @contextmanager
 def shown(
-    console: Console, name: str, runs: Sequence[Run], entries: Sequence[Entry], store: Store,
+    console: Console, plan: Plan, runs: Sequence[Run], entries: Sequence[Entry], store: Store,
     seconds: Mapping[str, float], jobs: int,
 ) -> Iterator[Progress]:  # fmt: skip
     """A `Progress` that is on the screen, and that writes the tables anew whenever a run has ended."""
@@ -28,18 +29,18 @@ def shown(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn(),
         console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip
-    screen = _Screen(console, bars, bars.add_task(name, total=None, told=""), entries, store, seconds, jobs)
+    screen = _Screen(console, bars, bars.add_task(plan.name, total=None, told=""), plan, entries, store, seconds, jobs)
     with bars:
         yield Progress(runs, screen.show)
 
 
 class _Screen:
     def __init__(
-        self, console: Console, bars: Bars, task: TaskID, entries: Sequence[Entry], store: Store,
+        self, console: Console, bars: Bars, task: TaskID, plan: Plan, entries: Sequence[Entry], store: Store,
         seconds: Mapping[str, float], jobs: int,
     ) -> None:  # fmt: skip
         self._console, self._bars, self._task = console, bars, task
-        self._entries, self._store = entries, store
+        self._plan, self._entries, self._store = plan, entries, store
         self._seconds, self._jobs = seconds, jobs
         self._ended = -1
         self._noted = time.monotonic()
@@ -50,7 +51,7 @@ class _Screen:
         self._bars.update(self._task, total=work, completed=work - self._work_left(progress), told=told)
         now = time.monotonic()
         if len(progress.ended) != self._ended:
-            self._store.write_tables(self._entries)
+            self._store.write_tables(self._plan, self._entries)
         has_news = len(progress.ended) != self._ended or now - self._noted > _SECONDS_BETWEEN_NOTES
         if has_news and not self._console.is_terminal:
             self._noted = now

@@ -2,7 +2,7 @@
 """A folder of runs: what is finished stays finished, and no two processes work on the same run.
 
     FOLDER/runs/NAME/   log.txt, TensorBoard, checkpoints while it runs; result.json when it has ended
-    FOLDER/EXPERIMENT.csv, EXPERIMENT-curves.csv   made from the results, as often as they change
+    FOLDER/EXPERIMENT.csv, EXPERIMENT-curves.csv, EXPERIMENT.plan.json   made from the results, as often as they change
 
 The lock of a run is the kernel's and is inherited by the training process, so it is held as long as that one lives,
 even where the program that started it was killed.
@@ -20,8 +20,10 @@ from typing import Any
 
 from simreg_megatron.data.indexed import whole_file
 from simreg_megatron.data.settings import read_json, write_json
+from simreg_megatron.reproduce.plan import Plan, as_content
 from simreg_megatron.reproduce.runs import Entry, Run, tokens_of
 
+PLAN = ".plan.json"
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
 _MEASURES = (
@@ -40,13 +42,17 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._tabled = _results_of_tables(folder)
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / "runs" / run.name
 
     def result(self, run: Run) -> dict[str, Any] | None:
-        """What a run came to; None while it has not ended. A failed run has not ended: it is tried again."""
-        found = read_json(self.run_folder(run) / "result.json")
+        """What a run came to; None while it has not ended. A failed run has not ended: it is tried again.
+
+        A table that came from elsewhere, without the runs' own folders, counts: its runs are not made again.
+        """
+        found = read_json(self.run_folder(run) / "result.json") or self._tabled.get(run.digest[:16])
         return None if found is None or found["status"] == FAILED else found
 
     def failure(self, run: Run) -> dict[str, Any] | None:
@@ -68,14 +74,28 @@ class Store:
             return None
         return descriptor
 
-    def write_tables(self, entries: Sequence[Entry]) -> None:
-        """The CSV files of the experiments, from the results that are there."""
-        for experiment in dict.fromkeys(entry.experiment for entry in entries):
-            own = [entry for entry in entries if entry.experiment == experiment]
-            found = [(entry, result) for entry in own if (result := self.result(entry.run)) is not None]
-            if found:
-                _write_csv(self.folder / f"{experiment}.csv", COLUMNS, (_row(*pair) for pair in found))
-                _write_csv(self.folder / f"{experiment}-curves.csv", CURVE_COLUMNS, _curves(found))
+    def write_tables(self, plan: Plan, entries: Sequence[Entry]) -> None:
+        """The plan as it is run, and the CSV files of the results that are there."""
+        found = [(entry, result) for entry in entries if (result := self.result(entry.run)) is not None]
+        if found:
+            write_json(self.folder / f"{plan.name}{PLAN}", as_content(plan))
+            _write_csv(self.folder / f"{plan.name}.csv", COLUMNS, (_row(*pair) for pair in found))
+            _write_csv(self.folder / f"{plan.name}-curves.csv", CURVE_COLUMNS, _curves(found))
+
+
+def _results_of_tables(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results in the folder's tables, by the first digits of their runs' digests."""
+    found: dict[str, dict[str, Any]] = {}
+    for plan in sorted(folder.glob(f"*{PLAN}")):
+        table = plan.with_name(plan.name.removesuffix(PLAN))
+        for row in read_csv(table.with_suffix(".csv")):
+            measured = {name: float(row[name]) if row[name] else None for name in _MEASURES}
+            found[row["run"]] = {name: row[name] for name in ("status", "version", "commit")} | measured
+            found[row["run"]]["curves"] = {}
+        for point in read_csv(table.with_name(f"{table.name}-curves.csv")):
+            curve = found[point["run"]]["curves"].setdefault(point["tag"], [])
+            curve.append((int(point["step"]), float(point["value"])))
+    return found
 
 
 def _row(entry: Entry, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,8 +105,8 @@ def _row(entry: Entry, result: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_per_parameter": f"{entry.tokens_per_parameter:g}", "seed": entry.seed, "trial": entry.trial,
         "steps": run.steps, "tokens": tokens_of(run), "status": result["status"],
         **{name: _number(result.get(name)) for name in _MEASURES},
-        "flags": " ".join(f"--{name} {value}".rstrip() for name, value in run.flags),
-        "version": result["version"], "commit": result["commit"], "data": run.data[:16], "run": run.digest[:16],
+        "flags": run.words,
+        "version": result["version"], "commit": result["commit"], "data": run.data, "run": run.digest[:16],
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def tuned_in(search: Plan, entries: Sequence[Entry], store: Store) -> Tuned:
                 f"the settings of {arm} come from the experiment {search.name}, which has not ended: run "
                 f"`simreg-megatron reproduce {search.name}` with the same --output first"
             )
-        nearest = min(ready, key=lambda found: _distance(found, size))
+        nearest = nearest_size(ready, size)
         chosen = min(_of(arm, nearest, entries), key=lambda entry: _loss(entry, store))
         return search.arm(arm).flags | search.arm(arm).trials[chosen.trial - 1]
 
@@ -41,6 +41,11 @@ def tuned_in(search: Plan, entries: Sequence[Entry], store: Store) -> Tuned:
 def first_trial_of(search: Plan) -> Tuned:
     """Stands in for the best one where only running matters."""
     return lambda arm, size: search.arm(arm).flags | search.arm(arm).trials[0]
+
+
+def nearest_size(sizes: Sequence[int | str], wanted: int | str) -> int | str:
+    """Of those that were searched, by their parameters."""
+    return min(sizes, key=lambda size: _distance(size, wanted))
 
 
 def _of(arm: str, size: int | str, entries: Sequence[Entry]) -> list[Entry]:

@@ -4,6 +4,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def run_all(entries, store, dataset, jobs=2):
     told = []
     progress = local.Progress(runs, lambda now: told.append((len(now.ended), now.steps_done)))
     local.run_here(runs, store, dataset, jobs=jobs, threads=1, progress=progress)
-    store.write_tables(entries)
+    store.write_tables(plan(), entries)
     return told
 
 
@@ -103,6 +104,22 @@ def test_what_has_ended_is_never_run_again(tmp_path, dataset):
     run_all(entries, store, dataset)
     run_all(entries, store, dataset)
     assert [starts(store, run) for run in distinct(entries)] == [1, 1, 1, 1]
+
+
+def test_a_table_that_came_alone_is_enough_to_continue(tmp_path, dataset):
+    """As after a clone: the tables are committed, the folders of the runs are not."""
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    run_all(entries[:3], store, dataset)
+    (tmp_path / "clone").mkdir()
+    for path in (tmp_path / "out").glob("mine*"):
+        shutil.copy(path, tmp_path / "clone")
+    before = (tmp_path / "clone" / "mine.csv").read_text()
+    clone = Store(tmp_path / "clone")
+    run_all(entries, clone, dataset)
+    assert [run.name for run in distinct(entries) if clone.run_folder(run).exists()] == [entries[3].run.name]
+    assert (tmp_path / "clone" / "mine.csv").read_text().startswith(before)
+    curves = (tmp_path / "clone" / "mine-curves.csv").read_text()
+    assert curves.startswith((tmp_path / "out" / "mine-curves.csv").read_text())
 
 
 def test_a_diverged_run_has_ended_and_a_failed_one_is_tried_again(tmp_path, dataset):

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of experiments: what a file may say, what is refused, and which runs come of it."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.reproduce.plan import Plan, plan_names, plan_of, read_plan
+from simreg_megatron.reproduce.plan import Plan, as_content, plan_names, plan_of, read_plan
 from simreg_megatron.reproduce.runs import Run, distinct, entries_of, tokens_of
 from simreg_megatron.reproduce.shapes import Shape
 from simreg_megatron.reproduce.tuned import untuned
@@ -52,6 +53,7 @@ def test_every_plan_of_the_package_can_be_read_and_has_runs(name, dataset):
         ({"arms": {"a": {"tuned_as": "x"}}}, "no tuned_in"),
         ({"arms": {"a": {"length": 1.5}}}, "a share of the plan's"),
         ({"seeds": 0}, "at least 1"),
+        ({"sizes": [64, 96], "seeds": {64: 5}}, "not at 96"),
     ],
 )
 def test_a_plan_that_cannot_be_meant_is_refused_in_one_sentence(changes, words):
@@ -75,6 +77,17 @@ def test_runs_come_seed_by_seed_with_the_arms_in_turns(dataset):
     found = entries_of(a_plan(), dataset, untuned)
     assert [(entry.seed, entry.arm) for entry in found] == [(s, a) for s in (1, 2, 3) for a in ("plain", "simreg")]
     assert len(distinct(found)) == 6
+
+
+def test_sizes_may_have_seeds_of_their_own(dataset):
+    found = entries_of(a_plan(sizes=[64, 96], seeds={64: 3, 96: 1}), dataset, untuned)
+    assert [sum(entry.size == size for entry in found) for size in (64, 96)] == [6, 2]
+
+
+@pytest.mark.parametrize("name", plan_names())
+def test_a_plan_can_be_kept_and_read_again(name):
+    plan = read_plan(name)
+    assert plan_of(json.loads(json.dumps(as_content(plan))), where="kept") == plan
 
 
 def test_a_search_uses_other_seeds_than_the_runs_that_are_judged(dataset):
