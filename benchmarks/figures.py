@@ -49,11 +49,16 @@ class Figure:
 
 @dataclass(frozen=True)
 class Made:
-    """A part of a page that `command` writes: from the line that begins with `start` to the next empty one."""
+    """A part of a page that `command` makes: from the line that begins with `start` to the next empty one.
+
+    Where the command writes it into a committed file, `file`, the page has the same lines; else a test of its own
+    compares.
+    """
 
     page: str
     start: str
     command: str
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,8 @@ def _of_page(page: str, ledger: Ledger, root: Path) -> Iterator[str]:
         explained += [span for match in found for span in _explained(entry, match)]
         if isinstance(entry, Figure):
             yield from _of_figure(entry, found[0])
-        if isinstance(entry, Made) and entry.command not in " ".join(text.split()):
-            yield f"{page}: does not say that `{entry.command}` makes the part that begins with {entry.start!r}"
+        if isinstance(entry, Made):
+            yield from _of_part(entry, found[0], root)
     unknown: dict[int, list[str]] = {}
     for start, end in _measured(text):
         if not any(first <= start and end <= last for first, last in explained):
@@ -105,6 +110,21 @@ def _of_page(page: str, ledger: Ledger, root: Path) -> Iterator[str]:
             f"{page}:{line}: nothing says where {', '.join(numbers)} comes from: enter its file and its command in "
             "benchmarks/ledger.py, or why it is no measurement"
         )
+
+
+def _of_part(part: Made, match: re.Match[str], root: Path) -> Iterator[str]:
+    place = f"{part.page}:{_line(match.string, match.start())}"
+    if part.command not in " ".join(match.string.split()):
+        yield f"{place}: does not say that `{part.command}` makes the part that begins with {part.start!r}"
+    if part.file and match.group() != _lines_of(part, root):
+        yield f"{place}: is not what {part.file} has: run `python -m benchmarks.ledger --write`, or `{part.command}`"
+
+
+def _lines_of(part: Made, root: Path) -> str | None:
+    """The part as its file has it."""
+    path = root / part.file
+    found = _places(part, path.read_text(encoding="utf-8")) if path.is_file() else []
+    return found[0].group() if found else None
 
 
 def _of_figure(figure: Figure, match: re.Match[str]) -> Iterator[str]:
@@ -134,6 +154,9 @@ def write(ledger: Ledger, root: Path = ROOT) -> list[str]:
                 for printed, value, where in reversed(list(_compared(entry, found[0]))):
                     if not agree(printed, value):
                         text = text[:where] + as_printed(value, printed) + text[where + len(printed) :]
+            if isinstance(entry, Made) and entry.page == page and entry.file and (lines := _lines_of(entry, root)):
+                for match in _places(entry, text):
+                    text = text[: match.start()] + lines + text[match.end() :]
         if text != before:
             (root / page).write_text(text, encoding="utf-8")
             changed.append(page)
