@@ -15,7 +15,7 @@ from simreg_megatron.reproduce.shapes import BATCH, SEQUENCE, Shape, last_rate, 
 Tuned = Callable[[str, int | str], Flags]
 """(arm of the search, size) to the flags of its best trial."""
 
-EVALUATIONS = 4  # on the way, and one at the end
+EVALUATIONS = 1  # on the way, and one at the end: each reads the whole validation text
 _QUICK_STEPS = 6
 _LOG_POINTS = 50
 _FIRST_SEARCH_SEED = 101  # a setting is chosen on other seeds than those it is judged by
@@ -131,7 +131,7 @@ def _run(plan: Plan, size: int | str, ratio: float, own: Flags, dataset: Dataset
 def _watch(steps: int) -> Flags:
     """What is logged and when the whole validation text is read: at points that the last step is none of, as
     Megatron reads it after the last step in any case."""
-    interval = max(1, steps // EVALUATIONS)
+    interval = -(-steps // (EVALUATIONS + 1))
     while steps % interval == 0 and interval <= steps:
         interval += 1
     return {

@@ -348,6 +348,16 @@ def test_the_log_tells_how_much_of_the_gradient_changes_lengths(similarity: str)
     assert found == pytest.approx(share.item(), rel=1e-6) and found > 1e-2
 
 
+def test_a_gradient_that_overflows_is_not_logged() -> None:
+    hidden, labels, mask, loss = micro_batch()
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.5, similarity="dot"))
+    add(regularizer, hidden, labels, mask, loss).sum().backward()
+    expected = regularizer.metrics.reduce(One(), reset=False)["simreg radial gradient"]
+    (add(regularizer, hidden, labels, mask, loss).sum() * float("inf")).backward()
+    found = regularizer.metrics.reduce(One())["simreg radial gradient"]
+    assert torch.equal(found, expected) and math.isfinite(found)
+
+
 def test_norms_of_labels_that_come_once() -> None:
     hidden, labels, mask, loss = micro_batch()
     labels[:, ::3] = torch.arange(100, 104)

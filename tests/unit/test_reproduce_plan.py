@@ -131,7 +131,7 @@ def test_the_last_step_is_evaluated_once(steps, dataset):
     (entry, *_) = entries_of(a_plan(sizes=["tiny"], steps={"tiny": steps}), dataset, untuned)
     interval = int(entry.run.value("eval-interval"))
     assert steps % interval != 0  # Megatron evaluates after the last step in any case
-    assert steps < 20 or 3 <= steps // interval <= 5
+    assert steps < 20 or steps // interval == 1
 
 
 @pytest.mark.parametrize(("width", "parameters"), [(64, 201_280), (96, 443_232), (128, 803_968), (192, 1_771_200)])
