@@ -84,12 +84,12 @@ class Metrics:
             self._sums = torch.zeros(_SLOTS + len(terms) - 1, dtype=torch.float64, device=valid.device)
         self._tensor_group = shard.tensor_group
         own_valid = shard.own_columns(valid)
-        zero_norm = shard.own_columns(valid & zero_rows(hidden_states.transpose(0, 1)))
+        num_usable = sum(view.usable[:, slice(*view.anchors)].sum() for view in views)
         for slot, of_objective in zip(self._term_slots, terms, strict=True):
             self._sums[slot] += of_objective.sum(dtype=torch.float64)
         self._sums[_TOKENS] += own_valid.sum()
         self._sums[_ALL_MASKED] += (~own_valid.any(dim=1)).sum()
-        self._sums[_ZERO_NORM] += zero_norm.sum()
+        self._sums[_ZERO_NORM] += own_valid.sum() - num_usable  # the views leave nothing else out
         if self.wants_geometry:
             self._add_norms(_NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
             self._learned = as_logged(learned)
