@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import records, steps
-from benchmarks.records import RESULTS
+from benchmarks import objective_cost, objectives, preprocessing, records, steps
+from benchmarks.records import RESULTS, ROOT
 
 WHERE = {
     "date": "2026-11-22", "commit": "abc", "machine": "x86_64 CPU", "cores": "2", "threads": "2", "python": "3.12.1",
@@ -55,8 +55,41 @@ def test_the_paper_is_quoted_with_the_model_it_measured() -> None:
     assert "7B" in steps.PAPER and "350M" not in steps.PAPER and "H800" in steps.PAPER
 
 
-def test_tables_that_are_kept_are_those_of_their_lines() -> None:
-    kept = sorted(RESULTS.glob("steps-*.csv"))
-    assert kept
+TABLES = {"objectives": objectives.table, "objective_cost": objective_cost.table, "preprocessing": preprocessing.table}
+PAGES = {"preprocessing": "data.md"}  # the others: objectives.md
+
+
+def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None:
+    kept = [path for path in sorted(RESULTS.glob("*.csv")) if path.stem in TABLES or path.stem.startswith("steps-")]
+    assert {"objective_cost", "steps-tiny"} <= {path.stem for path in kept}
     for path in kept:
-        assert path.with_suffix(".md").read_text() == "\n".join(steps.table(records.read(path))) + "\n"
+        text = "\n".join(TABLES.get(path.stem, steps.table)(records.read(path))) + "\n"
+        assert path.with_suffix(".md").read_text() == text, f"run it once more with --from {path}"
+        if path.stem in TABLES:
+            page = ROOT / "docs" / PAGES.get(path.stem, "objectives.md")
+            assert records.quoted(page.read_text(encoding="utf-8"), path.stem) == text
+
+
+def test_a_page_is_changed_between_its_marks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    page, path = tmp_path / "page.md", tmp_path / "one.csv"
+    other = "<!-- table two -->\nstays\n<!-- end of table -->\n"
+    page.write_text(f"before\n{other}<!-- table one -->\nold\n<!-- end of table -->\nafter\n")
+    records.finish(path, [{"a": 1}, {"a": 2}], lambda lines: [line["a"] for line in lines], page=page)
+    expected = f"before\n{other}<!-- table one -->\n1\n2\n<!-- end of table -->\nafter\n"
+    assert page.read_text() == expected and records.quoted(expected, "one") == path.with_suffix(".md").read_text()
+    elsewhere = tmp_path / "else" / "one.csv"
+    records.finish(elsewhere, [{"a": 3}], lambda lines: [line["a"] for line in lines], page=page)
+    assert page.read_text() == expected, "a trial's file leaves the page alone"
+    with pytest.raises(ValueError, match="has no line '<!-- table three -->'"):
+        records.finish(tmp_path / "three.csv", [{"a": 3}], lambda lines: ["3"], page=page)
+
+
+def test_what_was_measured_before_a_stop_is_kept(tmp_path: Path) -> None:
+    def stopped():
+        yield {"a": 1}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        records.write(tmp_path / "one.csv", stopped())
+    assert records.read(tmp_path / "one.csv") == [{"a": "1"}]
