@@ -112,8 +112,8 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield ""
     yield "| one call | ms | of plain | of SimReg |"
     yield "| --- | --- | --- | --- |"
-    for name, time in medians.items():
-        yield f"| {name} | {time:.0f} | {time / medians[PLAIN]:.2g} | {time / medians[SIMREG]:.2g} |"
+    for name, ms in medians.items():
+        yield f"| {name} | {ms:.0f} | {ms / medians[PLAIN]:.2g} | {ms / medians[SIMREG]:.2g} |"
 
 
 def _names(lines: list[Record]) -> list[str]:

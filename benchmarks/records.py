@@ -53,9 +53,10 @@ def add_options(parser: argparse.ArgumentParser, default: Path | None = None) ->
 
 
 def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Each line as it comes, so that a measurement that is stopped keeps what it has."""
+    """All lines; a measurement that is stopped leaves those it has in PATH.part, and PATH as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w", encoding="utf-8", newline="") as file:
         writer = None
         for record in records:
             if writer is None:
@@ -63,6 +64,7 @@ def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
                 writer.writeheader()
             writer.writerow(record)
             file.flush()
+    part.replace(path)
 
 
 def read(path: Path) -> list[Record]:
