@@ -64,19 +64,20 @@ def main() -> None:
                         "--train-iters": options.steps, "--simreg-objective": objective,
                         **({"--simreg-objective-options": own} if own else {}),
                     }  # fmt: skip
-                    found[name].append(_train(Path(folder, f"{len(found[name])}-{name}"), words, options.steps))
+                    found[name].append(train(Path(folder, f"{len(found[name])}-{name}"), words, options.steps))
     text = "\n".join(_table(found, options.seeds, options.steps)) + "\n"
     console.print(Markdown(text))
     if options.output:
         options.output.write_text(text, encoding="utf-8")
 
 
-def _train(folder: Path, words: dict[str, object], steps: int) -> report.Run:
+def train(folder: Path, words: dict[str, object], steps: int) -> report.Run:
+    """One run of the tiny LLaMA, logged and evaluated below `folder`; `words` are further flags and their values."""
+    flags = {"--log-interval": 10, "--eval-interval": steps, "--save-interval": 10 * steps, **words}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-        "launch/pretrain_llama.sh", "--model", "tiny", "--output", folder, "--log-interval", 10,
-        "--eval-interval", steps, "--save-interval", 10 * steps, "--log-timers-to-tensorboard",
-        *(word for pair in words.items() for word in pair),
+        "launch/pretrain_llama.sh", "--model", "tiny", "--output", folder, "--log-timers-to-tensorboard",
+        *(word for pair in flags.items() for word in pair),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, env=environment)
@@ -101,14 +102,15 @@ def _table(found: dict[str, list[report.Run]], seeds: int, steps: int) -> Iterat
     yield f"| objective | weight | {' | '.join(title for title, _ in COLUMNS.values())} | ms per step |"
     yield "| --- " * (len(COLUMNS) + 3) + "|"
     for name, runs in found.items():
-        cells = [_cell([run.last(tag) for run in runs], form) for tag, (_, form) in COLUMNS.items()]
+        cells = [mean_and_spread([run.last(tag) for run in runs], form) for tag, (_, form) in COLUMNS.items()]
         times = [run.median(TIME) for run in runs]
         spent = statistics.median(1000 * time for time in times if time is not None)
         weight = OBJECTIVES[name][0].replace("none", "0")
         yield f"| {name} | {weight} | {' | '.join(cells)} | {spent:.0f} |"
 
 
-def _cell(values: list[float | None], form: str) -> str:
+def mean_and_spread(values: list[float | None], form: str) -> str:
+    """ "4.250 (0.500)": the mean, and the largest less the smallest where there are several."""
     there = [value for value in values if value is not None]
     if not there:
         return "not logged"

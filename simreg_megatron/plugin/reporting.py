@@ -64,17 +64,12 @@ class Metrics:
         self._term_slots = [_TERM, *range(_SLOTS, _SLOTS + len(names) - 1)]
         self.primary = names.index("simreg") if "simreg" in names else 0  # whose chunks the geometry is of
         self.config = config.parts[self.primary]
-        self.wants_geometry = True  # the training loop clears it between log steps
+        self.wants_geometry = True  # a training loop that tells the iteration clears it between log steps
         self._sums: Tensor | None = None
         self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
         self._learned: dict[str, Tensor] = {}  # the same on every rank
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
-
-    @property
-    def has_observed(self) -> bool:
-        """Whether any micro-batch has come by."""
-        return self._sums is not None
 
     @torch.no_grad()
     def observe_terms(self, terms: list[Tensor], valid: Tensor, shard: SequenceShard) -> None:
@@ -110,7 +105,7 @@ class Metrics:
             self._learned = as_logged(learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
         for view in views:
-            if not (self.config.by_sequence or self.config.sums_up):  # those do not ask for other labels
+            if not self.config.sends_no_rows:  # those do not ask for other labels
                 self._sums[_ONE_LABEL] += view.roles.lonely.sum()
             if self.wants_geometry:
                 self._sums[_PAIRS] += self._pair_sums(view)
@@ -186,7 +181,10 @@ class Metrics:
             self._add_norms(slots, of_states, members)
 
     def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
-        """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths."""
+        """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths.
+
+        One that overflows under the loss scale of fp16 is left out: Megatron takes no step by it either.
+        """
         if not (self.wants_geometry and states.requires_grad):
             return
         counted = shard.own_columns(valid)
@@ -195,7 +193,8 @@ class Metrics:
         def add_up(gradient: Tensor) -> None:
             assert self._sums is not None
             of_own = shard.own_columns(gradient[: valid.shape[1]].transpose(0, 1))
-            self._sums[_RADIAL] += torch.stack(radial_sums(of_own, own, counted))
+            sums = torch.stack(radial_sums(of_own, own, counted))
+            self._sums[_RADIAL] += torch.where(sums.isfinite().all(), sums, 0.0)
 
         states.register_hook(add_up)
 

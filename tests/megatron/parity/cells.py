@@ -31,11 +31,12 @@ def part(name: str, flags: str = "", processes: int = 1) -> Part:
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest relative differences that pass: of the losses, of the gradient norms, of any parameter's gradient."""
+    """Largest relative differences that pass: of losses, gradient norms, any parameter's gradient, any value logged."""
 
     loss: float
     norm: float
     grad: float
+    logged: float = 1e-4
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Cell:
         reference_objective: the reference's objective, where that is another one.
         oracle: function of oracles.py applied to the reference.
         breakage: function of breakage.py applied to the row.
+        setting: function of oracles.py applied to both sides.
         must_fail: why the row must miss its bound; empty for all others.
         core: part of the quick tests.
     """
@@ -61,6 +63,7 @@ class Cell:
     reference_objective: Part | None = None
     oracle: str = ""
     breakage: str = ""
+    setting: str = ""
     must_fail: str = ""
     bound: Bound = Bound(1e-6, 1e-5, 1e-5)
     core: bool = False
@@ -70,8 +73,7 @@ class Cell:
         words = [self.model, self.layout.name, self.objective.name, self.mode.name]
         if self.reference.name != "1 process" or self.oracle or self.must_fail:
             words.append(f"vs {self.oracle.replace('_', ' ') or self.reference.name}")
-        if self.breakage:
-            words.append(self.breakage.replace("_", " "))
+        words += [patch.replace("_", " ") for patch in (self.setting, self.breakage)]
         return ", ".join(word for word in words if word)
 
     @property
@@ -137,6 +139,10 @@ def neighbour(name: str, weight: str, size: int | None = None, options: str = ""
     return Part(made.name, ("--simreg-lambda", weight, *made.flags[len(SIMREG) :]))
 
 
+def similarity(name: str, temperature: int, more: str = "") -> Part:
+    return chunk(24, f"--simreg-similarity {name} --simreg-temperature {temperature} {more}", name)
+
+
 def local(size: int) -> Part:
     return chunk(size, "--simreg-scope local", "local")
 
@@ -193,8 +199,12 @@ _SCOPES = [
     Cell(CP2, local(16), reference_objective=INSIDE),
     Cell(CP2, local(0), reference_objective=INSIDE),
 ]
+_LEARNABLE = similarity("learnable", 4, "--dist-ckpt-strictness log_all")  # the checkpoints are without its scalars
 _OBJECTIVES = [
-    Cell(TP2 + SP, chunk(24, "--simreg-similarity dot --simreg-temperature 32", "dot")),
+    Cell(TP2 + SP, similarity("dot", 32)),
+    *(Cell(layout, similarity(name, 4)) for name in ("qnorm", "dnorm") for layout in (TP2 + SP, CP2, DP2)),
+    Cell(TP2 + SP, _LEARNABLE, core=True),
+    *(Cell(layout, _LEARNABLE) for layout in (TP2, PP2, CP2, DP2, DP2 + DISTRIBUTED, HALF)),
     Cell(CP2, chunk(24, "--simreg-group-reduce mean", "group mean")),
     Cell(TP2 + SP, chunk(0, "--simreg-self-positive never", "self never")),
 ]
@@ -213,6 +223,11 @@ _COUNTS = [
     Cell(DP2, ACROSS, mode=MASKED, reference=DOUBLE, must_fail="Megatron averages the ranks' means"),
     Cell(CP2, ACROSS, mode=MASKED, oracle="context_ranks", core=True),
     Cell(CP2, ACROSS, mode=MASKED, must_fail="Megatron averages the ranks' means"),
+]
+_SAMPLES = [
+    Cell(TP2 + SP, ACROSS, setting="few_samples", core=True),
+    Cell(CP2 + TP2 + SP, ACROSS, mode=PER_TOKEN, setting="few_samples"),
+    Cell(HALF, ACROSS, setting="few_samples", must_fail="another micro-batch, other positions"),
 ]
 _DOCUMENTS = [
     Cell(layout, chunk(size, "--simreg-document-mask", "document mask"), mode=DOCUMENTS)
@@ -388,6 +403,27 @@ _PAIRS = [
     Cell(CP2 + TP2 + SP, _HEADS),
     Cell(PP2, _HEADS, model="tied"),
 ]
+LOCAL_MEANS = Cell(CP2, ACROSS, mode=PER_TOKEN, breakage="local_means_logged", must_fail="wrong on purpose")
+TRUNCATED = neighbour("prefixes-ce", "0.5", options="prefixes=8/32")
+_TRUNCATED = [
+    Cell(TP2, TRUNCATED),
+    Cell(TP2 + SP, TRUNCATED, mode=PER_TOKEN, core=True),
+    Cell(CP2, TRUNCATED, mode=PER_TOKEN, core=True),
+    Cell(CP2 + TP2 + SP, TRUNCATED),
+    Cell(PP2, TRUNCATED),
+    Cell(HALF, TRUNCATED),
+    Cell(DP2 + DISTRIBUTED, TRUNCATED, core=True),
+    Cell(TP2 + SP + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, TRUNCATED),
+    Cell(TP2, TRUNCATED, model="tied"),
+    Cell(PP2, TRUNCATED, model="tied", core=True),
+    Cell(TP2 + SP, TRUNCATED, model="mtp"),
+    Cell(TP2 + SP + BF16, TRUNCATED, bound=_BF16_BOUND),
+    Cell(EP2 + BF16 + SCHEDULE_PLAN, TRUNCATED, model="moe", reference=EP2 + BF16),
+    Cell(TP2, TRUNCATED, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
+    Cell(TP2 + SP, TRUNCATED, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
+    Cell(TP2 + SP, TRUNCATED, breakage="halved_weight_gradient", must_fail="wrong on purpose", core=True),
+    Cell(TP2, TRUNCATED, breakage="other_anchors_dropped", must_fail="wrong on purpose"),
+]
 _BROKEN = [
     Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
@@ -397,8 +433,11 @@ _BROKEN = [
     Cell(TP2 + SP, WHOLE, breakage="other_ranks_dropped", must_fail="wrong on purpose", core=True),
     Cell(CP2, ACROSS, breakage="other_ranks_dropped", must_fail="wrong on purpose"),
     Cell(TP2, WHOLE, breakage="shared_work_not_summed", must_fail="wrong on purpose", core=True),
+    LOCAL_MEANS,
 ]
 CELLS = (
-    *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_DOCUMENTS, *_PRECISION, *_RECOMPUTE,
-    *_MODELS, *_EXPERTS, *_INNER, *_STAGES, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS, *_BROKEN,
+    *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PRECISION,
+    *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_STAGES, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
+    *_TRUNCATED,
+    *_BROKEN,
 )  # fmt: skip
