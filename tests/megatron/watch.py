@@ -13,16 +13,16 @@ SPIKED = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
 def evaluation() -> None:
-    """Print every bit of each evaluation's loss, and how often SimReg was called in it and in training."""
+    """Print every bit of each evaluation's loss, and how often SimReg was computed in it and in training."""
     import megatron.training.training as training
 
-    from simreg_megatron.plugin.regularizer import Regularizer
+    from simreg_megatron.plugin import regularizer
 
-    add_to, evaluate, calls = Regularizer.add_to, training.evaluate, []
+    compute, evaluate, calls = regularizer.objective_terms, training.evaluate, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
-        return add_to(*args, **kwargs)
+        return compute(*args, **kwargs)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         before = len(calls)
@@ -32,7 +32,7 @@ def evaluation() -> None:
         print(f"SimReg calls in training: {before}")
         return result
 
-    Regularizer.add_to = counted
+    regularizer.objective_terms = counted
     training.evaluate = watched
 
 

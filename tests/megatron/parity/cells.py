@@ -87,6 +87,7 @@ TP2 = part("TP2", "--tensor-model-parallel-size 2", 2)
 SP = part("SP", "--sequence-parallel")
 CP2 = part("CP2", "--context-parallel-size 2", 2)
 PP2 = part("PP2", "--pipeline-model-parallel-size 2", 2)
+PP4 = part("PP4", "--pipeline-model-parallel-size 4", 4)
 VPP2 = part("VPP2", "--num-virtual-stages-per-pipeline-rank 2")
 DP2 = part("DP2", "", 2)
 EP2 = part("EP2", "--expert-model-parallel-size 2", 2)
@@ -286,6 +287,53 @@ _INNER = [
     Cell(TP2 + SP + FULL, chunk(24, "--simreg-placement pre-norm", "pre-norm")),
     Cell(EP2, chunk(24, "--simreg-layers 1,final", "layers 1,final"), model="moe"),
 ]
+_TOGETHER = Part(
+    "simreg:10,sigreg:0.3,sce:1",
+    ("--simreg-objective", "simreg:10,sigreg:0.3,sce:1", "--simreg-temperature", "0.5", "--simreg-chunk-size", "24"),
+)
+_FIRST, _BOTH, _ALL = (
+    chunk(24, f"--simreg-layers {layers}", f"layers {layers}") for layers in ("1", "2,final", "1,2,3,4,final")
+)
+_STAGES = [  # layers on pipeline stages before the last
+    Cell(PP2, _FIRST, model="deep", core=True),
+    Cell(PP2, _BOTH, model="deep"),
+    Cell(PP2, _BOTH, model="deep", mode=PER_TOKEN),
+    Cell(PP2, _BOTH, model="deep", mode=MASKED, core=True),
+    Cell(PP2 + VPP2, _ALL, model="deep", core=True),
+    Cell(PP2 + VPP2, _ALL, model="deep", mode=PER_TOKEN),
+    Cell(PP4, _ALL, model="deep"),
+    Cell(PP4, chunk(24, "--simreg-layers 2", "layer 2"), model="deep", mode=PER_TOKEN),
+    Cell(PP2 + TP2 + SP, _BOTH, model="deep", mode=PER_TOKEN),
+    Cell(PP2 + TP2, _BOTH, model="deep"),
+    Cell(PP2 + CP2, chunk(0, "--simreg-layers 2,final", "layers 2,final"), model="deep"),
+    Cell(PP2 + CP2, _BOTH, model="deep", mode=PER_TOKEN),
+    Cell(PP2 + CP2, _BOTH, model="deep", mode=MASKED, oracle="context_ranks"),
+    Cell(PP2 + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, _BOTH, model="deep", mode=PER_TOKEN),
+    Cell(PP2 + HALF, _BOTH, model="deep"),
+    Cell(PP2 + FP16, _BOTH, model="deep", bound=_FP16_BOUND),
+    Cell(PP2 + VPP2 + FP16_DYNAMIC, _ALL, model="deep", bound=_FP16_BOUND),
+    Cell(PP2 + BF16, _BOTH, model="deep", bound=_BF16_BOUND),
+    Cell(
+        PP2, chunk(24, "--simreg-layers 2,final --simreg-placement pre-norm", "layers 2,final pre-norm"), model="deep"
+    ),
+    Cell(PP2, _FIRST, model="tied"),
+    Cell(PP2, _FIRST, model="mtp"),
+    Cell(EP2 + PP2, _FIRST, model="moe"),
+    Cell(PP2 + FULL, _BOTH, model="deep"),
+    Cell(TP2 + SP + FULL, _ALL, model="deep", core=True),
+    Cell(PP2 + SELECTIVE, _BOTH, model="deep"),
+    Cell(PP2, neighbour("sigreg", "0.3", 24) + part("layer 1", "--simreg-layers 1"), model="deep"),
+    Cell(PP2 + TP2 + SP, neighbour("mic", "0.02", 24) + part("layer 1", "--simreg-layers 1"), model="deep"),
+    Cell(PP2, _TOGETHER + part("layers 2,final", "--simreg-layers 2,final"), model="deep", mode=PER_TOKEN),
+    *(
+        Cell(PP2, _BOTH, model="deep", mode=mode, breakage=breakage, must_fail="wrong on purpose", core=core)
+        for breakage, mode, core in (
+            ("stage_not_divided_by_micro_batches", part(""), True),
+            ("stage_doubled_scale", PER_TOKEN, False),
+            ("stage_without_its_mask", MASKED, False),
+        )
+    ),
+]
 _BASELINES = [
     Cell(TP2, baseline("creg", 24), core=True),
     Cell(CP2 + TP2 + SP, baseline("creg", 0, "form=supcon_out,self_positive=always")),
@@ -335,10 +383,6 @@ _MOMENTS = [
     Cell(TP2 + SP, chunk(24, "--simreg-objective-options prefixes=16/64", "prefixes 16/64"), core=True),
     Cell(CP2, chunk(0, "--simreg-objective-options prefixes=8/16", "prefixes 8/16")),
 ]
-_TOGETHER = Part(
-    "simreg:10,sigreg:0.3,sce:1",
-    ("--simreg-objective", "simreg:10,sigreg:0.3,sce:1", "--simreg-temperature", "0.5", "--simreg-chunk-size", "24"),
-)
 _COMBINATIONS = [
     Cell(HALF, _TOGETHER),
     Cell(TP2 + SP, _TOGETHER, core=True),
@@ -373,5 +417,6 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PRECISION,
-    *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS, *_BROKEN,
+    *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_STAGES, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
+    *_BROKEN,
 )  # fmt: skip
