@@ -29,7 +29,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-# Only plugin, pretrain, data, checkpoint and probe may name megatron; triton lives in kernels alone.
+# Only plugin, pretrain, checkpoint and probe may name megatron; triton lives in kernels alone.
 LAW = {
     "config": room(),
     "losses": room("kernels", "torch"),
