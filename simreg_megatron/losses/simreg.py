@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import MODULES, Tokens, contrast_ratio
+from simreg_megatron.kernels.contrast import MODULES, Tokens, contrast_ratio, kept_bytes
+from simreg_megatron.kernels.walk import limits
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -154,13 +155,15 @@ def simreg_terms(
     """
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     impl = chosen_impl(impl, similarity, self_positive)
-    parts = []
+    parts, room = [], limits(embeddings).kept
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
             own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
             if impl in MODULES:
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
-                ratio = contrast_ratio(tokens, anchors=stretch.inside, temperature=temperature, impl=impl)
+                takes = kept_bytes(tokens, stretch.inside, impl)
+                keep, room = takes <= room, room - takes
+                ratio = contrast_ratio(tokens, anchors=stretch.inside, temperature=temperature, impl=impl, keep=keep)
                 parts.append(terms_of_ratio(by_sequence(ratio, labels.shape[0]), own))
             else:
                 block = block_of(stretch, embeddings, labels, usable, documents)
