@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,12 @@ MOST_PAIRS = 1 << 30  # times width 512: what a CPU computes in a minute
 DEFAULT = (2, 2048, 4096, 1024)  # the 7B preset: sequences, tokens, width, chunk
 
 
-def cases() -> Iterator[tuple[int, int, int, int]]:
+def cases(device: str) -> Iterator[tuple[int, int, int, int]]:
     yield DEFAULT
-    for width in WIDTHS:
-        for length in LENGTHS:
-            for chunk in CHUNKS:
-                yield 1, length, width, chunk
+    for width, length, chunk in itertools.product(WIDTHS, LENGTHS, CHUNKS):
+        # A CPU's small tiles are the same ones however long a whole sequence is, and there would be 33,000 of them.
+        if device == "cuda" or length * (chunk or length) <= MOST_PAIRS:
+            yield 1, length, width, chunk
 
 
 def measured_bytes(batch: int, length: int, width: int, chunk: int) -> int | None:
@@ -48,7 +49,7 @@ def measured_bytes(batch: int, length: int, width: int, chunk: int) -> int | Non
 
 
 def rows_of(device: str, measures: bool) -> Iterator[dict[str, Any]]:
-    for case in cases():
+    for case in cases(device):
         batch, length, width, chunk = case
         counted = predicted_bytes(batch, length, width, chunk_size=chunk, dtype=DTYPES[device], device=device)
         found = measured_bytes(*case) if measures and device == "cpu" else None

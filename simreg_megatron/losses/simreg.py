@@ -54,7 +54,8 @@ def simreg_loss(
     """R_i = softplus( log sum_{j in N_i} exp(s_ij) - log sum_{j in P_i} exp(s_ij) ), s = cos(e_i, e_j) / tau.
 
     P_i are the tokens of the same chunk with the label of token i (itself included), N_i those with another
-    label. Labels are the ids of the tokens to predict: the targets of the cross-entropy at these positions.
+    label. Labels are the ids of the tokens to predict: the targets of the cross-entropy at these positions. The
+    gradient goes through e_i and e_j; a form that holds the keys e_j fixed, with half the gradient, is not offered.
 
     Args:
         embeddings: [b, n, d] or [n, d], float16, bfloat16, float32 or float64; sequences never meet. Computed
