@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -47,6 +48,17 @@ def test_sl3_margins_of_constructions() -> None:
     sides = [torch.cat([0.8 * code, 0.6 * corner.expand(4, -1)], -1) for corner in corners]
     found = constellation(*sides)
     assert (found.margin.item(), found.bias.item()) == pytest.approx((0.16, 0.30)), "the source prints another bias"
+
+
+@pytest.mark.parametrize(("modalities", "bias"), [(3, 0.14), (4, 0.20)])
+def test_sl3_orthogonal_codes_of_several_modalities(modalities: int, bias: float) -> None:
+    """Construction 2 with alpha 0: axes, and a corner of a simplex for each modality."""
+    axes = torch.eye(5, dtype=torch.float64)
+    corners = unit_rows(torch.eye(modalities, dtype=torch.float64) - 1 / modalities)
+    turned = [torch.cat([0.8 * axes, 0.6 * corner.expand(5, -1)], -1) for corner in corners]
+    for one, other in itertools.permutations(turned, 2):
+        found = constellation(one, other)
+        assert (found.margin.item(), found.bias.item()) == pytest.approx((0.32, bias))
 
 
 def test_sl6_the_shift_of_the_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
