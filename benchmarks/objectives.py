@@ -72,12 +72,12 @@ def main() -> None:
 
 
 def train(folder: Path, words: dict[str, object], steps: int) -> report.Run:
-    """A run of the launcher's tiny model in `folder`, validated at its end; `words` win over what is said here."""
+    """One run of the tiny LLaMA, logged and evaluated below `folder`; `words` are further flags and their values."""
+    flags = {"--log-interval": 10, "--eval-interval": steps, "--save-interval": 10 * steps, **words}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-        "launch/pretrain_llama.sh", "--model", "tiny", "--output", folder, "--log-interval", 10,
-        "--eval-interval", steps, "--save-interval", 10 * steps, "--log-timers-to-tensorboard",
-        *(word for pair in words.items() for word in pair),
+        "launch/pretrain_llama.sh", "--model", "tiny", "--output", folder, "--log-timers-to-tensorboard",
+        *(word for pair in flags.items() for word in pair),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, env=environment)

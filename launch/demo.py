@@ -11,10 +11,12 @@ import argparse
 import json
 import math
 import os
+import platform
 import shutil
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighb
 
 from rich.console import Console  # noqa: E402
 
+from launch import record  # noqa: E402
 from launch.flags import LaunchError  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
 from launch.side_by_side import Job, JobFailed, run_side_by_side, terminated_like_ctrl_c  # noqa: E402
@@ -32,6 +35,7 @@ PROBE_SCRIPT = ROOT / "simreg_megatron" / "probe.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 MARK = "demo.json"  # says that a folder is the demo's own and may be replaced
+RESULT = "result.json"  # what was printed and drawn, as numbers
 
 CROSS_ENTROPY, SIMREG = "cross-entropy", "simreg"
 SECONDS_PER_STEP = 1.0  # side by side on two cores, evaluation included
@@ -117,13 +121,15 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
 
 
 def _run_demo(settings: Settings, console: Console) -> None:
+    started, commit = time.monotonic(), record.commit()
     console.print(describe(settings), markup=False, highlight=False)
     make_room(settings)
     _ensure_corpus()
     names = (CROSS_ENTROPY, SIMREG)
     run_side_by_side([training_job(settings, name) for name in names], console=console, steps=settings.steps)
-    _report_training(settings, names, console)
-    _report_hidden_states(settings, names, console)
+    summaries = _report_training(settings, names, console)
+    states = _report_hidden_states(settings, names, console)
+    write_result(settings, summaries, states, commit=commit, seconds=time.monotonic() - started)
 
 
 def describe(settings: Settings) -> str:
@@ -175,7 +181,7 @@ def training_job(settings: Settings, name: str) -> Job:
     return Job(name=name, command=command, log=settings.output / name / "log.txt", environment=ONE_THREAD)
 
 
-def _report_training(settings: Settings, names: Sequence[str], console: Console) -> None:
+def _report_training(settings: Settings, names: Sequence[str], console: Console) -> list[report.Summary]:
     runs = [report.read_run(settings.output / name / "tensorboard", name=name) for name in names]
     summaries = [report.summarize(run) for run in runs]
     curves = settings.output / "curves.png"
@@ -186,9 +192,10 @@ def _report_training(settings: Settings, names: Sequence[str], console: Console)
     console.print(report.summary_table(summaries, title=f"After {settings.steps} steps"))
     console.print(report.compare_validation(*summaries), markup=False, highlight=False)
     console.print(f"Curves:    {curves}", markup=False, highlight=False)
+    return summaries
 
 
-def _report_hidden_states(settings: Settings, names: Sequence[str], console: Console) -> None:
+def _report_hidden_states(settings: Settings, names: Sequence[str], console: Console) -> list[report.HiddenStates]:
     jobs = [probe_job(settings, name) for name in names]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         run_side_by_side(jobs, console=Console(file=nowhere), steps=1)
@@ -196,6 +203,31 @@ def _report_hidden_states(settings: Settings, names: Sequence[str], console: Con
     heatmaps = settings.output / "heatmaps.png"
     report.draw_heatmaps(states, heatmaps, title=f"One validation text after {settings.steps} steps")
     console.print(f"Heat-maps: {heatmaps}", markup=False, highlight=False)
+    return states
+
+
+def write_result(
+    settings: Settings,
+    summaries: Sequence[report.Summary],
+    states: Sequence[report.HiddenStates],
+    *,
+    commit: str,
+    seconds: float,
+) -> None:
+    """The numbers of the table and the heat-maps, and what made them: benchmarks/results/demo.json is such a file."""
+    packages = record.packages()
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: packages.get(name) for name in ("torch", "megatron-core")},
+        "settings": {name: value for name, value in vars(settings).items() if name != "output"},
+        "seconds": seconds,
+        "runs": {summary.name: asdict(summary) for summary in summaries},
+        "heatmap_mean_cosine": {each.name: report.mean_cosine(each) for each in states},
+    }
+    (settings.output / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def probe_output(settings: Settings, name: str) -> Path:

@@ -85,8 +85,9 @@ class SimRegConfig:
         chunk_size: tokens per chunk; 0 compares within the whole sequence.
         scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
         similarity: how two hidden states are compared.
-        objective: "simreg", another one, or "none" to measure SimReg without training on it. Several at once, each with
-            its weight in the place of lambda: "simreg:auto,sigreg:0.05"; settings go to those that know them.
+        objective: "simreg", another one, or "none" to measure SimReg, in log steps, without training on it. Several at
+            once, each with its weight in the place of lambda: "simreg:auto,sigreg:0.05"; settings go to those that
+            know them.
         objective_options: settings of an objective's own, as pairs or as text: "form=per_pair,self_positive=always".
             Of several objectives: "sigreg.seed=1,creg.temperature=0.2".
         layers: whose states get the term: "final" and layer numbers from 1; several are added up, lambda for each.

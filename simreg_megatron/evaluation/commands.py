@@ -290,9 +290,10 @@ def _perplexities(folder: Path, held_out: _HeldOut, protocol: Any) -> list[Any]:
 
 
 def _need_packages() -> None:
-    missing = [name for name in ("lm_eval", "transformers") if find_spec(name) is None]
+    packages = {"lm_eval": "'lm-eval[hf]>=0.4.12'", "transformers": "transformers"}
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
-        raise EvaluationError(f"{' and '.join(missing)} is missing: pip install 'simreg-megatron[eval]'")
+        raise EvaluationError(f"packages are missing: pip install {' '.join(missing)}")
 
 
 @contextmanager

@@ -37,8 +37,8 @@ _FLAGS = (
     _Flag("--simreg-chunk-size", "chunk_size", int, "tokens per chunk, 0 = whole sequence (default 1024)"),
     _Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, or on each rank"),
     _Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES)),
-    _Flag("--simreg-objective", "objective", str, _one_of(choices.OBJECTIVES) + " (measure only), or several: "
-          "simreg:auto,sigreg:0.05"),
+    _Flag("--simreg-objective", "objective", str, _one_of(choices.OBJECTIVES) + " (SimReg measured in log steps, "
+          "not trained on), or several: simreg:auto,sigreg:0.05"),
     _Flag("--simreg-objective-options", "objective_options", str, "its own: form=per_pair,..."),
     _Flag("--simreg-layers", "layers", str, "final (default), or layer numbers such as 12,24,final"),
     _Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": the final states, behind the norm"),

@@ -2,7 +2,7 @@
 """Figures and tables from what runs leave behind: TensorBoard events and hidden states."""
 
 from simreg_megatron.report.curves import draw_curves
-from simreg_megatron.report.heatmap import HiddenStates, draw_heatmaps, read_hidden_states
+from simreg_megatron.report.heatmap import HiddenStates, draw_heatmaps, mean_cosine, read_hidden_states
 from simreg_megatron.report.runs import ReportError, Run, Series, read_run
 from simreg_megatron.report.table import Summary, compare_validation, summarize, summary_table
 
@@ -15,6 +15,7 @@ __all__ = [
     "compare_validation",
     "draw_curves",
     "draw_heatmaps",
+    "mean_cosine",
     "read_hidden_states",
     "read_run",
     "summarize",

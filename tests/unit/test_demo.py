@@ -2,6 +2,7 @@
 """launch/demo.py and launch/side_by_side.py with stand-ins for the training script: seconds instead of minutes."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -191,6 +192,13 @@ def test_the_demo_ends_with_table_sentence_and_figures(stand_ins, tmp_path):
     for figure in ("curves.png", "heatmaps.png"):
         assert str(output / figure) in said
         assert (output / figure).stat().st_size > 10_000
+    result = json.loads((output / demo.RESULT).read_text())
+    assert [run["validation_loss"] for run in result["runs"].values()] == [4.5, 4.25]
+    assert result["settings"]["steps"] == 4 and result["versions"]["torch"]
+    hidden = np.random.default_rng(0).standard_normal((5, 3))
+    units = hidden / np.linalg.norm(hidden, axis=1, keepdims=True)
+    mean = ((units @ units.T).sum() - 5) / 20
+    assert result["heatmap_mean_cosine"]["simreg"] == pytest.approx(mean)
     assert "adam_beta1" not in said
     assert "adam_beta1" in (output / "simreg" / "log.txt").read_text()
 

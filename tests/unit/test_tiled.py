@@ -81,13 +81,13 @@ def test_close_to_float64(dtype: torch.dtype, num_tokens: int) -> None:
 
 
 def test_the_known_wrong_ways_fall_outside() -> None:
-    """In float32 the difference of two log-sums loses the loss; normalising in bfloat16 loses the gradient."""
+    """In float32 the log-sum of all less that of the positives loses the loss; bfloat16 unit rows lose the gradient."""
     rows, labels = clustered(1000)
     exact = simreg_loss(rows.double(), labels, impl="reference")
     unit = F.normalize(rows, dim=-1)
     logits = unit @ unit.T / 0.01
     positives = logits.masked_fill(labels[:, None] != labels, -torch.inf).logsumexp(-1)
-    assert apart((logits.logsumexp(-1) - positives).mean(), exact) > 2e-4
+    assert apart((logits.logsumexp(-1) - positives).mean(), exact) > 0.5
     _, grad = value_and_gradient(F.normalize(rows.bfloat16(), dim=-1), labels, impl="tiled")
     _, of_unit = value_and_gradient(unit.double(), labels, impl="reference")
     assert apart(grad, of_unit) > 1e-2
