@@ -52,8 +52,11 @@ class TorchTiles(Tiles):
             given = rows[:, :, first:last]
             # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first. One
             # rounding at the end: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
-            largest = given.abs().amax(dim=-1, keepdim=True) if dtype == torch.float64 else given.new_ones(())
-            norms = torch.linalg.vector_norm(given / largest, dim=-1, dtype=torch.float64) * largest.squeeze(-1)
+            if dtype == torch.float64:
+                largest = given.abs().amax(dim=-1, keepdim=True)
+                norms = torch.linalg.vector_norm(given / largest, dim=-1) * largest.squeeze(-1)
+            else:
+                norms = torch.linalg.vector_norm(given, dim=-1, dtype=torch.float64)
             scale[:, :, first:last] = torch.where(names[:, :, first:last] >= 0, norms.reciprocal(), 1.0)
         return scale
 
@@ -68,8 +71,10 @@ class TorchTiles(Tiles):
             keep.view_as(exponentials).copy_(exponentials)
         negative = self._differs(other).mul_(exponentials)
         positive = exponentials.sub_(negative)  # exact: one of the two is 0
-        of_rows, of_columns = (torch.stack([positive.sum(dim=axis), negative.sum(dim=axis)]) for axis in (-1, -2))
-        return of_rows, of_columns
+        of_rows = torch.stack([positive.sum(dim=-1), negative.sum(dim=-1)])
+        if other == self.one:
+            return of_rows, of_rows  # H is symmetric, and the caller uses one of them
+        return of_rows, torch.stack([positive.sum(dim=-2), negative.sum(dim=-2)])
 
     def add_gradient(
         self, other: Span, pull: Tensor, kept: Tensor | None, to_one: Tensor, to_other: Tensor | None
@@ -86,11 +91,13 @@ class TorchTiles(Tiles):
         step = max(1, limit(WORKSPACE, grad) // max(1, 16 * of_unit.shape[0] * of_unit.shape[2]))
         for first, last in cut((0, of_unit.shape[1]), step):
             there = span[0] + first, span[0] + last
-            unit, part = self._unit(there), of_unit[:, first:last]
+            part, to = of_unit[:, first:last], grad[:, :, first:last]
+            unit = self._left if there == self.one and not self._keeps_halves else self._unit(there)
             radial = (part * unit).sum(dim=-1, keepdim=True)
-            found = (part - radial * unit) * self.scale[:, slice(*there), None]
-            found = torch.where(self.names[:, slice(*there), None] >= 0, found, 0.0)
-            grad[:, :, first:last] = found.view_as(grad[:, :, first:last])
+            part.addcmul_(unit, radial, value=-1.0).mul_(self.scale[:, slice(*there), None])
+            part.masked_fill_(self.names[:, slice(*there), None] < 0, 0.0)
+            if part.data_ptr() != to.data_ptr():
+                to.copy_(part.view_as(to))
 
     def _exponentials(self, other: Span) -> Tensor:
         """P_ij [m, r, s], 0 for pairs that do not meet and for a token with itself."""
