@@ -102,14 +102,15 @@ def _table(found: dict[str, list[report.Run]], seeds: int, steps: int) -> Iterat
     yield f"| objective | weight | {' | '.join(title for title, _ in COLUMNS.values())} | ms per step |"
     yield "| --- " * (len(COLUMNS) + 3) + "|"
     for name, runs in found.items():
-        cells = [_cell([run.last(tag) for run in runs], form) for tag, (_, form) in COLUMNS.items()]
+        cells = [mean_and_spread([run.last(tag) for run in runs], form) for tag, (_, form) in COLUMNS.items()]
         times = [run.median(TIME) for run in runs]
         spent = statistics.median(1000 * time for time in times if time is not None)
         weight = OBJECTIVES[name][0].replace("none", "0")
         yield f"| {name} | {weight} | {' | '.join(cells)} | {spent:.0f} |"
 
 
-def _cell(values: list[float | None], form: str) -> str:
+def mean_and_spread(values: list[float | None], form: str) -> str:
+    """ "4.250 (0.500)": the mean, and the largest less the smallest where there are several."""
     there = [value for value in values if value is not None]
     if not there:
         return "not logged"

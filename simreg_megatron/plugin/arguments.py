@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simreg_megatron import config as choices
-from simreg_megatron.config import AdaGCConfig, SimRegConfig
+from simreg_megatron.config import AdaGCConfig, SimRegConfig, as_typed
 from simreg_megatron.plugin import cpu_backend
 
 
@@ -162,19 +162,12 @@ def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
     elif clipped[0] is not None:
         pairs.append((_ADAGC_FLAGS, clipped[0], clipped[1]))
     return found + [
-        f"{flag.name} was {_as_typed(getattr(before, flag.field))} when the checkpoint was written and is "
-        f"{_as_typed(getattr(now, flag.field))} now{_origin(args, flag)}"
+        f"{flag.name} was {as_typed(getattr(before, flag.field))} when the checkpoint was written and is "
+        f"{as_typed(getattr(now, flag.field))} now{_origin(args, flag)}"
         for flags, before, now in pairs
         for flag in flags
         if getattr(before, flag.field) != getattr(now, flag.field)
     ]
-
-
-def _as_typed(value: Any) -> str:
-    """A setting as one would give it: options as name=value, several of anything with commas."""
-    if not isinstance(value, tuple):
-        return str(value)
-    return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value) or "none"
 
 
 def _on_or_off(config: AdaGCConfig | None) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.sigreg import UNSCALED
-from simreg_megatron.plugin import clipping, compat, inner, learnable, stages
+from simreg_megatron.plugin import clipping, compat, heads, inner, learnable, stages
 from simreg_megatron.plugin.arguments import (
     adagc_from_args,
     add_simreg_arguments,
@@ -371,10 +371,11 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         name for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp") if getattr(args, name, False)
     ]
     for part in config.parts:
-        if part.meets_heads and sharded:
+        if (part.meets_heads or part.through_head) and sharded:
+            who = "SimReg objective prefixes-ce" if part.through_head else "pairs=hidden-head"
             raise NotImplementedError(
-                f"pairs=hidden-head needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} "
-                "scatters them: drop one of them"
+                f"{who} needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} scatters "
+                "them: drop one of them"
             )
         if part.by_sequence:
             _refuse_lonely_sequences(args, part)
@@ -398,7 +399,8 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
 
 
 def _refuse_prefixes(hidden_size: int, config: SimRegConfig) -> None:
-    most = hidden_size - 1 if config.objective == "mic" else hidden_size  # MIC compares with the rest
+    # MIC compares with the rest, and all features are what the language-model loss itself has.
+    most = hidden_size - 1 if config.objective in ("mic", "prefixes-ce") else hidden_size
     if config.prefixes[-1] > most:
         raise ValueError(
             f"SimReg objective {config.objective} cannot take {config.prefixes[-1]} features of states of width "
@@ -453,6 +455,8 @@ def _refuse_models(config: SimRegConfig, model_chunks: Any) -> None:
         if config.looks_inside:
             inner.refuse_decoder(config, model.decoder)
             stages.announce(config, model.decoder)
+        if any(part.through_head for part in config.parts):
+            heads.refuse_truncating(model)
 
 
 def _announce(config: SimRegConfig, model_chunks: Any) -> None:
@@ -465,6 +469,9 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
         warn(f"SimReg objective {config.objective}: {UNSCALED}")
     if config.by_sequence:
         log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
+        return
+    if config.through_head:
+        log_once(f"SimReg objective {config.objective}: {what}{options}")
         return
     if config.sums_up:
         log_once(f"SimReg objective {config.objective}: {what}, chunk size {config.chunk_size}{options}")

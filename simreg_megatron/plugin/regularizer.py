@@ -20,7 +20,7 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
-from simreg_megatron.plugin.heads import label_rows
+from simreg_megatron.plugin.heads import label_rows, prefix_terms
 from simreg_megatron.plugin.inner import InnerStates, State
 from simreg_megatron.plugin.learnable import learned_scalars
 from simreg_megatron.plugin.objectives import objective_terms
@@ -30,10 +30,19 @@ from simreg_megatron.plugin.stages import DataOfStages, MicroBatch
 from simreg_megatron.plugin.views import View
 
 
+class _Given(NamedTuple):
+    """What the output layer and the loss were given: all tokens of the context rank, T."""
+
+    hidden_states: Tensor | None  # [S, B, D]; None on stages before the last
+    labels: Tensor  # [B, T]
+    valid: Tensor  # bool [B, T]
+
+
 class _Tokens(NamedTuple):
     """This rank's tokens of a micro-batch, whatever an objective does with them."""
 
     shard: SequenceShard
+    whole: _Given
     labels: Tensor  # [B, S]
     valid: Tensor  # bool [B, S]
     heads: Tensor | None  # [S, B, D]
@@ -109,7 +118,7 @@ class Regularizer:
             return loss_BS
         shard = shard_of(model, labels)
         given, hidden_states = hidden_states, _main_hidden_states(hidden_states, shard)
-        tokens = self._tokens(model, labels, loss_mask, shard, packed_seq_params)
+        tokens = self._tokens(model, labels, loss_mask, shard, hidden_states, packed_seq_params)
         states = self.inner_states.take(model, hidden_states)
         parts = self._parts(model, tokens, states)
         self._count_by_itself()
@@ -157,11 +166,18 @@ class Regularizer:
         return make_viewless_tensor(add_gradient_of_sum(output_SBD, total), requires_grad=True, keep_graph=True)
 
     def _tokens(
-        self, model: Any, labels: Tensor, loss_mask: Any, shard: SequenceShard, packed_seq_params: Any = None
+        self,
+        model: Any,
+        labels: Tensor,
+        loss_mask: Any,
+        shard: SequenceShard,
+        hidden_states: Tensor | None = None,
+        packed_seq_params: Any = None,
     ) -> _Tokens:
-        valid = shard.held_columns(_valid_tokens(labels, loss_mask))
+        whole = _Given(hidden_states, labels, _valid_tokens(labels, loss_mask))
+        valid = shard.held_columns(whole.valid)
         heads = self._heads(model, labels, shard)
-        tokens = _Tokens(shard, shard.held_columns(labels), valid, heads, packed_seq_params)
+        tokens = _Tokens(shard, whole, shard.held_columns(labels), valid, heads, packed_seq_params)
         self._describe_chunks(shard, tokens.sample_length)
         return tokens
 
@@ -191,26 +207,28 @@ class Regularizer:
 
     def _part(self, config: SimRegConfig, model: Any, tokens: _Tokens, states: list[Tensor]) -> _Part:
         """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
-        views = [
-            views_of(
-                config,
-                tokens.shard,
-                prefix,
-                tokens.labels,
-                tokens.valid,
-                documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
-                sample_length=tokens.sample_length,
-                heads=tokens.heads if config.meets_heads else None,
-            )
-            for state in states
-            for prefix in _prefixes(config, state)
-        ]
+        if config.through_head:
+            terms = prefix_terms(config, model, *tokens.whole, tokens.shard)
+            return _Part(terms, self._views(config, tokens, states[-1].detach()), {})
+        views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
         of_views = [objective_terms(config, of_state, tokens.shard, learned, self._iteration) for of_state in views]
         terms = torch.stack(of_views).sum(dim=0)
         if config.objective == "simreg" and config.prefixes:
             terms = terms / len(config.prefixes)
         return _Part(terms, views[-1], learned)
+
+    def _views(self, config: SimRegConfig, tokens: _Tokens, states: Tensor) -> list[View]:
+        return views_of(
+            config,
+            tokens.shard,
+            states,
+            tokens.labels,
+            tokens.valid,
+            documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
+            sample_length=tokens.sample_length,
+            heads=tokens.heads if config.meets_heads else None,
+        )
 
     def _heads(self, model: Any, labels: Tensor, shard: SequenceShard) -> Tensor | None:
         """The output layer's rows for this rank's labels, where an objective asks for them. A collective then."""
@@ -259,7 +277,7 @@ class Regularizer:
         return weight * self.ramp
 
     def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
-        if all(part.by_sequence for part in self.config.parts):
+        if all(part.by_sequence or part.through_head for part in self.config.parts):
             return
         size, sequence = self.config.chunk_size, sample_length or shard.layout.length
         if size > sequence:

@@ -105,7 +105,7 @@ class Metrics:
             self._learned = as_logged(learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
         for view in views:
-            if not (self.config.by_sequence or self.config.sums_up):  # those do not ask for other labels
+            if not self.config.sends_no_rows:  # those do not ask for other labels
                 self._sums[_ONE_LABEL] += view.roles.lonely.sum()
             if self.wants_geometry:
                 self._sums[_PAIRS] += self._pair_sums(view)

@@ -7,6 +7,7 @@ same loss without it has value zero and SimReg's gradient, whatever labels, mask
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -143,6 +144,32 @@ def local_means_logged() -> None:
         return means
 
     reporting.Metrics.reduce = averaged
+
+
+def vocabulary_not_gathered() -> None:
+    """A truncated output layer is normalized over each rank's own part of the vocabulary."""
+    from simreg_megatron.plugin import heads
+
+    losses = heads.truncated_head_losses
+    heads.truncated_head_losses = lambda rows, local, here, head: losses(
+        rows, local, here, dataclasses.replace(head, tensor_group=None)
+    )
+
+
+def halved_weight_gradient() -> None:
+    """Half the gradient that the truncated output layer's weight gets."""
+    from simreg_megatron.parallel import truncated_head
+
+    handed_on = truncated_head._handed_on
+    truncated_head._handed_on = lambda grad, *args, **kwargs: handed_on(grad / 2, *args, **kwargs)
+
+
+def other_anchors_dropped() -> None:
+    """Each tensor-parallel rank takes its own anchors alone backwards through its part of the vocabulary."""
+    from simreg_megatron.plugin import heads
+
+    share = heads.share_work
+    heads.share_work = lambda values, group: values if values.dim() == 2 else share(values, group)
 
 
 def not_finite_from_second_step() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.objectives import COLUMNS, OBJECTIVES, TIME, _cell, _table
+from benchmarks.objectives import COLUMNS, OBJECTIVES, TIME, _table, mean_and_spread
 from simreg_megatron import SimRegConfig
 from simreg_megatron.report import Run
 from simreg_megatron.report.runs import Series
@@ -23,7 +23,7 @@ def test_a_row_has_the_mean_and_spread_of_the_last_values() -> None:
     cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
     assert cells[:4] == ["SimReg", "simreg:1", "4.250 (0.500)", "0.250 (0.000)"]
     assert cells[4] == "not logged" and cells[-1] == "300" and len(cells) == len(COLUMNS) + 3
-    assert _cell([4.0, None], ".1f") == "4.0"
+    assert mean_and_spread([4.0, None], ".1f") == "4.0"
 
 
 def test_its_objectives_are_settings_that_exist() -> None:

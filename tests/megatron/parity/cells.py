@@ -403,6 +403,26 @@ _PAIRS = [
     Cell(PP2, _HEADS, model="tied"),
 ]
 LOCAL_MEANS = Cell(CP2, ACROSS, mode=PER_TOKEN, breakage="local_means_logged", must_fail="wrong on purpose")
+TRUNCATED = neighbour("prefixes-ce", "0.5", options="prefixes=8/32")
+_TRUNCATED = [
+    Cell(TP2, TRUNCATED),
+    Cell(TP2 + SP, TRUNCATED, mode=PER_TOKEN, core=True),
+    Cell(CP2, TRUNCATED, mode=PER_TOKEN, core=True),
+    Cell(CP2 + TP2 + SP, TRUNCATED),
+    Cell(PP2, TRUNCATED),
+    Cell(HALF, TRUNCATED),
+    Cell(DP2 + DISTRIBUTED, TRUNCATED, core=True),
+    Cell(TP2 + SP + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, TRUNCATED),
+    Cell(TP2, TRUNCATED, model="tied"),
+    Cell(PP2, TRUNCATED, model="tied", core=True),
+    Cell(TP2 + SP, TRUNCATED, model="mtp"),
+    Cell(TP2 + SP + BF16, TRUNCATED, bound=_BF16_BOUND),
+    Cell(EP2 + BF16 + SCHEDULE_PLAN, TRUNCATED, model="moe", reference=EP2 + BF16),
+    Cell(TP2, TRUNCATED, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
+    Cell(TP2 + SP, TRUNCATED, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
+    Cell(TP2 + SP, TRUNCATED, breakage="halved_weight_gradient", must_fail="wrong on purpose", core=True),
+    Cell(TP2, TRUNCATED, breakage="other_anchors_dropped", must_fail="wrong on purpose"),
+]
 _BROKEN = [
     Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
     Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
@@ -417,5 +437,6 @@ _BROKEN = [
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PRECISION,
     *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_STAGES, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
+    *_TRUNCATED,
     *_BROKEN,
 )  # fmt: skip
