@@ -176,6 +176,8 @@ OF_OBJECTIVES = (
 WALK = "simreg_megatron/kernels/walk.py"
 VERIFY = "simreg_megatron/checkpoint/verify.py"
 STATED = (
+    states(OBJECTIVES, "stay alive: {} MiB of them at a time", "simreg_megatron/parallel/truncated_head.py",
+           r"_SLAB = (\d+) << 20"),
     states("README.md", "logits of Megatron's model to {} |", VERIFY, r"LOGIT_TOLERANCE = ([\d.e-]+)"),
     states("docs/checkpoints.md", "further away than {} of the logits' standard deviation", VERIFY,
            r"LOGIT_TOLERANCE = ([\d.e-]+)"),
@@ -208,6 +210,17 @@ STATED = (
 )  # fmt: skip
 
 
+# ---- from before their benchmarks kept what they measure: these go, or become figures --------------------------------
+
+UNKEPT = (
+    NotMeasured(PERFORMANCE, "awaits `python -m benchmarks.steps`",
+                ("| 2.6 % (whole sequences 3.9 %, reference 15 %) |", "AdaGC alone | | 0.9 % |")),
+    NotMeasured(PERFORMANCE, "awaits `python -m benchmarks.bf16_weights`", ("| 2.9e-4, 0.9e-4 |",)),
+    NotMeasured("docs/data.md", "awaits `python -m benchmarks.preprocessing`", ("10 to 12 s of processor time",
+                "under 1 s for")),
+)  # fmt: skip
+
+
 # ---- not measured here ---------------------------------------------------------------------------------------------
 
 NOT_MEASURED = (
@@ -220,13 +233,13 @@ NOT_MEASURED = (
     NotMeasured("docs/cluster.md", "defaults", ("MINUTES` | 10 |", "`--keep N` | 3 |")),
     NotMeasured("docs/cluster.md", "the paper's, and their share of the peak by launch/estimate.py",
                 ("56 GPU hours for 350M and over 2000 for 7B: 14 % and 30 % of the peak",)),
-    NotMeasured("docs/cluster.md", "a guess, and called one", ("some 5 GiB more",)),
     NotMeasured("docs/cluster.md", "the maker's", ("NVLink carries 400 GB/s",)),
     NotMeasured("docs/data.md", "the paper's share", ("most frequent 2 % of",)),
     NotMeasured("docs/evaluation.md", "of the test's making", ("It asks 500 questions",)),
     NotMeasured("docs/evaluation.md", "about how long one waits", ("two CPU cores, 20 minutes",)),
     NotMeasured("docs/exact.md", "numbers of four bytes, and of two, counted", ("(8 bytes)", "16 bytes a token",
                 "x 2 bytes a sequence")),
+    NotMeasured("docs/exact.md", "what tests/megatron/inner_script.py asserts", ("2 layers run 4 times",)),
     NotMeasured("docs/exact.md", "0.5 over 0.01", ("50 times larger",)),
     NotMeasured(OBJECTIVES, "the post's", ("the scaled form at 0.026",)),
     NotMeasured(PERFORMANCE, "counted: 2 c d, and three times the parameters",
@@ -244,9 +257,12 @@ ENTRIES: tuple[Entry, ...] = (
     *OF_OBJECTIVES,
     *STATED,
     Made("docs/cluster.md", "| model | nodes |", "python -m launch.estimate"),
+    *UNKEPT,
     *NOT_MEASURED,
 )
-LEDGER = Ledger(PAGES, ENTRIES)
+AWAITED = ("objectives", "objective_cost", "preprocessing")
+"""Marked tables whose numbers are from before their benchmarks kept what they measure."""
+LEDGER = Ledger(PAGES, ENTRIES, AWAITED)
 
 
 def main() -> None:
@@ -257,6 +273,10 @@ def main() -> None:
     if parser.parse_args().write:
         for page in write(LEDGER):
             print(f"{page}: numbers replaced; read the words around them")
+    for entry in UNKEPT:
+        print(f"{entry.page}: {entry.why}: {', '.join(entry.texts)}")
+    for name in AWAITED:
+        print(f"the table {name} awaits `python -m benchmarks.{name}`")
     found = complaints(LEDGER)
     raise SystemExit("\n".join(found) if found else 0)
 
