@@ -383,6 +383,11 @@ def _checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ..
                 f"SimReg {name.replace('_', ' ')} {as_typed(getattr(config, name))} has no effect on any of "
                 f"{config.objective}: drop it"
             )
+    if config.looks_inside and any(part.through_head for part in config.parts):
+        raise ValueError(
+            "SimReg objective prefixes-ce is of the final states, as the output layer is given them: train it without "
+            "--simreg-layers and --simreg-placement"
+        )
     own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
     words = [(word, str(value)) for word, value in _words(config.objective_options)]
     return (*own, *((word, float(value)) for word, value in words if word.endswith(".temperature")))

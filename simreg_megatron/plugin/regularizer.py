@@ -208,7 +208,9 @@ class Regularizer:
     def _part(self, config: SimRegConfig, model: Any, tokens: _Tokens, states: list[Tensor]) -> _Part:
         """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
         if config.through_head:
-            terms = prefix_terms(config, model, *tokens.whole, tokens.shard)
+            given = tokens.whole
+            assert given.hidden_states is not None  # the settings leave it to the stage with the output layer
+            terms = prefix_terms(config, model, given.hidden_states, given.labels, given.valid, tokens.shard)
             return _Part(terms, self._views(config, tokens, states[-1].detach()), {})
         views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)

@@ -106,8 +106,9 @@ def _labels(reader: _Reader | None, model: Any, output: Any) -> tuple[Tensor, Te
         if reader is None:
             raise NotImplementedError(_no_data(model))
         batch = reader.batch()
-        found = [batch.get(name) for name in ("labels", "loss_mask")]
-        if any(tensor is None or tensor.shape != (shape[0], shape[1] * cp.size()) for tensor in found):
+        read = (batch.get(name) for name in ("labels", "loss_mask"))
+        found = [tensor for tensor in read if tensor is not None and tensor.shape == (shape[0], shape[1] * cp.size())]
+        if len(found) < 2:
             raise NotImplementedError(_OTHER_BATCHES)
         device = output.device
         labels, loss_mask = (_of_context_rank(tensor, cp).to(device, non_blocking=True) for tensor in found)

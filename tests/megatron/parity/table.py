@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.megatron.parity.run import STEPS, Row
+from tools import tables
 
 COLUMNS = (
     *("model", "layout", "objective", "procs", "against"),
@@ -101,6 +102,7 @@ def markdown(rows: Sequence[Row], command: str) -> str:
         f"{sum(row.seconds for row in rows) / 60:.0f} minutes without the references.",
         "",
         _machine(),
+        tables.stamp("parity"),
         "",
         LEGEND,
         *_rows_of_markdown([COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows)]),
