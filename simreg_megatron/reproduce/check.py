@@ -102,9 +102,9 @@ def _about_rows(table: Table) -> Iterator[str]:
                 told = ", ".join(f"{arm} {count}" for arm, count in counts.items())
                 yield f"{name}: the arms were tuned unequally at size {size} ({told} trials): run what is missing"
         return
-    for size in plan.sizes:
-        if plan.seeds_at(size) < FEWEST_SEEDS:
-            yield f"{name}: {plan.seeds_at(size)} seeds at size {size} are too few: run at least {FEWEST_SEEDS}"
+    for planned in plan.sizes:
+        if plan.seeds_at(planned) < FEWEST_SEEDS:
+            yield f"{name}: {plan.seeds_at(planned)} seeds at size {planned} are too few: run at least {FEWEST_SEEDS}"
     most = max(map(plan.seeds_at, plan.sizes))
     for claim in plan.claims:
         if claim.headline and most < FEWEST_SEEDS_OF_A_HEADLINE:

@@ -83,7 +83,7 @@ def run_here(
     Raises:
         KeyboardInterrupt: stopped, with all that was running; the same call resumes.
     """
-    waiting = []
+    waiting: list[Run] = []
     for run in runs:
         (progress.ended if store.result(run) else waiting).append(run)
     workers: list[_Worker] = []
