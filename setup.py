@@ -39,6 +39,7 @@ DATA = [
     "pyarrow>=16",
     "zstandard>=0.23,<1",
     "filelock>=3",
+    "lxml>=5",  # reads the HTML of the large corpus
 ]
 HF = ["transformers>=4.50,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
 EVALUATION = [*HF, "lm-eval[hf]>=0.4.12,<0.5"]
@@ -80,7 +81,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["simreg_megatron", "simreg_megatron.*"]),
-    package_data={"simreg_megatron": ["py.typed", "reproduce/plans/*.yaml"]},
+    package_data={"simreg_megatron": ["py.typed", "reproduce/plans/*.yaml", "data/large/lock.json"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.6", "typer>=0.15,<1", "rich>=13,<16"],
     extras_require=EXTRAS,

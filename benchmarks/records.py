@@ -53,9 +53,10 @@ def add_options(parser: argparse.ArgumentParser, default: Path | None = None) ->
 
 
 def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Each line as it comes, so that a measurement that is stopped keeps what it has."""
+    """All lines; a measurement that is stopped leaves those it has in PATH.part, and PATH as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w", encoding="utf-8", newline="") as file:
         writer = None
         for record in records:
             if writer is None:
@@ -63,6 +64,7 @@ def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
                 writer.writeheader()
             writer.writerow(record)
             file.flush()
+    part.replace(path)
 
 
 def read(path: Path) -> list[Record]:
@@ -71,14 +73,42 @@ def read(path: Path) -> list[Record]:
 
 
 def finish(
-    path: Path, measured: Iterable[dict[str, Any]] | None, table: Callable[[list[Record]], Iterable[str]]
+    path: Path,
+    measured: Iterable[dict[str, Any]] | None,
+    table: Callable[[list[Record]], Iterable[str]],
+    *,
+    page: Path | None = None,
 ) -> None:
-    """Keep what is measured, if anything is, in `path`, and its table beside it; print the table."""
+    """Keep what is measured, if anything is, in `path`, and its table beside it; print the table.
+
+    A page of the documentation has the table of the file that is kept in `benchmarks/results`.
+    """
     if measured is not None:
         write(path, measured)
     text = "\n".join(table(read(path))) + "\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
+    if page is not None and path.resolve().parent == RESULTS:
+        page.write_text(_with_quote(page.read_text(encoding="utf-8"), path.stem, text), encoding="utf-8")
     Console(width=max(120, Console().width)).print(Markdown(text))
+
+
+def quoted(page: str, name: str) -> str:
+    """What stands in a page between the marks of the table `name`."""
+    return page.partition(_begins(name))[2].partition(_ENDS)[0]
+
+
+def _with_quote(page: str, name: str, text: str) -> str:
+    before, mark, rest = page.partition(_begins(name))
+    if not mark:
+        raise ValueError(f"the page has no line {_begins(name).strip()!r}: put it where the table belongs")
+    return f"{before}{mark}{text}{_ENDS}{rest.partition(_ENDS)[2]}"
+
+
+def _begins(name: str) -> str:
+    return f"<!-- table {name} -->\n"
+
+
+_ENDS = "<!-- end of table -->\n"
 
 
 def described(records: Sequence[Record]) -> str:

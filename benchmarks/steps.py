@@ -36,11 +36,10 @@ KINDS = {
     "SimReg, impl triton": ("--simreg-lambda", "1", "--simreg-impl", "triton"),
     "AdaGC alone": ("--adagc",),
 }
-PAPER = (
-    "The paper's Table 3 is of a 7B model (width 4096, chunks of 1024) on H800: 2.295 s and 373.45 GB off, 2.296 s and "
-    "375.28 GB whole, 2.295 s and 373.84 GB in chunks."
-)
+PAPER = "the paper's Table 3: 7B on H800"
+OF_PAPER = {PLAIN: (2295, 373450), "SimReg, chunks of 1024": (2295, 373840), "SimReg, whole sequences": (2296, 375280)}
 LOG_INTERVAL = 10
+PAGE, OF_PAGE = ROOT / "docs" / "performance.md", "tiny"
 _MEMORY = re.compile(r"max allocated: ([\d.]+)")
 
 
@@ -54,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     measured = None if options.source else _measured(options)
     output = options.source or options.output or RESULTS / f"steps-{options.model}.csv"
-    records.finish(output, measured, table)
+    records.finish(output, measured, table, page=PAGE if output.stem == f"steps-{OF_PAGE}" else None)
 
 
 def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -104,10 +103,9 @@ def table(lines: list[Record]) -> Iterator[str]:
     model = lines[0]["model"]
     turns = {name: _turns(lines, name) for name in dict.fromkeys(line["kind"] for line in lines)}
     number = len(turns[PLAIN])
-    yield f"# A step of --model {model}"
-    yield ""
-    yield f"{records.described(lines)}. Runs of {lines[0]['steps']} steps, {number} turns, one run at a time; "
-    yield f"ms per step, median of logged intervals of {LOG_INTERVAL} steps."
+    yield f"A step of --model {model}. {records.described(lines)}."
+    yield f"Runs of {lines[0]['steps']} steps, {number} turns, one run at a time; ms per step, median of logged"
+    yield f"intervals of {LOG_INTERVAL} steps."
     yield f"`python -m benchmarks.steps --model {model}`"
     yield ""
     yield "| run | ms | over plain | 95 % interval | intervals | peak MB |"
@@ -118,8 +116,10 @@ def table(lines: list[Record]) -> Iterator[str]:
         over = ("", "") if name == PLAIN else (f"{found.percent:+.1f} %", f"{found.low:+.1f} to {found.high:+.1f} %")
         cells = (name, f"{found.other:.1f}", *over, sum(map(len, times)), f"{memory:.0f}" if memory else "not measured")
         yield f"| {' | '.join(map(str, cells))} |"
-    yield ""
-    yield PAPER
+    off = OF_PAPER[PLAIN][0]
+    for name, (ms, megabytes) in OF_PAPER.items():
+        over = "" if name == PLAIN else f"{100 * (ms / off - 1):+.1f} %"
+        yield f"| {PAPER}, {name} | {ms} | {over} | not stated | not stated | {megabytes} |"
 
 
 def _turns(lines: Iterable[Record], kind: str) -> list[list[float]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`simreg-megatron data`: prepare, merge, tokenizer, histogram."""
+"""`simreg-megatron data`: prepare, merge, tokenizer, corpus-large, histogram."""
 
 from __future__ import annotations
 
@@ -144,6 +144,35 @@ def make_tokenizer(
         if output.exists():
             raise DataError(f"{output} is there already: give another --output, or remove it")
         print(_trained(sources, output, vocab_size, key))
+
+
+@app.command()
+def corpus_large(
+    out: Annotated[Path, typer.Option(help="folder of the set: train, valid and test, tokenizer.model, manifest.json")],
+    packages: Annotated[
+        Path | None,
+        typer.Option(show_default=False, help="where the fetched packages are kept (default: OUT.packages)"),
+    ] = None,
+    workers: Annotated[int, typer.Option(show_default=False, help="processes that tokenize (default: the cores)")] = 0,
+    update_lock: Annotated[
+        bool,
+        typer.Option("--update-lock", help="first pin the versions that the archive has today: another corpus"),
+    ] = False,
+) -> None:
+    """Forty million tokens of English from Debian's documentation packages: the same bytes on every machine."""
+    with _errors():
+        from simreg_megatron.data.large import ensure_large_corpus
+        from simreg_megatron.data.large import update_lock as pin
+        from simreg_megatron.data.prepare import workers_here
+
+        packages = packages or out.with_name(f"{out.name}.packages")
+        if update_lock:
+            pin(packages)
+        corpus = ensure_large_corpus(out, packages=packages, workers=workers or workers_here())
+        for side, tokens in corpus.manifest["tokens"].items():
+            ratio = corpus.manifest["bytes_per_token"][side]
+            print(f"{out / side}: {tokens:,} tokens, {ratio:.4f} bytes of text for each")
+        print(f"{corpus.manifest_path} tells the rest.")
 
 
 @app.command()

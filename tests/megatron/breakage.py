@@ -136,9 +136,9 @@ def local_means_logged() -> None:
 
     reduce = reporting.Metrics.reduce
 
-    def averaged(self: Any, group: Any, **options: Any) -> dict[str, Tensor]:
+    def averaged(self: Any, group: Any, *others: Any, **options: Any) -> dict[str, Tensor]:
         with mock.patch.object(reporting.dist, "all_reduce"):
-            means = reduce(self, group, **options)
+            means = reduce(self, group, *others, **options)
         for mean in means.values():
             torch.distributed.all_reduce(mean.div_(group.size()), group=group)
         return means

@@ -51,8 +51,9 @@ def test_a_loss_function_of_another_kind_is_found_out(bench: Bench, tmp_path: Pa
     assert "pipeline stage 0 computed its --simreg-layers with other labels, masks or weights" in done.output
 
 
-def test_scalars_of_the_last_stage_are_refused_elsewhere(bench: Bench, tmp_path: Path) -> None:
-    flags = ("--pipeline-model-parallel-size", "2", "--simreg-similarity", "learnable")
+def test_what_the_last_stage_alone_has_is_refused_elsewhere(bench: Bench, tmp_path: Path) -> None:
+    objective = ("--simreg-objective", "sigmoid", "--simreg-objective-options", "pairs=hidden-head,trains=none")
+    flags = ("--pipeline-model-parallel-size", "2", *objective)
     done = runs.attempt(tmp_path, (*started(bench, "1"), *flags), model="deep", processes=2)
     assert done.status != 0 and "iteration        1/" not in done.output
-    assert "--simreg-layers 1 lies on an earlier pipeline stage, and SimReg objective simreg trains" in done.output
+    assert "--simreg-layers 1 lies on an earlier pipeline stage, and SimReg objective sigmoid needs" in done.output

@@ -44,7 +44,7 @@ LAW = {
     TOP: room("config plugin"),
     "data": room(
         f"{TOP} report",
-        "datasets sentencepiece transformers tokenizers pyarrow zstandard numpy rich typer filelock",
+        "datasets sentencepiece transformers tokenizers pyarrow zstandard numpy rich typer filelock lxml",
     ),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),

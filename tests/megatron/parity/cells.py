@@ -154,8 +154,9 @@ DOCUMENTS = part("documents", "--eod-mask-loss --reset-position-ids --reset-atte
 
 # Half precision rounds every activation to 8 (bf16) or 11 (fp16) bits and adds them up in another order in each layout,
 # Megatron's own loss alike. These rows hold the plumbing (loss scale, dtypes, casts): a factor of two still shows.
-_BF16_BOUND = Bound(2e-3, 2e-2, 5e-2)
-_FP16_BOUND = Bound(5e-4, 5e-3, 1e-2)
+# The log has their spread, too, which behind an RMSNorm is no larger than the rounding of a norm in bf16.
+_BF16_BOUND = Bound(2e-3, 2e-2, 5e-2, 2e-1)
+_FP16_BOUND = Bound(5e-4, 5e-3, 1e-2, 1e-1)
 
 _CHUNKS = [
     Cell(TP2, INSIDE, core=True),
@@ -309,8 +310,9 @@ _STAGES = [  # layers on pipeline stages before the last
     Cell(PP2 + CP2, _BOTH, model="deep", mode=MASKED, oracle="context_ranks"),
     Cell(PP2 + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, _BOTH, model="deep", mode=PER_TOKEN),
     Cell(PP2 + HALF, _BOTH, model="deep"),
-    Cell(PP2 + FP16, _BOTH, model="deep", bound=_FP16_BOUND),
-    Cell(PP2 + VPP2 + FP16_DYNAMIC, _ALL, model="deep", bound=_FP16_BOUND),
+    # Early states are short, so the gradient of their cosines is large: at lambda 10 it overflows fp16 at scale 1024.
+    Cell(PP2 + FP16, _BOTH + part("lambda 0.5", "--simreg-lambda 0.5"), model="deep", bound=_FP16_BOUND),
+    Cell(PP2 + VPP2 + FP16_DYNAMIC, _BOTH + part("lambda 0.5", "--simreg-lambda 0.5"), model="deep", bound=_FP16_BOUND),
     Cell(PP2 + BF16, _BOTH, model="deep", bound=_BF16_BOUND),
     Cell(
         PP2, chunk(24, "--simreg-layers 2,final --simreg-placement pre-norm", "layers 2,final pre-norm"), model="deep"

@@ -41,7 +41,8 @@ and is compared with one process, or with what the column *against* names, at fu
   of the ranks' means: those rows are compared with one process that averages so, and differ from one that does not.
 - Megatron's loss of multi-token prediction is a mean of local means in every mode, so under CP it depends on the layout
   without SimReg already; with its weight at 0 the row is exact.
-- bf16 and fp16 are compared with fp32: their own rounding, not the layout, sets the bound.
+- bf16 and fp16 are compared with fp32: their own rounding, not the layout, sets the bound. In the log it shows most in
+  the spread and the differences of norms, which are no larger than it.
 - Rows that are wrong on purpose must miss the bound: *fails, as it must*.
 """
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the large corpus is made of: Debian packages (bookworm, made for all machines) and which of their files.
+
+Where a package has its documentation in several forms, the form with the least markup is taken.
+"""
+
+_SOURCES = r"/_sources/(?!.*translations/).*\.txt$"
+_MANUAL = r"/man/man\d"
+_HTML = r"\.html$"
+
+# Longest running text first: of a paragraph that stands in several packages, the first keeps it.
+PACKAGES = {
+    "anarchism": r"/markdown/(?!translations).*\.md(\.gz)?$",
+    "debian-handbook": r"/en-US/.*\.html$",
+    "dict-gcide": r"\.dict\.dz$",
+    "wordnet-base": r"/wordnet/data\.(noun|verb|adj|adv)$",
+    "fortunes": r"games/fortunes/[a-z-]+$",
+    "dict-foldoc": r"\.dict\.dz$",
+    "dict-jargon": r"\.dict\.dz$",
+    "dict-devil": r"\.dict\.dz$",
+    "perl-doc": r"\.pod$",
+    "linux-doc-6.1": _SOURCES,
+    "python3.11-doc": _SOURCES,
+    "postgresql-doc-15": _HTML,
+    "git-doc": r"/git-doc/.*\.txt$",
+    "vim-runtime": r"/doc/[a-z0-9_]+\.txt(\.gz)?$",
+    "emacs-common": r"/etc/NEWS",
+    "manpages": _MANUAL,
+    "manpages-dev": _MANUAL,
+    "freebsd-manpages": _MANUAL,
+    "libssl-doc": _MANUAL,
+    "libcurl4-doc": _MANUAL,
+    "tcl8.6-doc": _MANUAL,
+    "tk8.6-doc": _MANUAL,
+    "openmpi-doc": _MANUAL,
+    "ada-reference-manual-2012": r"\.TXT$",
+    "llvm-14-doc": _SOURCES,
+    "clang-14-doc": _SOURCES,
+    "ghc-doc": _SOURCES,
+    "dpdk-doc": _SOURCES,
+    "sphinx-doc": _SOURCES,
+    "python-sqlalchemy-doc": r"\.rst$",
+    "python-pandas-doc": _SOURCES,
+    "twisted-doc": _SOURCES,
+    "nova-doc": _SOURCES,
+    "neutron-doc": _SOURCES,
+    "keystone-doc": _SOURCES,
+    "cinder-doc": _SOURCES,
+    "swift-doc": _SOURCES,
+    "glance-doc": _SOURCES,
+    "ironic-doc": _SOURCES,
+    "exim4-doc-html": _HTML,
+    "postfix-doc": _HTML,
+    "slurm-wlm-doc": _HTML,
+    "zsh-doc": _HTML,
+    "sqlite3-doc": _HTML,
+    "abs-guide": _HTML,
+    "debian-policy": r"/policy\.html/.*\.html$",
+    "debian-faq": _HTML,
+    "developers-reference": _SOURCES,
+    "maint-guide": _HTML,
+    "aptitude-doc-en": _HTML,
+    "xorg-docs": _HTML,
+    "libreoffice-help-en-us": _HTML,
+    "python-django-doc": _HTML,
+    "apache2-doc": r"/manual/en/.*\.html$|\.html\.en$",
+    "qtbase5-doc-html": _HTML,
+    "qtdeclarative5-doc-html": _HTML,
+    "db5.3-doc": r"/(programmer_reference|gsg|gsg_txn|installation)/.*\.html$",
+}
