@@ -3,7 +3,8 @@
 
 A number with a unit, a difference such as 2e-7, one with three decimals or more, and one that has a cell of a table to
 itself must be in the ledger: as a figure (it is computed anew from its file and compared at the precision that the page
-prints), in a table that a command makes, or as something that nobody measured here, with the reason.
+prints), in a table that a command makes, or as something that nobody measured here, with the reason. A table between
+the marks `<!-- table NAME -->` and `<!-- end of table -->` is benchmarks/results/NAME.md, and needs no entry.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = "benchmarks/results"
 
 _NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
 _WORDS = (
@@ -26,6 +28,7 @@ MEASURED = re.compile(
     rf"(?<![\w.,/`-])(?:(?P<range>{_NUMBER})\sto\s)?"
     rf"(?P<number>{_NUMBER}(?={_UNIT})|[-+]?[\d.]+e[-+]?\d+\b|[-+]?\d+\.\d{{3,}}\b(?!\.\d)|(?<=\|\s){_NUMBER}{_CELL})"
 )
+_TABLE = re.compile(r"<!-- table (?P<name>[\w-]+) -->\n(?P<text>.*?)<!-- end of table -->\n", flags=re.DOTALL)
 _CODE = re.compile(r"(?<!`)`(?!`)[^`]+`(?!`)|\]\([^)]*\)|arXiv [\d.]+")  # flags, addresses and papers measure nothing
 
 
@@ -49,16 +52,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Made:
-    """A part of a page that `command` makes: from the line that begins with `start` to the next empty one.
+    """A part of a page that `command` makes and a test of its own compares.
 
-    Where the command writes it into a committed file, `file`, the page has the same lines; else a test of its own
-    compares.
+    It goes from the line that begins with `start` to the next empty one.
     """
 
     page: str
     start: str
     command: str
-    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,11 @@ Entry = Figure | Made | NotMeasured
 
 @dataclass(frozen=True)
 class Ledger:
-    """All that is known about the numbers of `pages`."""
+    """All that is known about the numbers of `pages`; `awaited` names marked tables that are still to be measured."""
 
     pages: Sequence[str]
     entries: Sequence[Entry]
+    awaited: Sequence[str] = ()
 
 
 def complaints(ledger: Ledger, root: Path = ROOT) -> list[str]:
@@ -89,6 +91,9 @@ def complaints(ledger: Ledger, root: Path = ROOT) -> list[str]:
 def _of_page(page: str, ledger: Ledger, root: Path) -> Iterator[str]:
     text = (root / page).read_text(encoding="utf-8")
     explained: list[tuple[int, int]] = []
+    for table in _TABLE.finditer(text):
+        explained.append(table.span("text"))
+        yield from _of_table(page, table, ledger, root)
     for entry in ledger.entries:
         if entry.page != page:
             continue
@@ -100,7 +105,7 @@ def _of_page(page: str, ledger: Ledger, root: Path) -> Iterator[str]:
         if isinstance(entry, Figure):
             yield from _of_figure(entry, found[0])
         if isinstance(entry, Made):
-            yield from _of_part(entry, found[0], root)
+            yield from _of_part(entry, found[0])
     unknown: dict[int, list[str]] = {}
     for start, end in _measured(text):
         if not any(first <= start and end <= last for first, last in explained):
@@ -112,19 +117,20 @@ def _of_page(page: str, ledger: Ledger, root: Path) -> Iterator[str]:
         )
 
 
-def _of_part(part: Made, match: re.Match[str], root: Path) -> Iterator[str]:
+def _of_part(part: Made, match: re.Match[str]) -> Iterator[str]:
     place = f"{part.page}:{_line(match.string, match.start())}"
     if part.command not in " ".join(match.string.split()):
         yield f"{place}: does not say that `{part.command}` makes the part that begins with {part.start!r}"
-    if part.file and match.group() != _lines_of(part, root):
-        yield f"{place}: is not what {part.file} has: run `python -m benchmarks.ledger --write`, or `{part.command}`"
 
 
-def _lines_of(part: Made, root: Path) -> str | None:
-    """The part as its file has it."""
-    path = root / part.file
-    found = _places(part, path.read_text(encoding="utf-8")) if path.is_file() else []
-    return found[0].group() if found else None
+def _of_table(page: str, table: re.Match[str], ledger: Ledger, root: Path) -> Iterator[str]:
+    place, name = f"{page}:{_line(table.string, table.start())}", table["name"]
+    path = root / RESULTS / f"{name}.md"
+    if (is_there := path.is_file()) == (name in ledger.awaited):
+        what = "is awaited no more: take it out of AWAITED" if is_there else "is not there: make it by its benchmark"
+        yield f"{place}: {RESULTS}/{name}.md {what}"
+    elif is_there and path.read_text(encoding="utf-8") != table["text"]:
+        yield f"{place}: the table {name} is not what {RESULTS}/{name}.md has: run its benchmark with --from"
 
 
 def _of_figure(figure: Figure, match: re.Match[str]) -> Iterator[str]:
@@ -154,9 +160,6 @@ def write(ledger: Ledger, root: Path = ROOT) -> list[str]:
                 for printed, value, where in reversed(list(_compared(entry, found[0]))):
                     if not agree(printed, value):
                         text = text[:where] + as_printed(value, printed) + text[where + len(printed) :]
-            if isinstance(entry, Made) and entry.page == page and entry.file and (lines := _lines_of(entry, root)):
-                for match in _places(entry, text):
-                    text = text[: match.start()] + lines + text[match.end() :]
         if text != before:
             (root / page).write_text(text, encoding="utf-8")
             changed.append(page)

@@ -131,11 +131,11 @@ def demo_sentence() -> list[float]:
     return [abs(apart), *of_demo("simreg", "validation_loss"), *of_demo("cross-entropy", "validation_loss")]
 
 
-COLUMNS = ("validation_loss", "simreg_loss", "mean_cosine", "seconds_per_step")
+COLUMNS = ("validation_loss", "simreg_loss", "mean_cosine")
 ROW = " ".join("{}" for _ in COLUMNS)
 OF_THE_DEMO = (
     Figure("README.md", "({} s after the set-up", DEMO, lambda: [json_of(DEMO.file)["seconds"]]),
-    Figure("README.md", f"(seconds) cross-entropy {ROW} simreg {ROW} simreg minus cross-entropy {ROW}", DEMO,
+    Figure("README.md", f"cosine of other labels cross-entropy {ROW} simreg {ROW} difference {ROW}", DEMO,
            lambda: [*of_demo("cross-entropy", *COLUMNS), *of_demo("simreg", *COLUMNS), *demo_difference(*COLUMNS)]),
     Figure("README.md", "simreg ended {} nats per token better than cross-entropy in validation loss ({} and {} nats",
            DEMO, demo_sentence),
@@ -178,6 +178,8 @@ OF_OBJECTIVES = (
 WALK = "simreg_megatron/kernels/walk.py"
 VERIFY = "simreg_megatron/checkpoint/verify.py"
 STATED = (
+    states(OBJECTIVES, "stay alive: {} MiB of them at a time", "simreg_megatron/parallel/truncated_head.py",
+           r"_SLAB = (\d+) << 20"),
     states("README.md", "logits of Megatron's model to {} |", VERIFY, r"LOGIT_TOLERANCE = ([\d.e-]+)"),
     states("docs/checkpoints.md", "further away than {} of the logits' standard deviation", VERIFY,
            r"LOGIT_TOLERANCE = ([\d.e-]+)"),
@@ -210,6 +212,15 @@ STATED = (
 )  # fmt: skip
 
 
+# ---- from before their benchmarks kept what they measure: these go, or become figures --------------------------------
+
+UNKEPT = (
+    NotMeasured(PERFORMANCE, "awaits `python -m benchmarks.bf16_weights`", ("| 2.9e-4, 0.9e-4 |",)),
+    NotMeasured("docs/data.md", "awaits `python -m benchmarks.preprocessing`", ("10 to 12 s of processor time",
+                "under 1 s for")),
+)  # fmt: skip
+
+
 # ---- not measured here ---------------------------------------------------------------------------------------------
 
 NOT_MEASURED = (
@@ -218,17 +229,17 @@ NOT_MEASURED = (
     NotMeasured("README.md", "AdaGC's setting", ("1.04 times the moving average",)),
     NotMeasured("README.md", "a Python, not a number", ("| 3.12 (their wheels", "| 3.12 | exact, with one warning")),
     NotMeasured("CONTRIBUTING.md", "about how long one waits",
-                ("root, 12 minutes", "layout: 5 minutes", "Megatron: 20 minutes")),
+                ("root, 15 minutes", "layout: 5 minutes", "Megatron: 30 minutes")),
     NotMeasured("docs/cluster.md", "defaults", ("MINUTES` | 10 |", "`--keep N` | 3 |")),
     NotMeasured("docs/cluster.md", "the paper's, and their share of the peak by launch/estimate.py",
                 ("56 GPU hours for 350M and over 2000 for 7B: 14 % and 30 % of the peak",)),
-    NotMeasured("docs/cluster.md", "a guess, and called one", ("some 5 GiB more",)),
     NotMeasured("docs/cluster.md", "the maker's", ("NVLink carries 400 GB/s",)),
     NotMeasured("docs/data.md", "the paper's share", ("most frequent 2 % of",)),
     NotMeasured("docs/evaluation.md", "of the test's making", ("It asks 500 questions",)),
     NotMeasured("docs/evaluation.md", "about how long one waits", ("two CPU cores, 20 minutes",)),
     NotMeasured("docs/exact.md", "numbers of four bytes, and of two, counted", ("(8 bytes)", "16 bytes a token",
                 "x 2 bytes a sequence")),
+    NotMeasured("docs/exact.md", "what tests/megatron/inner_script.py asserts", ("2 layers run 4 times",)),
     NotMeasured("docs/exact.md", "0.5 over 0.01", ("50 times larger",)),
     NotMeasured(OBJECTIVES, "the post's", ("the scaled form at 0.026",)),
     NotMeasured(PERFORMANCE, "counted: 2 c d, and three times the parameters",
@@ -246,9 +257,12 @@ ENTRIES: tuple[Entry, ...] = (
     *OF_OBJECTIVES,
     *STATED,
     Made("docs/cluster.md", "| model | nodes |", "python -m launch.estimate"),
+    *UNKEPT,
     *NOT_MEASURED,
 )
-LEDGER = Ledger(PAGES, ENTRIES)
+AWAITED = ("objectives", "objective_cost", "preprocessing", "steps-tiny")
+"""Marked tables whose numbers are from before their benchmarks kept what they measure."""
+LEDGER = Ledger(PAGES, ENTRIES, AWAITED)
 
 
 def main() -> None:
@@ -259,6 +273,10 @@ def main() -> None:
     if parser.parse_args().write:
         for page in write(LEDGER):
             print(f"{page}: numbers replaced; read the words around them")
+    for entry in UNKEPT:
+        print(f"{entry.page}: {entry.why}: {', '.join(entry.texts)}")
+    for name in AWAITED:
+        print(f"the table {name} awaits `python -m benchmarks.{name.partition('-')[0]}`")
     found = complaints(LEDGER)
     raise SystemExit("\n".join(found) if found else 0)
 

@@ -277,6 +277,7 @@ def write_result(
         "versions": {name: packages.get(name) for name in ("torch", "megatron-core")},
         "settings": {name: value for name, value in vars(settings).items() if name != "output"},
         "seconds": seconds,
+        "seconds_per_step": steps._asdict(),
         "runs": {summary.name: asdict(summary) for summary in summaries},
         "seconds_per_step": steps._asdict(),
         "heatmap_mean_cosine": {each.name: report.mean_cosine(each) for each in states},

@@ -200,6 +200,7 @@ def test_the_demo_ends_with_table_sentence_and_figures(stand_ins, tmp_path):
     result = json.loads((output / demo.RESULT).read_text())
     assert [run["validation_loss"] for run in result["runs"].values()] == [4.5, 4.25]
     assert result["settings"]["steps"] == 4 and result["versions"]["torch"]
+    assert {"base", "other", "percent", "low", "high"} == set(result["seconds_per_step"])
     hidden = np.random.default_rng(0).standard_normal((5, 3))
     units = hidden / np.linalg.norm(hidden, axis=1, keepdims=True)
     mean = ((units @ units.T).sum() - 5) / 20

@@ -106,18 +106,17 @@ def test_a_made_part_names_its_command(checked: Callable[..., list[str]]) -> Non
     assert "does not say that `python -m made`" in sentence
 
 
-def test_a_part_that_a_file_has_is_the_files(checked: Callable[..., list[str]], tmp_path: Path) -> None:
-    copied = dataclasses.replace(ENTRIES[3], file="made.md")
-    (tmp_path / "made.md").write_text("# Made\n\n| made | 17 |\n\nend\n")
-    assert checked(*ENTRIES[:3], copied) == []
-    (tmp_path / "made.md").write_text("# Made\n\n| made | 18 |\n| more | 19 |\n\nend\n")
-    (sentence,) = checked(*ENTRIES[:3], copied)
-    assert "page.md:9: is not what made.md has" in sentence
-    ledger = Ledger(("page.md",), (*ENTRIES[:3], copied))
-    assert write(ledger, tmp_path) == ["page.md"] and complaints(ledger, tmp_path) == []
-    assert "| made | 18 |\n| more | 19 |\n\n`python" in (tmp_path / "page.md").read_text()
-    (tmp_path / "made.md").unlink()
-    assert "is not what made.md has" in checked(*ENTRIES[:3], copied)[0]
+def test_a_marked_table_is_its_file(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("<!-- table one -->\n| 17 |\n<!-- end of table -->\n")
+    known, awaited = Ledger(("page.md",), ()), Ledger(("page.md",), (), awaited=("one",))
+    assert "page.md:1: benchmarks/results/one.md is not there" in complaints(known, tmp_path)[0]
+    assert complaints(awaited, tmp_path) == []
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "one.md").write_text("| 17 |\n")
+    assert complaints(known, tmp_path) == []
+    assert "take it out of AWAITED" in complaints(awaited, tmp_path)[0]
+    (tmp_path / "benchmarks" / "results" / "one.md").write_text("| 18 |\n")
+    assert "is not what benchmarks/results/one.md has" in complaints(known, tmp_path)[0]
 
 
 def test_a_file_that_is_missing_is_named_with_its_command(checked: Callable[..., list[str]]) -> None:
