@@ -113,8 +113,9 @@ def table(lines: list[Record]) -> Iterator[str]:
     times = {name: [float(line["ms"]) for line in lines if line["call"] == name] for name in _names(lines)}
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     turns = max(map(len, times.values()))
-    yield f"{SEQUENCES} sequences of {LENGTH} tokens of width {WIDTH} in float32, whole sequences, in turns, median of"
-    yield f"{turns}. {records.described(lines)}. `python -m benchmarks.objective_cost --turns {turns}`"
+    yield f"{SEQUENCES} sequences of {LENGTH} tokens of width {WIDTH} in float32, whole sequences;"
+    yield f"median of {turns} turn{'s' if turns > 1 else ''}. {records.described(lines)}."
+    yield f"`python -m benchmarks.objective_cost --turns {turns}`"
     yield ""
     yield "| one call | ms | of plain | of SimReg |"
     yield "| --- | --- | --- | --- |"

@@ -104,8 +104,8 @@ def table(lines: list[Record]) -> Iterator[str]:
     turns = {name: _turns(lines, name) for name in dict.fromkeys(line["kind"] for line in lines)}
     number = len(turns[PLAIN])
     yield f"A step of --model {model}. {records.described(lines)}."
-    yield f"Runs of {lines[0]['steps']} steps, {number} turns, one run at a time; ms per step, median of logged"
-    yield f"intervals of {LOG_INTERVAL} steps."
+    yield f"Runs of {lines[0]['steps']} steps, {number} turn{'s' if number > 1 else ''}, one run at a time;"
+    yield f"ms per step, median of logged intervals of {LOG_INTERVAL} steps."
     yield f"`python -m benchmarks.steps --model {model}`"
     yield ""
     yield "| run | ms | over plain | 95 % interval | intervals | peak MB |"
