@@ -310,7 +310,7 @@ _STAGES = [  # layers on pipeline stages before the last
     Cell(PP2 + CP2, _BOTH, model="deep", mode=MASKED, oracle="context_ranks"),
     Cell(PP2 + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, _BOTH, model="deep", mode=PER_TOKEN),
     Cell(PP2 + HALF, _BOTH, model="deep"),
-    # Early states are short, so the gradient of their cosines is large: at lambda 10 it overflows fp16 at scale 1024.
+    # Early states are short, the gradient of their cosines is large: lambda 10 overflows fp16, in one process too.
     Cell(PP2 + FP16, _BOTH + part("lambda 0.5", "--simreg-lambda 0.5"), model="deep", bound=_FP16_BOUND),
     Cell(PP2 + VPP2 + FP16_DYNAMIC, _BOTH + part("lambda 0.5", "--simreg-lambda 0.5"), model="deep", bound=_FP16_BOUND),
     Cell(PP2 + BF16, _BOTH, model="deep", bound=_BF16_BOUND),
