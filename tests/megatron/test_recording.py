@@ -108,6 +108,7 @@ def test_a_difference_is_of_any_value_in_any_line() -> None:
         other = runs.difference(one, replace(one, logged=[one.logged[0], one.logged[1] | change]))
         assert (other.logged, other.value) == (pytest.approx(gap), value)
         assert other.loss == other.norm == other.grad == 0
+    assert runs.difference(one, same, {"no"}).logged == 0 and runs.difference(one, same, {d}).logged == math.inf
 
 
 def test_ranks_must_log_the_same(tmp_path: Path) -> None:
