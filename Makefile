@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-slurm parity versions lint bench clean distclean
+.PHONY: help setup demo test test-all test-slurm parity versions lint bench tables stale clean distclean
 
 PY := .venv/bin/python
 # Shell files that bash alone reads; a launcher that is Python as well as bash is left to its tests.
@@ -13,13 +13,15 @@ PYTEST_ARGS ?=
 PARITY_ARGS ?=
 # And for the releases of Megatron: make versions VERSIONS_ARGS="--sources ../sources" (docs/versions.md)
 VERSIONS_ARGS ?=
+# Tables to make again, stale or not: make tables ONLY="parity versions"
+ONLY ?=
 # Two workers, one file each at a time: whole runs of Megatron are made once a file and shared by its tests.
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## make .venv with all that the demo and the tests need (once: 2 to 4 minutes, 5.5 GB)
+setup: ## make .venv with all that the demo and the tests need (once: 2 to 4 minutes, 6.2 GB)
 	@bash tools/setup.sh
 
 demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, and compare them
@@ -39,7 +41,7 @@ test-slurm: setup ## the life of a cluster job, on a SLURM of two nodes that it 
 parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)
 
-versions: setup ## drive every release of Megatron and write docs/versions.md (20 minutes on 2 cores)
+versions: setup ## drive every release of Megatron and write docs/versions.md (30 minutes on 2 cores)
 	$(PY) -m tests.versions --output docs/versions.md $(VERSIONS_ARGS)
 
 lint: setup ## ruff (rules and format), mypy, shellcheck
@@ -50,6 +52,12 @@ lint: setup ## ruff (rules and format), mypy, shellcheck
 
 bench: setup ## what SimReg costs, as ratios of one run
 	$(PY) -m benchmarks $(BENCH_ARGS)
+
+tables: setup ## make generated tables again that are older than their code (all: an hour on 2 cores that are otherwise idle)
+	PARITY_ARGS="$(PARITY_ARGS)" VERSIONS_ARGS="$(VERSIONS_ARGS)" $(PY) -m tools.tables --make $(ONLY)
+
+stale: setup ## tell which of them are, and how long each takes
+	@$(PY) -m tools.tables
 
 clean: ## remove builds, caches and runs/; keep .venv
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache runs

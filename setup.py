@@ -44,6 +44,8 @@ DATA = [
 HF = ["transformers>=4.50,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
 EVALUATION = [*HF, "lm-eval[hf]>=0.4.12,<0.5"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
+# Experiments: plans are YAML, verdicts are scipy's tests.
+REPRODUCE = [*REPORT, "sentencepiece>=0.2,<0.3", "pyyaml>=6", "scipy>=1.11,<2"]
 EXTRAS = {
     "megatron": MEGATRON,
     "gpu": ["transformer-engine[pytorch]>=2"],
@@ -51,9 +53,11 @@ EXTRAS = {
     "hf": HF,
     "eval": [*EVALUATION, *REPORT],
     "report": REPORT,
+    "reproduce": REPRODUCE,
     "demo": [*MEGATRON, *DATA, *REPORT],
     "dev": [
         *EVALUATION,
+        *REPRODUCE,
         "pytest>=8,<10",
         "pytest-xdist>=3.6,<4",
         "hypothesis>=6.100,<7",
@@ -77,7 +81,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["simreg_megatron", "simreg_megatron.*"]),
-    package_data={"simreg_megatron": ["py.typed", "data/large/lock.json"]},
+    package_data={"simreg_megatron": ["py.typed", "reproduce/plans/*.yaml", "data/large/lock.json"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.6", "typer>=0.15,<1", "rich>=13,<16"],
     extras_require=EXTRAS,

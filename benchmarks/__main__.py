@@ -25,6 +25,7 @@ from rich.progress import track
 from benchmarks import plot
 from benchmarks.cases import Size
 from benchmarks.measure import Row, gemm_multiply_adds_per_second, measured
+from tools import tables
 
 SIZES = {
     "cpu": [
@@ -83,6 +84,8 @@ def _table(rows: Iterable[Row], device: str, peak: float) -> Iterator[str]:
     yield ""
     yield f"{datetime.date.today()}, `python -m benchmarks --device {device}`. Python {platform.python_version()}, "
     yield f"torch {torch.__version__}. One square product reaches {2e-9 * peak:.0f} GFLOP/s here; the share is of that."
+    if device == "cpu":
+        yield tables.stamp("benchmarks")
     yield ""
     yield "Sequences x tokens x width, each sequence one chunk. Ratios are to tiled: more is slower, or takes more."
     yield "MiB are beside the inputs, the gradient is among them. Errors are relative, to float64."

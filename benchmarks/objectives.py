@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.objectives [--seeds 3]`: what each objective does to one small model on real text.
 
-Real runs of launch/pretrain_llama.sh on the built-in corpus, the objectives taking turns within each seed. One weight
-each, not tuned: the table shows what an objective changes, not which one is best.
+Real runs of launch/pretrain_llama.sh on the built-in corpus, one at a time, the objectives taking turns in each seed.
+One weight each, not tuned: the table shows what an objective changes, not which one is best. Each run is a line of
+benchmarks/results/objectives.csv; the table in docs/objectives.md is made of that file (`--from FILE.csv`).
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.markdown import Markdown
 
+from benchmarks import records
+from benchmarks.records import RESULTS, ROOT, Record
+from launch.timing import interval_milliseconds
 from simreg_megatron import report
 from simreg_megatron.data import ensure_builtin_corpus
 
-ROOT = Path(__file__).resolve().parent.parent
 MODEL = {"--num-layers": 2, "--hidden-size": 128, "--ffn-hidden-size": 344, "--num-attention-heads": 4,
          "--global-batch-size": 4}  # fmt: skip
+PLAIN = "plain Megatron"
 OBJECTIVES = {
-    "cross-entropy alone": ("none", ""),
+    PLAIN: ("", ""),
+    "cross-entropy, SimReg measured": ("none", ""),
     "SimReg": ("simreg:1", ""),
     "SIGReg, mean": ("sigreg:1", ""),
     "SIGReg, Epps-Pulley": ("sigreg:0.01", "sigreg.estimator=epps-pulley"),
@@ -43,40 +48,47 @@ COLUMNS = {
     "simreg radial gradient": ("radial gradient", ".3f"),
     "simreg norm": ("norm", ".2f"),
 }
-TIME = "iteration-time"
+LOG_INTERVAL = 10
+PAGE = ROOT / "docs" / "objectives.md"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.objectives", description=__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each objective (default: 3)")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, too")
+    records.add_options(parser, RESULTS / "objectives.csv")
     options = parser.parse_args()
+    measured = None if options.source else _measured(options)
+    records.finish(options.source or options.output, measured, table, page=PAGE)
+
+
+def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
-    console = Console(width=max(120, Console().width))
-    found: dict[str, list[report.Run]] = {name: [] for name in OBJECTIVES}
+    where = records.surroundings(threads=1, steps=options.steps)
+    console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, options.seeds + 1):
             for name, (objective, own) in OBJECTIVES.items():
-                with console.status(f"seed {seed} of {options.seeds}: {name}"):
-                    words = {
-                        **MODEL, "--data": corpus.train_prefix, "--tokenizer": corpus.tokenizer_model, "--seed": seed,
-                        "--train-iters": options.steps, "--simreg-objective": objective,
-                        **({"--simreg-objective-options": own} if own else {}),
-                    }  # fmt: skip
-                    found[name].append(_train(Path(folder, f"{len(found[name])}-{name}"), words, options.steps))
-    text = "\n".join(_table(found, options.seeds, options.steps)) + "\n"
-    console.print(Markdown(text))
-    if options.output:
-        options.output.write_text(text, encoding="utf-8")
+                console.print(f"seed {seed} of {options.seeds}: {name}")
+                words = {
+                    **MODEL, "--data": corpus.train_prefix, "--tokenizer": corpus.tokenizer_model, "--seed": seed,
+                    "--train-iters": options.steps, **({"--simreg-objective": objective} if objective else {}),
+                    **({"--simreg-objective-options": own} if own else {}),
+                }  # fmt: skip
+                run, said = train(Path(folder, f"{seed}-{name}"), words, options.steps)
+                values = {tag: "" if (value := run.last(tag)) is None else f"{value:.6g}" for tag in COLUMNS}
+                time = statistics.median(interval_milliseconds(said, LOG_INTERVAL))
+                yield {"objective": name, "weight": objective, "seed": seed, **values, "ms": time, **where}
 
 
-def _train(folder: Path, words: dict[str, object], steps: int) -> report.Run:
+def train(folder: Path, words: dict[str, object], steps: int) -> tuple[report.Run, str]:
+    """One run of the tiny LLaMA, logged and evaluated below `folder`, and what it printed; `words` are further flags
+    and their values."""
+    flags = {"--log-interval": LOG_INTERVAL, "--eval-interval": steps, "--save-interval": 10 * steps, **words}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-        "launch/pretrain_llama.sh", "--model", "tiny", "--output", folder, "--log-interval", 10,
-        "--eval-interval", steps, "--save-interval", 10 * steps, "--log-timers-to-tensorboard",
-        *(word for pair in words.items() for word in pair),
+        "launch/pretrain_llama.sh", "--model", "tiny", "--output", folder,
+        *(word for pair in flags.items() for word in pair),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, env=environment)
@@ -86,33 +98,40 @@ def _train(folder: Path, words: dict[str, object], steps: int) -> report.Run:
     losses = run.scalars["lm loss"].values
     if not all(map(math.isfinite, losses)):
         raise SystemExit(f"a loss is not finite: {losses}")
-    return run
+    return run, done.stdout
 
 
-def _table(found: dict[str, list[report.Run]], seeds: int, steps: int) -> Iterator[str]:
+def table(lines: list[Record]) -> Iterator[str]:
     width, layers, batch = MODEL["--hidden-size"], MODEL["--num-layers"], MODEL["--global-batch-size"]
-    yield (
-        f"{layers} layers of width {width}, {steps} steps of {batch} sequences of 256 tokens, chunks of 64, "
-        f"{seeds} seed{'s' if seeds > 1 else ''}; mean (and spread: largest less smallest). `python -m "
-        f"benchmarks.objectives --seeds {seeds} --steps {steps}`, one CPU thread beside other work, so that times "
-        "are coarse."
-    )
+    seeds, steps = len({line["seed"] for line in lines}), lines[0]["steps"]
+    yield f"{layers} layers of width {width}, {steps} steps of {batch} sequences of 256 tokens, chunks of 64,"
+    yield f"**{seeds} seed{'s' if seeds > 1 else ''}**; means, and in brackets the largest less the smallest."
+    yield f"{records.described(lines)}. `python -m benchmarks.objectives --seeds {seeds} --steps {steps}`"
     yield ""
-    yield f"| objective | weight | {' | '.join(title for title, _ in COLUMNS.values())} | ms per step |"
-    yield "| --- " * (len(COLUMNS) + 3) + "|"
-    for name, runs in found.items():
-        cells = [_cell([run.last(tag) for run in runs], form) for tag, (_, form) in COLUMNS.items()]
-        times = [run.median(TIME) for run in runs]
-        spent = statistics.median(1000 * time for time in times if time is not None)
-        weight = OBJECTIVES[name][0].replace("none", "0")
-        yield f"| {name} | {weight} | {' | '.join(cells)} | {spent:.0f} |"
+    titles = [title for title, _ in COLUMNS.values()]
+    yield f"| objective | weight | {' | '.join(titles)} | ms per step | over plain |"
+    yield "| --- " * (len(COLUMNS) + 4) + "|"
+    base = {line["seed"]: float(line["ms"]) for line in lines if line["objective"] == PLAIN}
+    for name in dict.fromkeys(line["objective"] for line in lines):
+        runs = [line for line in lines if line["objective"] == name]
+        cells = [mean_and_spread([_value(line[tag]) for line in runs], form) for tag, (_, form) in COLUMNS.items()]
+        ratios = [float(line["ms"]) / base[line["seed"]] - 1 for line in runs if line["seed"] in base]
+        over = "" if name == PLAIN or not ratios else mean_and_spread([100 * ratio for ratio in ratios], "+.0f") + " %"
+        spent = statistics.median(float(line["ms"]) for line in runs)
+        weight = {"": "", "none": "0"}.get(runs[0]["weight"], runs[0]["weight"])
+        yield f"| {name} | {weight} | {' | '.join(cells)} | {spent:.0f} | {over} |"
 
 
-def _cell(values: list[float | None], form: str) -> str:
+def _value(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def mean_and_spread(values: Sequence[float | None], form: str) -> str:
+    """ "4.250 (0.500)": the mean, and the largest less the smallest where there are several."""
     there = [value for value in values if value is not None]
     if not there:
         return "not logged"
-    spread = f" ({max(there) - min(there):{form}})" if len(there) > 1 else ""
+    spread = f" ({max(there) - min(there):{form.lstrip('+')}})" if len(there) > 1 else ""
     return f"{statistics.fmean(there):{form}}{spread}"
 
 

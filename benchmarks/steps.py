@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.steps [--model 350m]`: seconds of a whole Megatron step with SimReg off, in chunks and whole.
+"""`python -m benchmarks.steps [--model 350m]`: time of a whole Megatron step, plain and with SimReg.
 
-Real runs of launch/pretrain_llama.sh on the built-in corpus, the kinds taking turns, so that a machine that slows down
-slows all of them. Without a GPU only --model tiny runs.
+Real runs of launch/pretrain_llama.sh on the built-in corpus. The kinds take turns, so that a machine that slows down
+slows all of them, and each ratio is taken within a turn. Every logged interval is a line of the CSV file; the table
+beside it is made of that file alone (`--from FILE.csv`). Without a GPU only --model tiny runs.
 """
 
 from __future__ import annotations
@@ -10,94 +11,123 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.markdown import Markdown
 
+from benchmarks import records
+from benchmarks.records import RESULTS, ROOT, Record
+from launch.timing import interval_milliseconds
 from simreg_megatron.data import ensure_builtin_corpus
+from simreg_megatron.report.steps import overhead
 
-ROOT = Path(__file__).resolve().parent.parent
+PLAIN = "plain Megatron"
 KINDS = {
-    "plain Megatron": (),
+    PLAIN: (),
+    "SimReg measured only": ("--simreg-objective", "none"),
     "SimReg, chunks": ("--simreg-lambda", "1"),
     "SimReg, whole sequences": ("--simreg-lambda", "1", "--simreg-chunk-size", "0"),
     "SimReg, impl reference": ("--simreg-lambda", "1", "--simreg-impl", "reference"),
     "SimReg, impl triton": ("--simreg-lambda", "1", "--simreg-impl", "triton"),
     "AdaGC alone": ("--adagc",),
 }
-PAPER = (
-    "The paper, 350M on its cluster: 2.295 s and 373.45 GB off, 2.296 s and 375.28 GB whole, "
-    "2.295 s and 373.84 GB in chunks."
-)
-_SECONDS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
+PAPER = "the paper's Table 3: 7B on H800"
+OF_PAPER = {PLAIN: (2295, 373450), "SimReg, chunks of 1024": (2295, 373840), "SimReg, whole sequences": (2296, 375280)}
+LOG_INTERVAL = 10
+PAGE, OF_PAGE = ROOT / "docs" / "performance.md", "tiny"
 _MEMORY = re.compile(r"max allocated: ([\d.]+)")
-
-
-@dataclass
-class Kind:
-    """What the runs of one kind said."""
-
-    flags: tuple[str, ...]
-    milliseconds: list[float] = field(default_factory=list)
-    megabytes: float | None = None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
     parser.add_argument("--model", default="tiny", help="a preset of launch/models (default: tiny)")
-    parser.add_argument("--rounds", type=int, default=4, help="runs of each kind (default: 4)")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of all kinds (default: 6)")
     parser.add_argument("--steps", type=int, default=60, help="steps of a run; the first ten do not count")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, too")
+    parser.add_argument("--kinds", default="", metavar="WORDS", help="only those whose name holds one: chunks,AdaGC")
+    records.add_options(parser)
     options = parser.parse_args()
-    is_tiny = options.model == "tiny"
-    kinds = {name: Kind(flags) for name, flags in KINDS.items() if not (is_tiny and "triton" in flags)}
+    measured = None if options.source else _measured(options)
+    output = options.source or options.output or RESULTS / f"steps-{options.model}.csv"
+    records.finish(output, measured, table, page=PAGE if output.stem == f"steps-{OF_PAGE}" else None)
+
+
+def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    kinds = _chosen(options.model, options.kinds)
     corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
-    console = Console(width=max(120, Console().width))
+    own = ("--data", corpus.train_prefix, "--tokenizer", corpus.tokenizer_model)
+    threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    where = records.surroundings(threads=threads, model=options.model, steps=options.steps)
+    console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(options.rounds):
-            for name, kind in kinds.items():
-                with console.status(f"round {turn + 1} of {options.rounds}: {name}"):
-                    own = ("--data", corpus.train_prefix, "--tokenizer", corpus.tokenizer_model)
-                    _train(kind, Path(folder, name.replace(" ", "-")), options.model, options.steps, own)
-    text = _table(options.model, kinds)
-    console.print(Markdown(text))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text, encoding="utf-8")
+            names = list(kinds) if turn % 2 == 0 else list(kinds)[::-1]  # none always follows the same one
+            for name in names:
+                console.print(f"round {turn + 1} of {options.rounds}: {name}")
+                said = _train(Path(folder, name.replace(" ", "-")), options.model, options.steps, (*own, *kinds[name]))
+                memory = max(map(float, _MEMORY.findall(said)), default=0.0)
+                for number, time in enumerate(interval_milliseconds(said, LOG_INTERVAL)):
+                    yield {"kind": name, "turn": turn, "interval": number, "ms": time, "peak_mb": memory, **where}
 
 
-def _train(kind: Kind, folder: Path, model: str, steps: int, data: tuple[object, ...]) -> None:
+def _chosen(model: str, words: str) -> dict[str, tuple[str, ...]]:
+    kinds = {name: flags for name, flags in KINDS.items() if not (model == "tiny" and "triton" in flags)}
+    wanted = [word for word in words.split(",") if word]
+    return {
+        name: flags
+        for name, flags in kinds.items()
+        if name == PLAIN or not wanted or any(word in name for word in wanted)
+    }
+
+
+def _train(folder: Path, model: str, steps: int, own: tuple[object, ...]) -> str:
     # One micro-batch a step: what a step costs beside it (the optimizer) is the same in all kinds.
     large = ("--make-vocab-size-divisible-by", "32000", "--micro-batch-size", "8", "--global-batch-size", "8")
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-        "launch/pretrain_llama.sh", "--model", model, *data, "--output", folder, "--train-iters", steps,
-        "--log-interval", 10, "--eval-iters", 1, "--save-interval", 10 * steps, *(large if model != "tiny" else ()),
-        *kind.flags,
+        "launch/pretrain_llama.sh", "--model", model, "--output", folder, "--train-iters", steps,
+        "--log-interval", LOG_INTERVAL, "--eval-iters", 1, "--save-interval", 10 * steps,
+        *(large if model != "tiny" else ()), *own,
     ]  # fmt: skip
     done = subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, env=os.environ)
     if done.returncode:
         raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    kind.milliseconds += [float(found) for found in _SECONDS.findall(done.stdout)][1:]
-    if memory := _MEMORY.findall(done.stdout):
-        kind.megabytes = max(map(float, memory))
+    return done.stdout
 
 
-def _table(model: str, kinds: dict[str, Kind]) -> str:
-    medians = {name: statistics.median(kind.milliseconds) for name, kind in kinds.items()}
-    base = medians["plain Megatron"]
-    lines = [f"# A step of --model {model}", "", "| run | ms | over plain | intervals | peak MB |", "| --- " * 5 + "|"]
-    for name, kind in kinds.items():
-        memory = "not measured" if kind.megabytes is None else f"{kind.megabytes:.0f}"
-        over = f"{100 * (medians[name] / base - 1):+.1f} %"
-        lines.append(f"| {name} | {medians[name]:.1f} | {over} | {len(kind.milliseconds)} | {memory} |")
-    return "\n".join([*lines, "", PAPER, ""])
+def table(lines: list[Record]) -> Iterator[str]:
+    model = lines[0]["model"]
+    turns = {name: _turns(lines, name) for name in dict.fromkeys(line["kind"] for line in lines)}
+    number = len(turns[PLAIN])
+    yield f"A step of --model {model}. {records.described(lines)}."
+    yield f"Runs of {lines[0]['steps']} steps, {number} turns, one run at a time; ms per step, median of logged"
+    yield f"intervals of {LOG_INTERVAL} steps."
+    yield f"`python -m benchmarks.steps --model {model}`"
+    yield ""
+    yield "| run | ms | over plain | 95 % interval | intervals | peak MB |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for name, times in turns.items():
+        memory = max(float(line["peak_mb"]) for line in lines if line["kind"] == name)
+        found = overhead(turns[PLAIN], times)
+        over = ("", "") if name == PLAIN else (f"{found.percent:+.1f} %", f"{found.low:+.1f} to {found.high:+.1f} %")
+        cells = (name, f"{found.other:.1f}", *over, sum(map(len, times)), f"{memory:.0f}" if memory else "not measured")
+        yield f"| {' | '.join(map(str, cells))} |"
+    off = OF_PAPER[PLAIN][0]
+    for name, (ms, megabytes) in OF_PAPER.items():
+        over = "" if name == PLAIN else f"{100 * (ms / off - 1):+.1f} %"
+        yield f"| {PAPER}, {name} | {ms} | {over} | not stated | not stated | {megabytes} |"
+
+
+def _turns(lines: Iterable[Record], kind: str) -> list[list[float]]:
+    found: dict[int, list[float]] = {}
+    for line in lines:
+        if line["kind"] == kind:
+            found.setdefault(int(line["turn"]), []).append(float(line["ms"]))
+    return [found[turn] for turn in sorted(found)]
 
 
 if __name__ == "__main__":

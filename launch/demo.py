@@ -2,7 +2,8 @@
 """`make demo`: two tiny LLaMAs on the same text from the same seed, one with SimReg, and what SimReg did.
 
 Both runs log SimReg and the geometry of the hidden states; `cross-entropy` only measures them, `simreg` trains on
-lambda * SimReg as well. They run side by side, one thread each, in Megatron's own loop.
+lambda * SimReg as well. They run side by side, one thread each, in Megatron's own loop. What a step costs is measured
+afterwards, in short runs that have the machine to themselves: plain Megatron and SimReg, in turns.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import argparse
 import json
 import math
 import os
+import platform
 import shutil
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,9 +25,11 @@ sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighb
 
 from rich.console import Console  # noqa: E402
 
+from launch import record  # noqa: E402
 from launch.flags import LaunchError  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
 from launch.side_by_side import Job, JobFailed, run_side_by_side, terminated_like_ctrl_c  # noqa: E402
+from launch.timing import interval_milliseconds  # noqa: E402
 from simreg_megatron import report  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
@@ -32,10 +37,13 @@ PROBE_SCRIPT = ROOT / "simreg_megatron" / "probe.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 MARK = "demo.json"  # says that a folder is the demo's own and may be replaced
+RESULT = "result.json"  # what was printed and drawn, as numbers
 
 CROSS_ENTROPY, SIMREG = "cross-entropy", "simreg"
+PLAIN, TIMING = "plain", "timing"  # Megatron without any flag of the plugin; the folder of the short runs
+TIMING_TURNS, TIMING_STEPS, TIMING_INTERVAL = 2, 30, 10  # the first interval does not count
 SECONDS_PER_STEP = 1.0  # side by side on two cores, evaluation included
-SECONDS_AROUND = 90  # building the corpus, starting, probing, drawing
+SECONDS_AROUND = 150  # building the corpus, starting, measuring steps, probing, drawing
 
 
 class DemoError(RuntimeError):
@@ -55,14 +63,10 @@ class Settings:
     def training_flags(self, name: str) -> list[str]:
         """The launcher's words for the run `name`."""
         folder = self.output / name
-        objective = (
-            ["--simreg-objective", "none"] if name == CROSS_ENTROPY else ["--simreg-lambda", f"{self.simreg_lambda:g}"]
-        )
         flags = {
             "--model": "tiny",
             "--output": folder,
             "--seed": self.seed,
-            "--simreg-chunk-size": self.chunk_size,
             "--train-iters": self.steps,
             "--log-interval": max(1, self.steps // 40),
             "--eval-interval": max(1, self.steps // 8),
@@ -70,8 +74,29 @@ class Settings:
             "--save-interval": self.steps,
             "--data-cache-path": folder / "cache",  # one each: two runs would write the same index files at once
         }
-        words = [str(word) for pair in flags.items() for word in pair]
-        return [*words, *objective, "--log-timers-to-tensorboard"]
+        return [*_words(flags), *self._objective(name)]
+
+    def timing_flags(self, name: str) -> list[str]:
+        """Likewise for a short run without evaluation and checkpoints."""
+        flags = {
+            "--model": "tiny",
+            "--output": self.output / TIMING / name,
+            "--seed": self.seed,
+            "--train-iters": TIMING_STEPS,
+            "--log-interval": TIMING_INTERVAL,
+            "--eval-iters": 0,
+        }
+        return [*_words(flags), *self._objective(name)]
+
+    def _objective(self, name: str) -> list[str]:
+        if name == PLAIN:
+            return []
+        weight = {CROSS_ENTROPY: {"--simreg-objective": "none"}, SIMREG: {"--simreg-lambda": f"{self.simreg_lambda:g}"}}
+        return _words(weight[name] | {"--simreg-chunk-size": self.chunk_size})
+
+
+def _words(flags: dict[str, object]) -> list[str]:
+    return [str(word) for pair in flags.items() for word in pair]
 
 
 def read_settings(argv: Sequence[str]) -> Settings:
@@ -117,13 +142,16 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
 
 
 def _run_demo(settings: Settings, console: Console) -> None:
+    started, commit = time.monotonic(), record.commit()
     console.print(describe(settings), markup=False, highlight=False)
     make_room(settings)
     _ensure_corpus()
     names = (CROSS_ENTROPY, SIMREG)
     run_side_by_side([training_job(settings, name) for name in names], console=console, steps=settings.steps)
-    _report_training(settings, names, console)
-    _report_hidden_states(settings, names, console)
+    steps = measured_steps(settings, console)
+    summaries = _report_training(settings, names, steps, console)
+    states = _report_hidden_states(settings, names, console)
+    write_result(settings, summaries, steps, states, commit=commit, seconds=time.monotonic() - started)
 
 
 def describe(settings: Settings) -> str:
@@ -136,7 +164,8 @@ def describe(settings: Settings) -> str:
         f"  {CROSS_ENTROPY:<13}  the language-model loss alone; SimReg is measured, not trained\n"
         f"  {SIMREG:<13}  the same plus {settings.simreg_lambda:g} * SimReg, chunks of "
         f"{settings.chunk_size or 'whole sequences'}{' tokens' if settings.chunk_size else ''}\n"
-        f"Then: a table, curves and heat-maps in {settings.output}. "
+        "Then: what a step costs, measured in short runs, one at a time; a table, curves and heat-maps in "
+        f"{settings.output}. "
         f"About {math.ceil(minutes)} minutes on {'this one core' if cores < 2 else 'two cores'}; Ctrl-C stops it all.\n"
     )
 
@@ -153,7 +182,7 @@ def make_room(settings: Settings) -> None:
     if output.is_dir() and any(output.iterdir()):
         if not (output / MARK).is_file():
             raise DemoError(f"{output} holds files that are not a demo's: empty it, or give another --output")
-        for name in (CROSS_ENTROPY, SIMREG):
+        for name in (CROSS_ENTROPY, SIMREG, TIMING):
             shutil.rmtree(output / name, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
     choices = {**vars(settings), "output": str(output)}
@@ -175,7 +204,37 @@ def training_job(settings: Settings, name: str) -> Job:
     return Job(name=name, command=command, log=settings.output / name / "log.txt", environment=ONE_THREAD)
 
 
-def _report_training(settings: Settings, names: Sequence[str], console: Console) -> None:
+def measured_steps(settings: Settings, console: Console) -> report.Overhead:
+    """Seconds per step of plain Megatron and of SimReg, from short runs that take turns, one at a time."""
+    turns = [(PLAIN, SIMREG) if turn % 2 == 0 else (SIMREG, PLAIN) for turn in range(TIMING_TURNS)]
+    jobs = [timing_job(settings, name, turn) for turn, names in enumerate(turns) for name in names]
+    seconds: dict[str, list[list[float]]] = {PLAIN: [], SIMREG: []}
+    started = time.monotonic()
+    for number, job in enumerate(jobs):
+        left = f", {(time.monotonic() - started) / number * (len(jobs) - number):.0f} s left" if number else ""
+        console.print(f"time per step: run {number + 1} of {len(jobs)}, {job.name}{left}", highlight=False)
+        _run_unseen([job])
+        intervals = interval_milliseconds(job.log.read_text(encoding="utf-8", errors="replace"), TIMING_INTERVAL)
+        if not intervals:
+            raise DemoError(f"The {job.name} run logged no time per step: its log is {job.log}.")
+        seconds[job.name].append([time / 1000 for time in intervals])
+    return report.overhead(seconds[PLAIN], seconds[SIMREG])
+
+
+def timing_job(settings: Settings, name: str, turn: int) -> Job:
+    command = [*TORCHRUN, str(TRAIN_SCRIPT), *settings.timing_flags(name)]
+    log = settings.output / TIMING / f"{name}-{turn + 1}.txt"
+    return Job(name=name, command=command, log=log, environment=ONE_THREAD)
+
+
+def _run_unseen(jobs: Sequence[Job]) -> None:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        run_side_by_side(jobs, console=Console(file=nowhere), steps=1)
+
+
+def _report_training(
+    settings: Settings, names: Sequence[str], steps: report.Overhead, console: Console
+) -> list[report.Summary]:
     runs = [report.read_run(settings.output / name / "tensorboard", name=name) for name in names]
     summaries = [report.summarize(run) for run in runs]
     curves = settings.output / "curves.png"
@@ -183,19 +242,47 @@ def _report_training(settings: Settings, names: Sequence[str], console: Console)
         runs, curves, title=f"Tiny LLaMA, SimReg lambda {settings.simreg_lambda:g}, seed {settings.seed}"
     )
     console.print()
-    console.print(report.summary_table(summaries, title=f"After {settings.steps} steps"))
+    console.print(report.summary_table(*summaries, steps=steps, title=f"After {settings.steps} steps"))
     console.print(report.compare_validation(*summaries), markup=False, highlight=False)
+    console.print(report.describe_steps(steps), markup=False, highlight=False)
     console.print(f"Curves:    {curves}", markup=False, highlight=False)
+    return summaries
 
 
-def _report_hidden_states(settings: Settings, names: Sequence[str], console: Console) -> None:
-    jobs = [probe_job(settings, name) for name in names]
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        run_side_by_side(jobs, console=Console(file=nowhere), steps=1)
+def _report_hidden_states(settings: Settings, names: Sequence[str], console: Console) -> list[report.HiddenStates]:
+    _run_unseen([probe_job(settings, name) for name in names])
     states = [report.read_hidden_states(probe_output(settings, name), name=name) for name in names]
     heatmaps = settings.output / "heatmaps.png"
     report.draw_heatmaps(states, heatmaps, title=f"One validation text after {settings.steps} steps")
     console.print(f"Heat-maps: {heatmaps}", markup=False, highlight=False)
+    return states
+
+
+def write_result(
+    settings: Settings,
+    summaries: Sequence[report.Summary],
+    steps: report.Overhead,
+    states: Sequence[report.HiddenStates],
+    *,
+    commit: str,
+    seconds: float,
+) -> None:
+    """The numbers of the table and the heat-maps, and what made them: benchmarks/results/demo.json is such a file."""
+    packages = record.packages()
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: packages.get(name) for name in ("torch", "megatron-core")},
+        "settings": {name: value for name, value in vars(settings).items() if name != "output"},
+        "seconds": seconds,
+        "seconds_per_step": steps._asdict(),
+        "runs": {summary.name: asdict(summary) for summary in summaries},
+        "seconds_per_step": steps._asdict(),
+        "heatmap_mean_cosine": {each.name: report.mean_cosine(each) for each in states},
+    }
+    (settings.output / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def probe_output(settings: Settings, name: str) -> Path:

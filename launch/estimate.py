@@ -14,16 +14,19 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import flag_number
 from launch.launcher import make_parser
 from launch.plan import LAYOUTS, Machine, build_plan, read_layout
+from tools import tables
 
 PEAK = 989e12  # bf16 FLOP/s of an H800, dense
 SHARE_OF_PEAK = 0.4
 _GPUS_PER_NODE = 8
+_BEGIN, _END = "<!-- launch.estimate -->", "<!-- end -->"  # of the table in a page
 _PAPER_GPU_HOURS = {"llama-350m": 56, "llama-7b": 2000}
 
 
@@ -136,11 +139,27 @@ def row(one: Estimate) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m launch.estimate", description=__doc__)
     parser.add_argument("--layout", default="h800", help="launch/layouts/NAME (default: h800)")
-    layout = parser.parse_args().layout
-    models = [path.stem for path in (LAYOUTS / layout).glob("*.args")]
-    found = sorted((estimate(layout, model) for model in models), key=lambda one: one.flops / one.step_tokens)
-    for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *map(row, found)):
-        print(f"| {' | '.join(cells)} |")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"put the table there, between {_BEGIN} and {_END}")
+    options = parser.parse_args()
+    models = [path.stem for path in (LAYOUTS / options.layout).glob("*.args")]
+    found = sorted((estimate(options.layout, model) for model in models), key=lambda one: one.flops / one.step_tokens)
+    lines = [f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *map(row, found))]
+    print("\n".join(lines))
+    if options.output:
+        _put(options.output, "\n".join([tables.stamp("estimate"), "", *lines, ""]))
+
+
+def _put(page: Path, text: str) -> None:
+    """Between the marks of the page.
+
+    Raises:
+        ValueError: it has no such marks.
+    """
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"{_BEGIN}\n")
+    _, end, after = rest.partition(f"\n{_END}")
+    if not (begin and end):
+        raise ValueError(f"{page} has no place for the table: a line {_BEGIN}, and after it a line {_END}")
+    page.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

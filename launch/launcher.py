@@ -49,7 +49,10 @@ def make_parser(family: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", choices=model_names(family), help="preset (default: tiny)")
     parser.add_argument(
-        "--recipe", choices=RECIPES, help="one run of the paper's table: AdaGC, and this objective (default: neither)"
+        "--recipe",
+        choices=RECIPES,
+        help="one run of the paper's tables: AdaGC, and this objective; paper is SimReg on chunks, paper-full on whole "
+        "sequences (default: neither)",
     )
     parser.add_argument("--data", metavar="PREFIX", help="your tokenized text: PREFIX.bin and PREFIX.idx")
     parser.add_argument("--valid-data", metavar="PREFIX", help="validation text (default: 1 %% of --data)")

@@ -39,10 +39,12 @@ _OWN_DATA = {
     "--mock-data",
 }
 _ADAGC = ("--adagc", "--adagc-lambda-rel", "1.04", "--adagc-beta", "0.99")
-# What the paper compares: one objective each, all else alike. Its weights for the baselines are not stated.
+# What the paper compares: one objective each, all else alike; SimReg on chunks (table 2's "SimReg-Chunk") and on whole
+# sequences ("SimReg", in both tables). Its weights for the baselines are not stated.
 RECIPES: dict[str, tuple[str, ...]] = {
     "baseline": _ADAGC,
     "paper": (*_ADAGC, "--simreg-lambda", "auto"),
+    "paper-full": (*_ADAGC, "--simreg-lambda", "auto", "--simreg-chunk-size", "0"),
     **{
         name: (*_ADAGC, "--simreg-objective", name, "--simreg-lambda", "0.1")
         for name in ("simcse", "cpretrain", "creg", "sce")
@@ -167,6 +169,7 @@ def build_plan(
         LaunchError: the run cannot start as asked.
     """
     asked = group_flags(user_words)
+    _refuse_contradiction(options.recipe, asked)
     user = [*without(group_flags(RECIPES.get(options.recipe, ())), flag_names(asked)), *asked]
     model = options.model or TINY
     on_cpu = _choose_cpu(model, user, machine, environ)
@@ -199,6 +202,27 @@ def build_plan(
         output=output,
         notes=(*notes, *size_notes),
     )
+
+
+def _refuse_contradiction(recipe: str | None, asked: Sequence[Flag]) -> None:
+    """The user's flags win over a recipe's, but what makes it another recipe is refused."""
+    weight, objective = (flag_value(asked, name) for name in ("--simreg-lambda", "--simreg-objective"))
+    chunk_size = flag_value(asked, "--simreg-chunk-size")
+    if recipe == "baseline" and _simreg_asked(asked) and objective != "none":
+        flag = f"--simreg-lambda {weight}" if weight else f"--simreg-objective {objective}"
+        raise LaunchError(
+            f"--recipe baseline trains on cross-entropy alone, and {flag} asks for more: take --recipe paper, "
+            "or leave the flag out"
+        )
+    if recipe not in (None, "baseline") and objective not in (None, recipe):
+        raise LaunchError(
+            f"--recipe {recipe} and --simreg-objective {objective} both name the objective: leave one of them out"
+        )
+    if recipe == "paper-full" and chunk_size not in (None, "0"):
+        raise LaunchError(
+            f"--recipe paper-full compares within whole sequences, and --simreg-chunk-size {chunk_size} cuts them: "
+            "take --recipe paper, or leave the flag out"
+        )
 
 
 def _check_resumable(options: argparse.Namespace, flags: Sequence[Flag], model: str) -> None:
@@ -347,6 +371,7 @@ _OWN_TEMPERATURE = {"--simreg-temperature"}  # the presets' is SimReg's
 _NOT_OF_OBJECTIVE = {
     "simcse": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
     **dict.fromkeys(("cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic"), _OWN_TEMPERATURE),
+    "prefixes-ce": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
 }
 
 

@@ -19,6 +19,8 @@ from simreg_megatron import __version__
 from simreg_megatron.checkpoint import commands as checkpoint_commands
 from simreg_megatron.data.commands import app as data_commands
 from simreg_megatron.evaluation import commands as evaluation_commands
+from simreg_megatron.reproduce import commands as reproduce_commands
+from simreg_megatron.reproduce.report_commands import app as report_commands
 
 app = typer.Typer(
     add_completion=False,
@@ -28,6 +30,8 @@ app = typer.Typer(
 app.add_typer(data_commands, name="data")
 checkpoint_commands.register(app)
 evaluation_commands.register(app)
+reproduce_commands.register(app)
+app.add_typer(report_commands, name="report")
 
 
 @app.callback()

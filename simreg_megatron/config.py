@@ -7,7 +7,7 @@ import functools
 import math
 from dataclasses import dataclass, fields
 
-OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic", "none")
+OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic", "prefixes-ce", "none")
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
@@ -58,6 +58,7 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, OptionKind]] = {
         "balance": 1.0,
         "uniformity": 1.0,
     },
+    "prefixes-ce": {"prefixes": "auto"},
 }
 """Options of an objective's own: words to choose from, the first is the default; or a number, its default, which must
 be whole and not negative where the default is; or a word in the place of whole numbers with slashes: 64/128."""
@@ -84,8 +85,9 @@ class SimRegConfig:
         chunk_size: tokens per chunk; 0 compares within the whole sequence.
         scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
         similarity: how two hidden states are compared.
-        objective: "simreg", another one, or "none" to measure SimReg without training on it. Several at once, each with
-            its weight in the place of lambda: "simreg:auto,sigreg:0.05"; settings go to those that know them.
+        objective: "simreg", another one, or "none" to measure SimReg, in log steps, without training on it. Several at
+            once, each with its weight in the place of lambda: "simreg:auto,sigreg:0.05"; settings go to those that
+            know them.
         objective_options: settings of an objective's own, as pairs or as text: "form=per_pair,self_positive=always".
             Of several objectives: "sigreg.seed=1,creg.temperature=0.2".
         layers: whose states get the term: "final" and layer numbers from 1; several are added up, lambda for each.
@@ -183,9 +185,12 @@ class SimRegConfig:
         if self.objective in ("simreg", "none"):
             return []
         names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
-        if self.by_sequence or self.sums_up:
+        if self.sends_no_rows:
             names += ["scope", "document_mask"]
-        if self.by_sequence or any(self.options.get(name, "chunk") != "chunk" for name in ("sample", "pool")):
+        if self.through_head:
+            names += ["layers", "placement"]
+        beyond_chunks = any(self.options.get(name, "chunk") != "chunk" for name in ("sample", "pool"))
+        if self.by_sequence or self.through_head or beyond_chunks:
             names.append("chunk_size")
         return names
 
@@ -205,7 +210,7 @@ class SimRegConfig:
         idle = [name for name in self._idle_settings if getattr(self, name) != _DEFAULTS[name]]
         if idle:
             raise ValueError(
-                f"SimReg {idle[0].replace('_', ' ')} {getattr(self, idle[0])} has no effect on objective "
+                f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(self, idle[0]))} has no effect on objective "
                 f"{self.objective}: drop it"
             )
 
@@ -238,6 +243,16 @@ class SimRegConfig:
     def sums_up(self) -> bool:
         """Whether tokens meet only in sums over a sample, so that sums travel and hidden states never do."""
         return self.objective in ("sigreg", "mic")
+
+    @property
+    def through_head(self) -> bool:
+        """Whether each token has a term by itself, through the output layer: then that layer is trained, too."""
+        return self.objective == "prefixes-ce"
+
+    @property
+    def sends_no_rows(self) -> bool:
+        """Whether hidden states stay where they are, however chunks lie over the ranks."""
+        return self.by_sequence or self.sums_up or self.through_head
 
     @property
     def meets_heads(self) -> bool:
@@ -336,6 +351,13 @@ _CHOICES = {
 }
 
 
+def as_typed(value: object) -> str:
+    """A setting as one would give it: options as name=value, several of anything with commas."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value) or "none"
+
+
 def _checked_lambda(value: float | str) -> float | str:
     if value == "auto":
         return "auto"
@@ -355,12 +377,17 @@ def _checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ..
             f"SimReg lambda {config.lambda_} has no effect where each objective has a weight: "
             f"write it behind the name, as in simreg:{config.lambda_}"
         )
-    for name in _DEFAULTS.keys() - {"objective", "objective_options", "temperature", "layers"}:
+    for name in _DEFAULTS.keys() - {"objective", "objective_options", "temperature"}:
         if getattr(config, name) != _DEFAULTS[name] and all(name in part._idle_settings for part in config.parts):
             raise ValueError(
-                f"SimReg {name.replace('_', ' ')} {getattr(config, name)} has no effect on any of {config.objective}: "
-                "drop it"
+                f"SimReg {name.replace('_', ' ')} {as_typed(getattr(config, name))} has no effect on any of "
+                f"{config.objective}: drop it"
             )
+    if config.looks_inside and any(part.through_head for part in config.parts):
+        raise ValueError(
+            "SimReg objective prefixes-ce is of the final states, as the output layer is given them: train it without "
+            "--simreg-layers and --simreg-placement"
+        )
     own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
     words = [(word, str(value)) for word, value in _words(config.objective_options)]
     return (*own, *((word, float(value)) for word, value in words if word.endswith(".temperature")))
@@ -423,7 +450,13 @@ def _shared_temperature(config: SimRegConfig, objective: str, names: list[str]) 
 def _words(value: object) -> list[tuple[str, object]]:
     """Options given as pairs, or as text."""
     words = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
-    return [(str(name).strip().replace("-", "_"), setting) for name, setting in words]  # type: ignore[attr-defined]
+    return [(_option_name(str(name)), setting) for name, setting in words]  # type: ignore[attr-defined]
+
+
+def _option_name(word: str) -> str:
+    """ "self-positive" is self_positive; the objective before a dot keeps its hyphens."""
+    objective, dot, name = word.strip().rpartition(".")
+    return objective + dot + name.replace("-", "_")
 
 
 def _checked_options(objective: str, value: object) -> tuple[tuple[str, str | float], ...]:

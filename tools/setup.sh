@@ -171,12 +171,12 @@ install() {
   local installed
   installed=$(recipe) # before, so that an edit made meanwhile is seen the next time
   rm -f "$stamp"
-  say "installing the packages: 2 to 4 minutes and 5.5 GB of disk, most of it torch with CUDA"
+  say "installing the packages: 2 to 4 minutes and 6.2 GB of disk, most of it torch with CUDA"
   # PIP_USER would send the packages out of .venv; everything else that pip was told stays.
   PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$root/constraints.txt" \
     --editable "${root}[demo,dev]" ||
     fail "pip could not install the packages (its own words are above): check the network or the mirror" \
-      "(PIP_INDEX_URL) and the free disk (6 GB), and run 'make setup' again."
+      "(PIP_INDEX_URL) and the free disk (7 GB), and run 'make setup' again."
   printf '%s\n' "$installed" >"$stamp"
   say "done in $SECONDS s"
 }

@@ -102,7 +102,7 @@ def _need_transformers() -> None:
 
     missing = [name for name in ("transformers", "safetensors") if find_spec(name) is None]
     if missing:
-        raise CheckpointError(f"{' and '.join(missing)} is missing: pip install 'simreg-megatron[hf]'")
+        raise CheckpointError(f"packages are missing: pip install {' '.join(missing)}")
 
 
 @contextmanager

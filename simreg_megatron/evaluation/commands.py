@@ -96,7 +96,7 @@ def evaluate(
             _protocol(bos, dtype, device, batch_size, limit, include, task_data, offline, allow_code_execution),
             tokenizer=tokenizer,
             held_out=_HeldOut(data, seq_length or None, data_tokens or None, _numbers(features, data)),
-            paper=_paper_rows(paper),
+            paper=_paper_rows(paper, [choice.name for choice in choices]),
             paper_name=paper,
         )
 
@@ -171,13 +171,17 @@ def _named(words: Sequence[str]) -> dict[str, Path]:
     return models
 
 
-def _paper_rows(size: str) -> dict[str, dict[str, float]] | None:
+def _paper_rows(size: str, tasks: Sequence[str]) -> dict[str, dict[str, float]] | None:
     from simreg_megatron.evaluation.paper import rows
+    from simreg_megatron.evaluation.tasks import PAPER
 
     if not size:
         return None
     if size not in rows():
         raise EvaluationError(f"--paper: the paper has no table of {size}: it is one of {', '.join(rows())}")
+    known = [choice.name for choice in PAPER]
+    if not set(tasks) & set(known):
+        raise EvaluationError(f"--paper: none of the tasks is in the paper's tables: take one of {', '.join(known)}")
     return rows()[size]
 
 
@@ -286,9 +290,10 @@ def _perplexities(folder: Path, held_out: _HeldOut, protocol: Any) -> list[Any]:
 
 
 def _need_packages() -> None:
-    missing = [name for name in ("lm_eval", "transformers") if find_spec(name) is None]
+    packages = {"lm_eval": "'lm-eval[hf]>=0.4.12'", "transformers": "transformers"}
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
-        raise EvaluationError(f"{' and '.join(missing)} is missing: pip install 'simreg-megatron[eval]'")
+        raise EvaluationError(f"packages are missing: pip install {' '.join(missing)}")
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tasks are run, and which of the several numbers of each goes into the table.
 
-The paper (arXiv 2605.08809, appendix A.1) names its tasks and not their metrics. The magnitudes of its tables decide:
-acc_norm where a task has it (LLaMA-350M at 36.5 on HellaSwag and 28.4 on OpenBookQA is acc_norm; plain accuracy of such
-a model is near 30 and 17), else acc. `NAME:METRIC` chooses otherwise.
+The paper (arXiv 2605.08809, appendix A.1) names its tasks and not their metrics. The magnitudes of its tables suggest
+acc_norm where a task has it (LLaMA-350M at 36.5 on HellaSwag and 28.4 on OpenBookQA), else acc: a guess, and
+`NAME:METRIC` chooses otherwise.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 from simreg_megatron.losses.cpretrain import cpretrain_loss
 from simreg_megatron.losses.creg import creg_loss
 from simreg_megatron.losses.mic import mic_loss
+from simreg_megatron.losses.prefixes_ce import prefixes_ce_loss
 from simreg_megatron.losses.sce import sce_loss
 from simreg_megatron.losses.sigmoid import sigmoid_loss
 from simreg_megatron.losses.sigreg import sigreg_loss
@@ -14,6 +15,7 @@ __all__ = [
     "cpretrain_loss",
     "creg_loss",
     "mic_loss",
+    "prefixes_ce_loss",
     "sce_loss",
     "sigmoid_loss",
     "sigreg_loss",

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from simreg_megatron.losses._anchored import check_choice
 from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, no_autocast, usable_tokens
+from simreg_megatron.losses._prefixes import default_prefixes
 from simreg_megatron.losses.sigreg import in_samples
 from simreg_megatron.losses.similarity import unit_rows
 
 POOLS = ("chunk", "sequence", "token")
 NORM_SCOPES = ("sequence", "batch")
 EPSILON = 1e-6
-_SMALLEST_PREFIX = 16
 _SLAB = 16 << 20  # bytes of the similarities of some rows with all
 
 Add = Callable[[Tensor], Tensor]
@@ -58,8 +58,7 @@ class MICOptions:
         Raises:
             ValueError: one of them is not inside it, or the width is 1.
         """
-        powers = tuple(2**k for k in range(4, 31) if 2**k <= width // 2)
-        found = self.prefixes or powers or (width // 2,)
+        found = self.prefixes or default_prefixes(width)
         outside = [prefix for prefix in found if not 1 <= prefix < width]
         if outside:
             raise ValueError(f"a prefix must be from 1 to {width - 1} features of {width}, got {outside[0]}.")

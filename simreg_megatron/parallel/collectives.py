@@ -110,6 +110,25 @@ def sum_over(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _SumOver.apply(part, group)
 
 
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.dtype = group, own.dtype
+        return wide(gather(own, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        own = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own.to(ctx.dtype), None
+
+
+def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' rows, one after the other, at least float32. Backward: each rank has its rows' gradients, summed."""
+    return _GatherRows.apply(own, group)
+
+
 @torch.no_grad()
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What all ranks have, one after the other: [S, ...] of each rank, S the same on all -> [ranks * S, ...]."""

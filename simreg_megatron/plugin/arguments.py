@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simreg_megatron import config as choices
-from simreg_megatron.config import AdaGCConfig, SimRegConfig
+from simreg_megatron.config import AdaGCConfig, SimRegConfig, as_typed
 from simreg_megatron.plugin import cpu_backend
 
 
@@ -37,8 +37,8 @@ _FLAGS = (
     _Flag("--simreg-chunk-size", "chunk_size", int, "tokens per chunk, 0 = whole sequence (default 1024)"),
     _Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, or on each rank"),
     _Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES)),
-    _Flag("--simreg-objective", "objective", str, _one_of(choices.OBJECTIVES) + " (measure only), or several: "
-          "simreg:auto,sigreg:0.05"),
+    _Flag("--simreg-objective", "objective", str, _one_of(choices.OBJECTIVES) + " (SimReg measured in log steps, "
+          "not trained on), or several: simreg:auto,sigreg:0.05"),
     _Flag("--simreg-objective-options", "objective_options", str, "its own: form=per_pair,..."),
     _Flag("--simreg-layers", "layers", str, "final (default), or layer numbers such as 12,24,final"),
     _Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": the final states, behind the norm"),
@@ -162,19 +162,12 @@ def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
     elif clipped[0] is not None:
         pairs.append((_ADAGC_FLAGS, clipped[0], clipped[1]))
     return found + [
-        f"{flag.name} was {_as_typed(getattr(before, flag.field))} when the checkpoint was written and is "
-        f"{_as_typed(getattr(now, flag.field))} now{_origin(args, flag)}"
+        f"{flag.name} was {as_typed(getattr(before, flag.field))} when the checkpoint was written and is "
+        f"{as_typed(getattr(now, flag.field))} now{_origin(args, flag)}"
         for flags, before, now in pairs
         for flag in flags
         if getattr(before, flag.field) != getattr(now, flag.field)
     ]
-
-
-def _as_typed(value: Any) -> str:
-    """A setting as one would give it: options as name=value, several of anything with commas."""
-    if not isinstance(value, tuple):
-        return str(value)
-    return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value) or "none"
 
 
 def _on_or_off(config: AdaGCConfig | None) -> str:

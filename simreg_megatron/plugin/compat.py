@@ -92,6 +92,19 @@ DECODER_SEAM = Seam(
     "forward",
     "states inside the decoder are caught while it runs",
 )
+STAGE_SEAM = Seam(
+    "megatron.core.pipeline_parallel.schedules",
+    None,
+    "forward_step",
+    "terms of layers on earlier pipeline stages enter there",
+    frozenset({"forward_step_func", "model", "num_microbatches", "config"}),
+)
+DATA_SEAM = Seam(
+    "megatron.training.training",
+    None,
+    "build_train_valid_test_data_iterators",
+    "earlier pipeline stages with layers of SimReg read labels",
+)
 ARGUMENTS_SEAM = Seam(
     "megatron.training.arguments",
     None,
@@ -232,6 +245,21 @@ def context_group(model: Any) -> Any:
 def tensor_and_context_group(model: Any) -> Any:
     """Both together, tensor ranks first, likewise."""
     return _group(model, "tp_cp", "get_tensor_and_context_parallel_group")
+
+
+def pipeline_group() -> Any:
+    """The stages of this rank's pipeline, in their order."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def adds_up_tokens_of_context_ranks() -> bool:
+    """Whether a micro-batch's tokens are counted over context-parallel ranks, and its loss multiplied by their number.
+
+    Up to 0.12; its `forward_step` does not know virtual stages yet.
+    """
+    return "vp_stage" not in inspect.signature(inspect.unwrap(getattr(STAGE_SEAM.holder(), STAGE_SEAM.name))).parameters
 
 
 def data_group() -> Any:

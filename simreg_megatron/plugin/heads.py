@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output layer: its row for each label, and whether a hidden state predicts its label.
+"""The output layer: its row for each label, whether a hidden state predicts its label, and losses through a part of it.
 
 Shapes: B micro-batch, T tokens of the context rank, N states, D hidden, V this rank's part of the vocabulary.
 """
@@ -13,7 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from simreg_megatron.parallel.collectives import gather
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses._prefixes import default_prefixes
+from simreg_megatron.parallel.collectives import gather, gather_rows, share_work, wide
+from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 
 _STATES_AT_ONCE = 256  # so that their logits, over a large vocabulary, stay small beside those of a training step
 
@@ -24,7 +28,7 @@ def label_rows(model: Any, labels: Tensor, tensor_group: dist.ProcessGroup | Non
 
     Each tensor-parallel rank holds a part of the vocabulary and gives the rows that it has: a collective over them.
     """
-    weight = _weight(model)
+    weight = _weight(model).detach()
     local, here = _in_shard(labels.transpose(0, 1), weight, tensor_group)
     rows = weight[torch.where(here, local, 0)].masked_fill(~here.unsqueeze(-1), 0.0)
     if tensor_group is not None:
@@ -41,6 +45,69 @@ def has_whole_head(model: Any) -> bool:
     return weight.numel() > 0 and held >= weight.numel() * weight.element_size()
 
 
+def prefix_terms(
+    config: SimRegConfig, model: Any, hidden_states: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard
+) -> Tensor:
+    """Cross-entropy of this rank's anchors through the truncated output layer, [B, A]; 0 where a token does not count.
+
+    Every tensor-parallel rank holds a part of the vocabulary and takes all tokens of the context rank through it, as
+    Megatron's own output layer does. A collective over them, forwards and backwards.
+
+    Args:
+        hidden_states: [S, B, D], what enters the output layer.
+        labels: [B, T], of the context rank.
+        valid: bool [B, T].
+    """
+    group = shard.tensor_group
+    head = _truncated(config, model, group)
+    rows = hidden_states[..., : head.prefixes[-1]]
+    if group is None:
+        rows = wide(rows)
+    else:
+        rows = gather_rows(rows, group) if shard.layout.rows_split else share_work(rows, group)
+    local, here = _in_shard(labels.transpose(0, 1), head.weight, group)
+    losses = truncated_head_losses(rows.flatten(0, 1), local.flatten(), here.flatten(), head)
+    losses = torch.where(valid, losses.view(rows.shape[:2]).transpose(0, 1), 0.0)
+    if group is None:
+        return losses
+    # Each rank adds its own anchors' terms to the loss, and all of them need the gradient of all anchors' terms.
+    return share_work(losses, group)[:, shard.start : shard.layout.part_start(shard.rank[1] + 1)]
+
+
+def _truncated(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> TruncatedHead:
+    layer, weight = model.output_layer, _weight(model)
+    return TruncatedHead(
+        weight,
+        config.prefixes or default_prefixes(weight.shape[1]),
+        bias=None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None),
+        scale=float(model.config.mup_output_mult) if getattr(model.config, "use_mup", False) else 1.0,
+        tensor_group=tensor_group,
+        fuses=bool(getattr(layer, "gradient_accumulation_fusion", False)) and hasattr(weight, "main_grad"),
+    )
+
+
+def refuse_truncating(model: Any) -> None:
+    """Raise where the output layer cannot be trained by a second use of its weight in the same step.
+
+    Raises:
+        NotImplementedError: Megatron holds the weight, or its gradient, in a way of its own.
+    """
+    settings = model.config
+    reasons: dict[str, bool] = {
+        "the output layer's weight is not whole on its rank": not has_whole_head(model)
+        or any(getattr(_weight(model), mark, False) for mark in ("__fsdp_param__", "is_gtp_weight_remat")),
+        "--defer-embedding-wgrad-compute takes the output layer's gradient apart from the step's backward": getattr(
+            settings, "defer_embedding_wgrad_compute", False
+        ),
+        "--fp8-output-proj computes the logits in another type": getattr(settings, "fp8_output_proj", False),
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise NotImplementedError(
+                f"SimReg objective prefixes-ce does not work here, as {reason}: change that, or choose another one"
+            )
+
+
 @torch.no_grad()
 def predicts_label(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
     """Whether no token of the vocabulary has a larger logit than the label: bool [N].
@@ -52,7 +119,7 @@ def predicts_label(model: Any, states: Tensor, labels: Tensor, tensor_group: dis
         states: [N, D], what enters the output layer; N is the same on all ranks of the group.
         labels: int64 [N]; one below 0 is never predicted.
     """
-    weight, number = _weight(model), len(labels)
+    weight, number = _weight(model).detach(), len(labels)
     if tensor_group is not None:
         states, labels = (gather(part, tensor_group) for part in (states, labels))
     tiles = zip(
@@ -81,4 +148,5 @@ def _in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | 
 
 def _weight(model: Any) -> Tensor:
     shares = bool(getattr(model, "share_embeddings_and_output_weights", False))
-    return (model.shared_embedding_or_output_weight() if shares else model.output_layer.weight).detach()
+    weight: Tensor = model.shared_embedding_or_output_weight() if shares else model.output_layer.weight
+    return weight

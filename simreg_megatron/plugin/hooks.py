@@ -12,7 +12,7 @@ import torch
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.sigreg import UNSCALED
-from simreg_megatron.plugin import clipping, compat, inner, learnable
+from simreg_megatron.plugin import clipping, compat, heads, inner, learnable, stages
 from simreg_megatron.plugin.arguments import (
     adagc_from_args,
     add_simreg_arguments,
@@ -55,6 +55,10 @@ class _Installation:
                       for holder, name, _, _ in self._originals)  # fmt: skip
         if config.active and config.looks_inside and not wrapped:
             self.wrap(compat.DECODER_SEAM, _catch_inner_states)
+            if config.layer_numbers:
+                self.wrap(compat.STAGE_SEAM, _add_terms_of_stage)
+                if compat.training_loop() is not None:
+                    self.wrap(compat.DATA_SEAM, _build_data_of_stages)
 
     def wrap(self, seam: compat.Seam, wrapper: Wrapper) -> None:
         holder = seam.holder()
@@ -168,7 +172,10 @@ def begin_foreign_run(model_chunks: Any) -> None:
 
 
 def begin_step(iteration: int, *, measures: bool) -> None:
-    """Before step `iteration`, counted from 0; `measures` the geometry of its hidden states for the log."""
+    """Before step `iteration`, counted from 0; `measures` the geometry of its hidden states for the log.
+
+    With objective none, all that is computed is computed in these steps.
+    """
     _current().set_iteration(iteration)
     _current().metrics.wants_geometry = measures
 
@@ -182,7 +189,7 @@ def end_foreign_step(model_chunks: Any, *, reduces: bool) -> dict[str, Any]:
     if not _current().config.active:
         return {}
     _refuse_silence(_current(), model_chunks)
-    return _current().metrics.reduce(_data_group()) if reduces else {}
+    return _reduced_means() if reduces else {}
 
 
 def _regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,11 +267,34 @@ def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) ->
 
 def _catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:
     def caught(decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        if not inner.wants(decoder):
+        states = _current().inner_states
+        if not (_current().computes and inner.wants(states.config, decoder)):
             return forward(decoder, *args, **kwargs)
-        return _current().inner_states.catch(forward, decoder, *args, **kwargs)
+        return states.catch(forward, decoder, *args, **kwargs)
 
     return caught
+
+
+def _add_terms_of_stage(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """One micro-batch of one part of the model, as Megatron's pipeline schedules run it."""
+    signature = inspect.signature(forward_step)
+
+    def with_terms(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        (model,) = compat.unwrapped(given["model"])
+        trains = model.training and torch.is_grad_enabled() and not given.get("collect_non_loss_data")
+        if trains and inner.holds_earlier_layers(_current().config, model):
+            given["forward_step_func"] = stages.with_terms(
+                given["forward_step_func"], _current().add_to_stage, given["config"], given["num_microbatches"]
+            )
+        return forward_step(*bound.args, **bound.kwargs)
+
+    return with_terms
+
+
+def _build_data_of_stages(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda provider, *args, **kwargs: _current().data_of_stages.build(build_iterators, provider, *args, **kwargs)
 
 
 def _refuse_unknown_loss(model: Any, given: dict[str, Any], loss: Any) -> None:
@@ -305,6 +335,7 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
             raise
         if regularizer.config.active:
             _accept_models(regularizer.config, built[0])
+            regularizer.data_of_stages.begin(compat.unwrapped(built[0]))
             if regularizer.config.document_mask:
                 regularizer.end_of_document = _end_of_document()
         if built[1] is None:  # --skip-train
@@ -340,10 +371,11 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
         name for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp") if getattr(args, name, False)
     ]
     for part in config.parts:
-        if part.meets_heads and sharded:
+        if (part.meets_heads or part.through_head) and sharded:
+            who = "SimReg objective prefixes-ce" if part.through_head else "pairs=hidden-head"
             raise NotImplementedError(
-                f"pairs=hidden-head needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} "
-                "scatters them: drop one of them"
+                f"{who} needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} scatters "
+                "them: drop one of them"
             )
         if part.by_sequence:
             _refuse_lonely_sequences(args, part)
@@ -367,7 +399,8 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
 
 
 def _refuse_prefixes(hidden_size: int, config: SimRegConfig) -> None:
-    most = hidden_size - 1 if config.objective == "mic" else hidden_size  # MIC compares with the rest
+    # MIC compares with the rest, and all features are what the language-model loss itself has.
+    most = hidden_size - 1 if config.objective in ("mic", "prefixes-ce") else hidden_size
     if config.prefixes[-1] > most:
         raise ValueError(
             f"SimReg objective {config.objective} cannot take {config.prefixes[-1]} features of states of width "
@@ -411,6 +444,8 @@ def _refuse_models(config: SimRegConfig, model_chunks: Any) -> None:
     assert _installation is not None
     for model in compat.unwrapped(model_chunks):
         if not getattr(model, "post_process", True):
+            if inner.holds_earlier_layers(config, model):
+                stages.refuse(config, model)
             continue
         if not isinstance(model, _installation.model_classes):
             known = " and ".join(known.__name__ for known in _installation.model_classes)
@@ -419,18 +454,24 @@ def _refuse_models(config: SimRegConfig, model_chunks: Any) -> None:
             )
         if config.looks_inside:
             inner.refuse_decoder(config, model.decoder)
+            stages.announce(config, model.decoder)
+        if any(part.through_head for part in config.parts):
+            heads.refuse_truncating(model)
 
 
 def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     from megatron.core.utils import get_model_config
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
-    what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, not trained on"
+    what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, in log steps, not trained on"
     options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
     if config.options.get("normalize") == "unit":
         warn(f"SimReg objective {config.objective}: {UNSCALED}")
     if config.by_sequence:
         log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
+        return
+    if config.through_head:
+        log_once(f"SimReg objective {config.objective}: {what}{options}")
         return
     if config.sums_up:
         log_once(f"SimReg objective {config.objective}: {what}, chunk size {config.chunk_size}{options}")
@@ -450,7 +491,8 @@ def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
         given = compat.named_arguments(signature, *args, **kwargs)
         iteration = given.get("iteration")
         iteration = _iteration_of_args() if iteration is None else iteration
-        begin_step(iteration, measures=iteration == 0 or _is_log_step(iteration + 1))
+        is_first = not _current().follows_iterations  # Megatron prints a line after it, in a resumed run, too
+        begin_step(iteration, measures=is_first or _is_log_step(iteration + 1))
         result = train_step(*args, **kwargs)
         _refuse_silence(_current(), given["model"])
         return result
@@ -460,10 +502,10 @@ def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_silence(regularizer: Regularizer, model_chunks: Any) -> None:
     """A model that overrides the wrapped function without calling it would train without SimReg."""
-    if regularizer.metrics.has_observed:
+    if regularizer.has_met_model:
         return
     for model in compat.unwrapped(model_chunks):
-        if getattr(model, "post_process", True):
+        if getattr(model, "post_process", True) or inner.holds_earlier_layers(regularizer.config, model):
             raise compat.MegatronSeamError(
                 f"SimReg is on, but {type(model).__name__} computed its loss without passing the function that SimReg "
                 "wraps: let its override call super(), or set --simreg-lambda 0"
@@ -492,7 +534,7 @@ def _report(training_log: Callable[..., Any]) -> Callable[..., Any]:
         if not (_current().config.active or adaptive) or not (first or _is_log_step(iteration)):
             return training_log(*args, **kwargs)
         total_loss_dict = given["total_loss_dict"]
-        means = _current().metrics.reduce(_data_group(), reset=not first) if _current().config.active else {}
+        means = _reduced_means(reset=not first) if _current().config.active else {}
         if adaptive is not None:
             means |= adaptive.means(reset=not first)
         add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
@@ -504,6 +546,17 @@ def _report(training_log: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return with_simreg
+
+
+def _reduced_means(*, reset: bool = True) -> dict[str, Any]:
+    """Of all ranks: a collective on those that saw SimReg, and on all where earlier stages may have.
+
+    Where SimReg only measures, the values are of a log step alone, and gone afterwards in any case.
+    """
+    config = _current().config
+    pipeline = compat.pipeline_group() if config.layer_numbers else None
+    several = pipeline if pipeline is not None and pipeline.size() > 1 else None
+    return _current().metrics.reduce(_data_group(), several, reset=reset or not config.trains)
 
 
 def _data_group() -> Any:

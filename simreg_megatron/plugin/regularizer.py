@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg on the final hidden states of one micro-batch of a Megatron model.
+"""SimReg on the hidden states of one micro-batch of a Megatron model: the final ones, or those of chosen layers.
 
 Shapes: S tokens of this rank, B micro-batch, D hidden. Megatron's hidden states are [S, B, D], its labels, loss mask
 and per-token loss [B, S] (all tokens of the context rank, also where sequence parallelism splits the hidden states).
@@ -14,24 +14,35 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.parallel.autograd import add_gradient
+from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
-from simreg_megatron.plugin.heads import label_rows
-from simreg_megatron.plugin.inner import InnerStates
+from simreg_megatron.plugin.heads import label_rows, prefix_terms
+from simreg_megatron.plugin.inner import InnerStates, State
 from simreg_megatron.plugin.learnable import learned_scalars
 from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.reporting import Metrics, log_once
 from simreg_megatron.plugin.sequence import views_of
+from simreg_megatron.plugin.stages import DataOfStages, MicroBatch
 from simreg_megatron.plugin.views import View
+
+
+class _Given(NamedTuple):
+    """What the output layer and the loss were given: all tokens of the context rank, T."""
+
+    hidden_states: Tensor | None  # [S, B, D]; None on stages before the last
+    labels: Tensor  # [B, T]
+    valid: Tensor  # bool [B, T]
 
 
 class _Tokens(NamedTuple):
     """This rank's tokens of a micro-batch, whatever an objective does with them."""
 
     shard: SequenceShard
+    whole: _Given
     labels: Tensor  # [B, S]
     valid: Tensor  # bool [B, S]
     heads: Tensor | None  # [S, B, D]
@@ -57,10 +68,19 @@ class Regularizer:
         self.config = config
         self.end_of_document: int | None = None  # token id, where Megatron has a tokenizer
         self.inner_states = InnerStates(config)
-        self.metrics = Metrics(config)
+        self.data_of_stages = DataOfStages(config)
+        self.agreement = Agreement()
+        self.metrics = Metrics(config, self.agreement)
         self.ramp: Tensor | None = None  # 0-d device tensor; None while lambda is constant
         self.follows_iterations = False  # set once a training loop tells the iteration
+        self.has_met_model = False  # set once a model's loss came by
         self._iteration = 0  # without one: micro-batches so far
+
+    @property
+    def computes(self) -> bool:
+        """Whether this step's micro-batches are computed on: every step in training, log steps where SimReg only
+        measures."""
+        return self.config.trains or self.metrics.wants_geometry
 
     def set_iteration(self, iteration: int) -> None:
         """Before step `iteration` (counted from 0): set the ramp to min(1, (iteration + 1) / warmup_iters)."""
@@ -83,6 +103,8 @@ class Regularizer:
     ) -> Tensor:
         """Return `loss_BS` with SimReg in its gradient; the value is untouched.
 
+        Where SimReg only measures, and not in this step, the model is plain Megatron's.
+
         Args:
             loss_BS: Megatron's per-token language-model loss.
             model: the GPTModel that computed it.
@@ -91,56 +113,124 @@ class Regularizer:
             loss_mask: [B, S], 0 where a token does not count; None counts every token with a label.
             packed_seq_params: Megatron's description of a row that packs several texts, or None.
         """
+        self.has_met_model = True
+        if not self.computes:
+            return loss_BS
         shard = shard_of(model, labels)
         given, hidden_states = hidden_states, _main_hidden_states(hidden_states, shard)
-        valid = shard.held_columns(_valid_tokens(labels, loss_mask))
-        heads = self._heads(model, labels, shard)
-        tokens = _Tokens(shard, shard.held_columns(labels), valid, heads, packed_seq_params)
-        self._describe_chunks(shard, tokens.sample_length)
-
-        with torch.set_grad_enabled(self.config.trains):
-            states = self.inner_states.take(model, hidden_states)
-            parts = [self._part(part, model, tokens, states) for part in self.config.parts]
+        tokens = self._tokens(model, labels, loss_mask, shard, hidden_states, packed_seq_params)
+        states = self.inner_states.take(model, hidden_states)
+        parts = self._parts(model, tokens, states)
         self._count_by_itself()
-        learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
-        terms = [part.terms.detach() for part in parts]
-        self.metrics.observe(terms, parts[self.metrics.primary].views, states[-1].detach(), valid, shard, learned)
-        self.metrics.observe_predictions(
-            model, hidden_states.detach(), states[-1].detach(), tokens.labels, valid, shard
-        )
-        # The gradient of all that hangs on them arrives at what was given, not at a part of it.
-        self.metrics.watch_gradient(given if states[-1] is hidden_states else states[-1], valid, shard)
+        if self.config.layers[-1] in states:
+            last = states[self.config.layers[-1]]
+            self.metrics.observe_predictions(
+                model, hidden_states.detach(), last.detach(), tokens.labels, tokens.valid, shard
+            )
+            # The gradient of all that hangs on them arrives at what was given, not at a part of it.
+            self.metrics.watch_gradient(given if last is hidden_states else last, tokens.valid, shard)
         if not self.config.trains:
             return loss_BS
-        _stop_hidden_failure(loss_BS, [part.terms for part in parts])
+        if parts:
+            loss_BS = add_gradient(loss_BS, self._weighted(parts, model, loss_BS), start=shard.start)
+        if self.config.layer_numbers and compat.pipeline_group().size() > 1:
+            loss_BS.register_hook(functools.partial(self.agreement.add, model, labels))
+        return loss_BS
+
+    def add_to_stage(self, output_SBD: Tensor, model: Any, given: MicroBatch) -> Tensor:
+        """Return what a stage before the last sends on, with the terms of its layers in the gradient; the value stays.
+
+        Args:
+            output_SBD: of the stage's decoder.
+            model: the part of the GPTModel on this stage.
+            given: labels, mask and weights [B, S] of its tokens.
+        """
+        from megatron.core.utils import make_viewless_tensor
+
+        self.has_met_model = True
+        if not self.computes:
+            return output_SBD
+        self._refuse_uncounted()
+        shard = shard_of(model, given.labels)
+        tokens = self._tokens(model, given.labels, given.loss_mask, shard)
+        states = self.inner_states.take(model)
+        parts = self._parts(model, tokens, states)
+        if self.config.layers[-1] in states:
+            self.metrics.watch_gradient(states[self.config.layers[-1]], tokens.valid, shard)
+        if not self.config.trains:
+            return output_SBD
+        terms = self._weighted(parts, model, output_SBD)
+        total = (terms * given.weights[:, shard.start : shard.start + terms.shape[1]]).sum()
+        self.agreement.add(model, given.labels, given.weights)
+        # Megatron frees the data of what it has sent, and refuses a view.
+        return make_viewless_tensor(add_gradient_of_sum(output_SBD, total), requires_grad=True, keep_graph=True)
+
+    def _tokens(
+        self,
+        model: Any,
+        labels: Tensor,
+        loss_mask: Any,
+        shard: SequenceShard,
+        hidden_states: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> _Tokens:
+        whole = _Given(hidden_states, labels, _valid_tokens(labels, loss_mask))
+        valid = shard.held_columns(whole.valid)
+        heads = self._heads(model, labels, shard)
+        tokens = _Tokens(shard, whole, shard.held_columns(labels), valid, heads, packed_seq_params)
+        self._describe_chunks(shard, tokens.sample_length)
+        return tokens
+
+    def _parts(self, model: Any, tokens: _Tokens, states: dict[State, Tensor]) -> list[_Part]:
+        """What each objective came to on the named states that are here; nothing where none is."""
+        parts: list[_Part] = []
+        if states:
+            with torch.set_grad_enabled(self.config.trains):
+                parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
+        self.metrics.observe_terms([part.terms.detach() for part in parts], tokens.valid, tokens.shard)
+        if self.config.layers[-1] in states:  # what the log describes
+            views = parts[self.metrics.primary].views
+            learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
+            last = states[self.config.layers[-1]].detach()
+            self.metrics.observe(views, last, tokens.valid, tokens.shard, learned)
+        return parts
+
+    def _weighted(self, parts: list[_Part], model: Any, beside: Tensor) -> Tensor:
+        """lambda * term of all objectives, [B, anchors of this rank], in the type of `beside`, or float32."""
+        _stop_hidden_failure(beside, [part.terms for part in parts])
+        dtype = torch.promote_types(beside.dtype, torch.float32)
         weighted = [
-            part.terms.to(loss_BS.dtype) * self._weight(config, model)
+            part.terms.to(dtype) * self._weight(config, model)
             for part, config in zip(parts, self.config.parts, strict=True)
         ]
-        return add_gradient(loss_BS, functools.reduce(torch.add, weighted), start=shard.start)
+        return functools.reduce(torch.add, weighted)
 
     def _part(self, config: SimRegConfig, model: Any, tokens: _Tokens, states: list[Tensor]) -> _Part:
         """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
-        views = [
-            views_of(
-                config,
-                tokens.shard,
-                prefix,
-                tokens.labels,
-                tokens.valid,
-                documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
-                sample_length=tokens.sample_length,
-                heads=tokens.heads if config.meets_heads else None,
-            )
-            for state in states
-            for prefix in _prefixes(config, state)
-        ]
+        if config.through_head:
+            given = tokens.whole
+            assert given.hidden_states is not None  # the settings leave it to the stage with the output layer
+            terms = prefix_terms(config, model, given.hidden_states, given.labels, given.valid, tokens.shard)
+            return _Part(terms, self._views(config, tokens, states[-1].detach()), {})
+        views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
         of_views = [objective_terms(config, of_state, tokens.shard, learned, self._iteration) for of_state in views]
         terms = torch.stack(of_views).sum(dim=0)
         if config.objective == "simreg" and config.prefixes:
             terms = terms / len(config.prefixes)
         return _Part(terms, views[-1], learned)
+
+    def _views(self, config: SimRegConfig, tokens: _Tokens, states: Tensor) -> list[View]:
+        return views_of(
+            config,
+            tokens.shard,
+            states,
+            tokens.labels,
+            tokens.valid,
+            documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
+            sample_length=tokens.sample_length,
+            heads=tokens.heads if config.meets_heads else None,
+        )
 
     def _heads(self, model: Any, labels: Tensor, shard: SequenceShard) -> Tensor | None:
         """The output layer's rows for this rank's labels, where an objective asks for them. A collective then."""
@@ -157,6 +247,13 @@ class Regularizer:
             log_once(
                 "SimReg: no training loop tells the iteration, so each micro-batch draws directions of its own, and a "
                 "run that is resumed begins with the first ones again"
+            )
+
+    def _refuse_uncounted(self) -> None:
+        if not self.follows_iterations and any(part.objective == "sigreg" for part in self.config.parts):
+            raise NotImplementedError(
+                "SimReg objective sigreg draws directions by the iteration, which no training loop tells here, so "
+                "pipeline stages would draw different ones: name layers of the last stage in --simreg-layers"
             )
 
     def _documents(self, packed_seq_params: Any) -> Documents:
@@ -182,7 +279,7 @@ class Regularizer:
         return weight * self.ramp
 
     def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
-        if all(part.by_sequence for part in self.config.parts):
+        if all(part.by_sequence or part.through_head for part in self.config.parts):
             return
         size, sequence = self.config.chunk_size, sample_length or shard.layout.length
         if size > sequence:
@@ -237,10 +334,11 @@ def _valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     return valid & (loss_mask.view_as(labels) > 0)
 
 
-def _stop_hidden_failure(loss: Tensor, terms: list[Tensor]) -> None:
+def _stop_hidden_failure(beside: Tensor, terms: list[Tensor]) -> None:
     """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
 
-    A loss that is not finite itself is left to Megatron, which stops or reruns the step.
+    A loss (or, on an earlier stage, output) that is not finite itself is left to Megatron, which stops or reruns the
+    step.
     """
-    sound = torch.stack([torch.isfinite(part).all() for part in terms]).all() | ~torch.isfinite(loss).all()
+    sound = torch.stack([torch.isfinite(part).all() for part in terms]).all() | ~torch.isfinite(beside).all()
     torch._assert_async(sound, "the SimReg term is not finite while the language-model loss is: the step is stopped")

@@ -19,6 +19,7 @@ from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.every_kth import EveryKth
 from simreg_megatron.plugin.heads import has_whole_head, predicts_label
 from simreg_megatron.plugin.learnable import as_logged
@@ -39,6 +40,7 @@ _ONCE_NORMS, _OFTEN_NORMS = slice(20, 23), slice(23, 26)  # of tokens alone with
 _RADIAL = slice(26, 28)  # magnitude.radial_sums of the whole loss's gradient
 _RIGHT_NORMS, _WRONG_NORMS = slice(28, 31), slice(31, 34)  # of sampled tokens, by whether their top prediction is right
 _SLOTS = 34
+_ISOTROPY = 4  # whether it was measured, and its three numbers
 _NOT_IN_CONSOLE = (  # Megatron's line is long enough
     "simreg norm difference",
     "simreg norm difference of rare labels",
@@ -55,52 +57,55 @@ _WIDEST = 4096  # beyond it the products of all features take too much memory to
 class Metrics:
     """Sums and counts of one log interval on this rank, in one device tensor that lives as long as the run."""
 
-    def __init__(self, config: SimRegConfig) -> None:
+    def __init__(self, config: SimRegConfig, agreement: Agreement | None = None) -> None:
+        self._agreement = agreement or Agreement()
         names = [part.objective for part in config.parts]
         self._objectives = names
         self._term_slots = [_TERM, *range(_SLOTS, _SLOTS + len(names) - 1)]
         self.primary = names.index("simreg") if "simreg" in names else 0  # whose chunks the geometry is of
         self.config = config.parts[self.primary]
-        self.wants_geometry = True  # the training loop clears it between log steps
+        self.wants_geometry = True  # a training loop that tells the iteration clears it between log steps
         self._sums: Tensor | None = None
         self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
         self._learned: dict[str, Tensor] = {}  # the same on every rank
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
 
-    @property
-    def has_observed(self) -> bool:
-        """Whether any micro-batch has come by."""
-        return self._sums is not None
+    @torch.no_grad()
+    def observe_terms(self, terms: list[Tensor], valid: Tensor, shard: SequenceShard) -> None:
+        """Add one micro-batch of this rank: terms [B, A] of each objective, or none where no state is on this stage."""
+        if self._sums is None:
+            self._sums = self._nothing(valid.device)
+        self._tensor_group = shard.tensor_group
+        for slot, of_objective in zip(self._term_slots, terms, strict=bool(terms)):
+            self._sums[slot] += of_objective.sum(dtype=torch.float64)
+
+    def _nothing(self, device: torch.device | int) -> Tensor:
+        return torch.zeros(_SLOTS + len(self._term_slots) - 1, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def observe(
         self,
-        terms: list[Tensor],
         views: list[View],
         hidden_states: Tensor,
         valid: Tensor,
         shard: SequenceShard,
         learned: Mapping[str, Tensor],
     ) -> None:
-        """Add one micro-batch of this rank: terms [B, A] of each objective, views of the primary one, hidden states
-        [S, B, D], valid [B, S], trained scalars."""
-        if self._sums is None:
-            self._sums = torch.zeros(_SLOTS + len(terms) - 1, dtype=torch.float64, device=valid.device)
-        self._tensor_group = shard.tensor_group
+        """Add what the log describes of the same micro-batch: views of the primary objective, hidden states [S, B, D],
+        valid [B, S], trained scalars. One stage does, that of the last state which the settings name."""
+        assert self._sums is not None
         own_valid = shard.own_columns(valid)
-        zero_norm = shard.own_columns(valid & zero_rows(hidden_states.transpose(0, 1)))
-        for slot, of_objective in zip(self._term_slots, terms, strict=True):
-            self._sums[slot] += of_objective.sum(dtype=torch.float64)
+        num_usable = sum(view.usable[:, slice(*view.anchors)].sum() for view in views)
         self._sums[_TOKENS] += own_valid.sum()
         self._sums[_ALL_MASKED] += (~own_valid.any(dim=1)).sum()
-        self._sums[_ZERO_NORM] += zero_norm.sum()
+        self._sums[_ZERO_NORM] += own_valid.sum() - num_usable  # the views leave nothing else out
         if self.wants_geometry:
             self._add_norms(_NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
             self._learned = as_logged(learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
         for view in views:
-            if not (self.config.by_sequence or self.config.sums_up):  # those do not ask for other labels
+            if not self.config.sends_no_rows:  # those do not ask for other labels
                 self._sums[_ONE_LABEL] += view.roles.lonely.sum()
             if self.wants_geometry:
                 self._sums[_PAIRS] += self._pair_sums(view)
@@ -176,7 +181,10 @@ class Metrics:
             self._add_norms(slots, of_states, members)
 
     def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
-        """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths."""
+        """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths.
+
+        One that overflows under the loss scale of fp16 is left out: Megatron takes no step by it either.
+        """
         if not (self.wants_geometry and states.requires_grad):
             return
         counted = shard.own_columns(valid)
@@ -185,17 +193,42 @@ class Metrics:
         def add_up(gradient: Tensor) -> None:
             assert self._sums is not None
             of_own = shard.own_columns(gradient[: valid.shape[1]].transpose(0, 1))
-            self._sums[_RADIAL] += torch.stack(radial_sums(of_own, own, counted))
+            sums = torch.stack(radial_sums(of_own, own, counted))
+            self._sums[_RADIAL] += torch.where(sums.isfinite().all(), sums, 0.0)
 
         states.register_hook(add_up)
 
-    def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
+    def reduce(
+        self, dp_cp_group: dist.ProcessGroup, pipeline_group: dist.ProcessGroup | None = None, *, reset: bool = True
+    ) -> dict[str, Tensor]:
         """Means over all data- and context-parallel ranks since the last reset; empty where nothing was observed.
 
         A collective over `dp_cp_group` (and over the tensor-parallel group): all ranks of the last stage call it.
+
+        Args:
+            pipeline_group: where stages before the last may hold states of SimReg; all stages call it then, and the
+                last one gets the means.
         """
-        if self._sums is None:
+        if self._sums is None and pipeline_group is None:
             return {}
+        sums, isotropy = self._of_stage(dp_cp_group, reset=reset)
+        if pipeline_group is not None:
+            stage, num_stages = pipeline_group.rank(), pipeline_group.size()
+            weights = self._agreement.table(stage, num_stages, sums.device, reset=reset)
+            everything = torch.cat([sums, isotropy, weights])
+            dist.all_reduce(everything, group=pipeline_group)
+            sums, isotropy, weights = everything.split([len(sums), len(isotropy), len(weights)])
+            self._agreement.check(weights)
+            if stage < num_stages - 1:
+                return {}
+        self._tell_oddities(sums)
+        return self._named_means(sums) | _named_isotropy(isotropy) | self._learned
+
+    def _of_stage(self, dp_cp_group: dist.ProcessGroup, *, reset: bool) -> tuple[Tensor, Tensor]:
+        """Sums over the ranks of this stage, and the isotropy of its states; zeros where nothing was observed."""
+        if self._sums is None:
+            nothing = self._nothing(torch.cuda.current_device())
+            return nothing, nothing.new_zeros(_ISOTROPY)
         sums = self._sums.clone()
         moments = [part if reset else part.clone() for part in self._moments or ()]
         if reset:
@@ -205,8 +238,7 @@ class Metrics:
             if group is not None and group.size() > 1:
                 for part in (sums, *moments):
                     dist.all_reduce(part, group=group)
-        self._tell_oddities(sums)
-        return self._named_means(sums) | _named_isotropy(moments) | self._learned
+        return sums, _isotropy(moments) if moments else sums.new_zeros(_ISOTROPY)
 
     def _named_means(self, sums: Tensor) -> dict[str, Tensor]:
         def mean(numerator: int, denominator: int) -> Tensor:
@@ -245,14 +277,19 @@ class Metrics:
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
 
 
-def _named_isotropy(moments: list[Tensor]) -> dict[str, Tensor]:
-    if not moments:
-        return {}
+def _isotropy(moments: list[Tensor]) -> Tensor:
     found = geometry.isotropy(geometry.Moments._make(moments))
+    return torch.stack([torch.ones_like(found.score), found.score, found.effective_rank, found.mean_cosine]).double()
+
+
+def _named_isotropy(measured: Tensor) -> dict[str, Tensor]:
+    exists, score, effective_rank, mean_cosine = measured.float()
+    if not exists:
+        return {}
     return {
-        "simreg isotropy": found.score.float(),
-        "simreg effective rank": found.effective_rank.float(),
-        "simreg mean cosine": found.mean_cosine.float(),
+        "simreg isotropy": score,
+        "simreg effective rank": effective_rank,
+        "simreg mean cosine": mean_cosine,
     }
 
 

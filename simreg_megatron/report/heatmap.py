@@ -71,6 +71,11 @@ def mean_off_diagonal(matrix: NDArray[np.float64]) -> float:
     return float((matrix.sum() - np.trace(matrix)) / (count * (count - 1)))
 
 
+def mean_cosine(states: HiddenStates, *, max_tokens: int = MAX_NAMED_TOKENS) -> float:
+    """What a map's title states: the mean cosine of two different tokens among the first `max_tokens`."""
+    return mean_off_diagonal(cosine_matrix(states.hidden[:max_tokens]))
+
+
 def draw_heatmaps(
     several: Sequence[HiddenStates],
     path: str | Path,
@@ -103,7 +108,8 @@ def draw_heatmaps(
 def _draw_map(axes: Axes, states: HiddenStates, max_tokens: int) -> AxesImage:
     cosine = cosine_matrix(states.hidden[:max_tokens])
     image = axes.imshow(cosine, cmap=COLOUR_MAP, vmin=-1, vmax=1, interpolation="nearest")
-    axes.set_title(f"{states.name}\nmean off-diagonal cosine {mean_off_diagonal(cosine):+.3f}", fontsize=11)
+    mean = mean_cosine(states, max_tokens=max_tokens)
+    axes.set_title(f"{states.name}\nmean off-diagonal cosine {mean:+.3f}", fontsize=11)
     axes.tick_params(length=0)
     axes.set_xlabel("token")
     if len(cosine) <= MAX_NAMED_TOKENS:

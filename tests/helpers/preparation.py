@@ -40,8 +40,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def train_hugging_face(path: Path) -> Path:
     """A byte-level tokenizer that opens each text with <s>, as LLaMA's does, and would cut texts at 8 tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,6 +51,13 @@ def train_hugging_face(path: Path) -> Path:
         show_progress=False,
     )
     backend.train_from_iterator(TEXTS, trainer)
+    return save_hugging_face(backend, path)
+
+
+def save_hugging_face(backend: Any, path: Path) -> Path:
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     backend.enable_truncation(8)
     PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(path)

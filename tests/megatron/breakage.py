@@ -7,6 +7,7 @@ same loss without it has value zero and SimReg's gradient, whatever labels, mask
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -23,6 +24,43 @@ def doubled_scale() -> None:
 
     add_gradient = regularizer.add_gradient
     regularizer.add_gradient = lambda loss, term, *args, **kwargs: add_gradient(loss, 2 * term, *args, **kwargs)
+
+
+def stage_doubled_scale() -> None:
+    """Twice the gradient of the terms on stages before the last, and nobody checks."""
+    stage_doubled_scale_and_checked()
+    _silence_check_of_stages()
+
+
+def stage_doubled_scale_and_checked() -> None:
+    """The same, as if the script's loss function halved the language-model loss."""
+    _change_weights(lambda mask, config, micro_batches: (mask, config, micro_batches), factor=2)
+
+
+def stage_not_divided_by_micro_batches() -> None:
+    """On stages before the last, the division by the number of micro-batches is forgotten."""
+    _change_weights(lambda mask, config, micro_batches: (mask, config, 1))
+    _silence_check_of_stages()
+
+
+def stage_without_its_mask() -> None:
+    """On stages before the last, masked tokens weigh as much as all others."""
+    _change_weights(lambda mask, config, micro_batches: (torch.ones_like(mask), config, micro_batches))
+    _silence_check_of_stages()
+
+
+def _change_weights(change: Callable[..., Any], factor: float = 1) -> None:
+    """Give earlier stages other weights of tokens."""
+    from simreg_megatron.plugin import stages
+
+    token_weights = stages.token_weights
+    stages.token_weights = lambda *given: factor * token_weights(*change(*given[:3]), given[3])
+
+
+def _silence_check_of_stages() -> None:
+    from simreg_megatron.plugin.agreement import Agreement
+
+    Agreement.check = lambda self, summed: None
 
 
 def shifted_labels() -> None:
@@ -90,6 +128,48 @@ def shared_work_not_summed() -> None:
             return with_others(self, of_anchors)
 
     shard.SequenceShard.from_all_anchors = own_alone
+
+
+def local_means_logged() -> None:
+    """The log shows the mean of the ranks' own means."""
+    from simreg_megatron.plugin import reporting
+
+    reduce = reporting.Metrics.reduce
+
+    def averaged(self: Any, group: Any, *others: Any, **options: Any) -> dict[str, Tensor]:
+        with mock.patch.object(reporting.dist, "all_reduce"):
+            means = reduce(self, group, *others, **options)
+        for mean in means.values():
+            torch.distributed.all_reduce(mean.div_(group.size()), group=group)
+        return means
+
+    reporting.Metrics.reduce = averaged
+
+
+def vocabulary_not_gathered() -> None:
+    """A truncated output layer is normalized over each rank's own part of the vocabulary."""
+    from simreg_megatron.plugin import heads
+
+    losses = heads.truncated_head_losses
+    heads.truncated_head_losses = lambda rows, local, here, head: losses(
+        rows, local, here, dataclasses.replace(head, tensor_group=None)
+    )
+
+
+def halved_weight_gradient() -> None:
+    """Half the gradient that the truncated output layer's weight gets."""
+    from simreg_megatron.parallel import truncated_head
+
+    handed_on = truncated_head._handed_on
+    truncated_head._handed_on = lambda grad, *args, **kwargs: handed_on(grad / 2, *args, **kwargs)
+
+
+def other_anchors_dropped() -> None:
+    """Each tensor-parallel rank takes its own anchors alone backwards through its part of the vocabulary."""
+    from simreg_megatron.plugin import heads
+
+    share = heads.share_work
+    heads.share_work = lambda values, group: values if values.dim() == 2 else share(values, group)
 
 
 def not_finite_from_second_step() -> None:

@@ -22,8 +22,18 @@ from tests.helpers.processes import fork_server
 TIMED_OUT = 124  # the status that timeout(1) gives
 
 
-def run_ranks(target: Callable[..., None], *arguments: Any, processes: int, log: Path, timeout: float) -> int:
+def run_ranks(
+    target: Callable[..., None],
+    *arguments: Any,
+    processes: int,
+    log: Path,
+    timeout: float,
+    context: Any = None,
+) -> int:
     """`target(*arguments)` on every rank of one job; all output goes to `log`.
+
+    Args:
+        context: of multiprocessing, to start the ranks in; None is that of the fork server.
 
     Returns:
         0 if every rank succeeded; else the status of the first that failed, or TIMED_OUT. The others are then killed.
@@ -32,7 +42,8 @@ def run_ranks(target: Callable[..., None], *arguments: Any, processes: int, log:
     job = (processes, store.port, log)
     log.parent.mkdir(parents=True, exist_ok=True)
     # Not daemons: those may have no children, and Megatron writes checkpoints in some.
-    ranks = [fork_server().Process(target=_rank, args=(rank, *job, target, arguments)) for rank in range(processes)]
+    start = (context or fork_server()).Process
+    ranks = [start(target=_rank, args=(rank, *job, target, arguments)) for rank in range(processes)]
     for rank in ranks:
         rank.start()
     try:

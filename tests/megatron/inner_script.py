@@ -53,6 +53,57 @@ def check(model, layers, placement: str, tokens, labels) -> dict[str, torch.Tens
     return got
 
 
+def cost_of_recompute(model, tokens, labels, layers) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """Runs of a layer in one step, bytes that the forward keeps for the backward, and the gradients."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    kept, runs, forward = {}, [], TransformerLayer.forward
+
+    def counted(*args, **kwargs):
+        runs.append(None)
+        return forward(*args, **kwargs)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not runs or len(runs) <= len(model.decoder.layers):  # else the backward runs it again
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    if layers:
+        install(config=SimRegConfig(lambda_=2, temperature=0.5, chunk_size=12, layers=layers, impl="reference"))
+    TransformerLayer.forward = counted
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            _, got = gradients(model, tokens, labels)
+    finally:
+        TransformerLayer.forward = forward
+        uninstall()
+    return len(runs), sum(kept.values()), got
+
+
+def check_full_recompute(model, tokens, labels) -> None:
+    """The states are those that recompute keeps: no layer runs more often, and no activation of one is kept."""
+    _, without, wanted = cost_of_recompute(model, tokens, labels, (1, 2))
+    runs, plain, _ = cost_of_recompute(model, tokens, labels, ())
+    terms = without - plain
+    model.config.recompute_granularity, model.config.recompute_method = "full", "uniform"
+    model.config.recompute_num_layers = 1
+    again, recomputed, _ = cost_of_recompute(model, tokens, labels, ())
+    found, kept, got = cost_of_recompute(model, tokens, labels, (1, 2))
+    print(f"full recompute: {runs} runs of a layer, then {again}, with SimReg {found}; "
+          f"kept {plain} bytes, then {recomputed}, with SimReg {kept} (its terms alone {terms})")  # fmt: skip
+    assert (runs, again, found) == (2, 4, 4) and recomputed < plain
+    assert kept - recomputed == terms > 0, "what the terms keep, as without recompute"
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
+    model.config.recompute_num_layers = 2
+    try:
+        cost_of_recompute(model, tokens, labels, (1,))
+    except NotImplementedError as error:
+        assert "--simreg-layers 1 lies inside a group of 2 layers" in str(error), error
+    else:
+        raise AssertionError("a state inside a group must be refused")
+
+
 def main() -> None:
     cpu_backend.activate()
     from megatron.core import parallel_state
@@ -81,10 +132,12 @@ def main() -> None:
     install(config=SimRegConfig(lambda_=2, layers=(3,)))
     try:
         gradients(model, tokens, labels)
-    except NotImplementedError as error:
-        assert "--simreg-layers 3 lies on an earlier pipeline stage" in str(error), error
+    except ValueError as error:
+        assert "--simreg-layers 3 is beyond the model, whose last layer is 2" in str(error), error
     else:
         raise AssertionError("a layer that is not here must be refused")
+    uninstall()
+    check_full_recompute(model, tokens, labels)
     torch.distributed.destroy_process_group()
     print("inner script: all as expected")
 

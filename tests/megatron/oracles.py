@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process that averages as Megatron's default mode does over many: a mean of every rank's own mean.
+"""What a process must be told to be comparable.
 
-Without --calculate-per-token-loss Megatron divides by the valid tokens N_r of each rank r and then averages the R
-ranks, so with unequal counts its own loss depends on the layout. These patches give one process that same function:
-the per-token loss keeps its value, and its gradient is multiplied by N / (R * N_r) before Megatron divides it by N.
+`data_ranks` and `context_ranks` let one process average as Megatron's default mode does over many: a mean of every
+rank's own mean. Without --calculate-per-token-loss Megatron divides by the valid tokens N_r of each rank r and then
+averages the R ranks, so with unequal counts its own loss depends on the layout. The patches give one process that same
+function: the per-token loss keeps its value, and its gradient is multiplied by N / (R * N_r) before Megatron divides
+it by N.
 """
 
 from __future__ import annotations
@@ -27,6 +29,13 @@ class _WeighGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (weights,) = ctx.saved_tensors
         return grads[0] * weights, None
+
+
+def few_samples() -> None:
+    """The log's samples are so small that they take every third position of these micro-batches of 128 tokens."""
+    from simreg_megatron.plugin import reporting
+
+    reporting._SAMPLED_TOKENS = reporting._PREDICTED_TOKENS = 60
 
 
 def data_ranks() -> None:

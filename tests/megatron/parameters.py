@@ -66,15 +66,18 @@ def shard_of(name: str, parameter: Any) -> Shard:
 def gradients(model_chunks: list[Any]) -> dict[str, Tensor]:
     """Every parameter's gradient as `finalize_model_grads` left it, without the fp16 loss scale.
 
-    The distributed optimizer leaves each data-parallel rank one part of every bucket: the parts are gathered here, so
-    that these runs too are compared in full. A collective then: all ranks call it. None are told of Megatron-FSDP.
+    The distributed optimizer and FSDP leave each data-parallel rank one part of them: the parts are gathered here, so
+    that these runs too are compared in full. A collective then: all ranks call it.
     """
     from megatron.core.utils import get_model_config
 
     found: dict[Any, Tensor] = {}
     for chunk in model_chunks:
         if chunk.ddp_config.use_megatron_fsdp:
-            return {}
+            buffer = chunk.module.param_and_grad_buffer
+            grads = buffer.dist_main_grad  # a parameter of which this rank has no element has none of its own
+            found |= {parameter: whole_of(grads[name]) for name, parameter in buffer.optimizer_named_parameters}
+            continue
         if isinstance(next(chunk.parameters()), DTensor):  # FSDP2, which has no buffers
             found |= {parameter: whole_of(parameter.grad) for parameter in chunk.parameters()}
             continue
@@ -89,8 +92,15 @@ def gradients(model_chunks: list[Any]) -> dict[str, Tensor]:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """All of a tensor of which FSDP leaves each rank a part. A collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of a tensor of which FSDP leaves each rank a part: torch whole rows, Megatron any elements. A collective."""
+    from megatron.core import parallel_state
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, tensor.to_local().flatten(), group=group)
+    return torch.cat(parts).view(tensor.shape)
 
 
 def _gathered(buffer: Any) -> Tensor:

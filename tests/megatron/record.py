@@ -2,8 +2,9 @@
 """Run a Megatron script on this rank and record, at full precision, what it computed.
 
 Each rank writes OUT/rank<r>.pt: the loss of every step (last pipeline stage), the norm of every step's gradient as
-Megatron reports it, the gradients of the first step after Megatron finished them (reduced and scaled, before clipping),
-and the parameters after the last step, with the part of each that this rank holds.
+Megatron reports it, every value that SimReg puts into Megatron's log, the gradients of the first step after Megatron
+finished them (reduced and scaled, before clipping), and the parameters after the last step, with the part of each that
+this rank holds.
 
 `python -m tests.megatron.record OUT SCRIPT FLAGS` does it under torchrun; forked ranks call `record` itself.
 """
@@ -27,7 +28,9 @@ from tests.megatron.parameters import gradients, named_parameters, shard_of, who
 class Recorder:
     def __init__(self, out: Path) -> None:
         self.path = out / f"rank{os.environ.get('RANK', '0')}.pt"
-        self.record: dict[str, Any] = {"losses": [], "norms": [], "grads": {}, "params": {}, "shards": {}}
+        self.record: dict[str, Any] = {
+            "losses": [], "norms": [], "logged": [], "grads": {}, "params": {}, "shards": {}
+        }  # fmt: skip
         self.model: Any = None
 
     def wrap_finalize(self, finalize: Any) -> Any:
@@ -52,8 +55,15 @@ class Recorder:
 
         return recorded
 
+    def wrap_log(self, add_to_console: Any) -> Any:
+        def recorded(means: Any, *args: Any, **kwargs: Any) -> None:
+            self.record["logged"].append({name: value.double().item() for name, value in means.items()})
+            add_to_console(means, *args, **kwargs)
+
+        return recorded
+
     def save(self) -> None:
-        if self.record["grads"]:  # else it failed before, or Megatron-FSDP holds the parameters in its own way
+        if self.record["grads"]:  # else it failed before
             for name, parameter in named_parameters(self.model):
                 self.record["params"][name] = whole_of(parameter.detach()).clone()
                 self.record["shards"][name] = shard_of(name, parameter)
@@ -72,6 +82,7 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
     import megatron.training.training as training
 
     from simreg_megatron import install
+    from simreg_megatron.plugin import hooks
     from simreg_megatron.plugin.cpu_backend import connections
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections(flags)
@@ -80,6 +91,7 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
     training.finalize_model_grads = recorder.wrap_finalize(training.finalize_model_grads)
     training.train_step = recorder.wrap_step(training.train_step)
     if not plain:
+        hooks.add_to_console = recorder.wrap_log(hooks.add_to_console)
         install()  # above the recorder, so that a patch may uninstall it
     if patch:
         module, function = patch.split(":")

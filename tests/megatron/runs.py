@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from tests.megatron.record import record
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "simreg_megatron" / "pretrain.py"
 TIMEOUT = 300  # seconds; under torchrun a run takes about 20, on forked ranks 1 to 4
+T = TypeVar("T")
 _TAIL = 4000  # characters of a log that an error shows
 
 _BASE = (
@@ -129,6 +131,7 @@ class Recorded:
     norms: list[float]
     grads: dict[str, Tensor]
     params: dict[str, Tensor]
+    logged: list[dict[str, float]] = field(default_factory=list)  # SimReg's values in every log line
 
 
 def read(out: Path) -> Recorded:
@@ -140,13 +143,22 @@ def read(out: Path) -> Recorded:
     ranks = [torch.load(path, weights_only=True) for path in sorted(out.glob("rank*.pt"))]
     losses = _agreed("losses", [rank["losses"] for rank in ranks if rank["losses"]])
     norms = _agreed("gradient norms", [rank["norms"] for rank in ranks])
-    return Recorded(losses, norms, _joined(ranks, "grads"), _joined(ranks, "params"))
+    return Recorded(losses, norms, _joined(ranks, "grads"), _joined(ranks, "params"), _lines(ranks))
 
 
-def _agreed(what: str, values: list[list[float]]) -> list[float]:
+def _agreed(what: str, values: list[T]) -> T:
     if any(repr(value) != repr(values[0]) for value in values):  # repr: NaN equals itself
         raise ReplicasDifferError(f"{what} differ between ranks: {values}")
     return values[0]
+
+
+def _lines(ranks: list[dict]) -> list[dict[str, float]]:
+    """The lines of the log; a rank that never sees final hidden states has no value of theirs."""
+    lines = []
+    for of_ranks in zip(*(rank["logged"] for rank in ranks), strict=True):
+        names = {name: None for line in of_ranks for name in line}
+        lines.append({name: _agreed(name, [line[name] for line in of_ranks if name in line]) for name in names})
+    return lines
 
 
 def _joined(ranks: list[dict], kind: str) -> dict[str, Tensor]:
@@ -173,18 +185,38 @@ def _whole(name: str, parts: dict[int, Tensor], shard: Shard) -> Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one run is from another, relative to the first: the largest over steps, or over parameters."""
+    """How far one run is from another, relative to the first: the largest over steps, parameters or log values."""
 
     loss: float
     norm: float
     grad: float
     parameter: str  # whose gradient differs most
+    logged: float = 0.0
+    value: str = ""  # that differs most in the log
 
 
 def difference(one: Recorded, other: Recorded) -> Difference:
     assert one.grads.keys() == other.grads.keys(), one.grads.keys() ^ other.grads.keys()
     grad, parameter = max((_apart(one.grads[name], other.grads[name]), name) for name in one.grads)
-    return Difference(_steps_apart(one.losses, other.losses), _steps_apart(one.norms, other.norms), grad, parameter)
+    losses, norms = _steps_apart(one.losses, other.losses), _steps_apart(one.norms, other.norms)
+    return Difference(losses, norms, grad, parameter, *_logs_apart(one.logged, other.logged))
+
+
+def _logs_apart(one: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> tuple[float, str]:
+    """The largest difference of any value in any line, and its name."""
+    assert [line.keys() for line in one] == [line.keys() for line in other]
+    gaps = [(0.0, "")]
+    for expected, line in zip(one, other, strict=True):
+        gaps += [(_values_apart(name, value, line[name]), name) for name, value in expected.items()]
+    return max(gaps)
+
+
+def _values_apart(name: str, one: float, other: float) -> float:
+    """Relative, but of a difference of norms absolute: its unit is their standard deviation."""
+    if repr(one) == repr(other):  # a value without a number, too
+        return 0.0
+    gap = abs(one - other) / (1.0 if "norm difference" in name else max(abs(one), 1e-12))
+    return gap if gap == gap else math.inf
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

@@ -266,13 +266,26 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(model: str, whose: str,
     assert [state["steps"] for state in ran.states] == [1, 2, 3]
 
 
+def routing(out: Path) -> list[dict[int, list[int]]]:
+    """Of every step, by layer: how many tokens each expert got, over all ranks. Empty without experts."""
+    ranks = [torch.load(path, weights_only=True) for path in sorted(out.glob("routing*.pt"))]
+    return [
+        {layer: sum(rank[layer] for rank in step).tolist() for layer in step[0]} for step in zip(*ranks, strict=True)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", ["tp2-sp", "dp2-distributed", "ep2"])
 def test_fifty_steps_of_every_recipe(recipe: str, layout: str, bench: Bench, tmp_path: Path) -> None:
-    """The paper's clipping and each of its objectives, at their own temperatures."""
+    """The paper's clipping and each of its objectives, at their own temperatures.
+
+    A router that likes two experts equally well may choose the other one after another rounding, and the loss of that
+    step jumps (1.8e-4 was seen). Such steps are known by the number of tokens that each expert got. They are few, and
+    nothing but they may be further away than 1e-4; until the first one, nothing is further away than 1e-5.
+    """
     model, flags, processes = LAYOUTS[layout]
-    chunks = () if recipe in ("baseline", "simcse") else ("--simreg-chunk-size", "24")
+    chunks = () if recipe in ("baseline", "simcse", "paper-full") else ("--simreg-chunk-size", "24")
     own = (
         *start(bench, model, 50),
         *RECIPES[recipe],
@@ -281,11 +294,14 @@ def test_fifty_steps_of_every_recipe(recipe: str, layout: str, bench: Bench, tmp
         "10",
         "--calculate-per-token-loss",
     )
-    expected = train(tmp_path / "one", own, model=model)
-    got = train(tmp_path / layout, (*own, *flags.split()), model=model, processes=processes)
+    expected = train(tmp_path / "one", own, model=model, patch="adagc_and_routing")
+    got = train(tmp_path / layout, (*own, *flags.split()), model=model, processes=processes, patch="adagc_and_routing")
     gaps = [abs(a - b) / a for a, b in zip(expected.recorded.losses, got.recorded.losses, strict=True)]
-    # Of two experts that a router likes equally well, rounding may choose the other one for a step.
-    allowed = 1 if model == "moe" else 0
-    assert sum(gap > 1e-5 for gap in gaps) <= allowed and max(gaps) < 1e-3, max(gaps)
+    routes = [routing(tmp_path / name) for name in ("one", layout)]
+    ties = [step for step, (one, other) in enumerate(zip(*routes, strict=True)) if one != other]
+    assert (len(routes[0]), sum(map(len, routes[0])) > 0) == (50, model == "moe")
+    assert len(ties) <= 3, ties
+    assert max(gap for step, gap in enumerate(gaps) if step not in ties) < 1e-4 and max(gaps) < 1e-3, (gaps, ties)
+    assert max(gaps[: min(ties, default=50)], default=0) < 1e-5, (gaps, ties)
     assert apart(*([state["gammas"] for state in ran.states] for ran in (expected, got))) < 1e-3
     assert expected.recorded.losses[-1] < expected.recorded.losses[0], "it trains"

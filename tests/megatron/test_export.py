@@ -164,7 +164,7 @@ def test_the_exported_model_computes_what_megatrons_does(kind: str, request, tmp
     folder = exported(of.trained(), tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     report = compare(reference, logits_of(model, tokens), tokens, "random")
-    assert report.agrees and report.difference < 1e-4, str(report)
+    assert report.agrees and report.spread > 1 and report.difference < 2e-5, str(report)  # as docs/checkpoints.md says
     for what in mistakes(model):
         broken = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         mistakes(broken)[what]()

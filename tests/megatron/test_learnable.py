@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two trained scalars of `--simreg-similarity learnable` in Megatron's own loop: one model in every layout.
+"""The two trained scalars of `--simreg-similarity learnable` in Megatron's own loop.
 
-These runs start from the seed: a checkpoint of a model without the scalars lacks them.
+That they and their gradients are the same in every layout, the parity table shows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests.megatron import runs
+from tests.megatron.parity.cells import Cell
+from tests.megatron.parity.run import fits
 
 QUERY, KEY = "simreg_similarity.query", "simreg_similarity.key"
 ON = (*runs.SIMREG, "--simreg-chunk-size", "24", "--simreg-similarity", "learnable", "--lr-decay-style", "constant")
@@ -28,44 +30,6 @@ def test_they_are_trained(one: runs.Recorded) -> None:
     for name in (QUERY, KEY):
         assert one.grads[name].item() != 0 and one.params[name].item() != 0
     assert one.grads[QUERY] != one.grads[KEY]
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes"),
-    [
-        ("--use-distributed-optimizer", 2),
-        ("--context-parallel-size 2", 2),
-        ("--micro-batch-size 1", 1),
-    ],
-    ids=["dp2 distributed", "cp2", "micro-batch 1"],
-)
-def test_the_same_in_every_layout(
-    flags: str, processes: int, one: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    got = runs.train(tmp_path, (*data_flags, *ON, *STEPS, *flags.split()), processes=processes)
-    gap = runs.difference(one, got)
-    assert gap.loss < 1e-6 and gap.norm < 1e-5 and gap.grad < 1e-5, gap
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tensor-model-parallel-size 2",
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--pipeline-model-parallel-size 2",
-    ],
-    ids=["tp2", "tp2-sp", "pp2"],
-)
-def test_the_same_where_the_model_is_split(layout: str, data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    """A model that is split draws other weights from its seed, so a single process writes the start."""
-    place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
-    runs.train(tmp_path / "start", (*data_flags, *ON, *STEPS, *place))
-    load = ("--load", str(tmp_path / "saved"))
-    alone = runs.train(tmp_path / "alone", (*data_flags, *ON, *STEPS, *load))
-    got = runs.train(tmp_path / "split", (*data_flags, *ON, *STEPS, *load, *layout.split()), processes=2)
-    gap = runs.difference(alone, got)
-    assert gap.loss < 1e-6 and gap.norm < 1e-5 and gap.grad < 1e-5, gap
-    torch.testing.assert_close(got.grads[QUERY], alone.grads[QUERY], rtol=1e-5, atol=0)
 
 
 def test_going_on_is_never_having_stopped(one: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -104,4 +68,4 @@ def test_a_learned_scale_of_cpretrain(data_flags: tuple[str, ...], tmp_path: Pat
     for name, layout in (("cp2", "--context-parallel-size 2"), ("dp2", "--micro-batch-size 1")):
         got = runs.train(tmp_path / name, (*flags, *STEPS, *layout.split()), processes=2)
         gap = runs.difference(alone, got)
-        assert gap.loss < 1e-6 and gap.norm < 1e-5 and gap.grad < 1e-5, gap
+        assert fits(gap, Cell.bound), gap

@@ -36,6 +36,29 @@ def test_evaluation_is_untouched(data_flags: tuple[str, ...], tmp_path: Path) ->
     assert "SimReg calls in training: 8" in (tmp_path / "on" / "log").read_text(), "four steps of two micro-batches"
 
 
+def test_measuring_costs_nothing_between_log_steps(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """And what it logs is what a run that trains on it, with the same weights, logs of the same step."""
+    frozen = (*data_flags, "--lr", "0", "--min-lr", "0", "--train-iters", "5", "--simreg-temperature", "0.5")
+    watched = {"patch": "watch:evaluation"}
+    runs.train(tmp_path / "each", (*frozen, "--simreg-lambda", "10"), **watched)
+    sparse = (*frozen, "--simreg-objective", "none", "--log-interval", "2")
+    measured = runs.train(tmp_path / "some", sparse, **watched)
+    assert runs.same_bits(measured, runs.train(tmp_path / "plain", frozen[:-2], plain=True)), "the weights never moved"
+    each, some = (values_of(tmp_path / name / "log") for name in ("each", "some"))
+    assert list(some) == [1, 2, 4], "Megatron prints a line after the first step, too"
+    assert (each[1], each[4]) == (some[1], some[4]) and len({tuple(values) for values in some.values()}) == 3
+    assert each[2] != some[2], "training, the second line is a mean over the first step as well"
+    log = (tmp_path / "some" / "log").read_text()
+    assert "SimReg calls in training: 6" in log, "three logged steps of two micro-batches"
+    assert "> SimReg: measured only, in log steps, not trained on" in log
+
+
+def values_of(log: Path) -> dict[int, list[tuple[str, str]]]:
+    """SimReg's values by the number of the step."""
+    lines = re.finditer(r"iteration +(\d+)/.*", log.read_text())
+    return {int(line[1]): re.findall(r"(simreg [a-z ]+): (\S+)", line[0]) for line in lines}
+
+
 def evaluations(log: Path) -> list[tuple[str, str]]:
     """(every bit of the loss, calls of SimReg) of each evaluation."""
     return re.findall(r"^evaluated: (\S+), SimReg calls: (\d+)", log.read_text(), re.M)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
 from tests.megatron.parity.__main__ import chosen
-from tests.megatron.parity.cells import ACROSS, CELLS, INSIDE, TP2, Bound, Cell
+from tests.megatron.parity.cells import ACROSS, CELLS, INSIDE, LOCAL_MEANS, TP2, Bound, Cell
 from tests.megatron.parity.run import Bench, Row, fits
 from tests.megatron.parity.table import COLUMNS, headline, markdown
 from tests.megatron.runs import Difference
@@ -24,13 +25,21 @@ def test_core_cell(bench: Bench, cell: Cell) -> None:
     assert row.as_expected, f"{row.verdict}: {row.trouble or row.difference}, share {row.share:.2f}"
 
 
+def test_a_mean_of_local_means_is_seen_in_the_log_alone(bench: Bench) -> None:
+    row = bench.judge(LOCAL_MEANS)
+    assert row.as_expected and row.difference is not None, row.trouble
+    bound, gap = LOCAL_MEANS.bound, row.difference
+    assert fits(replace(gap, logged=0.0), bound) and gap.logged > 10 * bound.logged, gap
+
+
 def test_the_table_has_its_cells() -> None:
     names = [cell.name for cell in CELLS]
     assert len(set(names)) == len(names), "each by a name of its own"
     parallel = [cell for cell in CELLS if cell.processes > 1 and not cell.must_fail]
     assert len(parallel) >= 40 and max(cell.processes for cell in CELLS) == 4
     assert {cell.breakage for cell in CELLS} >= {
-        "doubled_scale", "shifted_labels", "flattened_batch", "masked_tokens_kept", "other_ranks_dropped"
+        "doubled_scale", "shifted_labels", "flattened_batch", "masked_tokens_kept", "other_ranks_dropped",
+        "local_means_logged",
     }  # fmt: skip
     assert chosen("^moe, EP2, ") and len(chosen("")) == len(CELLS)
 
@@ -57,9 +66,17 @@ def test_verdicts(row: Row, verdict: str) -> None:
     assert row.as_expected == (verdict in ("pass", "fails, as it must"))
 
 
-@pytest.mark.parametrize("gap", [Difference(2, 0, 0, ""), Difference(0, 2, 0, ""), Difference(0, 0, math.nan, "")])
+@pytest.mark.parametrize(
+    "gap",
+    [
+        Difference(2, 0, 0, ""),
+        Difference(0, 2, 0, ""),
+        Difference(0, 0, math.nan, ""),
+        Difference(0, 0, 0, "", logged=2),
+    ],
+)
 def test_each_difference_is_bound(gap: Difference) -> None:
-    assert not fits(gap, Bound(1, 1, 1)) and fits(Difference(1, 1, 1, ""), Bound(1, 1, 1))
+    assert not fits(gap, Bound(1, 1, 1, 1)) and fits(Difference(1, 1, 1, "", 1), Bound(1, 1, 1, 1))
 
 
 def test_the_page_holds_every_row() -> None:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,8 @@ def test_a_failed_run_shows_its_log(data_flags: tuple[str, ...], tmp_path: Path)
 
 def write_ranks(folder: Path, parts: list[torch.Tensor], name: str, shards: list[tuple[int, int, int]]) -> Path:
     for number, (part, shard) in enumerate(zip(parts, shards, strict=True)):
-        rank = {"losses": [1.0], "norms": [2.0], "grads": {name: part}, "params": {}, "shards": {name: shard}}
+        rank = {"losses": [1.0], "norms": [2.0], "logged": [], "params": {}, "shards": {name: shard}}
+        rank["grads"] = {name: part}
         torch.save(rank, folder / f"rank{number}.pt")
     return folder
 
@@ -89,3 +92,31 @@ def test_a_difference_is_the_largest_of_any_parameter_and_step() -> None:
     assert runs.difference(one, one) == Difference(0, 0, 0, "b")
     lost = Recorded([1.0, float("nan")], [4.0, 4.0], {"a": torch.full((4,), float("nan")), "b": torch.ones(1)}, {})
     assert runs.difference(one, lost).loss == runs.difference(one, lost).grad == float("inf")
+
+
+def test_a_difference_is_of_any_value_in_any_line() -> None:
+    nan, d = float("nan"), "simreg norm difference"
+    one = Recorded([1.0], [1.0], {"a": torch.ones(1)}, {}, [{"loss": 2.0, d: 0.01}, {"loss": 2.0, d: 0.01, "no": nan}])
+    same = replace(one, logged=[dict(line) for line in one.logged])
+    assert (runs.difference(one, same).logged, runs.difference(one, same).grad) == (0, 0), "nor has it a number"
+    for change, (gap, value) in (
+        ({"loss": 2.5}, (0.25, "loss")),
+        ({d: 0.26}, (0.25, d)),  # in standard deviations, however small it is itself
+        ({"no": 1.0}, (math.inf, "no")),
+        ({"loss": nan}, (math.inf, "loss")),
+    ):
+        other = runs.difference(one, replace(one, logged=[one.logged[0], one.logged[1] | change]))
+        assert (other.logged, other.value) == (pytest.approx(gap), value)
+        assert other.loss == other.norm == other.grad == 0
+
+
+def test_ranks_must_log_the_same(tmp_path: Path) -> None:
+    """All but those that see no final hidden states, and log nothing of them."""
+    lines: list[dict[str, float]] = [{"simreg loss": 1.0}, {}, {"simreg loss": 1.0}]
+    for number, line in enumerate(lines):
+        rank = {"losses": [], "norms": [2.0], "logged": [line], "grads": {}, "params": {}, "shards": {}}
+        torch.save({**rank, "losses": [1.0] if line else []}, tmp_path / f"rank{number}.pt")
+    assert runs.read(tmp_path).logged == [{"simreg loss": 1.0}]
+    torch.save({**rank, "losses": [1.0], "logged": [{"simreg loss": 1.0 + 2**-52}]}, tmp_path / "rank2.pt")
+    with pytest.raises(ReplicasDifferError, match="simreg loss differ between ranks"):
+        runs.read(tmp_path)

@@ -13,16 +13,16 @@ SPIKED = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
 def evaluation() -> None:
-    """Print every bit of each evaluation's loss, and how often SimReg was called in it and in training."""
+    """Print every bit of each evaluation's loss, and how often SimReg was computed in it and in training."""
     import megatron.training.training as training
 
-    from simreg_megatron.plugin.regularizer import Regularizer
+    from simreg_megatron.plugin import regularizer
 
-    add_to, evaluate, calls = Regularizer.add_to, training.evaluate, []
+    compute, evaluate, calls = regularizer.objective_terms, training.evaluate, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
-        return add_to(*args, **kwargs)
+        return compute(*args, **kwargs)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         before = len(calls)
@@ -32,7 +32,7 @@ def evaluation() -> None:
         print(f"SimReg calls in training: {before}")
         return result
 
-    Regularizer.add_to = counted
+    regularizer.objective_terms = counted
     training.evaluate = watched
 
 
@@ -55,6 +55,65 @@ def adagc() -> None:
         torch.save(steps, Path(os.environ["RECORD_OUT"]) / f"adagc{os.environ['RANK']}.pt")
 
     Clipping.clip = watched
+
+
+def adagc_and_weights() -> None:
+    """As `adagc`, and the parameters after every step go to RECORD_OUT/weights<rank>.pt."""
+    import megatron.training.training as training
+
+    from tests.megatron.parameters import named_parameters
+
+    adagc()
+    train_step, steps = training.train_step, []
+
+    def watched(forward_step: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = train_step(forward_step, data_iterator, model, *args, **kwargs)
+        steps.append({name: parameter.detach().clone() for name, parameter in named_parameters(model)})
+        torch.save(steps, Path(os.environ["RECORD_OUT"]) / f"weights{os.environ['RANK']}.pt")
+        return result
+
+    training.train_step = watched
+
+
+def adagc_and_routing() -> None:
+    """As `adagc`, and how many tokens each layer's router gave each expert goes to RECORD_OUT/routing<rank>.pt."""
+    import megatron.training.training as training
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    adagc()
+    forward, train_step = TopKRouter.forward, training.train_step
+    counts: dict[int, Any] = {}
+    steps: list[dict[int, Any]] = []
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        probs, chosen = forward(self, *args, **kwargs)
+        counts[self.layer_number] = counts.get(self.layer_number, 0) + chosen.reshape(-1, chosen.shape[-1]).sum(dim=0)
+        return probs, chosen
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = train_step(*args, **kwargs)
+        steps.append(dict(counts))
+        counts.clear()
+        torch.save(steps, Path(os.environ["RECORD_OUT"]) / f"routing{os.environ['RANK']}.pt")
+        return result
+
+    TopKRouter.forward, training.train_step = counted, watched
+
+
+def at_given_scales() -> None:
+    """As `adagc_and_weights`, and each step that trains has the next loss scale of RECORD_OUT/scales.pt."""
+    import megatron.training.training as training
+
+    adagc_and_weights()
+    train_step, scales = training.train_step, iter(torch.load(Path(os.environ["RECORD_OUT"]) / "scales.pt"))
+
+    def scaled(forward_step: Any, data_iterator: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = next(scales)
+        for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+            member.grad_scaler._scale.fill_(scale)
+        return train_step(forward_step, data_iterator, model, optimizer, *args, **kwargs)
+
+    training.train_step = scaled
 
 
 def adagc_and_loadable_shards() -> None:

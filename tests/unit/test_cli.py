@@ -82,3 +82,15 @@ def test_doctor_refuses_what_is_no_script(content: str | None, tmp_path) -> None
         text=True,
     )
     assert done.returncode == 2 and "cannot read" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_missing_packages_are_named_as_pip_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from simreg_megatron.checkpoint import commands as conversion
+    from simreg_megatron.evaluation import commands as evaluation
+
+    for where in ("importlib.util.find_spec", "simreg_megatron.evaluation.commands.find_spec"):
+        monkeypatch.setattr(where, lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install transformers safetensors$"):
+        conversion._need_transformers()
+    with pytest.raises(ValueError, match=r"pip install 'lm-eval\[hf\]>=0.4.12' transformers$"):
+        evaluation._need_packages()

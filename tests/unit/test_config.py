@@ -106,6 +106,8 @@ def test_several_objectives_each_with_a_weight() -> None:
             "sce.temperature must be a number, not 'hot'",
         ),
         ({"objective": "simreg:1,sigreg:1", "chunk_size": 1}, "chunk size must be at least 2"),
+        ({"objective": "simreg:1,prefixes-ce:1", "layers": "2,final"}, "prefixes-ce is of the final states"),
+        ({"objective": "simreg:1,prefixes-ce:1", "placement": "pre-norm"}, "prefixes-ce is of the final states"),
     ],
 )
 def test_impossible_combinations_are_refused(settings: dict, sentence: str) -> None:

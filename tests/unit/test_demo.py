@@ -2,6 +2,7 @@
 """launch/demo.py and launch/side_by_side.py with stand-ins for the training script: seconds instead of minutes."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from launch import demo, side_by_side
+from launch import demo, side_by_side, timing
 from launch.demo import Settings
 from launch.side_by_side import ArgumentFold, Job, JobFailed, read_iteration, run_side_by_side
 
@@ -50,9 +51,10 @@ print("------------------------ arguments ------------------------")
 print("  adam_beta1 ...................................... 0.9")
 print("-------------------- end of arguments ---------------------")
 for step in range(1, options.train_iters + 1):
-    print(f" [2026-11-20 21:30:15.4] iteration {step:8d}/{options.train_iters:8d} | lm loss: 1 |")
+    taken = 200.0 + 20.0 * bool(options.simreg_lambda) + (500 if step == 1 else 0)
+    print(f" [2026-11-20 21:30:15.4] iteration {step:8d}/{options.train_iters:8d} | elapsed time per iteration (ms): "
+          f"{taken} | lm loss: 1 |")
     log("lm loss", 5.0, step)
-    log("iteration-time", 0.5, step)
     log("simreg loss", 2.0 - bool(options.simreg_lambda), step)
     log("simreg negative cosine", 0.4, step)
     log("lm loss validation", 4.5 - 0.25 * bool(options.simreg_lambda), step)
@@ -186,11 +188,23 @@ def test_the_demo_ends_with_table_sentence_and_figures(stand_ins, tmp_path):
     output = tmp_path / "out"
     status, said = run_demo("--steps", "4", "--output", str(output))
     assert status == 0, said
-    assert "simreg minus cross-entropy" in said and "-0.2500" in said
+    difference = next(line for line in said.splitlines() if "difference" in line and "-0.2500" in line)
+    assert "+10.0 % (+-0.0)" in difference
+    assert "time per step: run 1 of 4, plain" in said and "time per step: run 4 of 4, plain" in said
+    assert "without any SimReg flag, 0.200; SimReg 0.220: +10.0 %" in said
+    assert max(map(len, said[said.index("After 4 steps") : said.index("simreg ended")].splitlines())) <= 80
     assert "simreg ended 0.250 nats per token better than cross-entropy" in said
     for figure in ("curves.png", "heatmaps.png"):
         assert str(output / figure) in said
         assert (output / figure).stat().st_size > 10_000
+    result = json.loads((output / demo.RESULT).read_text())
+    assert [run["validation_loss"] for run in result["runs"].values()] == [4.5, 4.25]
+    assert result["settings"]["steps"] == 4 and result["versions"]["torch"]
+    assert {"base", "other", "percent", "low", "high"} == set(result["seconds_per_step"])
+    hidden = np.random.default_rng(0).standard_normal((5, 3))
+    units = hidden / np.linalg.norm(hidden, axis=1, keepdims=True)
+    mean = ((units @ units.T).sum() - 5) / 20
+    assert result["heatmap_mean_cosine"]["simreg"] == pytest.approx(mean)
     assert "adam_beta1" not in said
     assert "adam_beta1" in (output / "simreg" / "log.txt").read_text()
 
@@ -271,6 +285,30 @@ def test_the_runs_differ_in_simreg_alone():
         ("--simreg-objective", "--simreg-lambda"),
         ("none", "2.5"),
     ]
+
+
+def test_steps_are_timed_against_megatron_without_any_flag_of_the_plugin():
+    settings = Settings(simreg_lambda=2.5)
+    plain, simreg = (settings.timing_flags(name) for name in (demo.PLAIN, demo.SIMREG))
+    assert not any("simreg" in word for word in plain if word.startswith("--"))
+    assert simreg[len(plain) :] == ["--simreg-lambda", "2.5", "--simreg-chunk-size", "64"]
+
+
+def test_the_interval_that_holds_the_set_up_is_left_out():
+    log = "".join(
+        f"[Rank 0] x [2026-11-20 21:30:15.4] iteration {step:8d}/ 30 | consumed samples: 8 | "
+        f"elapsed time per iteration (ms): {time} | lm loss: 1 |\n"
+        for step, time in ((1, 900.0), (10, 170.0), (20, 80.5), (30, 79.0))
+    )
+    assert timing.interval_milliseconds(log, 10) == [80.5, 79.0]
+
+
+@pytest.mark.parametrize(("words", "changed"), [("run 4 of 4", ""), ("run logged no time per step", "elapsed")])
+def test_a_short_run_that_says_no_time_is_an_error(stand_ins, tmp_path, words, changed):
+    if changed:
+        stand_ins.write_text(FAKE_TRAINING.replace("elapsed time per", "time per"))
+    status, said = run_demo("--steps", "4", "--output", str(tmp_path / "out"))
+    assert words in said and status == bool(changed)
 
 
 def test_the_probe_reads_the_model_that_its_run_saved(tmp_path):

@@ -29,7 +29,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-# Only plugin, pretrain, data, checkpoint and probe may name megatron; triton lives in kernels alone.
+# Only plugin, pretrain, checkpoint and probe may name megatron; triton lives in kernels alone.
 LAW = {
     "config": room(),
     "losses": room("kernels", "torch"),
@@ -54,8 +54,9 @@ LAW = {
     ),
     "report": room(f"{TOP} geometry", "matplotlib numpy tensorboard rich torch"),
     "evaluation": room("data checkpoint", "lm_eval datasets transformers torch numpy matplotlib typer rich"),
+    "reproduce": room(f"{TOP} data report", "yaml sentencepiece scipy typer rich"),
     "__main__": room(f"{TOP} plugin"),
-    "cli": room(f"{TOP} config plugin data checkpoint evaluation report probe", "typer rich torch"),
+    "cli": room(f"{TOP} config plugin data checkpoint evaluation report probe reproduce", "typer rich torch"),
 }
 
 

@@ -43,8 +43,10 @@ def test_a_placement_without_effect_is_refused() -> None:
     ("config", "flags", "sentence"),
     [
         ({"layers": 9}, {}, "--simreg-layers 9 is beyond the model, which has layers 1 to 8"),
-        ({"layers": 2}, {"recompute_granularity": "full"}, "full recompute runs each layer twice"),
-        ({"layers": 2}, {"cuda_graph_impl": "local"}, "CUDA graphs replay layers without their hooks"),
+        ({"layers": 2}, {"distribute_saved_activations": True}, "--distribute-saved-activations takes the states"),
+        ({"layers": 2}, {"cuda_graph_impl": "local"}, "CUDA graphs replay layers .* drop --cuda-graph-impl, or"),
+        ({"layers": 2}, {"enable_cuda_graph": True}, "CUDA graphs replay layers .* drop --enable-cuda-graph, or"),
+        ({"layers": 2}, {"external_cuda_graph": True}, "CUDA graphs replay layers .* drop --external-cuda-graph, or"),
         ({"layers": 2}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
         ({"placement": "pre-norm"}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
     ],
@@ -57,38 +59,62 @@ def test_what_cannot_be_caught_is_refused(config: dict, flags: dict, sentence: s
     hooks._refuse_arguments(args, SimRegConfig(lambda_=1))
 
 
-def test_the_final_states_are_caught_under_full_recompute() -> None:
-    args = SimpleNamespace(log_interval=1, num_layers=8, recompute_granularity="full")
-    hooks._refuse_arguments(args, SimRegConfig(lambda_=1, placement="pre-norm"))
+def test_flags_that_leave_layers_alone_are_accepted() -> None:
+    flags = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
+    for recompute in ("full", "selective"):
+        args = SimpleNamespace(log_interval=1, num_layers=8, recompute_granularity=recompute, **flags)
+        hooks._refuse_arguments(args, SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm"))
+
+
+def block(*layers: int, last: bool = True, **config):
+    """A TransformerBlock as far as refusals look at it."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    made = TransformerBlock.__new__(TransformerBlock)
+    torch.nn.Module.__init__(made)
+    made.layers = [SimpleNamespace(layer_number=number) for number in layers]
+    made.final_layernorm, made.post_process = None, last
+    made.config = SimpleNamespace(**{"recompute_granularity": None, "recompute_method": None, **config})
+    return made
 
 
 @pytest.mark.megatron
-def test_states_of_other_stages_and_stacks_are_refused() -> None:
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
-    block = TransformerBlock.__new__(TransformerBlock)
-    torch.nn.Module.__init__(block)
-    block.layers = [SimpleNamespace(layer_number=5), SimpleNamespace(layer_number=6)]
-    block.final_layernorm = None
-    with pytest.raises(NotImplementedError, match=r"4 lies on an earlier pipeline stage.*holds layers 5 to 6"):
-        inner.refuse_decoder(SimRegConfig(layers=4), block)
-    inner.refuse_decoder(SimRegConfig(layers="5,6,final"), block)
+def test_decoders_that_lack_a_state_are_refused() -> None:
+    inner.refuse_decoder(SimRegConfig(layers="4,6,final"), block(5, 6))
+    inner.refuse_decoder(SimRegConfig(layers="4,6,final"), block(3, 4, last=False))
+    with pytest.raises(ValueError, match=r"--simreg-layers 7 is beyond the model, whose last layer is 6"):
+        inner.refuse_decoder(SimRegConfig(layers="4,7"), block(5, 6))
     with pytest.raises(NotImplementedError, match="needs the final norm on the stage"):
-        inner.refuse_decoder(SimRegConfig(placement="pre-norm"), block)
+        inner.refuse_decoder(SimRegConfig(placement="pre-norm"), block(5, 6))
+    inner.refuse_decoder(SimRegConfig(placement="pre-norm"), block(3, 4, last=False))
     with pytest.raises(NotImplementedError, match="the final states only of a Linear"):
         inner.refuse_decoder(SimRegConfig(layers=1), torch.nn.Linear(1, 1))
 
 
 @pytest.mark.megatron
-def test_a_model_that_bypasses_the_wrapper_is_found_out() -> None:
-    """After the first step on the stage with the loss, something must have come by."""
-    regularizer = Regularizer(SimRegConfig(lambda_=1))
-    earlier, last = SimpleNamespace(post_process=False), SimpleNamespace(post_process=True)
-    hooks._refuse_silence(regularizer, [earlier])
-    with pytest.raises(compat.MegatronSeamError, match="computed its loss without passing the function"):
-        hooks._refuse_silence(regularizer, [earlier, last])
-    regularizer.metrics._sums = torch.zeros(1)
-    hooks._refuse_silence(regularizer, [last])
+@pytest.mark.parametrize(
+    ("size", "method", "groups_last"),
+    [(1, "uniform", None), (3, "block", None), (2, "uniform", 6), (3, "uniform", 7), (8, "uniform", 8)],
+)
+def test_layers_inside_a_group_that_is_recomputed_as_one_are_refused(size, method, groups_last) -> None:
+    """Layers 5 to 8 are here; a group ends with its last layer, or with the last one here."""
+    flags = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": size}
+    decoder = block(5, 6, 7, 8, last=False, **flags)
+    inner.refuse_decoder(SimRegConfig(layers=f"{groups_last or 5},8"), decoder)
+    if groups_last is not None:
+        with pytest.raises(
+            NotImplementedError, match=f"5 lies inside a group of {size} layers .* last layer, {groups_last},"
+        ):
+            inner.refuse_decoder(SimRegConfig(layers=5), decoder)
+
+
+@pytest.mark.megatron
+def test_stages_that_hold_named_layers_must_have_met_simreg() -> None:
+    decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=2)])
+    earlier = SimpleNamespace(post_process=False, decoder=decoder)
+    hooks._refuse_silence(Regularizer(SimRegConfig(lambda_=1, layers=3)), [earlier])
+    with pytest.raises(compat.MegatronSeamError, match="without passing the function"):
+        hooks._refuse_silence(Regularizer(SimRegConfig(lambda_=1, layers=2)), [earlier])
 
 
 @pytest.mark.megatron

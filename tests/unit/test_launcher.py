@@ -388,16 +388,58 @@ def test_a_recipe_is_adagc_and_one_objective(recipe: str) -> None:
         ["1.04"],
         ["0.99"],
     ]
-    objective = {"baseline": [], "paper": []}.get(recipe, [recipe])
-    assert values(made, "--simreg-objective") == objective
-    assert values(made, "--simreg-lambda") == {"baseline": [], "paper": ["auto"]}.get(recipe, ["0.1"])
-    assert values(made, "--simreg-temperature") == (["0.01"] if recipe == "paper" else []), "the preset's is SimReg's"
-    assert values(made, "--simreg-chunk-size") == ([] if recipe in ("baseline", "simcse") else ["1024"])
+    is_simreg = recipe in ("paper", "paper-full")
+    assert values(made, "--simreg-objective") == ([] if is_simreg or recipe == "baseline" else [recipe])
+    weights = {"baseline": [], "paper": ["auto"], "paper-full": ["auto"]}
+    assert values(made, "--simreg-lambda") == weights.get(recipe, ["0.1"])
+    assert values(made, "--simreg-temperature") == (["0.01"] if is_simreg else []), "the preset's is SimReg's"
+    sizes = {"baseline": [], "simcse": [], "paper-full": ["0"]}
+    assert values(made, "--simreg-chunk-size") == sizes.get(recipe, ["1024"])
     plain = plan("--model", "350m", *OWN, machine=GPU)
     own = [flag for flag in made.flags if not flag_name(flag).startswith(("--adagc", "--simreg"))]
     assert own[: own.index(("--save-interval", "500"))] == list(
         plain.flags[: plain.flags.index(("--save-interval", "500"))]
     )
+
+
+def test_the_papers_two_arms_differ_by_their_chunks_alone() -> None:
+    """And the tiny preset's own chunk size makes way."""
+    for model in (["--model", "350m", *OWN], []):
+        machine = GPU if model else Machine()
+        chunks, whole = (plan(*model, "--recipe", name, machine=machine) for name in ("paper", "paper-full"))
+        assert set(chunks.flags) ^ set(whole.flags) == {
+            ("--simreg-chunk-size", values(chunks, "--simreg-chunk-size")[0]), ("--simreg-chunk-size", "0")
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("baseline --simreg-lambda 10", "cross-entropy alone, and --simreg-lambda 10 asks for more"),
+        ("baseline --simreg-objective creg --simreg-lambda 1", "--simreg-lambda 1 asks for more"),
+        ("baseline --simreg-objective=sigreg:1", "--simreg-objective sigreg:1 asks for more"),
+        ("paper --simreg-objective creg", "both name the objective: leave one of them out"),
+        ("sce --simreg-objective simreg:1,sigreg:1", "both name the objective"),
+        ("paper-full --simreg-chunk-size 512", "--simreg-chunk-size 512 cuts them: take --recipe paper"),
+    ],
+)
+def test_flags_that_make_another_recipe_are_refused(words: str, sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        plan("--recipe", *words.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "baseline --simreg-lambda 0",
+        "baseline --simreg-objective none",
+        "creg --simreg-objective creg --simreg-lambda 1",
+        "paper --simreg-chunk-size 512",
+        "paper-full --simreg-chunk-size 0",
+    ],
+)
+def test_flags_that_leave_a_recipe_what_it_is(words: str) -> None:
+    assert values(plan("--recipe", *words.split()), "--adagc") == [""]
 
 
 def test_the_users_flags_win_over_a_recipe() -> None:
@@ -414,6 +456,8 @@ def test_the_users_flags_win_over_a_recipe() -> None:
         ("sigreg:1", "sample=replicas", []),
         ("mic:1", "pool=token,t=1", []),
         ("mic:1", "pool=chunk", ["--simreg-chunk-size"]),
+        ("prefixes-ce:1", "", []),
+        ("prefixes-ce:1,mic:1", "", ["--simreg-chunk-size"]),
     ],
 )
 def test_a_preset_keeps_what_some_objective_knows(objective: str, options: str, kept: list[str]) -> None:

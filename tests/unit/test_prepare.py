@@ -24,6 +24,7 @@ import pytest
 from simreg_megatron.data import DataError, check_dataset, prepare
 from simreg_megatron.data.prepare import Task, merge
 from simreg_megatron.data.tokenizer import train_tokenizer
+from tests.helpers import megatrons_tool
 from tests.helpers.preparation import BLOCK, NUM_TEXTS, TEXTS, content, lines, make, train_hugging_face
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,29 +163,32 @@ def test_the_number_type_follows_megatrons_rule(tmp_path: Path, vocab_size: int)
     assert ((tmp_path / "ours.bin").read_bytes(), (tmp_path / "ours.idx").read_bytes()) == expected
 
 
+def ours(kind: str, tokenizer: Path, texts: list[str], folder: Path) -> dict[str, bytes]:
+    source = folder / "ours.jsonl"
+    source.write_bytes(lines(texts))
+    make(folder / "ours", source, tokenizer=tokenizer, bos=megatrons_tool.KINDS[kind][1])
+    return {ending: (folder / "ours" / f"train{ending}").read_bytes() for ending in megatrons_tool.ENDINGS}
+
+
+@pytest.mark.parametrize("kind", megatrons_tool.KINDS)
+def test_megatrons_own_tool_wrote_the_same(tmp_path: Path, here: None, kind: str) -> None:
+    """Its files are remembered by their checksums; the file that holds them says what made them, and when."""
+    remembered = json.loads(megatrons_tool.REMEMBERED.read_text())["sha256"]
+    tokenizer, texts = megatrons_tool.make_tokenizer(kind, tmp_path), megatrons_tool.TEXTS_REMEMBERED
+    assert megatrons_tool.checksums(ours(kind, tokenizer, texts, tmp_path)) == remembered[kind]
+    (tmp_path / "other").mkdir()
+    other = megatrons_tool.checksums(ours(kind, tokenizer, [*texts[:-1], texts[-1] + "."], tmp_path / "other"))
+    assert all(other[ending] != remembered[kind][ending] for ending in megatrons_tool.ENDINGS)
+
+
 @pytest.mark.megatron
 @pytest.mark.skipif(not os.environ.get("MEGATRON_PATH"), reason="MEGATRON_PATH names no Megatron-LM source tree")
-@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "huggingface as it is"])
+@pytest.mark.parametrize("kind", megatrons_tool.KINDS)
 def test_megatrons_own_tool_writes_the_same(
     tokenizer: Path, hugging_face: Path, tmp_path: Path, here: None, kind: str
 ) -> None:
-    tree = Path(os.environ["MEGATRON_PATH"]).absolute()
-    (tmp_path / "text.jsonl").write_bytes(lines(TEXTS))
-    sentencepiece = kind == "sentencepiece"
-    words = [
-        *(sys.executable, str(tree / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "text.jsonl")),
-        *("--output-prefix", str(tmp_path / "megatron"), "--append-eod", "--workers", "1"),
-        *("--tokenizer-type", "SentencePieceTokenizer" if sentencepiece else "HuggingFaceTokenizer"),
-        *("--tokenizer-model", str(tokenizer if sentencepiece else hugging_face)),
-        *(["--tokenizer-hf-no-include-special-tokens"] if kind == "huggingface" else []),
-    ]
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    bos = "document" if kind == "huggingface as it is" else "none"  # the tokenizer's own template opens with <s>
-    make(tmp_path / "ours", tmp_path / "text.jsonl", tokenizer=tokenizer if sentencepiece else hugging_face, bos=bos)
-    for ending in (".bin", ".idx"):
-        expected = (tmp_path / f"megatron_text_document{ending}").read_bytes()
-        assert (tmp_path / "ours" / f"train{ending}").read_bytes() == expected
+    tree, model = Path(os.environ["MEGATRON_PATH"]).absolute(), tokenizer if kind == "sentencepiece" else hugging_face
+    assert ours(kind, model, TEXTS, tmp_path) == megatrons_tool.written_by(tree, kind, model, TEXTS, tmp_path)
 
 
 def test_three_workers_write_what_one_writes(folder: Path, tokenizer: Path, whole: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.megatron.parity.cells import CELLS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDES = "\n".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))
 SUPPORT = README[README.index("## What works where") : README.index("## Megatron releases")]
 ROWS = [line for line in SUPPORT.splitlines() if line.startswith("| ") and not line.startswith("| |")]
 
@@ -30,3 +31,18 @@ def test_named_rows_of_the_parity_table_exist(pattern: str) -> None:
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"tests/[\w/.]+\.py|docs/[\w-]+\.(?:md|png)", README))))
 def test_named_files_exist(path: str) -> None:
     assert (ROOT / path).is_file()
+
+
+def test_nobody_is_sent_to_a_package_index_for_this_package() -> None:
+    """It is on none: a clone or a wheel installs it."""
+    texts = [path for folder in ("simreg_megatron", "launch", "docs", "tools") for path in (ROOT / folder).rglob("*.*")]
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("patches/*.md"), *(path for path in texts if path.suffix != ".png")]
+    asking = re.compile(r"pip install\s+(?:-\S+\s+)*['\"]?simreg[-_]megatron\b(?!-\d|\S*\.whl)")
+    assert asking.search("pip install 'simreg-megatron[hf]'") and not asking.search("pip install '.[hf]'")
+    found = [str(path) for path in texts if path.is_file() and asking.search(path.read_text("utf-8", "ignore"))]
+    assert not found
+
+
+@pytest.mark.parametrize("extra", sorted(set(re.findall(r"pip install '\.\[(\w+)\]'", README + GUIDES))))
+def test_the_extras_that_are_named_exist(extra: str) -> None:
+    assert re.search(rf'^    "{extra}": ', (ROOT / "setup.py").read_text(encoding="utf-8"), flags=re.MULTILINE)

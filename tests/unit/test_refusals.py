@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
+from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import hooks, learnable
-from simreg_megatron.plugin.regularizer import shard_of
+from simreg_megatron.plugin.regularizer import _main_hidden_states, shard_of
 from simreg_megatron.plugin.reporting import write_scalars
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
@@ -93,6 +95,38 @@ def test_sequences_of_other_ranks_are_enough() -> None:
         ValueError, match="of all data-parallel ranks, of which there is one, and --micro-batch-size is 1"
     ):
         hooks._refuse_arguments(args, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "enough"),
+    [
+        ({"lambda_": 1, "objective_options": "prefixes=8/64"}, "simreg", 64),
+        ({"lambda_": 1, "objective": "mic", "objective_options": "prefixes=8/64"}, "mic", 65),
+        ({"objective": "sigreg:1,mic:0.1", "objective_options": "mic.prefixes=8/64"}, "mic", 65),
+        ({"objective": "sigreg:1,simreg:1", "objective_options": "simreg.prefixes=8/64"}, "simreg", 64),
+    ],
+    ids=["simreg", "mic, which has a rest", "mic beside another", "simreg beside another"],
+)
+def test_prefixes_wider_than_the_states_are_refused(settings: dict, name: str, enough: int) -> None:
+    config, args = SimRegConfig(**settings), SimpleNamespace(log_interval=1, hidden_size=enough)
+    hooks._refuse_arguments(args, config)
+    args.hidden_size = enough - 1
+    sentence = f"objective {name} cannot take 64 features of states of width {enough - 1}: give prefixes of at most 63"
+    with pytest.raises(ValueError, match=sentence):
+        hooks._refuse_arguments(args, config)
+
+
+def test_states_that_are_not_this_ranks_tokens_are_refused() -> None:
+    """Rank 1 of two that split 8 tokens holds 4 of them; behind these may come the 4 of each further prediction."""
+    shard = SequenceShard(ShardLayout(8, 1, 2, True), (0, 1), None, None)
+    states = torch.arange(24.0).view(12, 1, 2)
+    for rows in (4, 8, 12):
+        assert torch.equal(_main_hidden_states(states[:rows], shard), states[:4])
+    for rows in (3, 5, 7):
+        with pytest.raises(
+            RuntimeError, match=rf"expected 4 hidden states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
+        ):
+            _main_hidden_states(states[:rows], shard)
 
 
 def test_a_checkpoint_without_trained_scalars_is_named() -> None:

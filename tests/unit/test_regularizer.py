@@ -13,8 +13,8 @@ import torch
 from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.plugin import compat, hooks, reporting
 from simreg_megatron.plugin import regularizer as regularizer_module
-from simreg_megatron.plugin import reporting
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.reporting import add_to_console
 
@@ -77,8 +77,66 @@ def test_value_of_the_loss_gradient_of_both(weight) -> None:
 
 
 def test_measuring_leaves_the_loss_alone() -> None:
+    """In a loop that tells no iteration nobody knows the log steps, so each micro-batch is measured."""
     hidden, labels, mask, loss = micro_batch()
-    assert add(Regularizer(SimRegConfig(objective="none")), hidden, labels, mask, loss) is loss
+    regularizer = Regularizer(SimRegConfig(objective="none"))
+    assert add(regularizer, hidden, labels, mask, loss) is loss
+    assert regularizer.metrics.reduce(One())["simreg loss"] > 0
+
+
+def test_measuring_computes_in_log_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it logs the mean over the step's own micro-batches: what training logs with the same states."""
+    computed: list[str] = []
+
+    def counted(name: str) -> None:
+        original = getattr(regularizer_module, name)
+        monkeypatch.setattr(regularizer_module, name, lambda *a, **k: (computed.append(name), original(*a, **k))[1])
+
+    for name in ("views_of", "objective_terms", "label_rows", "shard_of"):
+        counted(name)
+    hidden, labels, mask, loss = micro_batch()
+    few = mask.clone()
+    few[:, 4:] = 0
+    other = (3 * hidden.detach()).roll(1, dims=0).requires_grad_()  # of a step that is not logged
+    settings = {"temperature": 0.1, "chunk_size": 6}
+    measuring = Regularizer(SimRegConfig(objective="none", **settings))
+    training = Regularizer(SimRegConfig(lambda_=1, **settings))
+    for regularizer in (measuring, training):
+        for iteration, wanted in enumerate((False, True)):
+            regularizer.set_iteration(iteration)
+            regularizer.metrics.wants_geometry = wanted
+            states, before = hidden if wanted else other, len(computed)
+            for part in (mask, few):
+                result = add(regularizer, states, labels, part, loss)
+                if regularizer is training:
+                    result.sum().backward()
+                else:
+                    assert result is loss
+                    loss.sum().backward()
+            if not wanted:
+                assert regularizer.has_met_model, "a model that is not measured yet is no silent one"
+                assert (len(computed) == before) == (regularizer is measuring)
+                interval = regularizer.metrics.reduce(One(), reset=regularizer is training)
+                assert bool(interval) == (regularizer is training)
+    measured, trained = (regularizer.metrics.reduce(One()) for regularizer in (measuring, training))
+    assert measured["simreg loss"] > 0 and measured.keys() == trained.keys()
+    gradients = {"simreg radial gradient"}  # of the whole loss, of which the term is a part here alone
+    for name in measured.keys() - gradients:
+        torch.testing.assert_close(measured[name], trained[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("config", [SimRegConfig(lambda_=1), SimRegConfig(objective="none")])
+def test_a_model_that_bypasses_the_wrapper_is_found_out(config: SimRegConfig) -> None:
+    """After the first step on the stage with the loss, something must have come by, also where it is not measured."""
+    regularizer = Regularizer(config)
+    regularizer.metrics.wants_geometry = False
+    earlier, last = SimpleNamespace(post_process=False), SimpleNamespace(post_process=True)
+    hooks._refuse_silence(regularizer, [earlier])
+    with pytest.raises(compat.MegatronSeamError, match="computed its loss without passing the function"):
+        hooks._refuse_silence(regularizer, [earlier, last])
+    add(regularizer, *micro_batch())
+    hooks._refuse_silence(regularizer, [last])
 
 
 def test_log_values_are_means_over_the_interval() -> None:
@@ -288,6 +346,16 @@ def test_the_log_tells_how_much_of_the_gradient_changes_lengths(similarity: str)
     share = (hidden.grad * units).sum(dim=-1).square().sum() / hidden.grad.square().sum()
     found = regularizer.metrics.reduce(One())["simreg radial gradient"].item()
     assert found == pytest.approx(share.item(), rel=1e-6) and found > 1e-2
+
+
+def test_a_gradient_that_overflows_is_not_logged() -> None:
+    hidden, labels, mask, loss = micro_batch()
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.5, similarity="dot"))
+    add(regularizer, hidden, labels, mask, loss).sum().backward()
+    expected = regularizer.metrics.reduce(One(), reset=False)["simreg radial gradient"]
+    (add(regularizer, hidden, labels, mask, loss).sum() * float("inf")).backward()
+    found = regularizer.metrics.reduce(One())["simreg radial gradient"]
+    assert torch.equal(found, expected) and math.isfinite(found)
 
 
 def test_norms_of_labels_that_come_once() -> None:

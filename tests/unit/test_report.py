@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from simreg_megatron import report
 from simreg_megatron.report import curves, heatmap, runs
 from simreg_megatron.report.runs import Run, Series
+from simreg_megatron.report.steps import Overhead
 from simreg_megatron.report.table import Summary
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -206,19 +207,51 @@ def rendered(table):
     return console.file.getvalue()
 
 
+CLEAR = Overhead(base=0.4, other=0.41, percent=2.5, low=1.5, high=3.25)
+
+
 def test_the_table_holds_the_numbers_and_their_differences():
     several = [make_run("cross-entropy"), make_run("simreg", validation=(5.0, 4.4, 4.15), simreg=(2.0, 1.0, 0.125))]
     first, second = (report.summarize(run) for run in several)
-    assert first == Summary("cross-entropy", 4.25, 0.5, pytest.approx(0.1), 0.7)
-    rows = rendered(report.summary_table([first, second])).splitlines()
-    (difference,) = [row for row in rows if "simreg minus cross-entropy" in row]
-    assert "-0.1000" in difference and "-0.375" in difference and "+0.000" in difference
-    assert any("4.2500" in row and "0.5" in row and "0.700" in row for row in rows)
+    assert first == Summary("cross-entropy", 4.25, 0.5, pytest.approx(0.1))
+    rows = rendered(report.summary_table(first, second, steps=CLEAR)).splitlines()
+    (difference,) = [row for row in rows if "difference" in row]
+    assert "-0.1000" in difference and "-0.375" in difference and "+2.5 % (+-0.9)" in difference
+    assert any("4.2500" in row and "0.5" in row and "0.400" in row for row in rows)
+    assert any("4.1500" in row and "0.410" in row for row in rows)
+
+
+def test_the_table_fits_eighty_columns():
+    worst = [Summary("cross-entropy", *[value] * 3) for value in (-12345.6789, -1.2345e-05)]
+    wide = Overhead(base=123.456, other=123.456, percent=-100.0, low=-99.0, high=99.0)
+    for rows in (worst, [Summary("cross-entropy", None, None, None)] * 2):
+        lines = rendered(report.summary_table(*rows, steps=wide)).splitlines()
+        assert max(map(len, lines)) <= 80 and not any("..." in line or "\u2026" in line for line in lines)
 
 
 def test_what_was_not_logged_is_said():
     bare = report.summarize(Run("bare", {}))
-    assert rendered(report.summary_table([bare, bare])).count("not logged") == 12
+    assert rendered(report.summary_table(bare, bare, steps=CLEAR)).count("not logged") == 9
+
+
+def test_a_spread_larger_than_the_difference_is_said():
+    assert report.describe_steps(CLEAR).endswith("SimReg 0.410: +2.5 %, 95 % interval +1.5 to +3.2 %.")
+    said = report.describe_steps(CLEAR._replace(low=-1.0, high=6.0))
+    assert "cannot be told apart" in said and "-1.0 to +6.0" in said
+
+
+def test_the_overhead_is_a_ratio_within_each_turn():
+    """The machine was twice as slow in the second turn; means over all intervals would say something else."""
+    found = report.overhead([[100.0, 102.0, 98.0], [200.0]], [[110.0, 108.0, 112.0], [220.0, 216.0, 224.0, 220.0]])
+    assert found.percent == pytest.approx(10.0) and found.low < 10.0 < found.high and found.is_clear
+    assert (found.base, found.other) == (101.0, 216.0), "times are over all intervals, the ratio is not theirs"
+    again = report.overhead([[100.0, 102.0, 98.0], [200.0]], [[110.0, 108.0, 112.0], [220.0, 216.0, 224.0, 220.0]])
+    assert found == again
+    same = report.overhead([[100.0, 140.0, 60.0]] * 4, [[101.0, 61.0, 141.0]] * 4)
+    assert not same.is_clear and same.low < 0 < same.high
+    for bad in ([[1.0]], [[1.0], []]):
+        with pytest.raises(ValueError, match="in every turn"):
+            report.overhead([[1.0], [1.0]], bad)
 
 
 @pytest.mark.parametrize(
@@ -232,5 +265,5 @@ def test_what_was_not_logged_is_said():
     ],
 )
 def test_the_sentence_says_what_was_measured(after, words):
-    first, other = (Summary(name, loss, None, None, None) for name, loss in (("ce", 4.25), ("simreg", after)))
+    first, other = (Summary(name, loss, None, None) for name, loss in (("ce", 4.25), ("simreg", after)))
     assert words in report.compare_validation(first, other)

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import peak_bytes
-from simreg_megatron.kernels import tiled, walk
+from simreg_megatron.kernels import tiled
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS
 from tests.helpers.fixtures import random_tokens
+from tests.helpers.ways import budget
 
 WIDTH = 64
 
@@ -81,13 +82,13 @@ def test_close_to_float64(dtype: torch.dtype, num_tokens: int) -> None:
 
 
 def test_the_known_wrong_ways_fall_outside() -> None:
-    """In float32 the difference of two log-sums loses the loss; normalising in bfloat16 loses the gradient."""
+    """In float32 the log-sum of all less that of the positives loses the loss; bfloat16 unit rows lose the gradient."""
     rows, labels = clustered(1000)
     exact = simreg_loss(rows.double(), labels, impl="reference")
     unit = F.normalize(rows, dim=-1)
     logits = unit @ unit.T / 0.01
     positives = logits.masked_fill(labels[:, None] != labels, -torch.inf).logsumexp(-1)
-    assert apart((logits.logsumexp(-1) - positives).mean(), exact) > 2e-4
+    assert apart((logits.logsumexp(-1) - positives).mean(), exact) > 0.5
     _, grad = value_and_gradient(F.normalize(rows.bfloat16(), dim=-1), labels, impl="tiled")
     _, of_unit = value_and_gradient(unit.double(), labels, impl="reference")
     assert apart(grad, of_unit) > 1e-2
@@ -127,7 +128,7 @@ def saved_bytes(num_tokens: int, impl: str) -> int:
 
 def test_what_is_kept_grows_with_the_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert saved_bytes(4000, "tiled") / 4000 < 32, "more pairs than may be kept"
-    monkeypatch.setitem(walk.KEPT, "cpu", 0)
+    budget(monkeypatch, kept=0)
     per_token = {n: saved_bytes(n, "tiled") / n for n in (500, 2000)}
     assert per_token[500] == pytest.approx(per_token[2000], rel=0.05)
     assert per_token[2000] < 32
@@ -138,7 +139,7 @@ def test_what_is_kept_grows_with_the_tokens_alone(monkeypatch: pytest.MonkeyPatc
 def test_the_workspace_is_bounded(chunk_size: int) -> None:
     """At the peak: the gradient, what is kept of each token, and tiles."""
     rows, labels = clustered(4096)
-    bound = rows.nbytes + walk.WORKSPACE["cpu"] + walk.KEPT["cpu"]
+    bound = rows.nbytes + (64 << 20)
     assert peak_bytes(lambda: value_and_gradient(rows, labels, impl="tiled", chunk_size=chunk_size)) < bound
     if chunk_size == 0:
         assert peak_bytes(lambda: value_and_gradient(rows, labels, impl="reference")) > 5 * bound

@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.versions import measure, releases, table
+from tests.versions import loops, measure, releases, table
 from tests.versions.processes import ROOT
 
 
@@ -48,11 +49,20 @@ def main(argv: list[str] | None = None) -> int:
         print(table.one_line(row), flush=True)
         rows.append(row)
     minutes = (time.monotonic() - began) / 60
-    shown = table.markdown(rows, argv=sys.argv[1:] if argv is None else argv, minutes=minutes)
+    shown = table.markdown(rows, command=_command(args), minutes=minutes)
     print("\n" + shown)
     if args.output:
         args.output.write_text(shown, encoding="utf-8")
     return 0 if all(row.holds for row in rows) else 1
+
+
+def _command(args: argparse.Namespace) -> str:
+    """What was run, with folders by their last name: where they lie says nothing to others."""
+    given = [("--only", args.only), ("--output", args.output)]
+    given += [(f"--{name}", path and Path("..") / path.name) for name, path in (("sources", args.sources),)]
+    given += [("--python", f"python{releases.python_version(os.path.abspath(python))}") for python in args.python]
+    words = [word for flag, value in given if value for word in (flag, str(value))]
+    return shlex.join(["python", "-m", "tests.versions", *words])
 
 
 def _rows(bench: measure.Bench, versions: Sequence[str], pythons: Sequence[str]) -> Iterator[table.Row]:
@@ -60,7 +70,7 @@ def _rows(bench: measure.Bench, versions: Sequence[str], pythons: Sequence[str])
         yield table.row(bench, version)
     for python in pythons:
         for version in versions:
-            if version != "main" and not measure.has_loop(version):  # those ask for Python 3.12
+            if version != "main" and not loops.has_loop(version):  # those ask for Python 3.12
                 yield table.row_of_python(bench, version, python)
 
 

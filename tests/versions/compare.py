@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.versions import tiny
-from tests.versions.driver import MODES, VARIANTS
+from tests.versions.driver import MODES, RUNS
 
 TOLERANCE = 2e-5
 """Largest relative difference that is still "equals": one fp32 computation, its sums taken in another order."""
@@ -25,7 +25,7 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses of every micro-batch and gradients of every parameter of the whole model, by mode and variant."""
+    """Losses of every micro-batch and gradients of every parameter of the whole model, by run (mode and variant)."""
 
     losses: dict[str, Tensor]
     grads: dict[str, dict[str, Tensor]]
@@ -44,10 +44,9 @@ def read(folder: Path, processes: int) -> Outcome:
         raise RunError(min(errors, key=lambda error: "by peer" in error))
     if len(ranks) < processes:
         raise RunError("a rank ended without a word")
-    names = [f"{mode} {variant}" for mode in MODES for variant in VARIANTS]
     return Outcome(
-        {name: torch.tensor(_one([rank[name]["losses"] for rank in ranks])).double() for name in names},
-        {name: _joined(ranks, name) for name in names},
+        {name: torch.tensor(_one([rank[name]["losses"] for rank in ranks])).double() for name in RUNS},
+        {name: _joined(ranks, name) for name in RUNS},
     )
 
 
@@ -100,13 +99,22 @@ def difference(reference: Outcome, other: Outcome, variant: str = "on") -> Diffe
     Raises:
         RunError: they have other parameters.
     """
-    losses, grads = [], []
-    for run in (f"{mode} {variant}" for mode in MODES):
-        if reference.grads[run].keys() != other.grads[run].keys():
-            raise RunError(f"other parameters: {sorted(reference.grads[run].keys() ^ other.grads[run].keys())}")
-        losses.append(((reference.losses[run] - other.losses[run]).abs() / reference.losses[run]).max().item())
-        grads += [_apart(grad, other.grads[run][name]) for name, grad in reference.grads[run].items()]
-    return Difference(largest(losses), largest(grads))
+    runs = [f"{mode} {variant}" for mode in MODES]
+    apart = [_run_apart(reference, run, other, run) for run in runs]
+    return Difference(largest(one.loss for one in apart), largest(one.grad for one in apart))
+
+
+def settings_apart(reference: Outcome, theirs: str, other: Outcome, ours: str) -> Difference:
+    """Of runs with some settings, which are in the first mode alone; likewise."""
+    return _run_apart(reference, f"{MODES[0]} {theirs}", other, f"{MODES[0]} {ours}")
+
+
+def _run_apart(reference: Outcome, theirs: str, other: Outcome, ours: str) -> Difference:
+    expected, grads = reference.grads[theirs], other.grads[ours]
+    if expected.keys() != grads.keys():
+        raise RunError(f"other parameters: {sorted(expected.keys() ^ grads.keys())}")
+    losses = (reference.losses[theirs] - other.losses[ours]).abs() / reference.losses[theirs]
+    return Difference(losses.max().item(), largest(_apart(grad, grads[name]) for name, grad in expected.items()))
 
 
 def share(outcome: Outcome) -> float:

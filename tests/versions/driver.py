@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a run on megatron-core alone: `python -m tests.versions.driver CORE INPUT OUT LAYOUT ...`.
 
-Under each layout, in both of Megatron's ways to normalise a loss, it takes the gradient of one global batch without the
-plugin, with the plugin at lambda 0, and with SimReg on, and writes OUT/<layout>/rank<r>.pt.
+Under each layout it takes the gradient of one global batch without the plugin, with the plugin at lambda 0, and with
+SimReg on, in both of Megatron's ways to normalise a loss, and with other settings in one of them; it writes
+OUT/<layout>/rank<r>.pt.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import torch
 
 MODES = ("default", "per-token")
 VARIANTS = ("absent", "zero", "on")
+"""Each of them in both modes."""
+SETTINGS = ("defaults", "plain", "scalars", "several")
+"""SimReg as users get it; the same by plain torch; scalars that are trained; several objectives. In the first mode."""
+RUNS = (*(f"{mode} {variant}" for mode in MODES for variant in VARIANTS), *(f"{MODES[0]} {name}" for name in SETTINGS))
 TEMPERATURE, LAMBDA = 0.5, 10.0
+SCALARS, SEVERAL = f"simreg:{LAMBDA:g},sigmoid:5", f"simreg:{LAMBDA:g},sigreg:0.3"
 
 
 def use_only(core: Path) -> None:
@@ -28,30 +34,42 @@ def use_only(core: Path) -> None:
     megatron.__path__ = [str(core / "megatron")]
 
 
+def configurations(chunk: int) -> dict[str, Any]:
+    """What each variant and setting is installed with; nothing is installed for None."""
+    from simreg_megatron import SimRegConfig
+
+    felt: dict[str, Any] = {"temperature": TEMPERATURE, "chunk_size": chunk}
+    return {
+        "absent": None,
+        "zero": SimRegConfig(),
+        "on": SimRegConfig(lambda_=LAMBDA, **felt),
+        "defaults": SimRegConfig(lambda_=LAMBDA),
+        "plain": SimRegConfig(lambda_=LAMBDA, impl="reference"),
+        "scalars": SimRegConfig(objective=SCALARS, similarity="learnable", **felt),
+        "several": SimRegConfig(objective=SEVERAL, **felt),
+    }
+
+
 def measure(layout: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Losses and gradients of every mode and variant on this rank."""
-    from simreg_megatron import SimRegConfig, install, uninstall
+    """Losses and gradients of every run on this rank."""
+    from simreg_megatron import install, uninstall
     from tests.versions import tiny
 
     tiny.start(layout)
-    configs = {
-        "absent": None,
-        "zero": SimRegConfig(),
-        "on": SimRegConfig(lambda_=LAMBDA, temperature=TEMPERATURE, chunk_size=given["chunk"]),
-    }
+    configs = configurations(given["chunk"])
     record: dict[str, Any] = {"shards": {}}
-    for mode in MODES:
-        for variant, config in configs.items():
+    for run in RUNS:
+        mode, variant = run.split()
+        if configs[variant] is not None:
+            install(config=configs[variant])  # before the model is built: some settings give it parameters
+        try:
             chunks = tiny.build(layout, given["vocabulary"], per_token=mode == "per-token")
             tiny.load(chunks, given["weights"])
-            if config is not None:
-                install(config=config)
-            try:
-                losses = tiny.step(chunks, layout, given["tokens"], given["mask"])
-            finally:
-                uninstall()
-            record[f"{mode} {variant}"] = {"losses": losses, "grads": tiny.gradients(chunks)}
-            record["shards"] = {name: tiny.shard_of(parameter) for name, parameter in tiny.named_parameters(chunks)}
+            losses = tiny.step(chunks, layout, given["tokens"], given["mask"])
+        finally:
+            uninstall()
+        record[run] = {"losses": losses, "grads": tiny.gradients(chunks)}
+        record["shards"] |= {name: tiny.shard_of(parameter) for name, parameter in tiny.named_parameters(chunks)}
     return record
 
 

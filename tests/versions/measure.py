@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -11,19 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from tests.megatron import runs, text
-from tests.versions import compare, patches, processes, releases, tiny
+from tests.megatron import text
+from tests.versions import compare, processes, releases, tiny
 from tests.versions.compare import RunError
 
-_OWN_SCRIPT = Path(__file__).resolve().with_name("pretrain.py")
-_SMALLEST_SHARE = 0.1  # SimReg's part of the gradient below which "equals the reference" would say little
-_PARALLEL = {"one process": (), "TP 2 + SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel")}
-_NUM_STEPS = 3
-_STEPS = ("--train-iters", str(_NUM_STEPS), "--eval-iters", "0")
-_NO_TREE = "no source tree given"
-Record = dict[str, Any]
+if TYPE_CHECKING:
+    from tests.versions.loops import Loop
+
+SMALLEST_SHARE = 0.1  # SimReg's part of the gradient below which "equals the reference" would say little
+NO_TREE = "no source tree given"
+SETTINGS = {"defaults": "plain", "scalars": "scalars", "several": "several"}
+"""Settings that have a column of their own, and the reference's that each must equal."""
+COLUMNS = ("lambda 0", *tiny.LAYOUTS, *SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Bench:
 
     def __init__(self, cache: Path, sources: Path | None) -> None:
         self.cache, self.sources = cache.resolve(), sources.resolve() if sources else None
+        self.loops: dict[str, Loop] = {}  # that have run, by name
 
     def core(self, version: str, python: str = sys.executable) -> Path:
         """Where this release's megatron.core lies: its package; for main, which has none, the tree."""
@@ -60,20 +61,20 @@ class Bench:
     @cached_property
     def text_flags(self) -> tuple[str, ...]:
         assert self.given.exists()  # the corpus was made with it
-        return text.flags(text.make_corpus(self.cache / "corpus"), self.cache / "index")
+        corpus = text.make_corpus(self.cache / "corpus")
+        phrases = self.cache / "phrases"  # their ends are masked: every micro-batch has another number of tokens
+        if not phrases.with_suffix(".idx").exists():
+            text.cut_into_phrases(corpus, phrases)
+        return (*text.flags(corpus, self.cache / "index", phrases), "--eod-mask-loss")
 
     @cached_property
     def reference(self) -> compare.Outcome:
         found = run_core(self, releases.REFERENCE)["one process"]
         if isinstance(found, str):
             raise RunError(f"the reference, {releases.REFERENCE}, failed: {found}")
-        if compare.share(found) < _SMALLEST_SHARE:
+        if compare.share(found) < SMALLEST_SHARE:
             raise RunError("SimReg is too small a part of the reference's gradient")
         return found
-
-    @cached_property
-    def loop_reference(self) -> Record:
-        return _wheel_loop(self, releases.REFERENCE, "one process")
 
     def run(
         self,
@@ -83,6 +84,7 @@ class Bench:
         count: int = 1,
         tree: Path | None = None,
         python: str = sys.executable,
+        timeout: float = 900,
     ) -> Path:
         """Run one job; its log.
 
@@ -92,9 +94,9 @@ class Bench:
         log = self.log(name)
         path = [releases.extras(self.cache)] + ([tree] if tree else [])
         env = {"SIMREG_VERSIONS_INPUT": str(self.cache / "input.pt")}
-        status = processes.run(words, processes=count, log=log, path=path, env=env, python=python)
+        status = processes.run(words, processes=count, log=log, path=path, env=env, python=python, timeout=timeout)
         if status:
-            late = "no end after five minutes: " if status == processes.TIMED_OUT else ""
+            late = f"no end after {timeout / 60:.0f} minutes: " if status == processes.TIMED_OUT else ""
             raise RunError(late + processes.last_error(log))
         return log
 
@@ -143,140 +145,29 @@ def _run_layouts(
 
 
 def core_cells(bench: Bench, version: str, python: str = sys.executable) -> dict[str, Cell]:
-    """Every layout against the reference, and lambda 0 in all of them."""
+    """Lambda 0 in all layouts, every layout against the reference, and some more settings in all of them."""
     found = run_core(bench, version, python)
     cells = {name: _equals(bench, outcome) for name, outcome in found.items()}
     outcomes = [outcome for outcome in found.values() if not isinstance(outcome, str)]
     same = [compare.same_bits(outcome, "absent", "zero") for outcome in outcomes]
     count = f"{sum(same)} of {len(found)} layouts" if same else str(found["one process"])
-    return {"lambda 0": Cell(len(same) == len(found) and all(same), count), **cells}
+    settings = {name: _settings_equal(bench, list(found.values()), name) for name in SETTINGS}
+    return {"lambda 0": Cell(len(same) == len(found) and all(same), count), **cells, **settings}
 
 
 def _equals(bench: Bench, outcome: compare.Outcome | str) -> Cell:
     if isinstance(outcome, str):
         return Cell(False, outcome)
-    apart = compare.difference(bench.reference, outcome)
-    return Cell(apart.equals, f"{apart.loss:.0e}, {apart.grad:.0e}")
+    return _told([compare.difference(bench.reference, outcome)])
 
 
-# Megatron's own training loop, from the wheel
+def _settings_equal(bench: Bench, outcomes: Sequence[compare.Outcome | str], name: str) -> Cell:
+    failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    if failed:
+        return Cell(False, failed[0])
+    return _told([compare.settings_apart(bench.reference, SETTINGS[name], outcome, name) for outcome in outcomes])
 
 
-def has_loop(version: str) -> bool:
-    """Whether the wheel of this release carries megatron.training."""
-    return tuple(map(int, version.split(".")[:2])) >= (0, 17)
-
-
-def wheel_cell(bench: Bench, version: str) -> Cell:
-    """Three steps on the weights and the text of all releases, one process and TP 2 + SP, against the reference's."""
-    if version == "main":
-        return Cell(None, "main has no wheel")
-    if not has_loop(version):
-        return Cell(None, "its wheel has no megatron.training")
-    try:
-        loops = (_wheel_loop(bench, version, layout) for layout in _PARALLEL)
-        apart = compare.largest(_loops_apart(bench.loop_reference, loop) for loop in loops)
-    except RunError as error:
-        return Cell(False, str(error))
-    return Cell(apart <= compare.TOLERANCE, f"{apart:.0e}")
-
-
-def _wheel_loop(bench: Bench, version: str, layout: str) -> Record:
-    text_flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "512", "--dataloader-type", "single")
-    flags = runs.all_flags([*text_flags, *_STEPS, *_PARALLEL[layout]], "deep")
-    assert bench.given.exists()
-    return _recorded(bench, f"{version} wheel {layout}", layout, bench.core(version), _OWN_SCRIPT, flags)
-
-
-def _loops_apart(one: Record, other: Record) -> float:
-    pairs = [(a, b) for key in ("losses", "norms") for a, b in zip(one[key], other[key], strict=True)]
-    return compare.largest(abs(a - b) / abs(a) for a, b in pairs)
-
-
-def _recorded(bench: Bench, name: str, layout: str, folder: Path, script: Path, flags: Sequence[str]) -> Record:
-    """Run without the plugin, with it at lambda 0, and with SimReg on; the record of the last.
-
-    Raises:
-        RunError: a run failed, lambda 0 is not the plugin's absence bit for bit, or SimReg changes too little.
-    """
-    absent = _record(bench, f"{name} absent", layout, folder, script, flags)
-    if _record(bench, f"{name} zero", layout, folder, script, flags) != absent:
-        raise RunError(f"{layout}: lambda 0 differs from the plugin's absence")
-    on = _record(bench, f"{name} on", layout, folder, script, [*flags, *runs.SIMREG])
-    if abs(on["norms"][0] - absent["norms"][0]) < _SMALLEST_SHARE * absent["norms"][0]:
-        raise RunError(f"{layout}: SimReg changes too little")
-    return on
-
-
-def _record(bench: Bench, name: str, layout: str, folder: Path, script: Path, flags: Sequence[str]) -> Record:
-    """Losses and gradient norms of every step, and a digest of the parameters after the last, on the first rank."""
-    count, plugin = tiny.LAYOUTS[layout].processes, "absent" if name.endswith("absent") else "installed"
-    out = bench.cache / "out" / name
-    shutil.rmtree(out, ignore_errors=True)
-    words = ["-m", "tests.versions.record", str(folder), plugin, str(out), str(script), *flags]
-    bench.run(name, words, count=count)
-    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(count)]
-    return {**ranks[0], "params": [rank["params"] for rank in ranks]}
-
-
-# A source tree's own script and loop
-
-
-def tree_cell(bench: Bench, version: str) -> Cell:
-    """Its own pretrain_gpt.py on real text, one process and TP 2 + SP; SimReg on as a user starts it."""
-    tree = bench.tree(version)
-    if tree is None:
-        return Cell(None, _NO_TREE)
-    said: list[list[float]] = []
-    try:
-        for layout in _PARALLEL:
-            script, flags = tree / "pretrain_gpt.py", _tree_flags(bench, layout)
-            _recorded(bench, f"{version} tree {layout}", layout, tree, script, flags)
-            said.append(_by_the_command(bench, _command_name(version, layout), layout, tree, flags))
-    except RunError as error:
-        return Cell(False, str(error))
-    return Cell(True, f"simreg loss {said[0][-1]:.6f}")
-
-
-def _command_name(version: str, layout: str) -> str:
-    return f"{version} tree {layout} command"
-
-
-def _tree_flags(bench: Bench, layout: str) -> list[str]:
-    return runs.all_flags([*bench.text_flags, *_STEPS, *_PARALLEL[layout]])
-
-
-def _by_the_command(bench: Bench, name: str, layout: str, tree: Path, flags: Sequence[str]) -> list[float]:
-    """`python -m simreg_megatron pretrain_gpt.py ... --simreg-cpu`: what its log says."""
-    words = ["-m", "simreg_megatron", str(tree / "pretrain_gpt.py"), *flags, *runs.SIMREG, "--simreg-cpu"]
-    return _logged(bench.run(name, words, count=tiny.LAYOUTS[layout].processes, tree=tree))
-
-
-def _logged(log: Path) -> list[float]:
-    """The "simreg loss" of every step of a training log.
-
-    Raises:
-        RunError: it is missing, or missing in a step.
-    """
-    values = [float(value) for value in re.findall(r"simreg loss: (\S+)", log.read_text(errors="replace"))]
-    if len(values) < _NUM_STEPS:
-        raise RunError("the log has no simreg loss")
-    return values
-
-
-def patch_cell(bench: Bench, version: str) -> Cell:
-    """The patch of the release line on a copy of its tree: the patched script must do what `-m simreg_megatron` did."""
-    tree = bench.tree(version)
-    if tree is None:
-        return Cell(None, _NO_TREE)
-    try:
-        patches.check(patches.patch_for(version), tree)
-        flags = [*_tree_flags(bench, "one process"), *runs.SIMREG]
-        words = ["-m", "tests.versions.patched", str(tree / "pretrain_gpt.py"), *flags]
-        patched = _logged(bench.run(f"{version} patched", words, tree=tree))
-        by_command = _logged(bench.log(_command_name(version, "one process")))
-    except (patches.PatchError, RunError, FileNotFoundError) as error:
-        return Cell(False, str(error))
-    if patched != by_command:
-        return Cell(False, f"simreg loss {patched[-1]:.6f}, not {by_command[-1]:.6f}")
-    return Cell(True, f"simreg loss {patched[-1]:.6f}")
+def _told(apart: Sequence[compare.Difference]) -> Cell:
+    loss, grad = (compare.largest(getattr(one, part) for one in apart) for part in ("loss", "grad"))
+    return Cell(all(one.equals for one in apart), f"{loss:.0e}, {grad:.0e}")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PREFIX = "simreg_"  # of the scalars that SimReg adds to a model
 LAYERS, WIDTH, HEADS, LENGTH = 4, 64, 4, 64
 MICRO_BATCHES, MICRO_BATCH = 4, 2
 
@@ -181,13 +182,14 @@ def whole(parts: Mapping[int, Tensor], name: str, shard: Shard) -> Tensor:
 
 @torch.no_grad()
 def load(chunks: list[Any], weights: Mapping[str, Tensor]) -> None:
-    """Give every parameter its part of the plain weights.
+    """Give every parameter its part of the plain weights; scalars that SimReg trains stay where they start.
 
     Raises:
         KeyError: this release names a parameter otherwise.
     """
     for name, parameter in named_parameters(chunks):
-        parameter.copy_(part(weights[name], name, shard_of(parameter)))
+        if not name.startswith(PREFIX):
+            parameter.copy_(part(weights[name], name, shard_of(parameter)))
 
 
 def step(chunks: list[Any], layout: Layout, tokens: Tensor, mask: Tensor) -> list[float]:

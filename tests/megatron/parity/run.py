@@ -47,7 +47,12 @@ class Row:
 
 
 def fits(difference: Difference, bound: Bound) -> bool:
-    return difference.loss <= bound.loss and difference.norm <= bound.norm and difference.grad <= bound.grad
+    return (
+        difference.loss <= bound.loss
+        and difference.norm <= bound.norm
+        and difference.grad <= bound.grad
+        and difference.logged <= bound.logged
+    )
 
 
 class Bench:
@@ -85,8 +90,9 @@ class Bench:
 
     def reference(self, cell: Cell) -> Recorded:
         objective = cell.reference_objective or cell.objective
-        oracle = f"oracles:{cell.oracle}" if cell.oracle else ""
-        return self.compute(cell.model, cell.reference, objective, cell.mode, oracle)
+        return self.compute(
+            cell.model, cell.reference, objective, cell.mode, _patch("oracles", cell.oracle or cell.setting)
+        )
 
     def share(self, cell: Cell) -> float:
         """SimReg's part of the single process's gradient."""
@@ -100,11 +106,15 @@ class Bench:
         try:
             reference, share = self.reference(cell), self.share(cell)
             started = time.monotonic()  # references are shared by many cells
-            breakage = f"breakage:{cell.breakage}" if cell.breakage else ""
-            computed = self.compute(cell.model, cell.layout, cell.objective, cell.mode, breakage)
+            patch = _patch("breakage", cell.breakage) or _patch("oracles", cell.setting)
+            computed = self.compute(cell.model, cell.layout, cell.objective, cell.mode, patch)
         except (RunError, ReplicasDifferError) as error:
             return Row(cell, time.monotonic() - started, trouble=_last_words(error))
         return Row(cell, time.monotonic() - started, runs.difference(reference, computed), share)
+
+
+def _patch(module: str, function: str) -> str:
+    return f"{module}:{function}" if function else ""
 
 
 def _last_words(error: Exception) -> str:

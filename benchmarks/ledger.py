@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.ledger [--write]`: where every measured number of the README and the guides comes from.
+
+To enter one: the page, its text with {} in the place of each number, the file that the numbers follow from with the
+command that makes it, and the numbers, computed from the file. What must be entered, and what is compared, is in
+benchmarks/figures.py. After a new measurement `--write` puts the files' numbers into the pages, each as precise as the
+one that it replaces; the words around them are yours to read again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from benchmarks.figures import ROOT, Entry, Figure, Ledger, Made, NotMeasured, Source, complaints, write
+
+PAGES = (
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/checkpoints.md", "docs/cluster.md", "docs/data.md",
+    "docs/evaluation.md", "docs/exact.md", "docs/existing-pipeline.md", "docs/objectives.md", "docs/performance.md",
+    "patches/README.md",
+)  # fmt: skip
+MADE_PAGES = {"docs/parity.md": "python -m tests.megatron.parity", "docs/versions.md": "python -m tests.versions"}
+"""Pages that a command writes from beginning to end, and that say so."""
+
+CPU = Source("benchmarks/results/cpu.csv", "make bench BENCH_ARGS='--device cpu --output benchmarks/results'")
+DEMO = Source("benchmarks/results/demo.json", "make demo && cp runs/demo/result.json benchmarks/results/demo.json")
+SIGMOID = Source("benchmarks/results/sigmoid_synthetic.md", "python -m benchmarks.sigmoid_synthetic")
+
+
+@cache
+def text_of(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+@cache
+def json_of(file: str) -> Any:
+    return json.loads(text_of(file))
+
+
+@cache
+def csv_of(file: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(text_of(file).splitlines()))
+
+
+def column(source: Source, name: str, **where: object) -> list[float]:
+    """The numbers of a column, of those rows of the CSV that have these values; empty cells are left out."""
+    rows = [row for row in csv_of(source.file) if all(row[key] == str(value) for key, value in where.items())]
+    return [float(row[name]) for row in rows if row[name]]
+
+
+def one(source: Source, name: str, **where: object) -> float:
+    (found,) = column(source, name, **where)
+    return found
+
+
+def states(page: str, text: str, file: str, pattern: str, times: float = 1, check: str = "make test") -> Figure:
+    """Numbers that stand in the code as the groups of `pattern`: a bound that a test asserts, a size that is kept."""
+
+    def values() -> Iterable[float]:
+        (groups,) = {match.groups() for match in re.finditer(pattern, text_of(file))}
+        return [times * float(group) for group in groups]
+
+    return Figure(page, text, Source(file, check), values)
+
+
+# ---- the forms of the loss, measured on a CPU ----------------------------------------------------------------------
+
+
+def loss_on_cpu(name: str, loss: str, tokens: int, width: int = 512) -> float:
+    return one(CPU, name, loss=loss, tokens=tokens, width=width, **{"pass": "forward+backward"})
+
+
+def over_tiled(loss: str, name: str = "seconds", *, tokens: int = 512) -> list[float]:
+    """Of every size with so many tokens or more, the form's `name` over that of the tiled form."""
+    found = csv_of(CPU.file)
+    sizes = {(int(row["tokens"]), int(row["width"])) for row in found if int(row["tokens"]) >= tokens}
+    return [loss_on_cpu(name, loss, *size) / loss_on_cpu(name, "tiled", *size) for size in sorted(sizes)]
+
+
+def tiled_errors() -> list[float]:
+    rows = [row for row in csv_of(CPU.file) if row["loss"] == "tiled" and int(row["tokens"]) >= 512]
+    return [max(float(row[name]) for row in rows if row[name]) for name in ("loss_error", "gradient_error")]
+
+
+def memory_of_8192() -> list[float]:
+    """MiB of the reference and of the tiled form, their ratio, MiB of the gradient, MiB of the tiled form again."""
+    reference, tiled = (loss_on_cpu("extra_bytes", loss, 8192) for loss in ("reference", "tiled"))
+    return [reference / 2**20, tiled / 2**20, reference / tiled, 8192 * 512 * 4 / 2**20, tiled / 2**20]
+
+
+PERFORMANCE = "docs/performance.md"
+OF_THE_LOSS = (
+    Figure(PERFORMANCE, "of the reference over tiled | 2.5, better 4 | {} |", CPU,
+           lambda: [loss_on_cpu("seconds", "reference", 8192) / loss_on_cpu("seconds", "tiled", 8192)]),
+    Figure(PERFORMANCE, "reference over tiled | 20 | {} MiB over {} MiB: {} ({} of the {} are the gradient)", CPU,
+           memory_of_8192),
+    Figure(PERFORMANCE, "width 512 and 1024, the same | | {} to {} times faster", CPU,
+           lambda: [min(over_tiled("reference")), max(over_tiled("reference"))]),
+    Figure(PERFORMANCE, "2048 tokens and more | | {} to {} times the time, up to {} times the memory", CPU,
+           lambda: [min(over_tiled("compiled", tokens=2048)), max(over_tiled("compiled", tokens=2048)),
+                    max(over_tiled("compiled", "extra_bytes", tokens=2048))]),
+    Figure(PERFORMANCE, "over tiled, 8192 tokens, width 512 | | {} times the time", CPU,
+           lambda: [loss_on_cpu("seconds", "SupConLoss", 8192) / loss_on_cpu("seconds", "tiled", 8192)]),
+    Figure(PERFORMANCE, "float64, fp32 rows | | {} and {} at most from 512 tokens on", CPU, tiled_errors),
+    Figure(PERFORMANCE, "The reference keeps {} bytes a pair", CPU,
+           lambda: [loss_on_cpu("extra_bytes", "reference", 8192) / 8192**2]),
+    Figure("CHANGELOG.md", "{} to {} times faster than the reference on a CPU from 512 tokens on", CPU,
+           lambda: [min(over_tiled("reference")), max(over_tiled("reference"))]),
+)  # fmt: skip
+
+
+# ---- the demo ------------------------------------------------------------------------------------------------------
+
+
+def of_demo(run: str, *names: str) -> list[float]:
+    return [json_of(DEMO.file)["runs"][run][name] for name in names]
+
+
+def demo_difference(*names: str) -> list[float]:
+    pairs = zip(of_demo("simreg", *names), of_demo("cross-entropy", *names), strict=True)
+    return [ours - plain for ours, plain in pairs]
+
+
+def demo_sentence() -> list[float]:
+    (apart,) = demo_difference("validation_loss")
+    return [abs(apart), *of_demo("simreg", "validation_loss"), *of_demo("cross-entropy", "validation_loss")]
+
+
+COLUMNS = ("validation_loss", "simreg_loss", "mean_cosine")
+ROW = " ".join("{}" for _ in COLUMNS)
+OF_THE_DEMO = (
+    Figure("README.md", "({} s after the set-up", DEMO, lambda: [json_of(DEMO.file)["seconds"]]),
+    Figure("README.md", f"cosine of other labels cross-entropy {ROW} simreg {ROW} difference {ROW}", DEMO,
+           lambda: [*of_demo("cross-entropy", *COLUMNS), *of_demo("simreg", *COLUMNS), *demo_difference(*COLUMNS)]),
+    Figure("README.md", "simreg ended {} nats per token better than cross-entropy in validation loss ({} and {} nats",
+           DEMO, demo_sentence),
+    Figure("README.md", "of one validation text, it went from {} to {},", DEMO,
+           lambda: [json_of(DEMO.file)["heatmap_mean_cosine"][run] for run in ("cross-entropy", "simreg")]),
+)  # fmt: skip
+
+
+# ---- objectives ----------------------------------------------------------------------------------------------------
+
+
+def margins() -> list[tuple[float, float, float]]:
+    """(b, the source's margin, ours) of the table of a fixed bias."""
+    table = text_of(SIGMOID.file).split("## Relative bias fixed")[1].split("\n## ")[0]
+    return [tuple(map(float, row)) for row in re.findall(r"^\| (-?[\d.]+) \| ([\d.]+) \| (-?[\d.]+) \|", table, re.M)]
+
+
+OBJECTIVES = "docs/objectives.md"
+OF_OBJECTIVES = (
+    states(OBJECTIVES, "is {} and that of a total collapse", "tests/unit/test_sigreg.py", r'"mean", 768, "([\d.]+)"'),
+    states(OBJECTIVES, "total collapse {}, and", "tests/unit/test_sigreg.py", r'"unit", 768, ([\d.]+)\)'),
+    states(OBJECTIVES, "With it: {} and", "tests/unit/test_sigreg.py", r'"mean", 768, "[\d.]+", ([\d.e-]+)\)'),
+    states(OBJECTIVES, "and {}. `normalize=unit`", "tests/unit/test_sigreg.py", r'"sqrt-d", 768, ([\d.]+)\)'),
+    states(OBJECTIVES, "the sum is {}.", "tests/unit/test_sigreg.py", r"768, 0\.994157713, ([\d.e-]+)\)"),
+    states(OBJECTIVES, "T = {} / N", "tests/unit/test_sigreg.py", r'"mean", ([\d.]+) / 32\)'),
+    states(OBJECTIVES, "or {} (`epps-pulley`, for every N)", "tests/unit/test_sigreg.py", r'"epps-pulley", (1\.\d+)\)'),
+    states(OBJECTIVES, "no others stay alive: {} MiB of them at a time", "simreg_megatron/parallel/truncated_head.py",
+           r"_SLAB = (\d+) << 20"),
+    Figure(OBJECTIVES, "benchmarks.sigmoid_synthetic`, {} minutes)", SIGMOID,
+           lambda: [sum(map(float, re.findall(r"^(\d+) s\.$", text_of(SIGMOID.file), re.M))) / 60]),
+    Figure(OBJECTIVES, "margins are within {} of its table 4 from b = -0.7 to 1", SIGMOID,
+           lambda: [max(abs(theirs - ours) for bias, theirs, ours in margins() if bias >= -0.7)]),
+    Figure(OBJECTIVES, "below, it has none, and we {})", SIGMOID,
+           lambda: [max(ours for bias, _, ours in margins() if bias < -0.7)]),
+)  # fmt: skip
+
+
+# ---- bounds and sizes that stand in the code -----------------------------------------------------------------------
+
+WALK = "simreg_megatron/kernels/walk.py"
+VERIFY = "simreg_megatron/checkpoint/verify.py"
+STATED = (
+    states(OBJECTIVES, "stay alive: {} MiB of them at a time", "simreg_megatron/parallel/truncated_head.py",
+           r"_SLAB = (\d+) << 20"),
+    states("README.md", "logits of Megatron's model to {} |", VERIFY, r"LOGIT_TOLERANCE = ([\d.e-]+)"),
+    states("docs/checkpoints.md", "further away than {} of the logits' standard deviation", VERIFY,
+           r"LOGIT_TOLERANCE = ([\d.e-]+)"),
+    states("docs/checkpoints.md", "differ by less than {} of their value", VERIFY,
+           r"PERPLEXITY_TOLERANCE = ([\d.e-]+)"),
+    states("docs/checkpoints.md", "files of at most {} GiB", "simreg_megatron/checkpoint/export.py",
+           r"SHARD_BYTES = (\d+) << 30"),
+    states("docs/cluster.md", "a guess at {} % of the peak", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
+    states("docs/cluster.md", "assumes {} % of", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
+    states("docs/cluster.md", "rather than on {} % there", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
+    states("docs/cluster.md", "of {} TFLOP/s", "launch/estimate.py", r"PEAK = (\d+)e12"),
+    states("docs/data.md", "else {} % of the documents", "simreg_megatron/data/commands.py",
+           r"default: (0[\d.]+);", 100),
+    states("docs/data.md", "in parts of {} MiB", "simreg_megatron/data/prepare.py", r"BLOCK_BYTES = (\d+) << 20"),
+    states("docs/exact.md", "loss over three steps within {}, every parameter's gradient within {}, relative",
+           "tests/megatron/parity/cells.py", r"bound: Bound = Bound\(([\d.e-]+), [\d.e-]+, ([\d.e-]+)\)",
+           check="make parity"),
+    states("docs/exact.md", "every value in the log within {} (", "tests/megatron/parity/cells.py",
+           r"logged: float = ([\d.e-]+)", check="make parity"),
+    states("docs/checkpoints.md", "are less than {} apart", "tests/megatron/test_export.py",
+           r"report\.difference < ([\d.e-]+)", check="pytest tests/megatron/test_export.py"),
+    states("docs/exact.md", "(tests/distributed, {})", "tests/distributed/test_shard.py", r'"rtol": ([\d.e-]+)'),
+    states(PERFORMANCE, "at most {} MiB of them (CPU) or {} MiB (CUDA", WALK,
+           r'KEPT = {"cpu": (\d+) << 20, "cuda": (\d+) << 20}'),
+    states(PERFORMANCE, "({} MiB), or is fp32 itself", WALK, r'SUMMED = {"cpu": (\d+) << 20, "cuda": \1 << 20}'),
+    states(PERFORMANCE, "at most {} MiB (CPU) or {} MiB (CUDA) for tiles", WALK,
+           r'WORKSPACE = {"cpu": (\d+) << 20, "cuda": (\d+) << 20}'),
+    states(PERFORMANCE, "below {}; one rounding to the input's type", "tests/unit/test_tiled.py",
+           r"apart\(loss, expected_loss\) < ([\d.e-]+)"),
+)  # fmt: skip
+
+
+# ---- from before their benchmarks kept what they measure: these go, or become figures --------------------------------
+
+UNKEPT = (
+    NotMeasured(PERFORMANCE, "awaits `python -m benchmarks.bf16_weights`", ("| 2.9e-4, 0.9e-4 |",)),
+    NotMeasured("docs/data.md", "awaits `python -m benchmarks.preprocessing`", ("10 to 12 s of processor time",
+                "under 1 s for")),
+)  # fmt: skip
+
+
+# ---- not measured here ---------------------------------------------------------------------------------------------
+
+NOT_MEASURED = (
+    NotMeasured("README.md", "the paper's (abstract)", ("over 30 % fewer tokens",)),
+    NotMeasured("README.md", "what tools/setup.sh asks for, rounded up", ("7 GB of disk",)),
+    NotMeasured("README.md", "AdaGC's setting", ("1.04 times the moving average",)),
+    NotMeasured("README.md", "a Python, not a number", ("| 3.12 (their wheels", "| 3.12 | exact, with one warning")),
+    NotMeasured("CONTRIBUTING.md", "about how long one waits",
+                ("root, 15 minutes", "layout: 5 minutes", "Megatron: 30 minutes")),
+    NotMeasured("docs/cluster.md", "defaults", ("MINUTES` | 10 |", "`--keep N` | 3 |")),
+    NotMeasured("docs/cluster.md", "the paper's, and their share of the peak by launch/estimate.py",
+                ("56 GPU hours for 350M and over 2000 for 7B: 14 % and 30 % of the peak",)),
+    NotMeasured("docs/cluster.md", "the maker's", ("NVLink carries 400 GB/s",)),
+    NotMeasured("docs/data.md", "the paper's share", ("most frequent 2 % of",)),
+    NotMeasured("docs/evaluation.md", "of the test's making", ("It asks 500 questions",)),
+    NotMeasured("docs/evaluation.md", "about how long one waits", ("two CPU cores, 20 minutes",)),
+    NotMeasured("docs/exact.md", "numbers of four bytes, and of two, counted", ("(8 bytes)", "16 bytes a token",
+                "x 2 bytes a sequence")),
+    NotMeasured("docs/exact.md", "what tests/megatron/inner_script.py asserts", ("2 layers run 4 times",)),
+    NotMeasured("docs/exact.md", "0.5 over 0.01", ("50 times larger",)),
+    NotMeasured(OBJECTIVES, "the post's", ("the scaled form at 0.026",)),
+    NotMeasured(PERFORMANCE, "counted: 2 c d, and three times the parameters",
+                ("2 million multiply-adds", "about 1 billion")),
+    NotMeasured(PERFORMANCE, "products, counted", ("| 1.5 | them |", "| 2 | that |", "| 2.5 | a panel |")),
+    NotMeasured(PERFORMANCE, "aims", ("| 20 | 1536", "| 1e-5; 3e-4 |", "| 5 %, better 2 |", "| 0.5 % | not measured |",
+                "4096 | 3e-4 |")),
+    NotMeasured(PERFORMANCE, "sizes of what is spoken of",
+                ("losses of 1e-8", "less than 1e-30", "1 x 8192 x 1024 shows")),
+)  # fmt: skip
+
+ENTRIES: tuple[Entry, ...] = (
+    *OF_THE_LOSS,
+    *OF_THE_DEMO,
+    *OF_OBJECTIVES,
+    *STATED,
+    Made("docs/cluster.md", "| model | nodes |", "python -m launch.estimate"),
+    *UNKEPT,
+    *NOT_MEASURED,
+)
+AWAITED = ("objectives", "objective_cost", "preprocessing", "steps-tiny")
+"""Marked tables whose numbers are from before their benchmarks kept what they measure."""
+LEDGER = Ledger(PAGES, ENTRIES, AWAITED)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ledger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="put the numbers of the files into the pages")
+    if parser.parse_args().write:
+        for page in write(LEDGER):
+            print(f"{page}: numbers replaced; read the words around them")
+    for entry in UNKEPT:
+        print(f"{entry.page}: {entry.why}: {', '.join(entry.texts)}")
+    for name in AWAITED:
+        print(f"the table {name} awaits `python -m benchmarks.{name.partition('-')[0]}`")
+    found = complaints(LEDGER)
+    raise SystemExit("\n".join(found) if found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy through the truncated output layer, in plain torch; `parallel.truncated_head` is compared with it.
+
+Shapes: b sequences, n tokens, d features, v ids of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from simreg_megatron.losses._chunks import as_batch, check_tokens
+from simreg_megatron.losses._prefixes import default_prefixes
+
+
+def prefixes_ce_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    *,
+    prefixes: tuple[int, ...] = (),
+    bias: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """L = mean_i mean_p -log softmax(W[:, :p] e_i[:p] + b)[y_i],  i the tokens that count, p the prefixes.
+
+    What a model loses that keeps the first p features alone, of its states and of its output layer W.
+
+    Args:
+        embeddings: [b, n, d] or [n, d].
+        labels: integer [b, n], rows of the weight; a token with a label below 0 does not count.
+        weight: [v, d], of the output layer.
+        prefixes: each from 1 to d; empty: powers of two from 16 to half the width.
+        bias: [v].
+        valid: bool [b, n].
+
+    Raises:
+        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+
+    Source: Matryoshka representation learning, arXiv 2205.13147; one layer for all prefixes is its "efficient" form.
+    """
+    check_tokens(embeddings, labels, valid, None, 0)
+    embeddings, labels, valid = as_batch(embeddings, labels, valid)
+    width = embeddings.shape[-1]
+    if weight.shape[-1] != width:
+        raise ValueError(f"the output layer takes {weight.shape[-1]} features, and the embeddings have {width}.")
+    outside = [prefix for prefix in prefixes if not 1 <= prefix <= width]
+    if outside:
+        raise ValueError(f"a prefix must be from 1 to {width} features of {width}, got {outside[0]}.")
+    counts = (labels >= 0) if valid is None else valid & (labels >= 0)
+    rows, targets = embeddings.flatten(0, 1), labels.masked_fill(~counts, -100).flatten()
+    losses = [
+        functional.cross_entropy(
+            functional.linear(rows[:, :prefix], weight[:, :prefix], bias), targets, reduction="sum"
+        )
+        for prefix in prefixes or default_prefixes(width)
+    ]
+    return torch.stack(losses).mean() / counts.sum().clamp(min=1)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron reproduce`. Heavy imports stay inside, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from simreg_megatron.reproduce.errors import ReproduceError
+
+if TYPE_CHECKING:
+    from simreg_megatron.reproduce.dataset import Dataset
+    from simreg_megatron.reproduce.plan import Plan
+    from simreg_megatron.reproduce.runs import Entry
+    from simreg_megatron.reproduce.store import Store
+
+_console = Console(soft_wrap=True, highlight=False)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this room to the program."""
+    app.command("reproduce")(reproduce)
+
+
+def reproduce(
+    plans: Annotated[list[str], typer.Argument(help="names of experiments that ship with the package, or .yaml files")],
+    output: Annotated[Path, typer.Option(help="folder of runs and results; the same one continues what was begun")] = (
+        Path("runs/reproduce")
+    ),
+    jobs: Annotated[int, typer.Option(min=1, help="runs at a time (default: one for each processor)")] = (
+        os.cpu_count() or 1
+    ),
+    threads: Annotated[int, typer.Option(min=1, help="threads of each run")] = 1,
+    model: Annotated[
+        str, typer.Option(help="a preset such as tiny or 350m in the place of the plan's sizes", show_default=False)
+    ] = "",
+    sizes: Annotated[str, typer.Option(help="only these widths, such as 64,96", show_default=False)] = "",
+    seeds: Annotated[int, typer.Option(min=0, help="so many seeds in the place of the plan's", show_default=False)] = 0,
+    data: Annotated[
+        str, typer.Option(help="builtin, large or a folder, in the place of the plan's", show_default=False)
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="a few steps of each arm: does everything run?")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the runs and their commands, and stop")] = False,
+    low_priority: Annotated[
+        bool, typer.Option("--low-priority", help="run only when nobody else wants the processor")
+    ] = False,
+) -> None:
+    """Run an experiment as its plan says: question, arms, trials and seeds are fixed before the first run.
+
+    After a stop or a kill the same command continues; what has ended is never run again.
+    """
+    from simreg_megatron.reproduce.local import give_way, terminated_like_ctrl_c
+    from simreg_megatron.reproduce.plan import read_plan
+    from simreg_megatron.reproduce.store import Store
+
+    with _one_sentence(output), terminated_like_ctrl_c():
+        chosen = [_chosen(read_plan(name), model, sizes, seeds, data) for name in plans]
+        store = Store(output / "quick" if quick else output)
+        if low_priority:
+            give_way()
+        failed = 0
+        for plan in chosen:
+            failed += _run_plan(plan, store, jobs=jobs, threads=threads, quick=quick, dry_run=dry_run)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
+    """The plan with what the command line replaces."""
+    if model and sizes:
+        raise ReproduceError("--model and --sizes both choose the models: give one")
+    if sizes:
+        wanted = sizes.split(",")
+        unknown = [size for size in wanted if size not in map(str, plan.sizes)]
+        if unknown:
+            raise ReproduceError(f"{plan.name} has no size {unknown[0]}: its sizes are {_listed(plan.sizes)}")
+        plan = replace(plan, sizes=tuple(size for size in plan.sizes if str(size) in wanted))
+    if model:
+        if model not in plan.steps:
+            raise ReproduceError(
+                f"{plan.name} says no number of steps for {model}: it does for {_listed(plan.steps) or 'no preset'}"
+            )
+        plan = replace(plan, sizes=(model,), data="builtin" if model == "tiny" else plan.data)
+    return replace(plan, seeds=seeds or plan.seeds, data=data or plan.data)
+
+
+def _listed(values: Sequence[object] | object) -> str:
+    return ", ".join(map(str, values))  # type: ignore[arg-type]
+
+
+def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool, dry_run: bool) -> int:
+    """How many of its runs failed."""
+    from simreg_megatron.reproduce import speed
+    from simreg_megatron.reproduce.dataset import open_dataset
+    from simreg_megatron.reproduce.local import run_here
+    from simreg_megatron.reproduce.runs import distinct, tokens_of
+    from simreg_megatron.reproduce.screen import shown
+
+    dataset = open_dataset(plan.data)
+    entries = _entries(plan, dataset, store, quick)
+    runs = distinct(entries)
+    _console.print(f"[bold]{plan.name}[/bold]: {plan.question}")
+    for claim in plan.claims:
+        _console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {claim.than})", markup=False)
+    if dry_run:
+        _print_commands(entries, store, dataset)
+        return 0
+    tokens = sum(map(tokens_of, runs))
+    seconds = speed.measure(runs, store, dataset, jobs=jobs, threads=threads, say=_console.print)
+    asked = speed.estimate(runs, store, dataset, seconds, jobs=jobs, tokens=tokens)
+    _console.print(
+        f"{asked.runs} runs of {asked.tokens / 1e6:.1f} million tokens in all; {asked.runs_left} are left, "
+        f"about {_duration(asked.hours)} with {jobs} at a time"
+    )
+    with shown(_console, plan, runs, entries, store, seconds, jobs) as progress:
+        run_here(runs, store, dataset, jobs=jobs, threads=threads, progress=progress)
+    store.write_tables(plan, entries)
+    return _report_failures(runs, store)
+
+
+def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool) -> list[Entry]:
+    from simreg_megatron.reproduce.plan import read_plan
+    from simreg_megatron.reproduce.runs import entries_of
+    from simreg_megatron.reproduce.tuned import first_trial_of, tuned_in, untuned
+
+    if not plan.tuned_in:
+        return entries_of(plan, dataset, untuned, quick=quick)
+    search = read_plan(plan.tuned_in)
+    if quick:
+        return entries_of(plan, dataset, first_trial_of(search), quick=True)
+    searched = entries_of(search, dataset, untuned)
+    return entries_of(plan, dataset, tuned_in(search, searched, store))
+
+
+def _print_commands(entries: Sequence[Entry], store: Store, dataset: Dataset) -> None:
+    import shlex
+
+    from simreg_megatron.reproduce.local import command_of
+
+    for entry in entries:
+        done = "ended" if store.result(entry.run) else "to run"
+        trial = f", trial {entry.trial}" if entry.trial else ""
+        _console.print(f"# {entry.arm}, size {entry.size}, seed {entry.seed}{trial}: {done}", markup=False)
+        _console.print(shlex.join(command_of(entry.run, store.run_folder(entry.run), dataset)), markup=False)
+
+
+def _report_failures(runs: Sequence, store: Store) -> int:
+    failures = [(run, found) for run in runs if (found := store.failure(run)) is not None]
+    for run, found in failures:
+        _console.print(
+            f"error: {run.name} ended with exit status {found['exit']}: its log is {store.run_folder(run) / 'log.txt'}",
+            style="bold red", markup=False,
+        )  # fmt: skip
+    return len(failures)
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+
+
+@contextmanager
+def _one_sentence(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except ReproduceError as error:
+        _console.print(f"error: {error}", style="bold red", markup=False)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        _console.print(f"Stopped, with all runs; the same command continues what is in {output}.", markup=False)
+        raise typer.Exit(130) from None

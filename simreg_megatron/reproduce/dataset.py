@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of a plan: where it lies, the hash that every result carries, and how many bytes a token stands for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from simreg_megatron.data.builtin import ensure_builtin_corpus
+from simreg_megatron.data.indexed import DataError, sha256
+from simreg_megatron.data.settings import read_json, write_json
+from simreg_megatron.data.tokens import open_tokens
+from simreg_megatron.reproduce.errors import ReproduceError
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"builtin": ROOT / "data" / "builtin", "large": ROOT / "data" / "large"}
+_FACTS = "reproduce-facts.json"  # beside the data: hashing and decoding take seconds
+_BATCH = 65536  # tokens decoded at a time
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and validation text of one tokenizer.
+
+    Attributes:
+        digest: of the bytes of all its files.
+        bytes_per_token: of the validation text; bits per byte = loss / (ln 2 * bytes_per_token).
+    """
+
+    folder: Path
+    digest: str
+    bytes_per_token: float
+
+    @property
+    def flags(self) -> dict[str, str]:
+        return {
+            "data": str(self.folder / "train"),
+            "valid-data": str(self.folder / "valid"),
+            "tokenizer": str(self.folder / "tokenizer.model"),
+        }
+
+
+def open_dataset(name: str) -> Dataset:
+    """The data set of that name, or in that folder.
+
+    Raises:
+        ReproduceError: there is none, or it is damaged.
+    """
+    if name == "builtin":
+        ensure_builtin_corpus(FOLDERS[name])
+    folder = FOLDERS.get(name, Path(name)).resolve()
+    files = [folder / file for file in ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model")]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise ReproduceError(
+            f"the data set {name} is not there ({missing[0]} is missing): make it first (docs/data.md), "
+            "or name another folder with --data"
+        )
+    try:
+        return _facts(folder, files)
+    except DataError as error:
+        raise ReproduceError(str(error)) from None
+
+
+def _facts(folder: Path, files: list[Path]) -> Dataset:
+    sizes = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    kept = read_json(folder / _FACTS)
+    if kept is None or kept["sizes"] != sizes:
+        hashes = json.dumps({file.name: sha256(file) for file in files}, sort_keys=True)
+        kept = {
+            "sizes": sizes,
+            "digest": hashlib.sha256(hashes.encode()).hexdigest(),
+            "bytes_per_token": _bytes_per_token(folder),
+        }
+        write_json(folder / _FACTS, kept)
+    return Dataset(folder, kept["digest"], kept["bytes_per_token"])
+
+
+def _bytes_per_token(folder: Path) -> float:
+    """UTF-8 bytes of the validation text over its tokens, the ends of documents included."""
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokens = open_tokens(folder / "valid")
+    decoded = (
+        pieces.decode(tokens[start : start + _BATCH].astype(int).tolist()) for start in range(0, len(tokens), _BATCH)
+    )
+    return sum(len(text.encode()) for text in decoded) / len(tokens)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as processes of this machine: N at a time, resumed where an earlier start was killed, none of them twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from simreg_megatron.reproduce.dataset import ROOT, Dataset
+from simreg_megatron.reproduce.errors import ReproduceError
+from simreg_megatron.reproduce.outcome import log_tail, outcome
+from simreg_megatron.reproduce.runs import Run
+from simreg_megatron.reproduce.store import FAILED, Store
+
+_ITERATION = re.compile(r"\] iteration +(\d+)/ *\d+ \|")
+_POLL_SECONDS = 1.0
+_GRACE_SECONDS = 30.0
+_SAVES = 4  # on the way, so that a killed run loses a fifth at most
+_FEWEST_STEPS_TO_SAVE = 400  # a shorter run begins anew
+
+
+@dataclass
+class Progress:
+    """How far a sequence of runs is; `seen` is told after every change.
+
+    steps: of each run that is at work.
+    """
+
+    runs: Sequence[Run]
+    seen: Callable[[Progress], None]
+    ended: list[Run] = field(default_factory=list)
+    steps: dict[Run, int] = field(default_factory=dict)
+
+    @property
+    def steps_done(self) -> int:
+        return sum(run.steps for run in self.ended) + sum(self.steps.values())
+
+    @property
+    def steps_in_all(self) -> int:
+        return sum(run.steps for run in self.runs)
+
+
+@dataclass
+class _Worker:
+    run: Run
+    process: subprocess.Popen
+    lock: int
+
+
+def command_of(run: Run, folder: Path, dataset: Dataset) -> list[str]:
+    """The words that train `run` into `folder`: the launcher's own, ready to be pasted into a shell."""
+    flags = dict(run.flags) | dataset.flags | {"output": str(folder), "data-cache-path": str(folder / "cache")}
+    if run.steps >= _FEWEST_STEPS_TO_SAVE:
+        flags |= {"auto-resume": "", "save-interval": str(run.steps // _SAVES)}
+    words = [word for name, value in flags.items() for word in (f"--{name}", value) if word]
+    return [sys.executable, str(_script(run.family)), *words]
+
+
+def _script(family: str) -> Path:
+    script = ROOT / "launch" / f"pretrain_{family}.sh"
+    if not script.is_file():
+        raise ReproduceError(
+            f"{script} is missing: experiments run the launch scripts, which are in the repository and not in the "
+            "installed package, so run this from a clone"
+        )
+    return script
+
+
+def run_here(
+    runs: Sequence[Run], store: Store, dataset: Dataset, *, jobs: int, threads: int, progress: Progress
+) -> None:
+    """Train what has not ended yet; failures are kept beside the run and do not stop the others.
+
+    Raises:
+        KeyboardInterrupt: stopped, with all that was running; the same call resumes.
+    """
+    waiting: list[Run] = []
+    for run in runs:
+        (progress.ended if store.result(run) else waiting).append(run)
+    workers: list[_Worker] = []
+    progress.seen(progress)
+    try:
+        while waiting or workers:
+            for run in list(waiting):
+                if len(workers) < jobs and (worker := _start(run, store, dataset, threads)):
+                    workers.append(worker)
+                    waiting.remove(run)
+                elif store.result(run):  # by another program that works on the same folder
+                    waiting.remove(run)
+                    progress.ended.append(run)
+            time.sleep(_POLL_SECONDS)
+            for worker in [worker for worker in workers if worker.process.poll() is not None]:
+                workers.remove(worker)
+                _finish(worker, store, dataset)
+                progress.ended.append(worker.run)
+            progress.steps = {worker.run: _step(store.run_folder(worker.run)) for worker in workers}
+            progress.seen(progress)
+    finally:
+        _stop(workers)
+
+
+def _start(run: Run, store: Store, dataset: Dataset, threads: int) -> _Worker | None:
+    """None where another process trains it."""
+    lock = store.claim(run)
+    if lock is None:
+        return None
+    folder = store.run_folder(run)
+    if store.result(run):  # it ended between the look and the lock
+        os.close(lock)
+        return None
+    if not (folder / "checkpoints" / "latest_checkpointed_iteration.txt").is_file():
+        _clear(folder, "tensorboard", "checkpoints", "ended.json", "result.json")
+    number = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    with (folder / "log.txt").open("ab") as log:
+        process = subprocess.Popen(
+            command_of(run, folder, dataset),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **number, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # Ctrl-C reaches this program alone, which stops the runs in order
+            pass_fds=(lock,),
+        )
+    return _Worker(run, process, lock)
+
+
+def _clear(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _finish(worker: _Worker, store: Store, dataset: Dataset) -> None:
+    folder = store.run_folder(worker.run)
+    result = outcome(folder, worker.process.returncode, dataset)
+    store.keep(worker.run, result)
+    if result["status"] != FAILED:
+        _clear(folder, "checkpoints", "cache")
+    os.close(worker.lock)
+
+
+def _step(folder: Path) -> int:
+    found = _ITERATION.findall(log_tail(folder))
+    return int(found[-1]) if found else 0
+
+
+def _stop(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        _signal(worker, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for worker in workers:
+        try:
+            worker.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _signal(worker, signal.SIGKILL)
+            worker.process.wait()
+        os.close(worker.lock)
+
+
+def _signal(worker: _Worker, number: int) -> None:
+    if worker.process.poll() is None:
+        os.killpg(worker.process.pid, number)
+
+
+def give_way() -> None:
+    """Let this program and all it starts run only when nobody else wants the processor."""
+    os.nice(19)
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+@contextmanager
+def terminated_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM stops the runs in order, too."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an ended run came to, from its TensorBoard events and its log."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron import __version__
+from simreg_megatron.report.runs import ReportError, Run, read_run
+from simreg_megatron.reproduce.dataset import ROOT, Dataset
+from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED
+
+VALIDATION = "lm loss validation-0"  # the first of several sets, as --multiple-validation-sets names it
+_CURVES = {
+    VALIDATION: "validation_loss",
+    "lm loss": "train_loss",
+    "simreg loss": "simreg_loss",
+    "simreg positive cosine": "positive_cosine",
+    "simreg negative cosine": "negative_cosine",
+    "simreg isotropy": "isotropy",
+}
+_NOT_FINITE = re.compile(r"found (NaN|Inf)|not finite", re.IGNORECASE)
+_TAIL = 4000  # bytes of a log
+
+
+def outcome(folder: Path, status: int, dataset: Dataset) -> dict[str, Any]:
+    """The result of the run in `folder`, which ended with exit status `status`."""
+    kept = {"version": __version__, "commit": commit(), "curves": {}}
+    if status:
+        tail = log_tail(folder)
+        kind = DIVERGED if _NOT_FINITE.search(tail) else FAILED
+        return {"status": kind, "exit": status, "tail": tail, **kept}
+    try:
+        run = read_run(folder / "tensorboard")
+    except ReportError as error:
+        return {"status": FAILED, "exit": status, "tail": str(error), **kept}
+    loss = run.last(VALIDATION)
+    if loss is None or not math.isfinite(loss):
+        return {"status": DIVERGED, "exit": status, "tail": f"its validation loss is {loss}", **kept}
+    return {
+        "status": DONE,
+        **{name: run.mean_of_end(tag) for tag, name in _CURVES.items()},
+        "validation_loss": loss,
+        "bits_per_byte": loss / math.log(2) / dataset.bytes_per_token,
+        "seconds_per_step": run.median("iteration-time"),
+        **kept,
+        "curves": {name: _points(run, tag) for tag, name in _CURVES.items() if tag in run.scalars},
+    }
+
+
+def _points(run: Run, tag: str) -> list[tuple[int, float]]:
+    steps, values = run.scalars[tag]
+    return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
+
+
+def log_tail(folder: Path) -> str:
+    """The last words of a run's log."""
+    try:
+        with (folder / "log.txt").open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - _TAIL))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+@cache
+def commit() -> str:
+    """Of the source that runs: a hash, with a plus sign where files differ from it; "" where there is no git."""
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a plan to its runs. A run is known by its flags and its data alone, so experiments share the runs they share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from simreg_megatron.reproduce.dataset import Dataset
+from simreg_megatron.reproduce.plan import Arm, Flags, Plan
+from simreg_megatron.reproduce.shapes import BATCH, SEQUENCE, Shape, last_rate, schedule
+
+Tuned = Callable[[str, int | str], Flags]
+"""(arm of the search, size) to the flags of its best trial."""
+
+EVALUATIONS = 1  # on the way, and one at the end: each reads the whole validation text
+_QUICK_STEPS = 6
+_LOG_POINTS = 50
+_FIRST_SEARCH_SEED = 101  # a setting is chosen on other seeds than those it is judged by
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        flags: of launch/pretrain_<family>.sh, sorted by name; where to read and where to write are not among them.
+        data: digest of the data set.
+    """
+
+    family: str
+    flags: tuple[tuple[str, str], ...]
+    data: str
+
+    def value(self, name: str) -> str | None:
+        return dict(self.flags).get(name)
+
+    @property
+    def steps(self) -> int:
+        return int(dict(self.flags)["train-iters"])
+
+    @property
+    def seed(self) -> int:
+        return int(dict(self.flags)["seed"])
+
+    @property
+    def size(self) -> str:
+        return self.value("hidden-size") or dict(self.flags)["model"]
+
+    @property
+    def words(self) -> str:
+        """Its flags as they are typed."""
+        return " ".join(f"--{name} {value}".rstrip() for name, value in self.flags)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.family, self.flags, self.data]).encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Of its folder: what a person looks for first, then what makes it unique."""
+        return f"{self.size}-seed{self.seed}-{self.steps}-{self.digest[:12]}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run in its place in an experiment.
+
+    Attributes:
+        trial: number of the setting that is tried, from 1; 0 where nothing is tried.
+    """
+
+    experiment: str
+    arm: str
+    size: int | str
+    tokens_per_parameter: float
+    seed: int
+    trial: int
+    run: Run
+
+
+def entries_of(plan: Plan, dataset: Dataset, tuned: Tuned, *, quick: bool = False) -> list[Entry]:
+    """All runs of a plan, in the order in which they are worth most if time runs out: seed by seed, arms in turns.
+
+    Args:
+        tuned: asked for the arms that take over a best trial.
+        quick: a few steps of two seeds at the first size: does it run at all?
+    """
+    sizes, lengths, most_seeds = plan.sizes, plan.tokens_per_parameter, 1_000_000
+    if quick:
+        sizes, lengths, most_seeds = sizes[:1], lengths[:1], 2
+    first = _FIRST_SEARCH_SEED if plan.is_search else 1
+    return [
+        Entry(plan.name, arm.name, size, ratio, seed, number, run)
+        for size in sizes
+        for ratio in lengths
+        for seed in range(first, first + min(most_seeds, plan.seeds_at(size)))
+        for number, arm, run in _in_turns(plan, size, ratio, seed, dataset, tuned, quick)
+    ]
+
+
+def _in_turns(
+    plan: Plan, size: int | str, ratio: float, seed: int, dataset: Dataset, tuned: Tuned, quick: bool
+) -> list[tuple[int, Arm, Run]]:
+    found = []
+    for number in range(max(1, len(plan.arms[0].trials))):
+        for arm in plan.arms:
+            own = dict(tuned(arm.tuned_as, size)) if arm.tuned_as else {}
+            own |= arm.flags | (arm.trials[number] if arm.trials else {})
+            run = _run(plan, size, ratio * arm.length, {**own, "seed": str(seed)}, dataset, quick)
+            found.append((number + 1 if arm.trials else 0, arm, run))
+    return found[:4] if quick and plan.is_search else found
+
+
+def _run(plan: Plan, size: int | str, ratio: float, own: Flags, dataset: Dataset, quick: bool) -> Run:
+    if isinstance(size, int):
+        shape = Shape(size)
+        flags, steps = shape.flags, shape.steps(ratio)
+    else:
+        share = ratio / plan.tokens_per_parameter[0]
+        flags, steps = {"model": size}, round(plan.steps.get(size, 0) * share)
+    steps = _QUICK_STEPS if quick else steps
+    flags = {**flags, **schedule(steps), **own, **_watch(steps)}
+    if "lr" in own:
+        flags["min-lr"] = last_rate(own["lr"])
+    return Run(plan.family, tuple(sorted(flags.items())), dataset.digest)
+
+
+def _watch(steps: int) -> Flags:
+    """What is logged and when the whole validation text is read: at points that the last step is none of, as
+    Megatron reads it after the last step in any case."""
+    interval = -(-steps // (EVALUATIONS + 1))
+    while steps % interval == 0 and interval <= steps:
+        interval += 1
+    return {
+        "log-interval": str(max(1, steps // _LOG_POINTS)),
+        "eval-interval": str(interval),
+        "full-validation": "",
+        "multiple-validation-sets": "",  # Megatron 0.19.2 cannot read one set whole without it
+        "log-timers-to-tensorboard": "",
+    }
+
+
+def distinct(entries: Sequence[Entry]) -> list[Run]:
+    """The runs of the entries, each once, in order."""
+    return list(dict.fromkeys(entry.run for entry in entries))
+
+
+def tokens_of(run: Run) -> int:
+    return run.steps * int(run.value("global-batch-size") or BATCH) * int(run.value("seq-length") or SEQUENCE)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which trial of a search was the best: the lowest validation loss among all that were asked for, never among some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from simreg_megatron.reproduce.errors import ReproduceError
+from simreg_megatron.reproduce.plan import Flags, Plan
+from simreg_megatron.reproduce.runs import Entry, Tuned
+from simreg_megatron.reproduce.shapes import Shape
+from simreg_megatron.reproduce.store import Store
+
+
+def tuned_in(search: Plan, entries: Sequence[Entry], store: Store) -> Tuned:
+    """Looks up the best trial of an arm at a size; at a size that was not searched, that of the nearest one.
+
+    Args:
+        entries: of the search.
+
+    The look-up raises ReproduceError where no size's trials have all ended.
+    """
+
+    def best(arm: str, size: int | str) -> Flags:
+        if arm not in [searched.name for searched in search.arms]:
+            raise ReproduceError(f"the experiment {search.name} has no arm {arm} whose best trial could be taken")
+        ready = [found for found in search.sizes if _is_complete(arm, found, entries, store)]
+        if not ready:
+            raise ReproduceError(
+                f"the settings of {arm} come from the experiment {search.name}, which has not ended: run "
+                f"`simreg-megatron reproduce {search.name}` with the same --output first"
+            )
+        nearest = nearest_size(ready, size)
+        chosen = min(_of(arm, nearest, entries), key=lambda entry: _loss(entry, store))
+        return search.arm(arm).flags | search.arm(arm).trials[chosen.trial - 1]
+
+    return best
+
+
+def first_trial_of(search: Plan) -> Tuned:
+    """Stands in for the best one where only running matters."""
+    return lambda arm, size: search.arm(arm).flags | search.arm(arm).trials[0]
+
+
+def nearest_size(sizes: Sequence[int | str], wanted: int | str) -> int | str:
+    """Of those that were searched, by their parameters."""
+    return min(sizes, key=lambda size: _distance(size, wanted))
+
+
+def _of(arm: str, size: int | str, entries: Sequence[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.arm == arm and entry.size == size]
+
+
+def _is_complete(arm: str, size: int | str, entries: Sequence[Entry], store: Store) -> bool:
+    own = _of(arm, size, entries)
+    return bool(own) and all(store.result(entry.run) for entry in own)
+
+
+def _loss(entry: Entry, store: Store) -> float:
+    result = store.result(entry.run) or {}
+    return result.get("validation_loss", math.inf)  # a run that diverged has none
+
+
+def _distance(size: int | str, wanted: int | str) -> float:
+    """In powers of two of the parameters; presets lie beyond all widths."""
+    if isinstance(size, str) or isinstance(wanted, str):
+        return 0.0 if size == wanted else 1000.0 - (0 if isinstance(size, str) else size / 1000)
+    return abs(math.log2(Shape(size).parameters / Shape(wanted).parameters))
+
+
+def untuned(arm: str, size: int | str) -> Flags:
+    """For plans whose arms are run as they are written."""
+    raise AssertionError(f"{arm} asks for tuned settings in a plan without tuned_in")

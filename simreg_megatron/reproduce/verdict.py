@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runs say of a claim: difference, interval, p-value, and what these seeds could have shown at all.
+
+    difference = mean(arm) - mean(than),    t and its degrees of freedom after Welch (unequal variances)
+    detectable = (t_.95 + t_.80) * standard error: a true difference of that size would be found four times in five
+    exchange   = (loss of the shortened baseline - loss of the baseline) / (steps between them) * 100
+    saving     = s / (steps + s),  s = -100 difference / exchange: the share of tokens that the baseline needs more
+
+The exchange rate is the mean slope before the end; the loss falls ever slower, so the saving is an underestimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from simreg_megatron.reproduce.plan import Claim, Plan
+
+LEVEL = 0.05
+POWER = 0.8
+Row = Mapping[str, str]
+
+
+class Place(NamedTuple):
+    """Where a claim is judged."""
+
+    size: str
+    tokens_per_parameter: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim at one size and length.
+
+    Attributes:
+        numbers: of runs, of the arm and of what it is compared with.
+        noise: standard deviation of the baseline from seed to seed.
+        exchange: nats that the baseline gains with 100 more steps; None where no shortened baseline was run.
+        saving: share of tokens; None as above, and where there is nothing to save.
+    """
+
+    claim: Claim
+    place: Place
+    numbers: tuple[int, int]
+    means: tuple[float, float]
+    difference: float
+    interval: tuple[float, float]
+    p_value: float
+    noise: float
+    detectable: float
+    exchange: float | None = None
+    saving: float | None = None
+
+    @property
+    def held(self) -> bool:
+        return self.p_value < LEVEL
+
+    @property
+    def sentence(self) -> str:
+        low, high = self.interval
+        where = f"size {self.place.size}, {self.place.tokens_per_parameter} tokens a parameter"
+        told = (
+            f"{self.difference:+.4f} ({low:+.4f} to {high:+.4f}, p {self.p_value:.2g}, "
+            f"{self.numbers[0]} and {self.numbers[1]} seeds)"
+        )
+        return f"{self._verdict}: {self.claim.says}. {where}: {told}."
+
+    @property
+    def _verdict(self) -> str:
+        low, high = self.interval
+        if self.held:
+            return "Held"
+        if self.claim.sign != "differs" and (low > 0 if self.claim.sign == "lower" else high < 0):
+            return "Did not hold, the opposite was seen"
+        return f"Not shown (a difference below {self.detectable:.4f} would be missed with these seeds)"
+
+
+def judge(plan: Plan, rows: Sequence[Row]) -> list[Verdict]:
+    """A verdict for each claim of the plan at each size and length that both of its arms have runs at.
+
+    Args:
+        rows: of the plan's CSV file.
+    """
+    places = dict.fromkeys(Place(row["size"], row["tokens_per_parameter"]) for row in rows)
+    found = []
+    for claim in plan.claims:
+        for place in places:
+            arm, than = (_values(rows, name, place, claim.metric) for name in (claim.arm, claim.than))
+            if len(arm) > 1 and len(than) > 1:
+                found.append(_judged(claim, place, arm, than, *_exchange(plan, rows, claim, place)))
+    return found
+
+
+def _values(rows: Sequence[Row], arm: str, place: Place, metric: str) -> list[float]:
+    """A run that diverged counts as infinitely bad: it is part of what the arm does."""
+    return [
+        float(row[metric]) if row[metric] else math.inf
+        for row in rows
+        if row["arm"] == arm and (row["size"], row["tokens_per_parameter"]) == place
+    ]
+
+
+def _judged(
+    claim: Claim, place: Place, arm: list[float], than: list[float], exchange: float | None, steps: int
+) -> Verdict:
+    from scipy import stats
+
+    numbers, means = (len(arm), len(than)), (_mean(arm), _mean(than))
+    difference = means[0] - means[1]
+    if not all(map(math.isfinite, (*arm, *than))):
+        endless = (-math.inf, math.inf)
+        return Verdict(claim, place, numbers, means, difference, endless, 1.0, _deviation(than), math.inf)
+    side = {"lower": "less", "higher": "greater", "differs": "two-sided"}[claim.sign]
+    one_sided = stats.ttest_ind(arm, than, equal_var=False, alternative=side)
+    interval = stats.ttest_ind(arm, than, equal_var=False).confidence_interval(1 - LEVEL)
+    error = math.sqrt(_deviation(arm) ** 2 / len(arm) + _deviation(than) ** 2 / len(than))
+    detectable = float(stats.t.ppf(1 - LEVEL, one_sided.df) + stats.t.ppf(POWER, one_sided.df)) * error
+    return Verdict(
+        claim, place, numbers, means, difference, (float(interval.low), float(interval.high)),
+        float(one_sided.pvalue), _deviation(than), detectable, exchange, _saving(difference, exchange, steps),
+    )  # fmt: skip
+
+
+def _exchange(plan: Plan, rows: Sequence[Row], claim: Claim, place: Place) -> tuple[float | None, int]:
+    """Nats for 100 steps of the arm that the claim compares with, and its steps: from a shortened arm, alike but for
+    its length."""
+    than = plan.arm(claim.than)
+    steps = _steps(rows, claim.than, place)
+    for other in plan.arms:
+        alike = (other.flags, other.tuned_as) == (than.flags, than.tuned_as)
+        short = _values(rows, other.name, place, claim.metric)
+        if alike and other.length < than.length and short:
+            gained = _mean(short) - _mean(_values(rows, claim.than, place, claim.metric))
+            return 100 * gained / (steps - _steps(rows, other.name, place)), steps
+    return None, steps
+
+
+def _steps(rows: Sequence[Row], arm: str, place: Place) -> int:
+    return next(
+        int(row["steps"])
+        for row in rows
+        if row["arm"] == arm and (row["size"], row["tokens_per_parameter"]) == place
+    )  # fmt: skip
+
+
+def _saving(difference: float, exchange: float | None, steps: int) -> float | None:
+    if exchange is None or exchange <= 0 or difference >= 0:
+        return None
+    more = -difference / exchange * 100
+    return more / (steps + more)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Of the population that the values are a sample of."""
+    mean = _mean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the benchmarks are made of their CSV files alone; what the repository keeps agrees with itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import objective_cost, objectives, preprocessing, records, steps
+from benchmarks.records import RESULTS, ROOT
+
+WHERE = {
+    "date": "2026-11-22", "commit": "abc", "machine": "x86_64 CPU", "cores": "2", "threads": "2", "python": "3.12.1",
+    "torch": "2.13.0", "megatron_core": "0.19.2", "model": "tiny", "steps": "60",
+}  # fmt: skip
+
+
+def lines_of(kind: str, *turns: tuple[float, ...], memory: float = 0.0) -> list[dict[str, object]]:
+    return [
+        {"kind": kind, "turn": turn, "interval": number, "ms": time, "peak_mb": memory, **WHERE}
+        for turn, times in enumerate(turns)
+        for number, time in enumerate(times)
+    ]
+
+
+def as_read(lines: list[dict[str, object]]) -> list[dict[str, str]]:
+    return [{name: str(value) for name, value in line.items()} for line in lines]
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.steps", *argv])
+    steps.main()
+
+
+def test_the_table_is_made_again_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "steps-tiny.csv"
+    plain = lines_of(steps.PLAIN, (100.0, 102.0), (200.0, 204.0))
+    records.write(path, [*plain, *lines_of("SimReg, chunks", (103.0, 105.06), (206.0, 210.12), memory=17.4)])
+    monkeypatch.setattr(steps, "_measured", lambda options: pytest.fail("it measured"))
+    run_main(monkeypatch, "--from", str(path))
+    rows = [line for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("|")]
+    assert rows[2] == "| plain Megatron | 151.0 |  |  | 4 | not measured |"
+    cells = [cell.strip() for cell in rows[3].strip("|").split("|")]
+    assert cells[:3] == ["SimReg, chunks", "155.5", "+3.0 %"] and cells[4:] == ["4", "17"]
+    low, high = (float(cell.rstrip(" %")) for cell in cells[3].split(" to "))
+    assert -1.1 < low < 3.0 < high < 7.1
+
+
+def test_plain_megatron_has_no_flag_of_the_plugin_and_takes_part_in_every_choice() -> None:
+    assert steps.KINDS[steps.PLAIN] == ()
+    assert list(steps._chosen("tiny", "chunks,AdaGC")) == [steps.PLAIN, "SimReg, chunks", "AdaGC alone"]
+    assert not any("triton" in name for name in steps._chosen("tiny", ""))
+    assert any("triton" in name for name in steps._chosen("350m", ""))
+
+
+def test_the_paper_is_quoted_with_the_model_it_measured() -> None:
+    """Table 3, seconds and GB: 2.295 and 373.45 off, 2.296 and 375.28 whole, 2.295 and 373.84 in chunks."""
+    assert "7B on H800" in steps.PAPER
+    rows = [line for line in steps.table(as_read(lines_of(steps.PLAIN, (100.0,)))) if steps.PAPER in line]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [(row[1], row[2], row[5]) for row in cells] == [
+        ("2295", "", "373450"), ("2295", "+0.0 %", "373840"), ("2296", "+0.0 %", "375280"),
+    ]  # fmt: skip
+
+
+TABLES = {"objectives": objectives.table, "objective_cost": objective_cost.table, "preprocessing": preprocessing.table}
+PAGES = {
+    "preprocessing": "data.md", "steps-tiny": "performance.md", "objectives": "objectives.md",
+    "objective_cost": "objectives.md",
+}  # fmt: skip
+
+
+def test_every_page_has_a_place_for_its_table() -> None:
+    for name, page in PAGES.items():
+        table = records.quoted((ROOT / "docs" / page).read_text(encoding="utf-8"), name)
+        assert table.count("\n|") > 3, name
+
+
+def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None:
+    kept = [path for path in sorted(RESULTS.glob("*.csv")) if path.stem in TABLES or path.stem.startswith("steps-")]
+    for path in kept:
+        text = "\n".join(TABLES.get(path.stem, steps.table)(records.read(path))) + "\n"
+        assert path.with_suffix(".md").read_text() == text, f"run it once more with --from {path}"
+        if path.stem in PAGES:
+            page = ROOT / "docs" / PAGES[path.stem]
+            assert records.quoted(page.read_text(encoding="utf-8"), path.stem) == text
+
+
+def test_a_page_is_changed_between_its_marks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    page, path = tmp_path / "page.md", tmp_path / "one.csv"
+    other = "<!-- table two -->\nstays\n<!-- end of table -->\n"
+    page.write_text(f"before\n{other}<!-- table one -->\nold\n<!-- end of table -->\nafter\n")
+    records.finish(path, [{"a": 1}, {"a": 2}], lambda lines: [line["a"] for line in lines], page=page)
+    expected = f"before\n{other}<!-- table one -->\n1\n2\n<!-- end of table -->\nafter\n"
+    assert page.read_text() == expected and records.quoted(expected, "one") == path.with_suffix(".md").read_text()
+    elsewhere = tmp_path / "else" / "one.csv"
+    records.finish(elsewhere, [{"a": 3}], lambda lines: [line["a"] for line in lines], page=page)
+    assert page.read_text() == expected, "a trial's file leaves the page alone"
+    with pytest.raises(ValueError, match="has no line '<!-- table three -->'"):
+        records.finish(tmp_path / "three.csv", [{"a": 3}], lambda lines: ["3"], page=page)
+
+
+def test_what_was_measured_before_a_stop_is_kept(tmp_path: Path) -> None:
+    def stopped():
+        yield {"a": 1}
+        raise KeyboardInterrupt
+
+    records.write(tmp_path / "one.csv", [{"a": 7}])
+    with pytest.raises(KeyboardInterrupt):
+        records.write(tmp_path / "one.csv", stopped())
+    assert records.read(tmp_path / "one.csv") == [{"a": "7"}]
+    assert records.read(tmp_path / "one.csv.part") == [{"a": "1"}]

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy through the truncated output layer, in float64 against torch's own: values, gradients, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simreg_megatron import SimRegConfig
+from simreg_megatron.losses import prefixes_ce_loss
+from simreg_megatron.losses._prefixes import default_prefixes
+from simreg_megatron.parallel import truncated_head
+from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
+from simreg_megatron.plugin import heads, hooks
+from simreg_megatron.plugin.regularizer import Regularizer
+from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, micro_batch
+
+TOKENS, VOCABULARY, PREFIXES = 7, 11, (2, 5)
+TIGHT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+@pytest.fixture(params=[64 << 20, 2 * 4 * VOCABULARY], ids=["one tile", "tiles of 2 tokens"])
+def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(truncated_head, "_SLAB", request.param)
+
+
+def given(bias: bool = False) -> dict[str, Any]:
+    """Tokens of which one has no label here, a layer, and unequal weights from upstream: the second token's is 0."""
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    upstream = torch.rand(TOKENS, generator=generator, dtype=torch.float64)
+    upstream[1] = 0
+    return {
+        "rows": drawn(TOKENS, WIDTH).requires_grad_(),
+        "weight": nn.Parameter(drawn(VOCABULARY, WIDTH)),
+        "bias": nn.Parameter(drawn(VOCABULARY)) if bias else None,
+        "labels": torch.randint(0, VOCABULARY, (TOKENS,), generator=generator),
+        "upstream": upstream,
+    }
+
+
+def oracle(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float = 1.0) -> Tensor:
+    logits = [functional.linear(rows[:, :p], weight[:, :p], bias) * scale for p in PREFIXES]
+    return torch.stack([functional.cross_entropy(part, labels, reduction="none") for part in logits]).mean(dim=0)
+
+
+def losses(made: dict[str, Any], **settings: Any) -> Tensor:
+    head = TruncatedHead(made["weight"], PREFIXES, made["bias"], **settings)
+    here = torch.ones(TOKENS, dtype=torch.bool)
+    return truncated_head_losses(made["rows"][:, : PREFIXES[-1]], made["labels"], here, head)
+
+
+def gradients(terms: Tensor, made: dict[str, Any]) -> list[Tensor]:
+    wanted = [made[name] for name in ("rows", "weight", "bias") if made[name] is not None]
+    return list(torch.autograd.grad((terms * made["upstream"]).sum(), wanted))
+
+
+@pytest.mark.usefixtures("_tiles")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_torchs_cross_entropy(bias: bool, scale: float) -> None:
+    made = given(bias)
+    found = losses(made, scale=scale)
+    expected = oracle(*(made[name] for name in ("rows", "weight", "bias", "labels")), scale=scale)
+    torch.testing.assert_close(found, expected, **TIGHT)
+    ours, torchs = gradients(found, made), gradients(expected, made)
+    torch.testing.assert_close(ours, torchs, **TIGHT)
+    assert not ours[0][:, PREFIXES[-1] :].any() and not ours[0][1].any() and not ours[1][:, PREFIXES[-1] :].any()
+    # Wrong answers are far outside: another scale, one prefix alone, a gradient that is halved.
+    assert (losses(made, scale=2 * scale) - expected).abs().max() > 1e-2
+    assert (functional.cross_entropy(made["rows"] @ made["weight"].T, made["labels"]) - expected.mean()).abs() > 1e-2
+    assert (0.5 * ours[1] - torchs[1]).norm() > 1e-2 * torchs[1].norm()
+
+
+@pytest.mark.usefixtures("_tiles")
+def test_gradcheck() -> None:
+    made = given(bias=True)
+
+    def of(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return losses(made | {"rows": rows, "weight": weight, "bias": bias}, scale=0.5)
+
+    assert torch.autograd.gradcheck(of, [made[name] for name in ("rows", "weight", "bias")])
+
+
+def test_a_label_elsewhere_leaves_the_normalizer() -> None:
+    """On a rank of a vocabulary that is split, no row here is the label's."""
+    made = given()
+    head = TruncatedHead(made["weight"], PREFIXES)
+    nowhere = torch.zeros(TOKENS, dtype=torch.bool)
+    found = truncated_head_losses(made["rows"][:, : PREFIXES[-1]], made["labels"] - 40, nowhere, head)
+    logits = [made["rows"][:, :p] @ made["weight"][:, :p].T for p in PREFIXES]
+    expected = torch.stack([part.logsumexp(dim=-1) for part in logits]).mean(dim=0)
+    torch.testing.assert_close(found, expected, **TIGHT)
+    torch.testing.assert_close(gradients(found, made), gradients(expected, made), **TIGHT)
+
+
+def test_the_weights_gradient_joins_what_megatron_has_added_already() -> None:
+    """With gradient accumulation fusion Megatron ignores what autograd brings."""
+    made = given()
+    expected = gradients(losses(made), made)[1]
+    before = torch.full_like(made["weight"], 0.125)
+    made["weight"].main_grad = before.clone()
+    (losses(made, fuses=True) * made["upstream"]).sum().backward()
+    assert made["weight"].grad is None
+    torch.testing.assert_close(made["weight"].main_grad - before, expected, **TIGHT)
+
+
+def test_a_frozen_layer_gets_no_gradient() -> None:
+    made = given()
+    expected = gradients(losses(made), made)[0]
+    made["weight"].requires_grad_(False)
+    (losses(made) * made["upstream"]).sum().backward()
+    assert made["weight"].grad is None
+    torch.testing.assert_close(made["rows"].grad, expected, **TIGHT)
+
+
+def test_no_logits_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between forward and backward a token keeps a number for each prefix, and a tile has its few tokens alone."""
+    monkeypatch.setattr(truncated_head, "_SLAB", 2 * 4 * VOCABULARY)
+    shapes, logits = [], TruncatedHead.logits
+
+    def watched(self: TruncatedHead, rows: Tensor, prefix: int) -> Tensor:
+        shapes.append(tuple(rows.shape))
+        return logits(self, rows, prefix)
+
+    monkeypatch.setattr(TruncatedHead, "logits", watched)
+    made, kept = given(), []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.shape) or tensor, lambda held: held
+    ):
+        found = losses(made)
+    assert (len(PREFIXES), TOKENS) in kept and (TOKENS, VOCABULARY) not in kept
+    found.sum().backward()
+    assert {number for number, _ in shapes} == {2, 1} and len(shapes) == 2 * len(PREFIXES) * 4
+
+
+def test_half_precision_is_that_of_the_models_logits() -> None:
+    made = given()
+    low = {name: made[name].detach().bfloat16() for name in ("rows", "weight")}
+    rows = low["rows"].float().requires_grad_()
+    low["weight"] = nn.Parameter(low["weight"])
+    found = losses(made | low | {"rows": rows})
+    logits = [(low["rows"][:, :p] @ low["weight"][:, :p].T).float() for p in PREFIXES]
+    assert logits[0].dtype == found.dtype == torch.float32
+    expected = torch.stack([functional.cross_entropy(part, made["labels"], reduction="none") for part in logits])
+    torch.testing.assert_close(found, expected.mean(dim=0))
+    (found * made["upstream"]).sum().backward()
+    assert low["weight"].grad.dtype == torch.bfloat16
+    exact = gradients(losses(made), made)[1]
+    assert (low["weight"].grad - exact).norm() < 0.02 * exact.norm()
+
+
+def test_the_plain_form() -> None:
+    made = given(bias=True)
+    valid = made["upstream"] > 0.2
+    labels = made["labels"].clone()
+    labels[6] = -100
+    counts = valid & (labels >= 0)
+    assert 0 < counts.sum() < valid.sum()
+    per_token = oracle(made["rows"], made["weight"], made["bias"], made["labels"])
+    options = {"prefixes": PREFIXES, "bias": made["bias"]}
+    found = prefixes_ce_loss(made["rows"], labels, made["weight"], valid=valid, **options)
+    torch.testing.assert_close(found, per_token[counts].mean(), **TIGHT)
+    with pytest.raises(ValueError, match="from 1 to 8 features of 8, got 9"):
+        prefixes_ce_loss(made["rows"], labels, made["weight"], prefixes=(9,))
+    with pytest.raises(ValueError, match="takes 3 features, and the embeddings have 8"):
+        prefixes_ce_loss(made["rows"], labels, made["weight"][:, :3])
+    assert default_prefixes(192) == (16, 32, 64) and default_prefixes(WIDTH) == (4,)
+
+
+def model(weight: Tensor, **settings: Any) -> SimpleNamespace:
+    config = SimpleNamespace(**vars(MODEL.config), **settings)
+    layer = SimpleNamespace(weight=weight, bias=None, gradient_accumulation_fusion=False)
+    return SimpleNamespace(config=config, pg_collection=MODEL.pg_collection, output_layer=layer)
+
+
+@pytest.mark.parametrize("mup", [False, True])
+def test_it_joins_the_loss_like_any_other_objective(mup: bool) -> None:
+    config = SimRegConfig(lambda_=0.5, objective="prefixes-ce", objective_options="prefixes=2/5")
+    hidden, labels, mask, loss = micro_batch()
+    labels[0, 2] = -100
+    layer = nn.Parameter(given()["weight"].detach().clone())
+    built = model(layer, use_mup=mup, mup_output_mult=0.25)
+    upstream = torch.rand(BATCH, LENGTH, dtype=torch.float64)
+    regularizer = Regularizer(config)
+    result = regularizer.add_to(loss, built, hidden_states=hidden, labels=labels, loss_mask=mask)
+    assert torch.equal(result, loss)
+    (result * upstream).sum().backward()
+
+    counts = (mask > 0) & (labels >= 0)
+    rows, weight = hidden.detach().clone().requires_grad_(), layer.detach().clone().requires_grad_()
+    terms = oracle(
+        rows.transpose(0, 1).flatten(0, 1), weight, None, labels.clamp(min=0).flatten(), 0.25 if mup else 1.0
+    ).view(BATCH, LENGTH)
+    (0.5 * terms * upstream * counts).sum().backward()
+    torch.testing.assert_close(hidden.grad, rows.grad, **TIGHT)
+    torch.testing.assert_close(layer.grad, weight.grad, **TIGHT)
+    logged = regularizer.metrics.reduce(One())
+    assert logged["prefixes-ce loss"].item() == pytest.approx(terms[counts].mean().item(), rel=1e-6)
+    assert logged["simreg positive cosine"].isfinite() and "simreg loss" not in logged
+
+
+def test_beside_another_objective() -> None:
+    hidden, labels, mask, loss = micro_batch()
+    built = model(nn.Parameter(given()["weight"].detach().clone()))
+
+    def gradient(**settings: Any) -> Tensor:
+        hidden.grad = None
+        config = SimRegConfig(chunk_size=6, **settings)
+        Regularizer(config).add_to(loss, built, hidden_states=hidden, labels=labels, loss_mask=mask).sum().backward()
+        return hidden.grad.clone()
+
+    options = "prefixes-ce.prefixes=2/5,simreg.prefixes=4"
+    both = gradient(objective="simreg:2,prefixes-ce:0.5", objective_options=options, temperature=0.1)
+    simreg = gradient(objective="simreg:2", objective_options="simreg.prefixes=4", temperature=0.1)
+    hidden.grad = None
+    config = SimRegConfig(lambda_=0.5, objective="prefixes-ce", objective_options="prefixes=2/5")
+    Regularizer(config).add_to(loss, built, hidden_states=hidden, labels=labels, loss_mask=mask).sum().backward()
+    torch.testing.assert_close(both, simreg + hidden.grad, **TIGHT)
+    assert hidden.grad.norm() > 1e-2 and simreg.norm() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"chunk_size": 64}, "chunk size 64 has no effect on objective prefixes-ce: drop it"),
+        ({"layers": "3,final"}, "layers 3,final has no effect on objective prefixes-ce: drop it"),
+        ({"placement": "pre-norm"}, "placement pre-norm has no effect on objective prefixes-ce"),
+        ({"scope": "local"}, "scope local has no effect"),
+        ({"document_mask": True}, "document mask True has no effect"),
+        ({"temperature": 0.1}, "prefixes-ce has no temperature"),
+        ({"objective_options": "prefixes=whole"}, "must be auto, or whole numbers from 1 such as 64/128"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SimRegConfig(**{"lambda_": 1, "objective": "prefixes-ce", **settings})
+
+
+def test_layers_of_another_objective_are_left_to_it() -> None:
+    several = SimRegConfig(objective="simreg:1,prefixes-ce:1", layers="3,final", chunk_size=64)
+    assert [part.layers for part in several.parts] == [(3, "final"), ("final",)]
+    with pytest.raises(ValueError, match="layers 3,final has no effect on any of prefixes-ce:1"):
+        SimRegConfig(objective="prefixes-ce:1", layers="3,final")
+
+
+def test_what_megatron_holds_in_its_own_way_is_refused() -> None:
+    config = SimRegConfig(lambda_=1, objective="prefixes-ce", objective_options="prefixes=2/5")
+    hooks._refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=8), config)
+    for flag in ("use_torch_fsdp2", "use_megatron_fsdp"):
+        with pytest.raises(NotImplementedError, match=f"prefixes-ce needs .* --{flag.replace('_', '-')} scatters them"):
+            hooks._refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=8, **{flag: True}), config)
+    with pytest.raises(ValueError, match="cannot take 5 features of states of width 5: give prefixes of at most 4"):
+        hooks._refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=5), config)
+    layer = nn.Parameter(torch.zeros(VOCABULARY, WIDTH))
+    heads.refuse_truncating(model(layer))
+    for setting, sentence in (
+        ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute"),
+        ("fp8_output_proj", "another type"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"prefixes-ce does not work here, as .*{sentence}"):
+            heads.refuse_truncating(model(layer, **{setting: True}))
+    layer.is_gtp_weight_remat = True
+    for scattered in (layer, nn.Parameter(torch.zeros(0, WIDTH))):
+        with pytest.raises(NotImplementedError, match="weight is not whole on its rank"):
+            heads.refuse_truncating(model(scattered))
+
+
+def test_how_much_of_the_layer_is_used() -> None:
+    layer = nn.Parameter(torch.zeros(VOCABULARY, 64))
+    config = SimRegConfig(lambda_=1, objective="prefixes-ce")
+    found = heads._truncated(config, model(layer), None)
+    assert found == TruncatedHead(layer, (16, 32))
+    built = model(layer)
+    built.output_layer.gradient_accumulation_fusion = True
+    assert not heads._truncated(config, built, None).fuses, "nobody reduces a main_grad here"
+    layer.main_grad = torch.zeros_like(layer)
+    assert heads._truncated(config, built, None) == replace(found, fuses=True)

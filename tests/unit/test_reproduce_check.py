@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron report check`: an honest folder passes, and each doctored copy of it is refused by name."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+from scipy import stats
+from typer.testing import CliRunner
+
+from simreg_megatron.cli import app
+from simreg_megatron.reproduce.check import read_tables, violations
+from simreg_megatron.reproduce.dataset import Dataset
+from simreg_megatron.reproduce.plan import plan_of
+from simreg_megatron.reproduce.runs import entries_of
+from simreg_megatron.reproduce.store import DIVERGED, DONE, Store
+from simreg_megatron.reproduce.tuned import tuned_in, untuned
+from simreg_megatron.reproduce.verdict import Place, judge
+
+SEARCH = {
+    "name": "search", "question": "Which settings?", "sizes": [64], "seeds": 1,
+    "arms": {
+        "plain": {"flags": {"simreg-objective": "none"}, "trials": {"lr": [2e-3, 4e-3, 8e-3]}},
+        "simreg": {"trials": {"lr": [2e-3, 4e-3, 8e-3]}},
+    },
+}  # fmt: skip
+MINE = {
+    "name": "mine", "question": "Does it help?", "sizes": [64], "seeds": 5, "tuned_in": "search",
+    "claims": [
+        {"says": "SimReg ends lower", "arm": "simreg", "than": "plain", "headline": True},
+        {"says": "SimReg with 70 % ends lower", "arm": "simreg-70", "than": "plain"},
+    ],
+    "arms": {
+        "plain": {"tuned_as": "plain"}, "plain-70": {"tuned_as": "plain", "length": 0.7},
+        "simreg": {"tuned_as": "simreg"}, "simreg-70": {"tuned_as": "simreg", "length": 0.7},
+    },
+}  # fmt: skip
+LEVEL = {"plain": 4.00, "plain-70": 4.06, "simreg": 3.95, "simreg-70": 4.01}
+NOISE = (0.004, -0.006, 0.001, 0.003, -0.002)  # of the seeds
+
+
+def loss_of(entry) -> float:
+    if entry.trial:
+        return {"0.002": 4.2, "0.004": 4.1, "0.008": 4.3}[entry.run.value("lr")]
+    return LEVEL[entry.arm] + NOISE[entry.seed - 1]
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    """A folder as `reproduce` leaves it, with losses that are known."""
+    store, dataset = Store(tmp_path / "results"), Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0)
+    search, mine = plan_of(SEARCH, where="search"), plan_of(MINE, where="mine")
+    searched = entries_of(search, dataset, untuned)
+    _fill(store, search, searched)
+    _fill(store, mine, entries_of(mine, dataset, tuned_in(search, searched, store)))
+    return store.folder
+
+
+def _fill(store, plan, entries):
+    for entry in entries:
+        loss = loss_of(entry)
+        curve = [[entry.run.steps // 2, loss + 1], [entry.run.steps, loss]]
+        kept = {"version": "0.1.0", "commit": "abc", "curves": {"validation_loss": curve}}
+        store.run_folder(entry.run).mkdir(parents=True, exist_ok=True)
+        store.keep(entry.run, {"status": DONE, "validation_loss": loss, "bits_per_byte": loss / 4, **kept})
+    store.write_tables(plan, entries)
+
+
+def check(folder):
+    return CliRunner().invoke(app, ["report", "check", str(folder)])
+
+
+def rewrite(path: Path, change):
+    with path.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    names = list(rows[0])
+    rows = change(rows)
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def only(rows, **wanted):
+    return next(row for row in rows if all(row[name] == value for name, value in wanted.items()))
+
+
+def test_honest_results_pass_and_each_claim_has_a_verdict(results):
+    found = check(results)
+    assert found.exit_code == 0, found.output
+    assert "Held: SimReg ends lower." in found.output
+    assert "Not shown" in found.output or "opposite" in found.output  # 4.01 against 4.00
+    assert "refused" not in found.output
+
+
+def _without_seeds(rows):
+    return [row for row in rows if row["seed"] in ("1", "2", "3")]
+
+
+def _repeated_seed(rows):
+    return [*rows, only(rows, arm="simreg", seed="2")]
+
+
+def _other_text(rows):
+    only(rows, arm="simreg", seed="1")["data"] = "cd" * 32
+    return rows
+
+
+def _before_the_end(rows):
+    row = only(rows, arm="simreg", seed="1")
+    row["steps"] = str(int(row["steps"]) // 2)
+    return rows
+
+
+def _longer_decay(rows):
+    row = only(rows, arm="plain", seed="1")
+    row["flags"] += " --lr-decay-iters 999999"
+    return rows
+
+
+def _without_the_worst(rows):
+    rows.remove(max((row for row in rows if row["arm"] == "simreg"), key=lambda row: float(row["validation_loss"])))
+    return rows
+
+
+def _better_settings(rows):
+    for row in rows:
+        if row["arm"] == "simreg":
+            row["flags"] = row["flags"].replace("--lr 0.004", "--lr 0.002")
+    return rows
+
+
+def _better_loss(rows):
+    row = only(rows, arm="simreg", seed="1")
+    row["validation_loss"] = str(float(row["validation_loss"]) - 0.02)
+    return rows
+
+
+def _further_run(rows):
+    return [*rows, {**only(rows, arm="simreg", seed="2"), "seed": "6"}]
+
+
+@pytest.mark.parametrize(
+    ("doctor", "words"),
+    [
+        (_without_seeds, "seed 4 is missing"),
+        (_repeated_seed, "has seed 2 2 times"),
+        (_other_text, "2 different texts"),
+        (_before_the_end, "before the end of the decay"),
+        (_longer_decay, "before the end of the decay"),
+        (_without_the_worst, "a choice among results"),
+        (_better_settings, "not run with the settings"),
+        (_better_loss, "its curve ends at"),
+        (_further_run, "seed 6, is not in the plan"),
+    ],
+)
+def test_a_doctored_table_is_refused(doctor, words, results):
+    rewrite(results / "mine.csv", doctor)
+    found = check(results)
+    assert found.exit_code == 1
+    assert words in found.output
+    assert "Held" not in found.output
+
+
+def test_unequal_tuning_is_refused(results):
+    rewrite(results / "search.csv", lambda rows: [row for row in rows if (row["arm"], row["trial"]) != ("plain", "3")])
+    found = check(results)
+    assert found.exit_code == 1
+    assert "tuned unequally at size 64 (plain 2, simreg 3 trials)" in found.output
+
+
+def test_a_search_that_would_have_chosen_otherwise_is_noticed(results):
+    def change(rows):
+        only(rows, arm="simreg", trial="3")["validation_loss"] = "3.9"
+        return rows
+
+    rewrite(results / "search.csv", change)
+    assert "not run with the settings that the plan and its search lead to" in check(results).output
+
+
+@pytest.mark.parametrize(("seeds", "words"), [(2, "2 seeds at size 64 are too few"), (4, "rests on 4 seeds")])
+def test_too_few_seeds_are_refused_also_where_the_plan_says_so(seeds, words, results):
+    path = results / "mine.plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "seeds": seeds}))
+    rewrite(results / "mine.csv", lambda rows: [row for row in rows if int(row["seed"]) <= seeds])
+    found = check(results)
+    assert found.exit_code == 1
+    assert words in found.output
+
+
+def test_results_without_the_search_are_refused(results):
+    for path in results.glob("search*"):
+        path.unlink()
+    assert "the table of search, where the arms were tuned, is missing" in check(results).output
+
+
+def test_a_folder_without_results_is_named(tmp_path):
+    found = check(tmp_path)
+    assert found.exit_code == 2
+    assert "holds no results" in found.output
+
+
+def test_the_verdict_is_welchs(results):
+    tables = read_tables(results)
+    assert violations("mine", tables) == []
+    first, second = judge(tables["mine"].plan, tables["mine"].rows)
+    simreg, plain = ([LEVEL[arm] + noise for noise in NOISE] for arm in ("simreg", "plain"))
+    by_scipy = stats.ttest_ind(simreg, plain, equal_var=False, alternative="less")
+    assert first.place == Place("64", "20")
+    assert first.difference == pytest.approx(-0.05, abs=1e-5)
+    assert first.p_value == pytest.approx(by_scipy.pvalue, rel=1e-2)  # six digits are in the table
+    assert first.noise == pytest.approx(math.sqrt(sum((n - sum(NOISE) / 5) ** 2 for n in NOISE) / 4), abs=1e-5)
+    assert first.interval[0] < -0.05 < first.interval[1] < 0
+    assert first.held
+    assert not second.held
+
+
+def test_the_saving_is_what_the_baseline_would_need_more(results):
+    tables = read_tables(results)
+    first, second = judge(tables["mine"].plan, tables["mine"].rows)
+    steps = int(only(tables["mine"].rows, arm="plain")["steps"])
+    short = int(only(tables["mine"].rows, arm="plain-70")["steps"])
+    rate = 100 * 0.06 / (steps - short)
+    assert first.exchange == pytest.approx(rate, rel=1e-3)
+    more = 0.05 / rate * 100
+    assert first.saving == pytest.approx(more / (steps + more), rel=1e-3)
+    assert second.saving is None  # it ended higher
+
+
+def test_a_run_that_diverged_decides_against_its_arm(results):
+    def change(rows):
+        row = only(rows, arm="simreg", seed="3")
+        row["status"], row["validation_loss"] = DIVERGED, ""
+        return rows
+
+    rewrite(results / "mine.csv", change)
+    tables = read_tables(results)
+    assert violations("mine", tables) == []
+    assert not judge(tables["mine"].plan, tables["mine"].rows)[0].held
+
+
+def test_the_detectable_difference_is_found_four_times_in_five(results):
+    """By simulation: draws with a true difference of that size, judged the same way."""
+    import numpy as np
+
+    verdict = judge(*(lambda table: (table.plan, table.rows))(read_tables(results)["mine"]))[0]
+    draw = np.random.default_rng(0).normal
+    noise = verdict.noise
+    found = stats.ttest_ind(
+        draw(-verdict.detectable, noise, (5, 20000)), draw(0, noise, (5, 20000)), equal_var=False, alternative="less"
+    )
+    assert (found.pvalue < 0.05).mean() == pytest.approx(0.8, abs=0.03)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner with a stand-in for training that takes a moment: nothing twice, nothing lost, whatever is killed."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from simreg_megatron.reproduce import local
+from simreg_megatron.reproduce.dataset import Dataset
+from simreg_megatron.reproduce.errors import ReproduceError
+from simreg_megatron.reproduce.plan import plan_of
+from simreg_megatron.reproduce.runs import distinct, entries_of
+from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, Store
+from simreg_megatron.reproduce.tuned import tuned_in, untuned
+
+# It writes what Megatron writes, one loss for each learning rate, and counts its starts.
+TRAINER = """
+import sys, time, pathlib
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2])) if len(sys.argv) % 2 else {}
+words = sys.argv[1:]
+value = lambda name, default="": words[words.index(name) + 1] if name in words else default
+folder = pathlib.Path(value("--output"))
+with (folder / "starts").open("a") as stream:
+    stream.write("x")
+print(" [now] iteration        3/      6 | lm loss: 5.0 |", flush=True)
+time.sleep(float(value("--nap", "0")))
+if value("--lr") == "0.5":
+    print("RuntimeError: found NaN in local forward loss"); sys.exit(1)
+if value("--lr") == "0.4":
+    print("OSError: disk full"); sys.exit(3)
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+writer = EventFileWriter(str(folder / "tensorboard"))
+loss = 4 + (float(value("--lr", "0.002")) - 0.004) ** 2 * 1e4 + int(value("--seed")) / 1000
+for step in (3, 6):
+    for tag, scalar in (("lm loss validation-0", loss + (6 - step)), ("lm loss", loss), ("iteration-time", 0.1)):
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=scalar)])
+        writer.add_event(Event(step=step, wall_time=step, summary=summary))
+writer.close()
+"""
+
+
+@pytest.fixture
+def dataset(tmp_path) -> Dataset:
+    return Dataset(tmp_path, digest="0" * 64, bytes_per_token=4.0)
+
+
+@pytest.fixture(autouse=True)
+def trainer(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+    monkeypatch.setattr(local, "_script", lambda family: script)
+    monkeypatch.setattr(local, "_POLL_SECONDS", 0.02)
+
+
+def plan(**flags):
+    arms = {"plain": {"flags": {"lr": 2e-3, **flags}}, "simreg": {"flags": {"lr": 4e-3, **flags}}}
+    content = {"name": "mine", "question": "?", "sizes": ["tiny"], "steps": {"tiny": 6}, "seeds": 2, "arms": arms}
+    return plan_of(content, where="mine")
+
+
+def run_all(entries, store, dataset, jobs=2):
+    runs = distinct(entries)
+    told = []
+    progress = local.Progress(runs, lambda now: told.append((len(now.ended), now.steps_done)))
+    local.run_here(runs, store, dataset, jobs=jobs, threads=1, progress=progress)
+    store.write_tables(plan(), entries)
+    return told
+
+
+def starts(store, run) -> int:
+    return len((store.run_folder(run) / "starts").read_text())
+
+
+def test_all_runs_end_and_the_table_has_one_line_each(tmp_path, dataset):
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    told = run_all(entries, store, dataset)
+    assert told[-1] == (4, 24)
+    with (tmp_path / "out" / "mine.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(row["arm"], row["seed"], row["status"]) for row in rows] == [
+        (entry.arm, str(entry.seed), DONE) for entry in entries
+    ]
+    assert float(rows[0]["validation_loss"]) == pytest.approx(4.041, abs=1e-6)
+    assert float(rows[0]["bits_per_byte"]) == pytest.approx(4.041 / 0.6931472 / 4, rel=1e-5)
+    assert rows[0]["tokens"] == str(6 * 8 * 256)
+    assert "--lr 0.002" in rows[0]["flags"]
+    with (tmp_path / "out" / "mine-curves.csv").open() as stream:
+        curve = [row for row in csv.DictReader(stream) if row["tag"] == "validation_loss"]
+    assert [row["step"] for row in curve[:2]] == ["3", "6"]
+
+
+def test_what_has_ended_is_never_run_again(tmp_path, dataset):
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    run_all(entries, store, dataset)
+    run_all(entries, store, dataset)
+    assert [starts(store, run) for run in distinct(entries)] == [1, 1, 1, 1]
+
+
+def test_a_table_that_came_alone_is_enough_to_continue(tmp_path, dataset):
+    """As after a clone: the tables are committed, the folders of the runs are not."""
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    run_all(entries[:3], store, dataset)
+    (tmp_path / "clone").mkdir()
+    for path in (tmp_path / "out").glob("mine*"):
+        shutil.copy(path, tmp_path / "clone")
+    before = (tmp_path / "clone" / "mine.csv").read_text()
+    clone = Store(tmp_path / "clone")
+    run_all(entries, clone, dataset)
+    assert [run.name for run in distinct(entries) if clone.run_folder(run).exists()] == [entries[3].run.name]
+    assert (tmp_path / "clone" / "mine.csv").read_text().startswith(before)
+    curves = (tmp_path / "clone" / "mine-curves.csv").read_text()
+    assert curves.startswith((tmp_path / "out" / "mine-curves.csv").read_text())
+
+
+def test_a_diverged_run_has_ended_and_a_failed_one_is_tried_again(tmp_path, dataset):
+    store = Store(tmp_path / "out")
+    arms = {"nan": {"flags": {"lr": 0.5}}, "full": {"flags": {"lr": 0.4}}, "good": {"flags": {"lr": 2e-3}}}
+    content = {"name": "mine", "question": "?", "sizes": ["tiny"], "steps": {"tiny": 6}, "seeds": 1, "arms": arms}
+    entries = entries_of(plan_of(content, where="mine"), dataset, untuned)
+    run_all(entries, store, dataset)
+    run_all(entries, store, dataset)
+    runs = {entry.arm: entry.run for entry in entries}
+    assert store.result(runs["nan"])["status"] == DIVERGED
+    assert store.failure(runs["full"])["status"] == FAILED
+    assert "disk full" in store.failure(runs["full"])["tail"]
+    assert {name: starts(store, run) for name, run in runs.items()} == {"nan": 1, "full": 2, "good": 1}
+    with (tmp_path / "out" / "mine.csv").open() as stream:
+        assert next((row["arm"], row["validation_loss"]) for row in csv.DictReader(stream)) == ("nan", "")
+
+
+def test_a_run_that_another_program_trains_is_left_to_it(tmp_path, dataset):
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    taken = entries[0].run
+    lock = store.claim(taken)
+    assert store.claim(taken) is None
+    folder = store.run_folder(taken)
+    waiter = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import time; time.sleep(1); open({str(folder / 'result.json')!r}, 'w').write({WRITTEN!r})",
+        ],
+        pass_fds=(lock,),
+    )
+    os.close(lock)  # the other program was killed: its training holds the lock on
+    assert store.claim(taken) is None
+    run_all(entries, store, dataset)
+    assert waiter.wait() == 0
+    assert not (folder / "starts").exists()
+    assert all(starts(store, run) == 1 for run in distinct(entries) if run is not taken)
+
+
+WRITTEN = json.dumps(
+    {"status": DONE, "validation_loss": 4.0, "version": "0", "commit": "c", "curves": {"validation_loss": [[6, 4.0]]}}
+)
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+import test_reproduce_local as t
+from simreg_megatron.reproduce import local
+local._script = lambda family: Path({trainer!r})
+folder = Path({folder!r})
+dataset = t.Dataset(folder, digest="0" * 64, bytes_per_token=4.0)
+entries = t.entries_of(t.plan(nap=1), dataset, t.untuned)
+with local.terminated_like_ctrl_c():
+    t.run_all(entries, t.Store(folder / "out"), dataset)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_after_a_kill_the_same_call_continues_and_no_run_is_made_twice(number, tmp_path, dataset):
+    text = SCRIPT.format(here=str(Path(__file__).parent), folder=str(tmp_path), trainer=str(tmp_path / "train.py"))
+    process = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL)
+    store, entries = Store(tmp_path / "out"), entries_of(plan(nap=1), dataset, untuned)
+    runs = distinct(entries)
+    deadline = time.monotonic() + 60
+    while not any(store.result(run) for run in runs):  # some have ended, others are at work or wait
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.wait(60)
+    ended = [run for run in runs if store.result(run)]
+    run_all(entries, store, dataset)
+    assert all(store.result(run)["status"] == DONE for run in runs)
+    assert all(starts(store, run) == 1 for run in ended)
+
+
+def search(**changes):
+    arms = {
+        "plain": {"flags": {"simreg-objective": "none"}, "trials": {"lr": [2e-3, 4e-3, 0.5]}},
+        "simreg": {"trials": {"lr": [4e-3, 8e-3, 1e-2]}},
+    }
+    content = {"name": "search", "question": "?", "sizes": ["tiny"], "steps": {"tiny": 6}, "seeds": 1, "arms": arms}
+    return plan_of({**content, **changes}, where="search")
+
+
+def test_the_best_trial_is_taken_over(tmp_path, dataset):
+    store, entries = Store(tmp_path / "out"), entries_of(search(), dataset, untuned)
+    run_all(entries, store, dataset)
+    best = tuned_in(search(), entries, store)
+    assert best("plain", "tiny") == {"simreg-objective": "none", "lr": "0.004"}
+    assert best("simreg", "tiny") == {"lr": "0.004"}
+    with pytest.raises(ReproduceError, match="no arm nobody"):
+        best("nobody", "tiny")
+
+
+def test_no_best_among_some_of_the_trials(tmp_path, dataset):
+    store, entries = Store(tmp_path / "out"), entries_of(search(), dataset, untuned)
+    run_all(entries[:-1], store, dataset)  # one trial of simreg is missing
+    best = tuned_in(search(), entries, store)
+    assert best("plain", "tiny")["lr"] == "0.004"
+    with pytest.raises(ReproduceError, match="has not ended: run `simreg-megatron reproduce search`"):
+        best("simreg", "tiny")
+
+
+def test_without_the_launch_scripts_it_says_where_they_are(tmp_path, dataset, monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(ReproduceError, match="run this from a clone"):
+        local._script("nobodys-family")
