@@ -168,8 +168,8 @@ See [the other page](http://a.b/c) for more of what this is about.
 
 
 def test_pod_dictionaries_and_wordnet() -> None:
-    pod = b"=head1 The I<name>\n\nUse L<the other|perlfunc> if C<$a E<lt> B<b>> is what you have.\n\n  my $code = 1;\n"
-    assert read_page("a.pod", pod) == [Block("Use the other if $a < b is what you have.", "The name")]
+    pod = b"=head1 The I<name>\n\nUse L<the other|perlfunc> if C<$a B<and> $b> is what E<lt> you have.\n\n  my $a;\n"
+    assert read_page("a.pod", pod) == [Block("Use the other if $a and $b is what < you have.", "The name")]
     entries = b"arthropod\n\n   An {animal} that has no bones, but legs with joints\n   [1913 Webster]\n"
     assert read_page("a.dict.dz", entries) == [Block("An animal that has no bones, but legs with joints", "arthropod")]
     words = b"  1 This software and database is being provided to you | by the licence\n"
