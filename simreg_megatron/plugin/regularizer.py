@@ -211,7 +211,8 @@ class Regularizer:
             given = tokens.whole
             assert given.hidden_states is not None  # the settings leave it to the stage with the output layer
             terms = prefix_terms(config, model, given.hidden_states, given.labels, given.valid, tokens.shard)
-            return _Part(terms, self._views(config, tokens, states[-1].detach()), {})
+            views = self._views(config, tokens, states[-1].detach()) if self.metrics.wants_geometry else []
+            return _Part(terms, views, {})
         views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
         of_views = [objective_terms(config, of_state, tokens.shard, learned, self._iteration) for of_state in views]

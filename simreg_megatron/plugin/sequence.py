@@ -47,7 +47,8 @@ def views_of(
         sample_length: tokens in a sample, where a row packs several.
         heads: [S, B, D], the output layer's row for each label, where states meet these.
     """
-    scope = "local" if config.sends_no_rows else config.scope
+    # Views of a loss through the output layer are for the log alone, which is the same in every layout.
+    scope = "local" if config.sends_no_rows and not config.through_head else config.scope
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
     usable = usable_tokens(hidden_states.transpose(0, 1), labels, valid)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)

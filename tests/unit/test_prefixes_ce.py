@@ -246,9 +246,11 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], sentence:
         SimRegConfig(**{"lambda_": 1, "objective": "prefixes-ce", **settings})
 
 
-def test_layers_of_another_objective_are_left_to_it() -> None:
-    several = SimRegConfig(objective="simreg:1,prefixes-ce:1", layers="3,final", chunk_size=64)
-    assert [part.layers for part in several.parts] == [(3, "final"), ("final",)]
+def test_layers_of_another_objective_are_refused_beside_it() -> None:
+    several = SimRegConfig(objective="simreg:1,prefixes-ce:1", chunk_size=64)
+    assert [part.chunk_size for part in several.parts] == [64, 1024]
+    with pytest.raises(ValueError, match="prefixes-ce is of the final states"):
+        SimRegConfig(objective="simreg:1,prefixes-ce:1", layers="3,final")
     with pytest.raises(ValueError, match="layers 3,final has no effect on any of prefixes-ce:1"):
         SimRegConfig(objective="prefixes-ce:1", layers="3,final")
 
