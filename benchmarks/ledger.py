@@ -162,6 +162,8 @@ OF_OBJECTIVES = (
     states(OBJECTIVES, "the sum is {}.", "tests/unit/test_sigreg.py", r"768, 0\.994157713, ([\d.e-]+)\)"),
     states(OBJECTIVES, "T = {} / N", "tests/unit/test_sigreg.py", r'"mean", ([\d.]+) / 32\)'),
     states(OBJECTIVES, "or {} (`epps-pulley`, for every N)", "tests/unit/test_sigreg.py", r'"epps-pulley", (1\.\d+)\)'),
+    states(OBJECTIVES, "no others stay alive: {} MiB of them at a time", "simreg_megatron/parallel/truncated_head.py",
+           r"_SLAB = (\d+) << 20"),
     Figure(OBJECTIVES, "benchmarks.sigmoid_synthetic`, {} minutes)", SIGMOID,
            lambda: [sum(map(float, re.findall(r"^(\d+) s\.$", text_of(SIGMOID.file), re.M))) / 60]),
     Figure(OBJECTIVES, "margins are within {} of its table 4 from b = -0.7 to 1", SIGMOID,

@@ -27,10 +27,11 @@ from simreg_megatron.losses import mic_loss, sigmoid_loss, sigreg_loss, simreg_l
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.losses.sigreg import random_directions
 from simreg_megatron.magnitude import norm_sums, radial_sums
+from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 from simreg_megatron.plugin.heads import predicts_label
 
 SEQUENCES, LENGTH, WIDTH, LABELS = 2, 1024, 1024, 300
-VOCABULARY, PREDICTED = 32_000, 512
+VOCABULARY, PREDICTED, PREFIXES = 32_000, 512, (128, 256)
 PLAIN = f"plain: output layer and cross-entropy ({VOCABULARY} ids)"
 SIMREG = "SimReg"
 
@@ -40,6 +41,8 @@ def cases(device: str) -> dict[str, Callable[[], Any]]:
     states = torch.randn(SEQUENCES, LENGTH, WIDTH, generator=generator).to(device).requires_grad_()
     labels = torch.randint(0, LABELS, (SEQUENCES, LENGTH), generator=generator).to(device)
     head = SimpleNamespace(output_layer=SimpleNamespace(weight=torch.randn(VOCABULARY, WIDTH, device=device)))
+    rows, places = torch.randn(VOCABULARY, WIDTH, device=device, requires_grad=True), labels.flatten()
+    truncated = TruncatedHead(rows, PREFIXES)
     valid, fixed = torch.ones_like(labels, dtype=torch.bool), states.detach()
 
     def directions(number: int) -> Tensor:
@@ -55,10 +58,13 @@ def cases(device: str) -> dict[str, Callable[[], Any]]:
         ),
         "sigmoid, balanced": lambda: sigmoid_loss(states, labels, pair_reduction="balanced"),
         "MIC (chunks of 128, prefixes 16 to 512)": lambda: mic_loss(states, labels, chunk_size=128),
+        f"prefixes-ce ({' and '.join(map(str, PREFIXES))} features, {VOCABULARY} ids)": lambda: truncated_head_losses(
+            states.flatten(0, 1)[:, : PREFIXES[-1]], places, places >= 0, truncated
+        ).mean(),
     }
 
     def trained(loss: Callable[[], Tensor]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(loss(), states)
+        return lambda: torch.autograd.grad(loss(), (states, rows), allow_unused=True)
 
     def plain() -> Any:
         logits = functional.linear(states, rows)

@@ -47,6 +47,7 @@ _PLUGIN = (
     "simreg_megatron/__init__.py", "simreg_megatron/config.py", "simreg_megatron/adagc.py",
     *(f"simreg_megatron/{room}/**/*.py" for room in ("kernels", "losses", "parallel", "plugin")),
 )  # fmt: skip
+_MODULES = ("compare", "driver", "expected", "inputs", "loops", "measure", "pretrain", "record", "releases", "tiny")
 TABLES = {
     "estimate": Table(
         "docs/cluster.md",
@@ -65,7 +66,7 @@ TABLES = {
         "tests.versions --output docs/versions.md",
         30,
         (*_PLUGIN, "simreg_megatron/__main__.py", "patches/*.patch",
-         *(f"tests/versions/{name}.py" for name in ("driver", "expected", "inputs", "loops", "releases", "tiny"))),
+         *(f"tests/versions/{name}.py" for name in _MODULES)),
     ),
     "benchmarks": Table(
         "benchmarks/results/cpu.md",

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from simreg_megatron.kernels import walk
 from simreg_megatron.kernels.walk import FORMS, Form, Given, Span, ratio_of, shared_sums
 
 MODULES = {"tiled": "simreg_megatron.kernels.tiled", "triton": "simreg_megatron.kernels.fused"}
@@ -46,7 +47,15 @@ class Tokens(NamedTuple):
     documents: Tensor | None  # [b, c, k]; tokens of different documents never meet
 
 
-def contrast_ratio(tokens: Tokens, *, anchors: Span, temperature: float, impl: str = "tiled") -> Tensor:
+def kept_bytes(tokens: Tokens, anchors: Span, impl: str) -> int:
+    """What exponentials would take that stay until the backward; 0 where they are better computed again."""
+    scale = tokens.rows.new_empty(0, dtype=torch.promote_types(tokens.rows.dtype, torch.float32))
+    return walk.kept_bytes(form_named(impl).tiles, Given(tokens.rows, tokens.labels, scale, tokens.documents), anchors)
+
+
+def contrast_ratio(
+    tokens: Tokens, *, anchors: Span, temperature: float, impl: str = "tiled", keep: bool = True
+) -> Tensor:
     """u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij of the anchors, [b, c, p]; SimReg's term is log1p(u_i).
 
     Args:
@@ -55,11 +64,12 @@ def contrast_ratio(tokens: Tokens, *, anchors: Span, temperature: float, impl: s
         anchors: first and last (not included) position with a ratio; the gradient reaches all rows.
         temperature: tau, above 0.
         impl: a key of MODULES.
+        keep: False where the budget for exponentials is spent on other calls.
 
     Returns:
         float32 (float64 for float64). 0 for an anchor without negatives and for one that is not usable.
     """
-    return _ContrastRatio.apply(*tokens, anchors, temperature, impl)
+    return _ContrastRatio.apply(*tokens, anchors, temperature, impl, keep)
 
 
 class Kept(NamedTuple):
@@ -95,11 +105,11 @@ def finish(given: Given, sums: Tensor, anchors: Span) -> Kept:
 
 
 def pull_back(
-    rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, reach: Span, temperature: float, impl: str
-) -> Tensor:
-    """The backward pass: see `walk.pair_gradient`."""
+    rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, reach: Span, temperature: float, impl: str, grad: Tensor
+) -> None:
+    """The backward pass, into `grad`: see `walk.pair_gradient`."""
     given = rows, kept.names, kept.scale, kept.documents
-    return form_named(impl).pair_gradient(*given, kept.pairs, pull, *anchors, *reach, temperature)
+    form_named(impl).pair_gradient(*given, kept.pairs, pull, *anchors, *reach, temperature, grad)
 
 
 class _ContrastRatio(torch.autograd.Function):
@@ -113,9 +123,10 @@ class _ContrastRatio(torch.autograd.Function):
         anchors: Span,
         temperature: float,
         impl: str,
+        keep: bool,
     ) -> Tensor:
         tokens = Tokens(rows, labels, usable, documents)
-        kept = measure(tokens, anchors, temperature, impl, keep=ctx.needs_input_grad[0])
+        kept = measure(tokens, anchors, temperature, impl, keep=keep and ctx.needs_input_grad[0])
         ctx.save_for_backward(rows, *kept)
         ctx.options = anchors, temperature, impl
         return kept.ratio
@@ -128,8 +139,9 @@ class _ContrastRatio(torch.autograd.Function):
         anchors, temperature, impl = ctx.options
         pull = torch.zeros(2, *kept.names.shape, dtype=kept.scale.dtype, device=rows.device)  # of no anchor: 0
         pull[..., slice(*anchors)] = anchor_pull(grads[0], kept, temperature)
-        grad = pull_back(rows, kept, pull, anchors, (0, rows.shape[2]), temperature, impl)
-        return grad, None, None, None, None, None, None
+        grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        pull_back(rows, kept, pull, anchors, (0, rows.shape[2]), temperature, impl, grad)
+        return grad, None, None, None, None, None, None, None
 
 
 def anchor_pull(grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:

@@ -6,7 +6,7 @@ A tile of the walk is a block of thousands of tokens, cut here into tiles of a s
 block of a span with itself only pairs above the diagonal are computed. Partial sums are stored one by one and added
 in a fixed order: the same bits every time. Features are only ever a loop, so any width goes.
 
-W_ij = H_ij / (|e_i| |e_j|) goes to the product in bfloat16 (float16 would lose the small ones), rows as they are:
+W_ij = H_ij / (|e_i| |e_j|) goes to the product as one or two numbers in bfloat16 (see `halves`), rows as they are:
 nothing is normalised in half precision. W is as symmetric as H, so one block serves both of its sides, and with
 g = W e the gradient is g_i - <g_i, e^_i> e^_i.
 
@@ -18,6 +18,7 @@ mask; products are summed BK features at a time.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simreg_megatron.kernels.tiled import BMM_WIDENS, half_kept_dtype
-from simreg_megatron.kernels.walk import WORKSPACE, Given, Slab, Span, Tiles, add_form, limit
+from simreg_megatron.kernels import halves
+from simreg_megatron.kernels.walk import Given, Slab, Span, Tiles, add_form
 
 TILE = {
     2: {"SIDE": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
@@ -143,10 +144,10 @@ def _sums_kernel(
 def _weights_kernel(
     rows, names, scale, documents, chunks, stride_b, stride_c, stride_k, length, width,
     first_i, last_i, first_j, last_j, to_exponent, pull_a, pull_b, kept, weights, R, S,
-    UPPER: tl.constexpr, IS_KEPT: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    UPPER: tl.constexpr, IS_KEPT: tl.constexpr, SPLIT: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of W_ij, to weights [m, R, S].
+    """One tile of W_ij, to weights [m, R, S]; SPLIT: what their type leaves of it to weights [2, m, R, S], too.
 
     UPPER: the block is of a span with itself; `_mirror_kernel` fills what lies below its diagonal.
     """
@@ -174,6 +175,9 @@ def _weights_kernel(
     block = chunk.to(tl.int64) * R * S
     here = block + (tile_i * SIDE).to(tl.int64) * S + tile_j * SIDE
     tl.store(weights + here + in_tile, tile)
+    if SPLIT:
+        here += tl.num_programs(1).to(tl.int64) * R * S
+        tl.store(weights + here + in_tile, (found - tile.to(tl.float32)).to(weights.dtype.element_ty))
 
 
 @triton.jit
@@ -243,32 +247,35 @@ INTERPRETS = not isinstance(_sums_kernel, triton.runtime.JITFunction)
 class TritonTiles(Tiles):
     """Each tile is a block; its pairs never leave the multiprocessor, but for H on its way to the product."""
 
-    def __init__(self, given: Given, slab: Slab, temperature: float) -> None:
+    def __init__(self, given: Given, slab: Slab, temperature: float, side: int) -> None:
         given = given._replace(rows=_readable(given.rows))
-        super().__init__(given, slab, temperature)
+        super().__init__(given, slab, temperature, side)
         if self.documents is not None:
             self.documents = self.documents.int()  # half the registers
-        self._element = self.rows.dtype if self.rows.dtype == torch.float32 else torch.bfloat16
-        longest = self._filled(min(self.side(self.rows), self.rows.shape[2]))
-        self._weights = self.rows.new_empty(self.names.shape[0] * longest**2, dtype=self._element)
-        self._held: tuple[Span, Tensor] | None = None
+        self._element, self._per_weight = _weights_of(given)
+        self._weights: Tensor | None = None
+        self._held: tuple[Span, tuple[Tensor, ...]] | None = None
 
     @staticmethod
-    def side(rows: Tensor) -> int:
-        """The longest block that keeps W, the rows of both sides and the sums of one inside the workspace."""
-        size, width = rows.dtype.itemsize, rows.shape[3]
-        of_rows = (2 * size + 4) * width
-        longest = (math.sqrt(of_rows**2 + 4 * size * limit(WORKSPACE, rows)) - of_rows) / (2 * size)
-        return max(_BLOCK_UNIT, min(LONGEST_BLOCK, int(longest) // _BLOCK_UNIT * _BLOCK_UNIT))
+    def sides(rows: Tensor) -> Sequence[int]:
+        return range(LONGEST_BLOCK, 0, -_BLOCK_UNIT)
 
     @staticmethod
-    def bytes_per_chunk(rows: Tensor, side: int) -> int:
-        size = rows.dtype.itemsize
-        return side * (size * side + (2 * size + 4) * rows.shape[3])
+    def bytes_per_chunk(given: Given, side: int) -> int:
+        length, width = given.rows.shape[2:]
+        element, per_weight = _weights_of(given)
+        tile = TILE[given.rows.dtype.itemsize]["SIDE"]
+        of_row = width * element.itemsize * (per_weight if given.rows.dtype == torch.float16 else 1)
+        # Weights, and four partial sums for each side of a multiprocessor's tile: float32 for two kinds of pairs.
+        filled = triton.cdiv(side, tile) * tile
+        of_pairs = filled**2 * per_weight * element.itemsize + 2 * 2 * 4 * side * (filled // tile)
+        return of_pairs + (2 if length > side else 1) * side * of_row
 
     @staticmethod
-    def kept_dtype(rows: Tensor) -> torch.dtype | None:
-        return torch.float32 if rows.dtype == torch.float32 else half_kept_dtype(rows)
+    def kept_dtype(rows: Tensor, length: int, by_document: bool) -> torch.dtype | None:
+        if rows.dtype == torch.float32:
+            return torch.float32
+        return halves.kept_dtype(length, rows.shape[-1], by_document)
 
     @staticmethod
     def kept_numbers(rows: Tensor, one: Span, other: Span) -> int:
@@ -306,25 +313,34 @@ class TritonTiles(Tiles):
     ) -> None:
         num_chunks, height, breadth = self.names.shape[0], self.one[1] - self.one[0], other[1] - other[0]
         filled = self._filled(height), self._filled(breadth)
-        weights = self._weights[: num_chunks * math.prod(filled)].view(num_chunks, *filled)
+        weights = self._new_weights(num_chunks, *filled)
         upper = other == self.one
         tiles_i, tiles_j = (length // self._tile["SIDE"] for length in filled)
         grid = _num_tiles(tiles_i, None if upper else tiles_j), num_chunks
         _weights_kernel[grid](
             *self._tokens(), *self.one, *other, self._to_exponent, *pull.contiguous(),
             self.scale if kept is None else kept, weights, *filled,
-            UPPER=upper, IS_KEPT=kept is not None, **self._constants(),
+            UPPER=upper, IS_KEPT=kept is not None, SPLIT=self._per_weight == 2, **self._constants(),
         )  # fmt: skip
         if upper:
-            grid = _num_tiles(filled[0] // _MIRRORED, None), num_chunks
+            grid = _num_tiles(filled[0] // _MIRRORED, None), self._per_weight * num_chunks
             _mirror_kernel[grid](weights, filled[0], SIDE=_MIRRORED, num_warps=4)
-        weights = weights[:, :height, :breadth]
-        _add_product(to_one, weights, self._used(other))
+        weights = weights[..., :height, :breadth]
+        halves.add_products(to_one, weights, self._used(other))
         if to_other is not None:
-            _add_product(to_other, weights.mT, self._used(self.one))
+            halves.add_products(to_other, weights.mT, self._used(self.one))
 
-    def project(self, of_unit: Tensor, span: Span, grad: Tensor) -> None:
+    def _new_weights(self, num_chunks: int, *filled: int) -> Tensor:
+        """[1 or 2, m, R, S], over those before."""
+        if self._weights is None:
+            most = self._per_weight * num_chunks * self._filled(self.side) ** 2
+            self._weights = self.rows.new_empty(most, dtype=self._element)
+        shape = self._per_weight, num_chunks, *filled
+        return self._weights[: math.prod(shape)].view(shape)
+
+    def project(self, of_unit: Tensor, span: Span, grad: Tensor | None) -> None:
         names, scale = self.names, self.scale
+        grad = of_unit.unflatten(0, self.rows.shape[:2]) if grad is None else grad
         _, num_chunks, length, width = self.rows.shape
         _project_kernel[(span[1] - span[0], names.shape[0])](
             self.rows, names, scale, num_chunks, *self.rows.stride()[:3], length, width, span[0],
@@ -359,16 +375,24 @@ class TritonTiles(Tiles):
             **self._tile,
         }
 
-    def _used(self, span: Span) -> Tensor:
-        """A copy [m, r, d] of the rows in the type of the weights, 0 where not usable: NaN times 0 would be NaN."""
+    def _used(self, span: Span) -> tuple[Tensor, ...]:
+        """Copies [m, r, d] in the weights' type that add up to the rows, 0 where not usable: NaN times 0 is NaN."""
         if self._held is not None and self._held[0] == span:
             return self._held[1]
         rows = self.rows[:, :, slice(*span)]
         usable = (self.names[:, slice(*span)] >= 0).view(*rows.shape[:3], 1)
-        copy = torch.where(usable, rows, 0.0).to(self._element).flatten(0, 1)
+        used = torch.where(usable, rows, 0.0).flatten(0, 1)
+        copies = (used,) if used.dtype == self._element else halves.factors(used, self._per_weight)
         if span == self.one:
-            self._held = span, copy
-        return copy
+            self._held = span, copies
+        return copies
+
+
+def _weights_of(given: Given) -> tuple[torch.dtype, int]:
+    """Type of the weights, and how many numbers of it add up to one."""
+    if given.rows.dtype == torch.float32:
+        return torch.float32, 1
+    return torch.bfloat16, halves.numbers_per_weight(*given.rows.shape[2:], given.documents is not None)
 
 
 _BLOCK_UNIT = 256
@@ -377,15 +401,6 @@ _BLOCK_UNIT = 256
 def _num_tiles(tiles_i: int, tiles_j: int | None) -> int:
     """Of a block; tiles_j None is a square, of which those on and above the diagonal are computed."""
     return tiles_i * (tiles_i + 1) // 2 if tiles_j is None else tiles_i * tiles_j
-
-
-def _add_product(to: Tensor, weights: Tensor, factor: Tensor) -> None:
-    if weights.dtype == to.dtype:
-        to.baddbmm_(weights, factor)
-    elif to.is_cuda:
-        torch.baddbmm(to, weights, factor, out_dtype=to.dtype, out=to)
-    else:  # interpreted: a CPU has no product that widens
-        to.baddbmm_(weights.to(to.dtype), factor.to(to.dtype))
 
 
 def _features(width: int) -> int:
@@ -398,7 +413,7 @@ def _readable(rows: Tensor) -> Tensor:
         raise ValueError(f"impl 'triton' computes float16, bfloat16 and float32, not {rows.dtype}: use impl 'tiled'.")
     if not (rows.is_cuda or INTERPRETS):
         raise ValueError(f"impl 'triton' needs a CUDA device, and the rows are on {rows.device}: use impl 'tiled'.")
-    if not BMM_WIDENS:
+    if not halves.BMM_WIDENS:
         raise ValueError(f"impl 'triton' needs torch 2.8 or newer, this is {torch.__version__}: use impl 'tiled'.")
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 

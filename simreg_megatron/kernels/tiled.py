@@ -9,45 +9,63 @@ Shapes: m chunks worked on together, of k tokens with d features; tiles of r row
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.walk import WORKSPACE, Given, Slab, Span, Tiles, add_form, cut, limit
+from simreg_megatron.kernels import halves
+from simreg_megatron.kernels.walk import Given, Slab, Span, Tiles, add_form, cut, limits
 
 TILE = {"cpu": 512, "cuda": 2048}
 """Longest side of a tile. On a CPU a tile should lie near its cache; on a GPU it should fill the device."""
-_PAIR_MATRICES = 4  # pairs x coefficients, label masks, exponentials, and one for documents
-_ROW_COPIES = 3  # unit rows of both sides of a tile, and what one product returns
+_SHORTER = 256  # step between the sides that are tried where the longest does not fit
+_PAIR_MATRICES = 3  # exponentials, label masks, and weights
+_PROJECTED = 12  # bytes of a feature while it is projected, at most
 
 
 class TorchTiles(Tiles):
     """Each tile is a matrix of pairs in the type that sums are taken in."""
 
-    def __init__(self, given: Given, slab: Slab, temperature: float) -> None:
-        super().__init__(given, slab, temperature)
+    def __init__(self, given: Given, slab: Slab, temperature: float, side: int) -> None:
+        super().__init__(given, slab, temperature, side)
         self._shift = torch.where(self.names >= 0, 0.0, -math.inf).to(self.scale.dtype)
-        self._keeps_halves = self.rows.is_cuda and self.rows.dtype.itemsize == 2 and BMM_WIDENS
-        side = min(self.side(self.rows), self.rows.shape[2])
-        self._buffers = self.scale.new_empty(3, self.names.shape[0] * side * side)
+        self._halves = halves.multiplies_halves(self.rows)
+        self._per_weight = halves.numbers_per_weight(*self.rows.shape[2:], self.documents is not None)
+        self._room = self.names.shape[0] * self.bytes_per_chunk(given, self.side)
+        self._release()
+
+    def _release(self) -> None:
+        """Give back what tiles need."""
+        self._left = self._right = self.scale.new_empty(0)
+        self._buffers: dict[int, Tensor] = {}
 
     @staticmethod
-    def side(rows: Tensor) -> int:
-        return limit(TILE, rows)
+    def sides(rows: Tensor) -> Sequence[int]:
+        return range(TILE.get(rows.device.type, TILE["cuda"]), 0, -_SHORTER)
 
     @staticmethod
-    def bytes_per_chunk(rows: Tensor, side: int) -> int:
-        return 4 * side * (side * _PAIR_MATRICES + rows.shape[3] * _ROW_COPIES)
+    def bytes_per_chunk(given: Given, side: int) -> int:
+        length, width = given.rows.shape[2:]
+        wide, own = given.scale.dtype.itemsize, given.rows.dtype.itemsize
+        of_pair = wide * _PAIR_MATRICES + (given.documents is not None)
+        if not halves.multiplies_halves(given.rows):
+            of_feature = wide + (0 if own == wide else own / 2)  # what is widened is one side at a time
+        else:
+            of_feature = own if given.rows.dtype == torch.bfloat16 else 4 * own
+        return int(side * (side * of_pair + (2 if length > side else 1) * width * of_feature))
 
     @staticmethod
-    def kept_dtype(rows: Tensor) -> torch.dtype | None:
-        return half_kept_dtype(rows) if rows.is_cuda and rows.dtype.itemsize == 2 else sum_dtype(rows)
+    def kept_dtype(rows: Tensor, length: int, by_document: bool) -> torch.dtype | None:
+        if halves.multiplies_halves(rows):
+            return halves.kept_dtype(length, rows.shape[-1], by_document)
+        return sum_dtype(rows)
 
     @staticmethod
     def inverse_norms(rows: Tensor, names: Tensor) -> Tensor:
         dtype = sum_dtype(rows)
         scale = torch.ones(names.shape, dtype=dtype, device=rows.device)
-        step = max(1, limit(WORKSPACE, rows) // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
+        step = max(1, limits(rows).work // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
         for first, last in cut((0, rows.shape[2]), step):
             given = rows[:, :, first:last]
             # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first. One
@@ -83,21 +101,37 @@ class TorchTiles(Tiles):
         weights = self._weights(
             other, pull, self._exponentials(other) if kept is None else kept.view(self._shape(other))
         )
-        self._add_product(to_one, weights, self._right, other)
+        if not self._halves:
+            to_one.baddbmm_(weights, self._right)
+            if to_other is not None:
+                to_other.baddbmm_(weights.mT, self._left)
+            return
+        weights.mul_(self.scale[:, slice(*self.one), None]).mul_(self.scale[:, None, slice(*other)])
+        parts = self._halves_buffer(1, other)
+        halves.split(weights, parts)
+        halves.add_products(to_one, parts, halves.factors(self._right, self._per_weight))
         if to_other is not None:
-            self._add_product(to_other, weights.mT, self._left, self.one)
+            halves.add_products(to_other, parts.mT, halves.factors(self._left, self._per_weight))
 
-    def project(self, of_unit: Tensor, span: Span, grad: Tensor) -> None:
-        step = max(1, limit(WORKSPACE, grad) // max(1, 16 * of_unit.shape[0] * of_unit.shape[2]))
+    def project(self, of_unit: Tensor, span: Span, grad: Tensor | None) -> None:
+        held = self._left if span == self.one and not self._halves else None  # in short chunks: they are here already
+        self._release()
+        step = max(1, self._room // max(1, _PROJECTED * of_unit.shape[0] * of_unit.shape[2]))
         for first, last in cut((0, of_unit.shape[1]), step):
             there = span[0] + first, span[0] + last
-            part, to = of_unit[:, first:last], grad[:, :, first:last]
-            unit = self._left if there == self.one and not self._keeps_halves else self._unit(there)
-            radial = (part * unit).sum(dim=-1, keepdim=True)
-            part.addcmul_(unit, radial, value=-1.0).mul_(self.scale[:, slice(*there), None])
+            scale, part = self.scale[:, slice(*there), None], of_unit[:, first:last]
+            if self._halves:  # by the rows themselves: each side of a pair has its scale already
+                rows = self._used(there)
+                radial = (part * rows).sum(dim=-1, keepdim=True).mul_(scale).mul_(scale)
+                part.addcmul_(radial, rows, value=-1)
+            else:
+                unit = self._unit(there) if held is None else held[:, first:last]
+                radial = (part * unit).sum(dim=-1, keepdim=True)
+                part.addcmul_(radial, unit, value=-1).mul_(scale)
             part.masked_fill_(self.names[:, slice(*there), None] < 0, 0.0)
-            if part.data_ptr() != to.data_ptr():
-                to.copy_(part.view_as(to))
+            if grad is not None:
+                into = grad[:, :, first:last]
+                into.copy_(part.view_as(into))
 
     def _exponentials(self, other: Span) -> Tensor:
         """P_ij [m, r, s], 0 for pairs that do not meet and for a token with itself."""
@@ -131,23 +165,15 @@ class TorchTiles(Tiles):
     def _cosines(self, other: Span) -> Tensor:
         """[m, r, s]"""
         found = self._buffer(0, other)
-        if not self._keeps_halves:
+        if not self._halves:
             return torch.bmm(self._left, self._right.mT, out=found)
-        found = widening_bmm(self._left, self._right.mT)
+        halves.widening_bmm(self._left, self._right.mT, found)
         found.mul_(self.scale[:, slice(*self.one), None])
         return found.mul_(self.scale[:, None, slice(*other)])
 
-    def _add_product(self, to: Tensor, weights: Tensor, factor: Tensor, span: Span) -> None:
-        if not self._keeps_halves:
-            to.baddbmm_(weights, factor)
-            return
-        weights = weights * self.scale[:, None, slice(*span)]
-        # In bfloat16, for float16 would lose the small ones.
-        to += widening_bmm(weights.bfloat16(), factor.bfloat16())
-
     def _factor(self, span: Span) -> Tensor:
         """What enters the products: unit rows, or half precision as it is, to be scaled afterwards."""
-        return self._used(span) if self._keeps_halves else self._unit(span)
+        return self._used(span) if self._halves else self._unit(span)
 
     def _unit(self, span: Span) -> Tensor:
         """e / |e| [m, r, d]."""
@@ -164,34 +190,26 @@ class TorchTiles(Tiles):
         return masked.view(rows.dtype).flatten(0, 1)
 
     def _buffer(self, number: int, other: Span) -> Tensor:
+        if number not in self._buffers:
+            self._buffers[number] = self.scale.new_empty(self.names.shape[0] * self.side**2)
         shape = self._shape(other)
-        return self._buffers[number, : math.prod(shape)].view(shape)
+        return self._buffers[number][: math.prod(shape)].view(shape)
+
+    def _halves_buffer(self, number: int, other: Span) -> Tensor:
+        """[1 or 2, m, r, s], in the place of a buffer."""
+        shape = self._per_weight, *self._shape(other)
+        return self._buffers[number].view(torch.bfloat16)[: math.prod(shape)].view(shape)
 
     def _shape(self, other: Span) -> tuple[int, int, int]:
         return self.names.shape[0], self.one[1] - self.one[0], other[1] - other[0]
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-BMM_WIDENS = "dtype" in torch.ops.aten.bmm.overloads()  # torch 2.8 and newer
-
-
-def half_kept_dtype(rows: Tensor) -> torch.dtype | None:
-    """Of rows in half precision.
-
-    In bfloat16, as the weights made of them: the second rounding costs a gradient of 1024 features 1e-4, and one of
-    4096 a third of that. Below 1024 features it is no faster either to read them than to compute them.
-    """
-    return torch.bfloat16 if rows.shape[-1] >= 2048 else None
 
 
 def sum_dtype(rows: Tensor) -> torch.dtype:
     """float32, or float64 for float64."""
     return torch.promote_types(rows.dtype, torch.float32)
-
-
-def widening_bmm(left: Tensor, right: Tensor) -> Tensor:
-    """Half precision in, float32 out: products are never rounded to half precision."""
-    return torch.bmm(left, right, out_dtype=torch.float32)
 
 
 add_form("tiled", TorchTiles)

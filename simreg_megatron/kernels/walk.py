@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The way through all pairs, tile by tile and each tile once: what every fast form of `contrast` shares.
 
-A form says how one tile is computed, by a subclass of `Tiles`. Three ways back, by what fits into memory:
+A form says how one tile is computed, by a subclass of `Tiles`. Three ways back, by what fits into the `BUDGET`:
 
 * the forward kept its exponentials P: the backward multiplies them by H's coefficients, and nothing is computed twice;
-* the gradient of all rows fits beside them in its summing type: each tile serves both of its sides;
+* the gradient of a chunk fits beside its tiles in its summing type: each tile serves both of its sides;
 * else panel by panel: every tile of a panel is computed for that panel alone, and a panel is all that is summed.
 
 Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk; m chunks worked on together;
@@ -23,12 +23,16 @@ from torch import Tensor
 Span = tuple[int, int]
 Slab = tuple[slice, slice]  # of sequences and of chunks; one of the two has length 1, or all chunks are in it
 
-WORKSPACE = {"cpu": 32 << 20, "cuda": 192 << 20}
-"""Bytes that the tiles of one step may take: as many chunks go together as fit, but at least one."""
-KEPT = {"cpu": 16 << 20, "cuda": 128 << 20}
-"""Bytes of exponentials that may stay between forward and backward; beyond it all are computed again."""
-SUMMED = {"cpu": 256 << 20, "cuda": 256 << 20}
-"""Bytes that a gradient may take in its summing type where that is not the type it is returned in."""
+
+class Budget(NamedTuple):
+    """Bytes beside the rows, their gradient and some numbers a token."""
+
+    kept: int  # exponentials, from the forward of a loss to its backward
+    work: int  # tiles and a gradient in its summing type, while one of the two runs
+
+
+BUDGET = {"cpu": Budget(kept=16 << 20, work=32 << 20), "cuda": Budget(kept=48 << 20, work=176 << 20)}
+"""All that the fast forms allow themselves. 256 MiB is the limit; 32 of them are left to the numbers a token has."""
 
 
 class Given(NamedTuple):
@@ -43,27 +47,34 @@ class Given(NamedTuple):
 class Tiles(ABC):
     """The pairs of the chunks in one slab, tile by tile; every tile may be written over the one before."""
 
-    def __init__(self, given: Given, slab: Slab, temperature: float) -> None:
+    def __init__(self, given: Given, slab: Slab, temperature: float, side: int) -> None:
         self.rows = given.rows[slab]  # [b, c, k, d]: chunks are merged tile by tile, which costs no copy of all of them
         self.names, self.scale = _merged(given.names, slab), _merged(given.scale, slab)
         self.documents = None if given.documents is None else _merged(given.documents, slab)
         self.temperature = temperature
+        self.side = min(side, self.rows.shape[2])
         self.one: Span = (0, 0)
 
     @staticmethod
     @abstractmethod
-    def side(rows: Tensor) -> int:
-        """Longest side of a tile."""
+    def sides(rows: Tensor) -> Sequence[int]:
+        """Sides that a tile may have, the best first, which is also the longest."""
 
     @staticmethod
     @abstractmethod
-    def bytes_per_chunk(rows: Tensor, side: int) -> int:
-        """What the workspace must hold for one chunk."""
+    def bytes_per_chunk(given: Given, side: int) -> int:
+        """What the tiles of one chunk take."""
 
     @staticmethod
     @abstractmethod
-    def kept_dtype(rows: Tensor) -> torch.dtype | None:
-        """Of exponentials that stay between forward and backward; None where they are better computed again."""
+    def kept_dtype(rows: Tensor, length: int, by_document: bool) -> torch.dtype | None:
+        """Of exponentials that stay between forward and backward; None where they are better computed again.
+
+        Args:
+            rows: [..., d] of their type and on their device.
+            length: of a chunk.
+            by_document: whether tokens meet those of their document only.
+        """
 
     @staticmethod
     def kept_numbers(rows: Tensor, one: Span, other: Span) -> int:
@@ -97,23 +108,56 @@ class Tiles(ABC):
         """
 
     @abstractmethod
-    def project(self, of_unit: Tensor, span: Span, grad: Tensor) -> None:
-        """From the gradient of the unit rows [m, r, d] to that of the rows, into `grad` [b, c, r, d].
+    def project(self, of_unit: Tensor, span: Span, grad: Tensor | None) -> None:
+        """From the gradient of the unit rows [m, r, d] to that of the rows, into `grad` [b, c, r, d]; None: in place.
 
-        0 for rows that are not usable. The two may share their memory.
+        0 for rows that are not usable.
         """
+
+
+class Way(NamedTuple):
+    """How a walk goes: the same one forward and backward."""
+
+    side: int  # of a tile, at most
+    together: int  # chunks that are worked on together
+    shares: bool  # whether each tile serves both of its sides on the way back
+
+
+def way_through(tiles: type[Tiles], given: Given) -> Way:
+    """The longest tiles, and as many chunks together, as the budget has room for; at least one chunk.
+
+    Tiles of half the best side that serve both of their sides go before longer ones that serve one.
+    """
+    length, width = given.rows.shape[2:]
+    # Where no copy is needed to merge sequences with their chunks, the returned gradient itself is summed in.
+    in_place = given.rows.dtype == given.scale.dtype and 1 in given.rows.shape[:2]
+    summed_row = 0 if in_place else width * given.scale.dtype.itemsize
+    sides = tiles.sides(given.rows)
+
+    def together(side: int, summed_rows: int) -> int:
+        takes = tiles.bytes_per_chunk(given, min(side, length)) + summed_rows * summed_row
+        return limits(given.rows).work // max(1, takes)
+
+    for side in sides:
+        if (in_place or 2 * side >= min(sides[0], length)) and (count := together(side, length)):
+            return Way(side, count, True)
+    for side in sides:
+        if count := together(side, min(side, length)):
+            return Way(side, count, in_place)
+    return Way(sides[-1], 1, in_place)
 
 
 def anchor_sums(
     tiles: type[Tiles], given: Given, anchors: Span, temperature: float, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(S_pos, S_neg / S_pos) of the anchors, both [b, c, p], and the exponentials that were kept, flat or empty."""
-    shelf = _Shelf.new(tiles, given.rows, anchors) if keep else _Shelf(given.rows.new_empty(0))
+    way = way_through(tiles, given)
+    shelf = _Shelf.new(tiles, given, anchors) if keep else _Shelf(given.rows.new_empty(0))
     steps = [
         (one, [(other, one != other and anchors[0] <= other[0] < anchors[1]) for other in others])
-        for one, others in panels(anchors, given.rows, tiles.side(given.rows))
+        for one, others in panels(anchors, given.rows, way.side)
     ]
-    sums = _sums(tiles, given, steps, temperature, shelf)
+    sums = _sums(tiles, given, way, steps, temperature, shelf)
     return *ratio_of(sums[..., slice(*anchors)], given, anchors), shelf.flat
 
 
@@ -126,12 +170,12 @@ def shared_sums(
         anchors: pairs of two of these are all counted.
         rectangles: and pairs of a token in the first span with one in the second, which share no token.
     """
-    side = tiles.side(given.rows)
-    own = list(cut(anchors, side))
+    way = way_through(tiles, given)
+    own = list(cut(anchors, way.side))
     steps = [(one, [(other, one != other) for other in own[number:]]) for number, one in enumerate(own)]
     for rows, columns in rectangles:
-        steps += [(one, [(other, True) for other in cut(columns, side)]) for one in cut(rows, side)]
-    return _sums(tiles, given, steps, temperature, _Shelf(given.rows.new_empty(0)))
+        steps += [(one, [(other, True) for other in cut(columns, way.side)]) for one in cut(rows, way.side)]
+    return _sums(tiles, given, way, steps, temperature, _Shelf(given.rows.new_empty(0)))
 
 
 def ratio_of(sums: Tensor, given: Given, anchors: Span) -> tuple[Tensor, Tensor]:
@@ -145,14 +189,15 @@ def ratio_of(sums: Tensor, given: Given, anchors: Span) -> tuple[Tensor, Tensor]
 def _sums(
     tiles: type[Tiles],
     given: Given,
+    way: Way,
     steps: Sequence[tuple[Span, Sequence[tuple[Span, bool]]]],
     temperature: float,
     shelf: _Shelf,
 ) -> Tensor:
     """[2, b, c, k], float64 as many tiles are added up; `steps`: rows, and columns with whether theirs count, too."""
     sums = torch.zeros(2, *given.names.shape, dtype=torch.float64, device=given.names.device)
-    for slab in _slabs(tiles, given.rows):
-        pairs = tiles(given, slab, temperature)
+    for slab in _slabs(given.rows, way.together):
+        pairs = tiles(given, slab, temperature, way.side)
         of_slab = sums[(slice(None), *slab)].flatten(1, 2)
         for one, others in steps:
             pairs.hold(one)
@@ -166,9 +211,16 @@ def _sums(
 
 
 def pair_gradient(
-    tiles: type[Tiles], given: Given, kept: Tensor, pull: Tensor, anchors: Span, reach: Span, temperature: float
-) -> Tensor:
-    """Gradient of the rows in reach, [b, c, reach, d] in their type, from pairs that hold an anchor.
+    tiles: type[Tiles],
+    given: Given,
+    kept: Tensor,
+    pull: Tensor,
+    anchors: Span,
+    reach: Span,
+    temperature: float,
+    grad: Tensor,
+) -> None:
+    """Gradient of the rows in reach, into `grad` [b, c, reach, d] of their type, from pairs that hold an anchor.
 
     Args:
         kept: from `anchor_sums`.
@@ -177,57 +229,59 @@ def pair_gradient(
         reach: all rows, or the anchors alone, whose gradient is then complete if all tokens that they meet have
             their pull.
     """
-    grad = torch.empty_like(given.rows[:, :, slice(*reach)], memory_format=torch.contiguous_format)
+    way = way_through(tiles, given)
     shelf = _Shelf(kept)
-    for slab in _slabs(tiles, given.rows):
-        pairs = tiles(given, slab, temperature)
+    for slab in _slabs(given.rows, way.together):
+        pairs = tiles(given, slab, temperature, way.side)
         of_slab = pull[(slice(None), *slab)].flatten(1, 2)
-        if shelf.holds or _fits(grad[slab], given.scale.dtype):
+        if way.shares:
             _both_sides(pairs, grad[slab], of_slab, shelf, anchors, reach)
         else:
             _panel_by_panel(pairs, grad[slab], of_slab, reach)
-    return grad
 
 
 def _both_sides(pairs: Tiles, grad: Tensor, pull: Tensor, shelf: _Shelf, anchors: Span, reach: Span) -> None:
-    of_unit = _zeros_for(grad, pairs.scale.dtype)
+    of_unit, in_place = _zeros_for(grad, pairs.scale.dtype)
 
     def at(span: Span) -> Tensor:
         return of_unit[:, span[0] - reach[0] : span[1] - reach[0]]
 
-    side = pairs.side(pairs.rows)
-    for one, others in panels(anchors, pairs.rows, side):
+    for one, others in panels(anchors, pairs.rows, pairs.side):
         pairs.hold(one)
         for other in others:
             inside = one != other and reach[0] <= other[0] < reach[1]
             pairs.add_gradient(other, pull, shelf.next(pairs, other), at(one), at(other) if inside else None)
-    for span in cut(reach, side):
-        part = slice(span[0] - reach[0], span[1] - reach[0])
-        pairs.project(at(span), span, grad[:, :, part])
+    pairs.project(of_unit, reach, None if in_place else grad)
 
 
 def _panel_by_panel(pairs: Tiles, grad: Tensor, pull: Tensor, reach: Span) -> None:
-    side, length = pairs.side(pairs.rows), pairs.rows.shape[2]
+    side, length = pairs.side, pairs.rows.shape[2]
     for one in cut(reach, side):
         part = grad[:, :, one[0] - reach[0] : one[1] - reach[0]]
-        of_unit = _zeros_for(part, pairs.scale.dtype)
+        of_unit, in_place = _zeros_for(part, pairs.scale.dtype)
         pairs.hold(one)
         for other in (one, *cut((0, one[0]), side), *cut((one[1], length), side)):
             pairs.add_gradient(other, pull, None, of_unit, None)
-        pairs.project(of_unit, one, part)
+        pairs.project(of_unit, one, None if in_place else part)
 
 
-def keeps_pairs(tiles: type[Tiles], rows: Tensor, anchors: Span) -> bool:
+def keeps_pairs(tiles: type[Tiles], given: Given, anchors: Span) -> bool:
     """Whether the exponentials of all tiles stay between forward and backward."""
-    dtype = tiles.kept_dtype(rows)
-    return dtype is not None and _kept_numbers(tiles, rows, anchors) * dtype.itemsize <= limit(KEPT, rows)
+    return 0 < kept_bytes(tiles, given, anchors) <= limits(given.rows).kept
 
 
-def _kept_numbers(tiles: type[Tiles], rows: Tensor, anchors: Span) -> int:
+def kept_bytes(tiles: type[Tiles], given: Given, anchors: Span) -> int:
+    """What the exponentials of all tiles take; 0 where they are better computed again."""
+    dtype = tiles.kept_dtype(given.rows, given.rows.shape[2], given.documents is not None)
+    way = way_through(tiles, given)
+    if dtype is None or not way.shares:
+        return 0
+    return dtype.itemsize * _kept_numbers(tiles, given.rows, anchors, way.side)
+
+
+def _kept_numbers(tiles: type[Tiles], rows: Tensor, anchors: Span, side: int) -> int:
     of_chunk = sum(
-        tiles.kept_numbers(rows, one, other)
-        for one, others in panels(anchors, rows, tiles.side(rows))
-        for other in others
+        tiles.kept_numbers(rows, one, other) for one, others in panels(anchors, rows, side) for other in others
     )
     return rows.shape[0] * rows.shape[1] * of_chunk
 
@@ -240,11 +294,13 @@ class _Shelf:
         self._position = 0
 
     @classmethod
-    def new(cls, tiles: type[Tiles], rows: Tensor, anchors: Span) -> _Shelf:
+    def new(cls, tiles: type[Tiles], given: Given, anchors: Span) -> _Shelf:
         """Room for every tile of the walk, or none where that would be too much."""
-        if not keeps_pairs(tiles, rows, anchors):
-            return cls(rows.new_empty(0))
-        return cls(rows.new_empty(_kept_numbers(tiles, rows, anchors), dtype=tiles.kept_dtype(rows)))
+        if not keeps_pairs(tiles, given, anchors):
+            return cls(given.rows.new_empty(0))
+        dtype = tiles.kept_dtype(given.rows, given.rows.shape[2], given.documents is not None)
+        side = way_through(tiles, given).side
+        return cls(given.rows.new_empty(_kept_numbers(tiles, given.rows, anchors, side), dtype=dtype))
 
     @property
     def holds(self) -> bool:
@@ -265,27 +321,21 @@ def _merged(per_token: Tensor, slab: Slab) -> Tensor:
     return per_token[slab].flatten(0, 1).contiguous()
 
 
-def _zeros_for(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros [m, r, d] to sum in: the memory of `grad` [b, c, r, d] itself where its type and strides allow it."""
+def _zeros_for(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """Zeros [m, r, d] to sum in, and whether they are the memory of `grad` [b, c, r, d]: type and strides must fit."""
     if grad.dtype == dtype and (grad.is_contiguous() or 1 in grad.shape[:2]):
-        return grad.zero_().flatten(0, 1)
-    return grad.new_zeros(grad.shape[0] * grad.shape[1], *grad.shape[2:], dtype=dtype)
+        return grad.zero_().flatten(0, 1), True
+    return grad.new_zeros(grad.shape[0] * grad.shape[1], *grad.shape[2:], dtype=dtype), False
 
 
-def _fits(grad: Tensor, dtype: torch.dtype) -> bool:
-    return grad.dtype == dtype or grad.numel() * dtype.itemsize <= limit(SUMMED, grad)
-
-
-def _slabs(tiles: type[Tiles], rows: Tensor) -> Iterator[Slab]:
+def _slabs(rows: Tensor, together: int) -> Iterator[Slab]:
     """Chunks that are worked on together: several sequences, or several chunks of one."""
-    num_sequences, num_chunks, length, _ = rows.shape
-    per_chunk = tiles.bytes_per_chunk(rows, min(tiles.side(rows), length))
-    count = max(1, limit(WORKSPACE, rows) // max(1, per_chunk))
-    together = max(1, count // max(1, num_chunks))
-    count = min(count, max(1, num_chunks))
-    for sequence in range(0, num_sequences, together):
-        for chunk in range(0, num_chunks, count):
-            yield slice(sequence, sequence + together), slice(chunk, chunk + count)
+    num_sequences, num_chunks = rows.shape[:2]
+    sequences = max(1, together // max(1, num_chunks))
+    chunks = min(together, max(1, num_chunks))
+    for sequence in range(0, num_sequences, sequences):
+        for chunk in range(0, num_chunks, chunks):
+            yield slice(sequence, sequence + sequences), slice(chunk, chunk + chunks)
 
 
 def panels(anchors: Span, rows: Tensor, side: int) -> Iterator[tuple[Span, list[Span]]]:
@@ -301,8 +351,8 @@ def cut(span: Span, size: int) -> Iterator[Span]:
         yield first, min(first + size, span[1])
 
 
-def limit(limits: dict[str, int], tensor: Tensor) -> int:
-    return limits.get(tensor.device.type, limits["cuda"])
+def limits(tensor: Tensor) -> Budget:
+    return BUDGET.get(tensor.device.type, BUDGET["cuda"])
 
 
 # Forms --------------------------------------------------------------------------------------------------------------
@@ -313,17 +363,16 @@ class Form(NamedTuple):
 
     tiles: type[Tiles]
     anchor_sums: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]  # 1 / |e|, and what `anchor_sums` returns
-    pair_gradient: Callable[..., Tensor]
+    pair_gradient: Callable[..., None]
 
 
 FORMS: dict[str, Form] = {}
 """Those whose modules were imported, by name."""
 
 
-def add_form(name: str, tiles: type[Tiles]) -> None:
-    """Put the two walks over `tiles` into FORMS, registered as simreg_megatron::NAME_sums and ::NAME_gradient."""
+def plain_form(tiles: type[Tiles]) -> Form:
+    """The two walks as functions, which can be looked into."""
 
-    @torch.library.custom_op(f"simreg_megatron::{name}_sums", mutates_args=())
     def sums(
         rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -331,16 +380,6 @@ def add_form(name: str, tiles: type[Tiles]) -> None:
         given = Given(rows, names, scale, documents)
         return scale, *anchor_sums(tiles, given, (first, last), temperature, keep)
 
-    @sums.register_fake
-    def _(
-        rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        scale = names.new_empty(names.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
-        found = scale.new_empty(*scale.shape[:2], last - first)
-        shelf = _Shelf.new(tiles, rows, (first, last)) if keep else _Shelf(rows.new_empty(0))
-        return scale, found, torch.empty_like(found), shelf.flat
-
-    @torch.library.custom_op(f"simreg_megatron::{name}_gradient", mutates_args=())
     def gradient(
         rows: Tensor,
         names: Tensor,
@@ -353,24 +392,31 @@ def add_form(name: str, tiles: type[Tiles]) -> None:
         reach_first: int,
         reach_last: int,
         temperature: float,
-    ) -> Tensor:
+        grad: Tensor,
+    ) -> None:
         given, reach = Given(rows, names, scale, documents), (reach_first, reach_last)
-        return pair_gradient(tiles, given, kept, pull, (first, last), reach, temperature)
+        pair_gradient(tiles, given, kept, pull, (first, last), reach, temperature, grad)
+
+    return Form(tiles, sums, gradient)
+
+
+def add_form(name: str, tiles: type[Tiles]) -> None:
+    """Put the two walks over `tiles` into FORMS, registered as simreg_megatron::NAME_sums and ::NAME_gradient."""
+    plain = plain_form(tiles)
+    sums = torch.library.custom_op(f"simreg_megatron::{name}_sums", plain.anchor_sums, mutates_args=())
+    gradient = torch.library.custom_op(f"simreg_megatron::{name}_gradient", plain.pair_gradient, mutates_args=("grad",))
+
+    @sums.register_fake
+    def _(
+        rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        scale = names.new_empty(names.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
+        found = scale.new_empty(*scale.shape[:2], last - first)
+        given = Given(rows, names, scale, documents)
+        shelf = _Shelf.new(tiles, given, (first, last)) if keep else _Shelf(rows.new_empty(0))
+        return scale, found, torch.empty_like(found), shelf.flat
 
     @gradient.register_fake
-    def _(
-        rows: Tensor,
-        names: Tensor,
-        scale: Tensor,
-        documents: Tensor | None,
-        kept: Tensor,
-        pull: Tensor,
-        first: int,
-        last: int,
-        reach_first: int,
-        reach_last: int,
-        temperature: float,
-    ) -> Tensor:
-        return torch.empty_like(rows[:, :, reach_first:reach_last], memory_format=torch.contiguous_format)
+    def _(*_: object) -> None: ...
 
     FORMS[name] = Form(tiles, sums, gradient)

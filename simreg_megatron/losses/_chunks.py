@@ -8,6 +8,7 @@ Nothing here reads a value on the host, so nothing here waits for the device.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -85,7 +86,8 @@ def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
 
 def zero_rows(embeddings: Tensor) -> Tensor:
     """Which rows [b, n] of [b, n, d] are exactly zero: they have no direction, so no cosine."""
-    return embeddings.detach().abs().amax(dim=-1) == 0  # a sixth of the time that all(dim=-1) takes on a CPU
+    # The largest number and not a comparison of each: that would be a copy of all of them, in bool.
+    return torch.linalg.vector_norm(embeddings.detach(), ord=math.inf, dim=-1) == 0
 
 
 def usable_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import MODULES, Tokens, contrast_ratio
+from simreg_megatron.kernels.contrast import MODULES, Tokens, contrast_ratio, kept_bytes
+from simreg_megatron.kernels.walk import limits
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -53,7 +54,8 @@ def simreg_loss(
     """R_i = softplus( log sum_{j in N_i} exp(s_ij) - log sum_{j in P_i} exp(s_ij) ), s = cos(e_i, e_j) / tau.
 
     P_i are the tokens of the same chunk with the label of token i (itself included), N_i those with another
-    label. Labels are the ids of the tokens to predict: the targets of the cross-entropy at these positions.
+    label. Labels are the ids of the tokens to predict: the targets of the cross-entropy at these positions. The
+    gradient goes through e_i and e_j; a form that holds the keys e_j fixed, with half the gradient, is not offered.
 
     Args:
         embeddings: [b, n, d] or [n, d], float16, bfloat16, float32 or float64; sequences never meet. Computed
@@ -154,13 +156,15 @@ def simreg_terms(
     """
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     impl = chosen_impl(impl, similarity, self_positive)
-    parts = []
+    parts, room = [], limits(embeddings).kept
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
             own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
             if impl in MODULES:
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
-                ratio = contrast_ratio(tokens, anchors=stretch.inside, temperature=temperature, impl=impl)
+                takes = kept_bytes(tokens, stretch.inside, impl)
+                keep, room = takes <= room, room - takes
+                ratio = contrast_ratio(tokens, anchors=stretch.inside, temperature=temperature, impl=impl, keep=keep)
                 parts.append(terms_of_ratio(by_sequence(ratio, labels.shape[0]), own))
             else:
                 block = block_of(stretch, embeddings, labels, usable, documents)

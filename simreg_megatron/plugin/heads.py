@@ -95,7 +95,7 @@ def refuse_truncating(model: Any) -> None:
     settings = model.config
     reasons: dict[str, bool] = {
         "the output layer's weight is not whole on its rank": not has_whole_head(model)
-        or any(hasattr(_weight(model), mark) for mark in ("__fsdp_param__", "is_gtp_weight_remat")),
+        or any(getattr(_weight(model), mark, False) for mark in ("__fsdp_param__", "is_gtp_weight_remat")),
         "--defer-embedding-wgrad-compute takes the output layer's gradient apart from the step's backward": getattr(
             settings, "defer_embedding_wgrad_compute", False
         ),

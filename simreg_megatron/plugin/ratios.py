@@ -29,7 +29,7 @@ from simreg_megatron.kernels.contrast import (
     measure_part,
     pull_back,
 )
-from simreg_megatron.kernels.walk import KEPT, limit
+from simreg_megatron.kernels.walk import limits
 from simreg_megatron.losses._chunks import Stretch, stretches
 from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
 from simreg_megatron.parallel.shard import SequenceShard
@@ -69,7 +69,8 @@ class _RatiosOverRanks(torch.autograd.Function):
         pairs: Pairs,
     ) -> Tensor:
         windows = [(view.run, view.anchors) for view in views]
-        keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs)
+        by_document = any(view.documents is not None for view in views)
+        keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs, by_document)
         if plan.shares_chunks and not keeps:
             kept = list(_measured_together(views, shard, plan, pairs))
         else:
@@ -104,21 +105,21 @@ class _RatiosOverRanks(torch.autograd.Function):
         for (run, stretch), each in zip(_cut(windows, pairs.chunk_size), kept, strict=True):
             pull_of_all = stretch.chunks(pull.at(run)).movedim(-1, 0)
             inside = stretch.inside, stretch.inside
-            found = pull_back(
-                stretch.chunks(rows.at(run)), each, pull_of_all, *inside, pairs.temperature, pairs.impl
-            ).flatten(1, 2)
-            grad_ABD[first : first + found.shape[1]] = found.transpose(0, 1)
-            first += found.shape[1]
+            last = first + each.ratio[0].numel()
+            grad = grad_ABD[first:last].transpose(0, 1).unflatten(1, each.ratio.shape[1:])
+            pull_back(stretch.chunks(rows.at(run)), each, pull_of_all, *inside, pairs.temperature, pairs.impl, grad)
+            first = last
         return shard.from_all_anchors(grad_ABD), None, None, None, None
 
 
-def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs) -> bool:
+def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs, by_document: bool) -> bool:
     """Whether the exponentials stay between forward and backward: by what all ranks know, so that all agree."""
     layout = shard.layout
-    dtype = form_named(pairs.impl).tiles.kept_dtype(hidden_states.unsqueeze(0))
-    num_pairs = hidden_states.shape[1] * layout.length * min(pairs.chunk_size or layout.length, layout.length)
+    chunk = min(pairs.chunk_size or layout.length, layout.length)
+    dtype = form_named(pairs.impl).tiles.kept_dtype(hidden_states, chunk, by_document)
+    num_pairs = hidden_states.shape[1] * layout.length * chunk
     per_rank = num_pairs // (layout.context_size * layout.tensor_size)
-    return dtype is not None and per_rank * dtype.itemsize <= limit(KEPT, hidden_states)
+    return dtype is not None and per_rank * dtype.itemsize <= limits(hidden_states).kept
 
 
 def _measured_together(views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs) -> Iterator[Kept]:

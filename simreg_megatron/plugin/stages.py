@@ -208,7 +208,7 @@ def refuse(config: SimRegConfig, model: Any) -> None:
     inner.refuse_decoder(config, model.decoder)
     number = inner.held_layers(config, model.decoder)[0]
     for part in config.parts:
-        if wanted(part) or part.meets_heads:
+        if wanted(part) or part.meets_heads or part.through_head:
             what = "trains scalars" if wanted(part) else "needs the output layer"
             raise NotImplementedError(
                 f"--simreg-layers {number} lies on an earlier pipeline stage, and SimReg objective {part.objective} "

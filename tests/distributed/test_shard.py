@@ -197,7 +197,7 @@ def test_shards_equal_the_whole(tmp_path: Path, layout: ShardLayout, chunk_size:
 
 def check_sharing_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig) -> None:
     """As `check_rank`, with too many pairs to keep: each is computed on one rank, for both of its tokens."""
-    walk.KEPT["cpu"] = 0
+    walk.BUDGET["cpu"] = walk.BUDGET["cpu"]._replace(kept=0)
     tiled.TILE["cpu"] = 5
     counts = []
     measure_part = ratios.measure_part

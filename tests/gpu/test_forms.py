@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels import walk
 from simreg_megatron.losses import simreg_loss
+from tests.helpers.ways import budget, one_side_only
 
 pytestmark = pytest.mark.parametrize("impl", ["tiled", "triton"])
 
@@ -27,7 +27,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("length", "width"), [(1024, 1024), (2500, 512), (4096, 2048)])
+@pytest.mark.parametrize(("length", "width"), [(64, 1024), (511, 512), (1024, 1024), (2500, 512), (4096, 2048)])
 def test_close_to_float64(impl: str, dtype: torch.dtype, length: int, width: int) -> None:
     rows, labels = tokens(length, width, dtype)
     exact = rows.double().requires_grad_()
@@ -36,7 +36,7 @@ def test_close_to_float64(impl: str, dtype: torch.dtype, length: int, width: int
     given = rows.requires_grad_()
     loss = simreg_loss(given, labels, impl=impl)
     (loss * 2.0**20).backward()
-    assert apart(loss, expected) < 1e-4
+    assert apart(loss, expected) < 1e-5
     assert apart(given.grad, exact.grad) < 3e-4 + torch.finfo(dtype).eps / 2
 
 
@@ -50,20 +50,22 @@ def test_any_strides_and_anything_where_masked(impl: str) -> None:
     simreg_loss(given.transpose(0, 1), labels, valid=valid, chunk_size=700, impl=impl).mul(2.0**20).backward()
     grad = given.grad.transpose(0, 1)
     assert (grad[~valid] == 0).all()
-    assert apart(grad, exact.grad) < 1e-3 + torch.finfo(torch.bfloat16).eps / 2
+    assert apart(grad, exact.grad) < 3e-4 + torch.finfo(torch.bfloat16).eps / 2
 
 
 @pytest.mark.parametrize("way", ["kept", "both sides", "panels"])
 def test_every_way_back(impl: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(walk.KEPT, "cuda", walk.KEPT["cuda"] if way == "kept" else 0)
-    monkeypatch.setitem(walk.SUMMED, "cuda", walk.SUMMED["cuda"] if way == "both sides" else 0)
-    rows, labels = tokens(5000, 2048, torch.bfloat16)
+    if way != "kept":
+        budget(monkeypatch, "cuda", kept=0)
+    if way == "panels":
+        one_side_only(monkeypatch)
+    rows, labels = tokens(2500, 2048, torch.bfloat16)  # few enough that their exponentials can be kept
     grads = []
     for given, form in ((rows.double(), "reference"), (rows, impl)):
         leaf = given.detach().requires_grad_()
         simreg_loss(leaf, labels, impl=form).mul(2.0**20).backward()
         grads.append(leaf.grad)
-    assert apart(*reversed(grads)) < 5e-4 + torch.finfo(torch.bfloat16).eps / 2
+    assert apart(*reversed(grads)) < 3e-4 + torch.finfo(torch.bfloat16).eps / 2
 
 
 def test_nothing_waits_for_the_device(impl: str) -> None:
@@ -77,17 +79,17 @@ def test_nothing_waits_for_the_device(impl: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_memory_is_bounded(impl: str) -> None:
-    rows, labels = tokens(16384, 512, torch.bfloat16)
-    rows.requires_grad_()
-    simreg_loss(rows, labels, impl=impl).backward()
+@pytest.mark.parametrize(("length", "width", "chunk_size"), [(16384, 512, 0), (8192, 4096, 0), (131072, 512, 1024)])
+def test_memory_is_bounded(impl: str, length: int, width: int, chunk_size: int) -> None:
+    rows = torch.randn(1, length, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, 200, (1, length), device="cuda")
+    simreg_loss(rows, labels, chunk_size=chunk_size, impl=impl).backward()
     rows.grad = None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    simreg_loss(rows, labels, impl=impl).backward()
-    gradient = rows.numel() * (2 + 4)  # as it is returned, and while it is summed
-    bound = gradient + walk.WORKSPACE["cuda"] + walk.KEPT["cuda"]
-    assert torch.cuda.max_memory_allocated() - before < 1.1 * bound
+    simreg_loss(rows, labels, chunk_size=chunk_size, impl=impl).backward()
+    gradient = rows.numel() * rows.element_size()
+    assert torch.cuda.max_memory_allocated() - before - gradient <= 256 * 2**20
 
 
 def test_the_same_bits_twice(impl: str) -> None:

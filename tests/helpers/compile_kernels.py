@@ -46,8 +46,8 @@ def variants() -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if dtype == "fp16" and documents:
             continue  # as bf16
         yield fused._sums_kernel, dtype, {**common, "KEEP": upper, **tile}
-        yield fused._weights_kernel, dtype, {**common, "IS_KEPT": False, **tile}
-        yield fused._weights_kernel, dtype, {**common, "IS_KEPT": True, **tile}
+        for kept, split in itertools.product((False, True), (False, True) if dtype != "fp32" else (False,)):
+            yield fused._weights_kernel, dtype, {**common, "IS_KEPT": kept, "SPLIT": split, **tile}
     for dtype in ("bf16", "fp32"):
         yield fused._mirror_kernel, dtype, {"SIDE": fused._MIRRORED, "num_warps": 4, "num_stages": 3}
 

@@ -11,8 +11,9 @@ import torch
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels run in Python then
     os.environ["TRITON_INTERPRET"] = "1"
 
-from simreg_megatron.kernels import tiled, walk
+from simreg_megatron.kernels import tiled
 from simreg_megatron.losses import simreg
+from tests.helpers.ways import budget, one_side_only
 
 
 @pytest.fixture(params=["reference", "tiled", "tiles of 3", "panels of 3"])
@@ -27,8 +28,7 @@ def every_impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(simreg, "chosen_impl", chosen)
     if request.param.endswith("of 3"):
         monkeypatch.setitem(tiled.TILE, "cpu", 3)
-        monkeypatch.setitem(walk.WORKSPACE, "cpu", 2048)  # a few chunks at a time
-        monkeypatch.setitem(walk.KEPT, "cpu", 0)
+        budget(monkeypatch, kept=0, work=2048)  # a few chunks at a time
     if request.param == "panels of 3":
-        monkeypatch.setattr(walk, "_fits", lambda *_: False)
+        one_side_only(monkeypatch)
     return request.param

@@ -65,6 +65,15 @@ def test_sl2_adapters_of_three_modalities() -> None:
     assert_prints(sum(of_modalities(parts[i], parts[j], t * delta**2, same) for i, j in pairs), "43.792752")
 
 
+def four_pairs() -> list[Tensor]:
+    """Construction 1 on four axes: margin 0.18, bias 0.04."""
+    delta, phi = 0.6, 0.5
+    rest = math.sqrt(1 - delta**2 - phi**2)
+    axes = delta * torch.eye(4, dtype=torch.float64)
+    ends = [torch.tensor([[phi, sign * rest]], dtype=torch.float64).expand(4, -1) for sign in (1, -1)]
+    return [torch.cat([axes, end], -1) for end in ends]
+
+
 @pytest.mark.parametrize(
     ("t", "loss", "rate"),
     [
@@ -75,14 +84,20 @@ def test_sl2_adapters_of_three_modalities() -> None:
     ],
 )
 def test_sl4_the_loss_of_a_constellation_falls_with_its_margin(t: float, loss: float, rate: float | None) -> None:
-    """Construction 1 on four axes: margin 0.18, bias 0.04."""
-    delta, phi = 0.6, 0.5
-    rest = math.sqrt(1 - delta**2 - phi**2)
-    ends = [torch.tensor([[phi, sign * rest]], dtype=torch.float64).expand(4, -1) for sign in (1, -1)]
-    axes = delta * torch.eye(4, dtype=torch.float64)
-    found = of_modalities(torch.cat([axes, ends[0]], -1), torch.cat([axes, ends[1]], -1), t, 0.04)
+    found = of_modalities(*four_pairs(), t, 0.04)
     assert found.item() == pytest.approx(loss, rel=1e-6)
     assert rate is None or -found.log().item() / t == pytest.approx(rate, abs=6e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("distance", "expected"), [(0.72, 0.0), (0.82, 1.2)])
+def test_sl4_triplets_are_apart_by_four_margins(distance: float, expected: float, dtype: torch.dtype) -> None:
+    """sum max(|U_i - V_i|^2 - |U_i - V_j|^2 + a, 0): nothing for a up to 4 m, and 12 times what a is beyond it."""
+    one, other = (rows.to(dtype) for rows in four_pairs())
+    squares = torch.cdist(one, other).square()
+    triplets = (squares.diagonal()[:, None] - squares + distance).clamp(min=0)
+    found = triplets[~torch.eye(4, dtype=torch.bool)].sum()
+    assert found.item() == pytest.approx(expected, abs=1e-12 if dtype == torch.float64 else 2e-5)
 
 
 @pytest.mark.parametrize(

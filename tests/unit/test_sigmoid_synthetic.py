@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from benchmarks.sigmoid_synthetic import FIXED_BIAS, LOCKED, trained
+from benchmarks.sigmoid_synthetic import FIXED_BIAS, LOCKED, MODALITIES, STARTS, trained
 from simreg_megatron import geometry
 from simreg_megatron.geometry import constellation
 from simreg_megatron.losses.similarity import unit_rows
@@ -49,6 +50,17 @@ def test_sl3_margins_of_constructions() -> None:
     assert (found.margin.item(), found.bias.item()) == pytest.approx((0.16, 0.30)), "the source prints another bias"
 
 
+@pytest.mark.parametrize(("modalities", "bias"), [(3, 0.14), (4, 0.20)])
+def test_sl3_orthogonal_codes_of_several_modalities(modalities: int, bias: float) -> None:
+    """Construction 2 with alpha 0: axes, and a corner of a simplex for each modality."""
+    axes = torch.eye(5, dtype=torch.float64)
+    corners = unit_rows(torch.eye(modalities, dtype=torch.float64) - 1 / modalities)
+    turned = [torch.cat([0.8 * axes, 0.6 * corner.expand(5, -1)], -1) for corner in corners]
+    for one, other in itertools.permutations(turned, 2):
+        found = constellation(one, other)
+        assert (found.margin.item(), found.bias.item()) == pytest.approx((0.32, bias))
+
+
 def test_sl6_the_shift_of_the_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = fixture_f1()[0]
     found = constellation(rows[:6], rows[6:])
@@ -61,3 +73,16 @@ def test_sl6_the_shift_of_the_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.accuracy == (cosines.argmax(-1) == torch.arange(6)).double().mean()
     monkeypatch.setattr(geometry, "_WORKSPACE", 1)
     torch.testing.assert_close(tuple(constellation(rows[:6], rows[6:])), tuple(found))
+
+
+def test_runs_of_several_numbers_of_modalities_are_what_each_is_alone() -> None:
+    both = trained([MODALITIES[1], MODALITIES[0]], steps=30)
+    alone = [trained([run], steps=30)[0] for run in (MODALITIES[1], MODALITIES[0])]
+    assert both == alone and both[0].loss > 3 * both[1].loss, "four modalities have six pairs of them"
+
+
+def test_the_sources_tables_are_whole() -> None:
+    assert [run.modalities for run in MODALITIES] == [2, 4, 6, 8, 14, 20]
+    assert len(STARTS) == 5 * 11 and len({(run.t, run.bias) for run in STARTS}) == 55
+    halved = {(run.t, run.bias): run.paper for run in STARTS}
+    assert halved[1, -1] == "0.283" and halved[30, 0] == "-0.471" and halved[100, 1] == "-0.725 to -0.242"

@@ -231,12 +231,16 @@ def test_other_labels_masks_or_weights_are_found_out() -> None:
             {"objective": "sigmoid", "objective_options": "pairs=hidden-head,trains=none", "temperature": 0.1},
             "sigmoid needs the output layer, which only the last stage has",
         ),
+        (
+            {"lambda_": 0, "objective": "simreg:1,prefixes-ce:1"},
+            "prefixes-ce needs the output layer, which only the last stage has",
+        ),
     ],
 )
 def test_what_needs_the_last_stage_is_refused(settings, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages.inner, "refuse_decoder", lambda config, decoder: None)
     with pytest.raises(NotImplementedError, match=f"--simreg-layers 4 lies on an earlier .* objective {sentence}"):
-        stages.refuse(SimRegConfig(lambda_=1, layers=4, **settings), Stage())
+        stages.refuse(SimRegConfig(**{"lambda_": 1, "layers": 4, **settings}), Stage())
     stages.refuse(SimRegConfig(lambda_=1, layers=4), Stage())
 
 

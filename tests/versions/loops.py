@@ -190,7 +190,7 @@ def tree_loop(bench: Bench, version: str) -> Loop | Cell:
     tree = bench.tree(version)
     if tree is None:
         return Cell(None, NO_TREE)
-    # With torch 2.13 the writer of 0.12 fails in every format but the old one, also without SimReg.
+    # The writer of 0.12 does not know torch 2.13 in any format but the old one.
     old = ("--ckpt-format", "torch") if releases.line_of(version) == "0.12" else ()
     flags = runs.all_flags([*bench.text_flags, "--eval-iters", "0", *old])
     return _run_once(bench, f"{version} tree", tree, tree / "pretrain_gpt.py", flags)
@@ -203,11 +203,14 @@ def _run_once(bench: Bench, name: str, folder: Path, script: Path, flags: Sequen
 
 
 def wheel(bench: Bench, loop: Loop) -> str:
-    """Losses and norms of the reference's loop, and SimReg's value by formula."""
+    """Losses and norms of the reference's loop, also with all that has a state, and SimReg's value by formula."""
     reference = wheel_loop(bench, releases.REFERENCE)
     assert isinstance(reference, Loop)
-    expected_run = reference.read("one process", "on")
-    apart = compare.largest(_steps_apart(expected_run, _on(loop, layout)) for layout in _LAYOUTS)
+    apart = compare.largest(
+        _steps_apart(reference.read("one process", variant), loop.read(layout, variant))
+        for variant in ("on", "saving")
+        for layout in _LAYOUTS
+    )
     _require(apart, "a loss or a gradient norm")
     return f"{apart:.0e}, {value_apart(loop):.0e}"
 

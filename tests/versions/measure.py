@@ -84,7 +84,7 @@ class Bench:
         count: int = 1,
         tree: Path | None = None,
         python: str = sys.executable,
-        timeout: float = 300,
+        timeout: float = 900,
     ) -> Path:
         """Run one job; its log.
 

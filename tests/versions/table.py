@@ -127,17 +127,17 @@ own pretrain_gpt.py on real text whose phrase ends are masked, with the weights 
 process and with TP 2 + SP.
 
 - **loop of the wheel**: three steps. Lambda 0 ends with the same parameters, bit for bit, as without the plugin; with
-  SimReg on, the first number is the largest relative difference of a loss or a gradient norm from
-  {releases.REFERENCE}'s loop on one process. The second is that of the logged SimReg from a loop over pairs in float64,
-  which is given what the output layer was given in that step and shares no code with the package.
+  SimReg on, and in the four steps of the column AdaGC, the first number is the largest relative difference of a loss or
+  a gradient norm from {releases.REFERENCE}'s loop on one process. The second is that of the logged SimReg from a loop
+  over pairs in float64, which is given what the output layer was given in that step and shares no code with SimReg's.
 - **loop of the source tree**: three steps. Lambda 0 as before; the number is the logged SimReg against that loop over
   pairs, in every step; and `python -m simreg_megatron pretrain_gpt.py ... --simreg-lambda 10` logs the very same.
 - **AdaGC**: four steps with --adagc, two objectives, trained scalars and a warm-up of lambda. The number is the largest
   relative difference of what became of a parameter's gradient norm between Megatron's preparation and its step from
   AdaGC's formula in float64.
 - **resume**: that run saves after its second step; a run that goes on from there has the same losses, norms, clipping
-  and, at the end, parameters as the run that never stopped, bit for bit. Format torch_dist; for 0.12 the old one, since
-  with torch 2.13 its writer of torch_dist fails without SimReg as well.
+  and, at the end, parameters as the run that never stopped, bit for bit. Format torch_dist; for 0.12 the old one, as
+  its writer of torch_dist does not know torch 2.13.
 - **patch**: the patch of patches/ applies to that tree by added lines only and comes off again; the patched
   pretrain_gpt.py trains three steps with --simreg-lambda 10 and logs the same values as without the patch. Scripts of
   hybrid models need a GPU: they are compiled, not run.

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU would do, without one: half precision through the code for its tensor cores, and how memory grows."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from simreg_megatron.kernels import halves, walk
+from simreg_megatron.kernels.contrast import _ContrastRatio, form_named
+from simreg_megatron.losses._chunks import usable_tokens
+from simreg_megatron.losses.roles import token_roles
+from simreg_megatron.losses.simreg import terms_of_ratio
+
+
+@contextlib.contextmanager
+def weights_as_on_a_gpu() -> Iterator[None]:
+    """Weights of the gradient are rounded on a CPU, too, and rows of any type enter the products as they are.
+
+    Rows of float64 that hold numbers of bfloat16 then show what that rounding costs, and nothing else.
+    """
+    with mock.patch.object(halves, "multiplies_halves", lambda rows: True):
+        yield
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made inside, as long as they live; not those that an operator makes for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.baddbmm.dtype_out:  # torch's fake of it fails
+            return kwargs["out"]
+        given = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            storage = leaf.untyped_storage() if isinstance(leaf, Tensor) else None
+            if storage is not None and storage not in self._known and not any(storage is one for one in given):
+                self._grow(storage)
+        return found
+
+    def _grow(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self._known.add(storage)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._shrink, size)
+
+    def _shrink(self, size: int) -> None:
+        self.now -= size
+
+
+class _Context:
+    """What autograd hands to a function; on a device that is not here it refuses to run one itself."""
+
+    needs_input_grad = (True,)
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+def predicted_bytes(
+    batch: int, length: int, width: int, *, chunk_size: int, dtype: torch.dtype, device: str, impl: str = "tiled"
+) -> int:
+    """Most bytes beside the inputs and the gradient in a forward and backward of the loss, without computing it.
+
+    Every tile is gone through with tensors that have no memory, so this counts what the code asks for. Chunks must
+    divide the sequence.
+    """
+    chunk = chunk_size or length
+    form = form_named(impl)
+    with FakeTensorMode(), mock.patch.dict(walk.FORMS, {impl: walk.plain_form(form.tiles)}):
+        rows = torch.empty(batch, length, width, dtype=dtype, device=device)
+        labels = torch.empty(batch, length, dtype=torch.int64, device=device)
+        with LiveBytes() as live:
+            context, usable = _Context(), usable_tokens(rows, labels, None)
+            roles = token_roles(labels, usable, chunk_size=chunk_size, dtype=torch.promote_types(dtype, torch.float32))
+            tokens = [part.unflatten(1, (-1, chunk)) for part in (rows, labels, usable)]
+            ratio = _ContrastRatio.forward(context, *tokens, None, (0, chunk), 0.01, impl, True)
+            terms = terms_of_ratio(ratio.flatten(1), roles)
+            del tokens, usable
+            grad = _ContrastRatio.backward(context, torch.ones_like(terms).view_as(ratio))[0]
+            assert grad is not None and grad.shape[1:] == (length // chunk, chunk, width)
+    return live.most - rows.nbytes

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""At most 256 MiB beside the inputs and the gradient, up to 131,072 tokens: tensors are counted, not computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.emulation import LiveBytes, predicted_bytes
+from benchmarks.measure import peak_bytes
+from benchmarks.memory import measured_bytes
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses._chunks import usable_tokens
+from tests.helpers.fixtures import random_tokens
+from tests.helpers.ways import budget
+
+MIB = 1 << 20
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "dtype"),
+    [
+        ((2, 2048, 4096, 1024), "cuda", torch.bfloat16),  # the default of a 7B model
+        ((1, 8192, 4096, 0), "cuda", torch.bfloat16),
+        pytest.param((1, 8192, 8192, 0), "cuda", torch.float32, marks=slow),
+        pytest.param((16, 2048, 1024, 1024), "cuda", torch.float16, marks=slow),
+        pytest.param((1, 131072, 4096, 1024), "cuda", torch.bfloat16, marks=slow),
+        pytest.param((1, 131072, 4096, 0), "cuda", torch.bfloat16, marks=slow),
+        pytest.param((1, 131072, 512, 1024), "cpu", torch.float32, marks=slow),
+        pytest.param((1, 32768, 512, 0), "cpu", torch.bfloat16, marks=slow),
+    ],
+)
+def test_at_most_256_mib(size: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
+    batch, length, width, chunk = size
+    counted = predicted_bytes(batch, length, width, chunk_size=chunk, dtype=dtype, device=device)
+    assert counted <= (256 if device == "cuda" else 64) * MIB
+
+
+def test_two_budgets_that_do_not_know_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget(monkeypatch, "cuda", work=(192 + 256) * MIB, kept=128 * MIB)
+    size = {"chunk_size": 0, "dtype": torch.bfloat16, "device": "cuda"}
+    assert predicted_bytes(1, 8192, 4096, **size) > 256 * MIB
+
+
+@pytest.mark.parametrize("chunk", [0, 300])
+def test_what_is_counted_is_what_a_cpu_takes(chunk: int) -> None:
+    """But for what operators take for themselves, and what the engine of autograd gives back earlier."""
+    counted = predicted_bytes(1, 2400, 256, chunk_size=chunk, dtype=torch.float32, device="cpu")
+    measured = measured_bytes(1, 2400, 256, chunk)
+    assert measured is not None and abs(measured - counted) < 2 * MIB
+
+
+def test_exponentials_of_a_ragged_end_come_out_of_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven chunks of 64 tokens fit, and the 40 tokens behind them do not."""
+    budget(monkeypatch, kept=7 * 64 * 64 * 4 + 1000)
+    rows, labels = random_tokens((1, 7 * 64 + 40, 8), num_labels=9, dtype=torch.float32)
+    sizes = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        simreg_loss(rows.requires_grad_(), labels, chunk_size=64)
+    assert 7 * 64 * 64 in sizes and 40 * 40 not in sizes
+
+
+def test_zero_rows_are_found_without_a_copy_of_all_rows() -> None:
+    rows, labels = random_tokens((1, 64, 4096), num_labels=9, dtype=torch.float32)
+    with LiveBytes() as live:
+        usable_tokens(rows, labels, None)
+    assert live.most < rows.numel() / 8
+    assert peak_bytes(lambda: usable_tokens(rows, labels, None)) < rows.numel() / 8
