@@ -203,10 +203,9 @@ STATED = (
            r"report\.difference < ([\d.e-]+)", check="pytest tests/megatron/test_export.py"),
     states("docs/exact.md", "(tests/distributed, {})", "tests/distributed/test_shard.py", r'"rtol": ([\d.e-]+)'),
     states(PERFORMANCE, "at most {} MiB of them (CPU) or {} MiB (CUDA", WALK,
-           r'KEPT = {"cpu": (\d+) << 20, "cuda": (\d+) << 20}'),
-    states(PERFORMANCE, "({} MiB), or is fp32 itself", WALK, r'SUMMED = {"cpu": (\d+) << 20, "cuda": \1 << 20}'),
+           r'"cpu": Budget\(kept=(\d+) << 20, work=\d+ << 20\), "cuda": Budget\(kept=(\d+) << 20'),
     states(PERFORMANCE, "at most {} MiB (CPU) or {} MiB (CUDA) for tiles", WALK,
-           r'WORKSPACE = {"cpu": (\d+) << 20, "cuda": (\d+) << 20}'),
+           r'"cpu": Budget\(kept=\d+ << 20, work=(\d+) << 20\), "cuda": Budget\(kept=\d+ << 20, work=(\d+)'),
     states(PERFORMANCE, "below {}; one rounding to the input's type", "tests/unit/test_tiled.py",
            r"apart\(loss, expected_loss\) < ([\d.e-]+)"),
 )  # fmt: skip

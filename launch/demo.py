@@ -279,7 +279,6 @@ def write_result(
         "seconds": seconds,
         "seconds_per_step": steps._asdict(),
         "runs": {summary.name: asdict(summary) for summary in summaries},
-        "seconds_per_step": steps._asdict(),
         "heatmap_mean_cosine": {each.name: report.mean_cosine(each) for each in states},
     }
     (settings.output / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
