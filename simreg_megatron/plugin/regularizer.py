@@ -57,7 +57,7 @@ class _Part(NamedTuple):
     """What one objective came to."""
 
     terms: Tensor  # [B, anchors of this rank]
-    views: list[View]  # of the last states
+    views: list[View]  # of the last states; of an objective that sends no rows in log steps alone
     learned: dict[str, Tensor]
 
 
@@ -211,17 +211,21 @@ class Regularizer:
             given = tokens.whole
             assert given.hidden_states is not None  # the settings leave it to the stage with the output layer
             terms = prefix_terms(config, model, given.hidden_states, given.labels, given.valid, tokens.shard)
-            views = self._views(config, tokens, states[-1].detach()) if self.metrics.wants_geometry else []
-            return _Part(terms, views, {})
+            return _Part(terms, self._views_for_log(config, tokens, states[-1]), {})
         views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
         of_views = [objective_terms(config, of_state, tokens.shard, learned, self._iteration) for of_state in views]
         terms = torch.stack(of_views).sum(dim=0)
         if config.objective == "simreg" and config.prefixes:
             terms = terms / len(config.prefixes)
-        return _Part(terms, views[-1], learned)
+        shown = self._views_for_log(config, tokens, states[-1]) if config.sends_no_rows else views[-1]
+        return _Part(terms, shown, learned)
 
-    def _views(self, config: SimRegConfig, tokens: _Tokens, states: Tensor) -> list[View]:
+    def _views_for_log(self, config: SimRegConfig, tokens: _Tokens, states: Tensor) -> list[View]:
+        """Whole chunks of the states, in log steps: what the objective computes on are a rank's own rows."""
+        return self._views(config, tokens, states.detach(), for_log=True) if self.metrics.wants_geometry else []
+
+    def _views(self, config: SimRegConfig, tokens: _Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
         return views_of(
             config,
             tokens.shard,
@@ -231,6 +235,7 @@ class Regularizer:
             documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
             sample_length=tokens.sample_length,
             heads=tokens.heads if config.meets_heads else None,
+            for_log=for_log,
         )
 
     def _heads(self, model: Any, labels: Tensor, shard: SequenceShard) -> Tensor | None:

@@ -96,10 +96,11 @@ class Metrics:
         valid [B, S], trained scalars. One stage does, that of the last state which the settings name."""
         assert self._sums is not None
         own_valid = shard.own_columns(valid)
-        num_usable = sum(view.usable[:, slice(*view.anchors)].sum() for view in views)
         self._sums[_TOKENS] += own_valid.sum()
         self._sums[_ALL_MASKED] += (~own_valid.any(dim=1)).sum()
-        self._sums[_ZERO_NORM] += own_valid.sum() - num_usable  # the views leave nothing else out
+        if views:  # they leave nothing else out
+            num_usable = torch.stack([view.usable[:, slice(*view.anchors)].sum() for view in views]).sum()
+            self._sums[_ZERO_NORM] += own_valid.sum() - num_usable
         if self.wants_geometry:
             self._add_norms(_NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
             self._learned = as_logged(learned)

@@ -34,6 +34,7 @@ def views_of(
     documents: Documents | None = None,
     sample_length: int | None = None,
     heads: Tensor | None = None,
+    for_log: bool = False,
 ) -> list[View]:
     """What this rank's anchors meet, in the order of its rows. A collective wherever the plan exchanges anything.
 
@@ -46,9 +47,9 @@ def views_of(
         documents: who tells the borders of documents; None where tokens of all documents meet.
         sample_length: tokens in a sample, where a row packs several.
         heads: [S, B, D], the output layer's row for each label, where states meet these.
+        for_log: whole chunks also for an objective that sends no rows: what the log says is the same in every layout.
     """
-    # Views of a loss through the output layer are for the log alone, which is the same in every layout.
-    scope = "local" if config.sends_no_rows and not config.through_head else config.scope
+    scope = "local" if config.sends_no_rows and not for_log else config.scope
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
     usable = usable_tokens(hidden_states.transpose(0, 1), labels, valid)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)
