@@ -258,6 +258,7 @@ class TritonTiles(Tiles):
 
     @staticmethod
     def sides(rows: Tensor) -> Sequence[int]:
+        _check_dtype(rows)
         return range(LONGEST_BLOCK, 0, -_BLOCK_UNIT)
 
     @staticmethod
@@ -407,10 +408,14 @@ def _features(width: int) -> int:
     return min(_FEATURES, triton.next_power_of_2(width))
 
 
-def _readable(rows: Tensor) -> Tensor:
-    """The rows, with their features side by side."""
+def _check_dtype(rows: Tensor) -> None:
     if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"impl 'triton' computes float16, bfloat16 and float32, not {rows.dtype}: use impl 'tiled'.")
+
+
+def _readable(rows: Tensor) -> Tensor:
+    """The rows, with their features side by side."""
+    _check_dtype(rows)
     if not (rows.is_cuda or INTERPRETS):
         raise ValueError(f"impl 'triton' needs a CUDA device, and the rows are on {rows.device}: use impl 'tiled'.")
     if not halves.BMM_WIDENS:
