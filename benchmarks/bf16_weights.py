@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.bf16_weights [--output FILE]`: what rounding the gradient's weights to bfloat16 costs on a GPU.
+"""`python -m benchmarks.bf16_weights`: what rounding the gradient's weights to bfloat16 costs on a GPU.
 
 The code for tensor cores on float64 rows that hold numbers of half precision (`benchmarks.emulation`): all that is
 rounded is the weights, the exponentials that are kept for them, and float16 rows. Relative errors of the gradient
@@ -9,18 +9,19 @@ rounded is the weights, the exponentials that are kept for them, and float16 row
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from benchmarks import records
 from benchmarks.cases import hidden_states
 from benchmarks.emulation import weights_as_on_a_gpu
+from benchmarks.records import RESULTS, ROOT, Record
 from simreg_megatron.kernels import halves
 from simreg_megatron.losses import simreg_loss
 
@@ -54,24 +55,39 @@ def _gradient(rows: Tensor, labels: Tensor, documents: Tensor | None) -> Tensor:
 def grid() -> Iterator[dict[str, Any]]:
     for dtype, width, length in itertools.product((torch.bfloat16, torch.float16), WIDTHS, LENGTHS):
         if length * width <= LARGEST:
+            print(f"{dtype}: {length} x {width}", file=sys.stderr, flush=True)
             yield {key: f"{part:.2e}" if isinstance(part, float) else part
                    for key, part in errors(length, width, dtype).items()}  # fmt: skip
 
 
+def table(lines: list[Record]) -> Iterator[str]:
+    """Of bfloat16 rows: the error as the rule chooses, and in brackets what one number would make where it takes two."""
+    widths = sorted({int(line["width"]) for line in lines})
+    found = {(line["tokens"], int(line["width"])): line for line in lines if line["rows"] == "bfloat16"}
+    yield f"{records.described(lines)}. `python -m benchmarks.bf16_weights`"
+    yield ""
+    yield f"| tokens | {' | '.join(f'width {width}' for width in widths)} |"
+    yield "| --- " * (len(widths) + 1) + "|"
+    for tokens in dict.fromkeys(tokens for tokens, _ in found):
+        cells = [_cell(found.get((tokens, width))) for width in widths]
+        yield f"| {tokens} | {' | '.join(cells)} |"
+
+
+def _cell(line: Record | None) -> str:
+    if line is None:
+        return ""
+    chosen = f"{float(line['error']):.1e}"
+    return chosen if line["chosen"] == "1" else f"{chosen} ({float(line['one number']):.1e})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bf16_weights", description=__doc__)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as CSV, too")
+    records.add_options(parser, RESULTS / "bf16_weights.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for row in grid():
-        print(*row.values(), sep="\t", flush=True)
-        rows.append(row)
-    if options.output:
-        with options.output.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+    where = records.surroundings(threads=1)
+    measured = None if options.source else ({**row, **where} for row in grid())
+    records.finish(options.source or options.output, measured, table, page=ROOT / "docs" / "performance.md")
 
 
 if __name__ == "__main__":

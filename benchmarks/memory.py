@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.memory [--measure] [--output FILE]`: bytes of the loss beside its inputs and the gradient.
+"""`python -m benchmarks.memory [--measure]`: bytes of the loss beside its inputs and the gradient.
 
 Counted for both devices by going through every tile with tensors that have no memory (`benchmarks.emulation`), forward
 and backward; --measure adds what the CPU really took where that is a matter of minutes, as the check of the counting.
@@ -8,17 +8,18 @@ and backward; --measure adds what the CPU really took where that is a matter of 
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import records
 from benchmarks.cases import hidden_states
 from benchmarks.emulation import predicted_bytes
 from benchmarks.measure import peak_bytes
+from benchmarks.records import RESULTS, ROOT, Record
 from simreg_megatron.losses import simreg_loss
 
 LENGTHS, WIDTHS, CHUNKS = (8192, 32768, 131072), (512, 4096), (1024, 0)
@@ -51,6 +52,7 @@ def measured_bytes(batch: int, length: int, width: int, chunk: int) -> int | Non
 def rows_of(device: str, measures: bool) -> Iterator[dict[str, Any]]:
     for case in cases(device):
         batch, length, width, chunk = case
+        print(f"{device}: {batch} x {length} x {width}, chunk {chunk or 'whole'}", file=sys.stderr, flush=True)
         counted = predicted_bytes(batch, length, width, chunk_size=chunk, dtype=DTYPES[device], device=device)
         found = measured_bytes(*case) if measures and device == "cpu" else None
         yield {
@@ -60,24 +62,28 @@ def rows_of(device: str, measures: bool) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
+def table(lines: list[Record]) -> Iterator[str]:
+    yield f"{records.described(lines)}. `python -m benchmarks.memory --measure`"
+    yield ""
+    yield "| device | sequences | tokens | width | chunk | counted (MiB) | measured (MiB) |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for line in lines:
+        names = ("device", "batch", "tokens", "width", "chunk", "counted_mib", "measured_mib")
+        yield f"| {' | '.join(line[name] for name in names)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--devices", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--measure", action="store_true", help="run it on the CPU, too, where that is short")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as CSV, too")
+    records.add_options(parser, RESULTS / "memory.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    file = options.output.open("w", encoding="utf-8", newline="") if options.output else None
-    writer = None
-    for device in options.devices:
-        for row in rows_of(device, options.measure):
-            print(*row.values(), sep="\t", flush=True)
-            if file is not None:
-                writer = writer or csv.DictWriter(file, list(row))
-                if file.tell() == 0:
-                    writer.writeheader()
-                writer.writerow(row)
-                file.flush()
+    where = records.surroundings(threads=1)
+    measured = ({**row, **where} for device in DTYPES for row in rows_of(device, options.measure))
+    records.finish(
+        options.source or options.output, None if options.source else measured, table,
+        page=ROOT / "docs" / "performance.md",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
