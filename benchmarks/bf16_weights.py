@@ -61,7 +61,7 @@ def grid() -> Iterator[dict[str, Any]]:
 
 
 def table(lines: list[Record]) -> Iterator[str]:
-    """Of bfloat16 rows: the error as the rule chooses, and in brackets what one number would make where it takes two."""
+    """Of bfloat16 rows: the error as the rule chooses; in brackets that of one number where it takes two."""
     widths = sorted({int(line["width"]) for line in lines})
     found = {(line["tokens"], int(line["width"])): line for line in lines if line["rows"] == "bfloat16"}
     yield f"{records.described(lines)}. `python -m benchmarks.bf16_weights`"
