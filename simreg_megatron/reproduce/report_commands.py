@@ -53,6 +53,27 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command()
+def page(
+    results: Annotated[Path, typer.Argument(help="the --output folder of `simreg-megatron reproduce`")],
+    output: Annotated[Path, typer.Option(help="the HTML file")] = Path("experiments.html"),
+) -> None:
+    """Write one HTML page of all experiments: question, verdicts, figures, numbers, commands. It needs no network."""
+    from simreg_megatron.data.indexed import DataError
+    from simreg_megatron.reproduce.check import read_tables
+    from simreg_megatron.reproduce.page import html_page
+
+    try:
+        output.write_text(html_page(read_tables(results)), encoding="utf-8")
+    except (ReproduceError, DataError) as error:
+        _console.print(f"error: {error}", style="bold red", markup=False)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        _console.print(f"error: {output} cannot be written ({error.strerror}): give another --output", markup=False)
+        raise typer.Exit(2) from None
+    _console.print(f"Written: {output}", markup=False)
+
+
 def _print_verdicts(table: Table) -> None:
     from simreg_megatron.reproduce.verdict import judge
 

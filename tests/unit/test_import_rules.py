@@ -54,7 +54,7 @@ LAW = {
     ),
     "report": room(f"{TOP} geometry", "matplotlib numpy tensorboard rich torch"),
     "evaluation": room("data checkpoint", "lm_eval datasets transformers torch numpy matplotlib typer rich"),
-    "reproduce": room(f"{TOP} data report", "yaml sentencepiece scipy typer rich"),
+    "reproduce": room(f"{TOP} data report", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} plugin"),
     "cli": room(f"{TOP} config plugin data checkpoint evaluation report probe reproduce", "typer rich torch"),
 }

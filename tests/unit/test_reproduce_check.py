@@ -4,6 +4,7 @@
 import csv
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,23 @@ def test_a_folder_without_results_is_named(tmp_path):
     found = check(tmp_path)
     assert found.exit_code == 2
     assert "holds no results" in found.output
+
+
+def test_the_page_tells_questions_verdicts_and_numbers_and_needs_no_network(results, tmp_path):
+    found = CliRunner().invoke(app, ["report", "page", str(results), "--output", str(tmp_path / "page.html")])
+    assert found.exit_code == 0, found.output
+    text = (tmp_path / "page.html").read_text()
+    assert "Does it help?" in text and "Held: SimReg ends lower." in text
+    assert "<td>3.95</td>" in text  # the mean of an arm
+    assert text.count("<svg") == 4
+    assert not re.search(r"(src|href)=\"https?:", re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL))
+
+
+def test_the_page_gives_no_verdict_on_a_doctored_table(results, tmp_path):
+    rewrite(results / "mine.csv", _without_the_worst)
+    CliRunner().invoke(app, ["report", "page", str(results), "--output", str(tmp_path / "page.html")])
+    text = (tmp_path / "page.html").read_text()
+    assert "No conclusion" in text and "Held" not in text
 
 
 def test_the_verdict_is_welchs(results):

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of an experiment as SVG: where every seed of every arm ended, and the way there."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from simreg_megatron.report.curves import COLOURS, MARKERS
+from simreg_megatron.reproduce.check import Table
+from simreg_megatron.reproduce.verdict import Place, Row
+
+_UNITS = {
+    "validation_loss": "validation loss (nats per token)",
+    "train_loss": "training loss (nats per token)",
+    "negative_cosine": "mean cosine, different labels",
+    "positive_cosine": "mean cosine, same label",
+    "isotropy": "isotropy (0 to 1)",
+    "seconds_per_step": "seconds per step",
+}
+
+
+def ends(table: Table) -> str:
+    """A panel for each size, length and metric of the claims: a dot for each seed, a bar for their mean."""
+    metrics = list(dict.fromkeys(claim.metric for claim in table.plan.claims)) or ["validation_loss"]
+    places = list(dict.fromkeys(_place(row) for row in table.rows))
+    panels = [(metric, place) for metric in metrics for place in places]
+    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
+    for axes, (metric, place) in zip(figure.subplots(1, len(panels), squeeze=False).ravel(), panels, strict=True):
+        _draw_ends(axes, [row for row in table.rows if _place(row) == place], metric)
+        axes.set_title(f"width {place.size}, {place.tokens_per_parameter} tokens a parameter", fontsize=10, loc="left")
+    return _svg(figure)
+
+
+def curves(table: Table, tag: str = "train_loss") -> str:
+    """The mean over the seeds of each arm at the largest size, from the first twentieth of the run on."""
+    place = _place(table.rows[-1])
+    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for index, arm in enumerate(table.plan.arms):
+        runs = {row["run"] for row in table.rows if row["arm"] == arm.name and _place(row) == place}
+        points = _means(runs, table.curves, tag)
+        if len(points):
+            steps, values = points.T
+            shown = steps > steps[-1] / 20
+            axes.plot(steps[shown], values[shown], color=_colour(index), label=arm.name, linewidth=1.6)
+            axes.annotate(f"{values[-1]:.3f}", (steps[-1], values[-1]), fontsize=8, color=_colour(index))
+    axes.set_xlabel("training step")
+    axes.set_ylabel(f"{_UNITS.get(tag, tag)}; lower is better")
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=9)
+    else:
+        axes.text(0.5, 0.5, f"{tag} was not logged", transform=axes.transAxes, ha="center", color="0.4")
+    _plain(axes)
+    return _svg(figure)
+
+
+def _draw_ends(axes: Axes, rows: Sequence[Row], metric: str) -> None:
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    for index, arm in enumerate(arms):
+        values = [float(row[metric]) for row in rows if row["arm"] == arm and row[metric]]
+        marker, colour = MARKERS[index % len(MARKERS)], _colour(index)
+        axes.plot([index] * len(values), values, marker, color=colour, markersize=5, alpha=0.8)
+        if values:
+            axes.hlines(np.mean(values), index - 0.3, index + 0.3, color=colour, linewidth=2)
+    axes.set_xticks(range(len(arms)), arms, rotation=30, ha="right", fontsize=8)
+    axes.set_ylabel(_UNITS.get(metric, metric))
+    _plain(axes)
+
+
+def _means(runs: set[str], points: Sequence[Row], tag: str) -> np.ndarray:
+    """[steps, 2]: step and mean value, at the steps that all of the runs have."""
+    by_step: dict[int, list[float]] = {}
+    for point in points:
+        if point["run"] in runs and point["tag"] == tag:
+            by_step.setdefault(int(point["step"]), []).append(float(point["value"]))
+    shared = [(step, np.mean(values)) for step, values in sorted(by_step.items()) if len(values) == len(runs)]
+    return np.array(shared)
+
+
+def _place(row: Row) -> Place:
+    return Place(row["size"], row["tokens_per_parameter"])
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
