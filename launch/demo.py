@@ -28,9 +28,10 @@ from rich.console import Console  # noqa: E402
 from launch import record  # noqa: E402
 from launch.flags import LaunchError  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
-from launch.side_by_side import Job, JobFailed, run_side_by_side, terminated_like_ctrl_c  # noqa: E402
+from launch.side_by_side import Job, JobFailed, run_side_by_side  # noqa: E402
 from launch.timing import interval_milliseconds  # noqa: E402
 from simreg_megatron import report  # noqa: E402
+from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
 PROBE_SCRIPT = ROOT / "simreg_megatron" / "probe.py"

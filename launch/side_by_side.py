@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -237,17 +236,3 @@ class PlainLines:
             if taken > 0:
                 left = max(left, (self._total - self._steps[name]) * (now - since) / taken)
         return left / 60
-
-
-@contextmanager
-def terminated_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM stops the jobs in order too, instead of leaving them behind."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -56,8 +56,9 @@ def reproduce(
 
     After a stop or a kill the same command continues; what has ended is never run again.
     """
-    from simreg_megatron.reproduce.local import give_way, terminated_like_ctrl_c
+    from simreg_megatron.reproduce.local import give_way
     from simreg_megatron.reproduce.plan import read_plan
+    from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c
     from simreg_megatron.reproduce.store import Store
 
     with _one_sentence(output), terminated_like_ctrl_c():

@@ -169,12 +169,12 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
 import test_reproduce_local as t
-from simreg_megatron.reproduce import local
+from simreg_megatron.reproduce import local, stopping
 local._script = lambda family: Path({trainer!r})
 folder = Path({folder!r})
 dataset = t.Dataset(folder, digest="0" * 64, bytes_per_token=4.0)
 entries = t.entries_of(t.plan(nap=1), dataset, t.untuned)
-with local.terminated_like_ctrl_c():
+with stopping.terminated_like_ctrl_c():
     t.run_all(entries, t.Store(folder / "out"), dataset)
 """
 
