@@ -190,8 +190,8 @@ def tree_loop(bench: Bench, version: str) -> Loop | Cell:
     tree = bench.tree(version)
     if tree is None:
         return Cell(None, NO_TREE)
-    # The writer of 0.12 does not know torch 2.13 in any format but the old one.
-    old = ("--ckpt-format", "torch") if releases.line_of(version) == "0.12" else ()
+    # In any format but the old one 0.12 does not know torch 2.13, and 0.15 compiles for a GPU while it saves.
+    old = ("--ckpt-format", "torch") if releases.line_of(version) in ("0.12", "0.15") else ()
     flags = runs.all_flags([*bench.text_flags, "--eval-iters", "0", *old])
     return _run_once(bench, f"{version} tree", tree, tree / "pretrain_gpt.py", flags)
 

@@ -137,7 +137,7 @@ process and with TP 2 + SP.
   AdaGC's formula in float64.
 - **resume**: that run saves after its second step; a run that goes on from there has the same losses, norms, clipping
   and, at the end, parameters as the run that never stopped, bit for bit. Format torch_dist; for 0.12 the old one, as
-  its writer of torch_dist does not know torch 2.13.
+  its writer of torch_dist does not know torch 2.13, and for 0.15, whose writer compiles for a GPU.
 - **patch**: the patch of patches/ applies to that tree by added lines only and comes off again; the patched
   pretrain_gpt.py trains three steps with --simreg-lambda 10 and logs the same values as without the patch. Scripts of
   hybrid models need a GPU: they are compiled, not run.
