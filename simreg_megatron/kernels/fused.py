@@ -393,7 +393,7 @@ def _weights_of(given: Given) -> tuple[torch.dtype, int]:
     """Type of the weights, and how many numbers of it add up to one."""
     if given.rows.dtype == torch.float32:
         return torch.float32, 1
-    return torch.bfloat16, halves.numbers_per_weight(*given.rows.shape[2:], given.documents is not None)
+    return torch.bfloat16, halves.numbers_per_weight(*given.rows.shape[2:], given.documents is not None)  # type: ignore[call-arg]
 
 
 _BLOCK_UNIT = 256

@@ -31,7 +31,7 @@ class TorchTiles(Tiles):
         super().__init__(given, slab, temperature, side)
         self._shift = torch.where(self.names >= 0, 0.0, -math.inf).to(self.scale.dtype)
         self._halves = halves.multiplies_halves(self.rows)
-        self._per_weight = halves.numbers_per_weight(*self.rows.shape[2:], self.documents is not None)
+        self._per_weight = halves.numbers_per_weight(*self.rows.shape[2:], self.documents is not None)  # type: ignore[call-arg]
         self._room = self.names.shape[0] * self.bytes_per_chunk(given, self.side)
         self._release()
 
