@@ -19,7 +19,7 @@ from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import Flags, Plan, plan_of
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
-from simreg_megatron.reproduce.store import PLAN
+from simreg_megatron.reproduce.store import PLAN, read_csv
 from simreg_megatron.reproduce.tuned import nearest_size, untuned
 from simreg_megatron.reproduce.verdict import Row
 
@@ -55,8 +55,7 @@ def read_tables(folder: Path) -> dict[str, Table]:
 
 def _read(path: Path) -> tuple[Row, ...]:
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
-            return tuple(csv.DictReader(stream))
+        return tuple(read_csv(path))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ReproduceError(
             f"{path} cannot be read ({error}): make it again with `simreg-megatron reproduce`"
