@@ -83,7 +83,7 @@ def main() -> None:
     try:
         gradients(model, tokens, labels)
     except RuntimeError as error:
-        assert "--simreg-warmup-iters needs Megatron's training loop" in str(error)
+        assert "needs Megatron's training loop to tell the iteration" in str(error)
     else:
         raise AssertionError("a ramp that nobody moves must be refused")
     steps, scalars, said = train(model, tokens, labels, WARMUP + 1, 2)
