@@ -372,6 +372,7 @@ _NOT_OF_OBJECTIVE = {
     "simcse": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
     **dict.fromkeys(("cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic"), _OWN_TEMPERATURE),
     "prefixes-ce": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
+    "z-loss": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
 }
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from simreg_megatron.schedule import Schedule, parsed
 
 OBJECTIVES = (
-    "simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic", "prefixes-ce", "placebo", "none"
+    "simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic", "prefixes-ce", "z-loss", "placebo",
+    "none",
 )  # fmt: skip
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
@@ -271,7 +272,7 @@ class SimRegConfig:
     @property
     def through_head(self) -> bool:
         """Whether each token has a term by itself, through the output layer: then that layer is trained, too."""
-        return self.objective == "prefixes-ce"
+        return self.objective in ("prefixes-ce", "z-loss")
 
     @property
     def sends_no_rows(self) -> bool:
@@ -412,10 +413,11 @@ def _checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ..
                 f"SimReg {name.replace('_', ' ')} {as_typed(getattr(config, name))} has no effect on any of "
                 f"{config.objective}: drop it"
             )
-    if config.looks_inside and any(part.through_head for part in config.parts):
+    of_head = [part.objective for part in config.parts if part.through_head]
+    if config.looks_inside and of_head:
         raise ValueError(
-            "SimReg objective prefixes-ce is of the final states, as the output layer is given them: train it without "
-            "--simreg-layers and --simreg-placement"
+            f"SimReg objective {of_head[0]} is of the final states, as the output layer is given them: train it "
+            "without --simreg-layers and --simreg-placement"
         )
     own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
     words = [(word, str(value)) for word, value in _words(config.objective_options)]

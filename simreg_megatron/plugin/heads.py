@@ -45,10 +45,12 @@ def has_whole_head(model: Any) -> bool:
     return weight.numel() > 0 and held >= weight.numel() * weight.element_size()
 
 
-def prefix_terms(
+def head_terms(
     config: SimRegConfig, model: Any, hidden_states: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard
 ) -> Tensor:
-    """Cross-entropy of this rank's anchors through the truncated output layer, [B, A]; 0 where a token does not count.
+    """What the objective asks of each anchor's logits, [B, A]; 0 where a token does not count.
+
+        prefixes-ce: cross-entropy through the truncated output layer        z-loss: (log sum_j exp z_ij)^2
 
     Every tensor-parallel rank holds a part of the vocabulary and takes all tokens of the context rank through it, as
     Megatron's own output layer does. A collective over them, forwards and backwards.
@@ -66,7 +68,11 @@ def prefix_terms(
     else:
         rows = gather_rows(rows, group) if shard.layout.rows_split else share_work(rows, group)
     local, here = _in_shard(labels.transpose(0, 1), head.weight, group)
+    if config.objective == "z-loss":
+        here = torch.zeros_like(here)  # without a label the cross-entropy is the normalizer
     losses = truncated_head_losses(rows.flatten(0, 1), local.flatten(), here.flatten(), head)
+    if config.objective == "z-loss":
+        losses = losses.square()
     losses = torch.where(valid, losses.view(rows.shape[:2]).transpose(0, 1), 0.0)
     if group is None:
         return losses
@@ -76,9 +82,10 @@ def prefix_terms(
 
 def _truncated(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> TruncatedHead:
     layer, weight = model.output_layer, _weight(model)
+    width = weight.shape[1]
     return TruncatedHead(
         weight,
-        config.prefixes or default_prefixes(weight.shape[1]),
+        (width,) if config.objective == "z-loss" else config.prefixes or default_prefixes(width),
         bias=None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None),
         scale=_logit_scale(model),
         tensor_group=tensor_group,
@@ -86,7 +93,7 @@ def _truncated(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup
     )
 
 
-def refuse_truncating(model: Any) -> None:
+def refuse_second_use(model: Any, objective: str) -> None:
     """Raise where the output layer cannot be trained by a second use of its weight in the same step.
 
     Raises:
@@ -104,7 +111,7 @@ def refuse_truncating(model: Any) -> None:
     for reason, found in reasons.items():
         if found:
             raise NotImplementedError(
-                f"SimReg objective prefixes-ce does not work here, as {reason}: change that, or choose another one"
+                f"SimReg objective {objective} does not work here, as {reason}: change that, or choose another one"
             )
 
 

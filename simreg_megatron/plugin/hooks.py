@@ -373,7 +373,7 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
     ]
     for part in config.parts:
         if (part.meets_heads or part.through_head) and sharded:
-            who = "SimReg objective prefixes-ce" if part.through_head else "pairs=hidden-head"
+            who = f"SimReg objective {part.objective}" if part.through_head else "pairs=hidden-head"
             raise NotImplementedError(
                 f"{who} needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} scatters "
                 "them: drop one of them"
@@ -456,8 +456,9 @@ def _refuse_models(config: SimRegConfig, model_chunks: Any) -> None:
         if config.looks_inside:
             inner.refuse_decoder(config, model.decoder)
             stages.announce(config, model.decoder)
-        if any(part.through_head for part in config.parts):
-            heads.refuse_truncating(model)
+        for part in config.parts:
+            if part.through_head:
+                heads.refuse_second_use(model, part.objective)
 
 
 def _announce(config: SimRegConfig, model_chunks: Any) -> None:

@@ -20,7 +20,7 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
-from simreg_megatron.plugin.heads import label_rows, prefix_terms
+from simreg_megatron.plugin.heads import head_terms, label_rows
 from simreg_megatron.plugin.inner import InnerStates, State
 from simreg_megatron.plugin.learnable import learned_scalars, wanted
 from simreg_megatron.plugin.objectives import objective_terms
@@ -242,7 +242,7 @@ class Regularizer:
         if config.through_head:
             given = tokens.whole
             assert given.hidden_states is not None  # the settings leave it to the stage with the output layer
-            terms = prefix_terms(config, model, given.hidden_states, given.labels, given.valid, tokens.shard)
+            terms = head_terms(config, model, given.hidden_states, given.labels, given.valid, tokens.shard)
             return _Part(terms, self._views_for_log(config, tokens, states[-1]), {})
         views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)

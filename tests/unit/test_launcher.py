@@ -457,6 +457,8 @@ def test_the_users_flags_win_over_a_recipe() -> None:
         ("mic:1", "pool=token,t=1", []),
         ("mic:1", "pool=chunk", ["--simreg-chunk-size"]),
         ("prefixes-ce:1", "", []),
+        ("z-loss:1e-4", "", []),
+        ("placebo:1", "", ["--simreg-temperature", "--simreg-chunk-size"]),
         ("prefixes-ce:1,mic:1", "", ["--simreg-chunk-size"]),
     ],
 )

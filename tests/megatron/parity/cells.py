@@ -425,6 +425,15 @@ _CONTROLS = [
     Cell(DP2 + OVERLAP_GRADS, _LEARNABLE + part("schedule", _ENDING)),
     Cell(DP2, _TOGETHER + part("schedule", _ENDING)),
 ]
+_Z_LOSS = neighbour("z-loss", "0.05")
+_NORMALIZERS = [
+    Cell(TP2, _Z_LOSS, model="tied"),
+    Cell(TP2 + SP, _Z_LOSS, mode=PER_TOKEN),
+    Cell(CP2, _Z_LOSS, mode=PER_TOKEN),
+    Cell(PP2, _Z_LOSS),
+    Cell(DP2 + DISTRIBUTED, _Z_LOSS),
+    Cell(TP2, _Z_LOSS, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
+]
 LOCAL_MEANS = Cell(CP2, ACROSS, mode=PER_TOKEN, breakage="local_means_logged", must_fail="wrong on purpose")
 TRUNCATED = neighbour("prefixes-ce", "0.5", options="prefixes=8/32")
 _TRUNCATED = [
@@ -460,5 +469,5 @@ _BROKEN = [
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PRECISION,
     *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_STAGES, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
-    *_TRUNCATED, *_CONTROLS, *_BROKEN,
+    *_TRUNCATED, *_NORMALIZERS, *_CONTROLS, *_BROKEN,
 )  # fmt: skip
