@@ -152,7 +152,7 @@ def _of_label_and_other(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tenso
 
 def _logit_scale(model: Any) -> float:
     """What the model multiplies its logits with."""
-    settings = getattr(model, "config", None)
+    settings: Any = getattr(model, "config", None)
     return float(settings.mup_output_mult) if getattr(settings, "use_mup", False) else 1.0
 
 
