@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,7 @@ _NOT_IN_CONSOLE = (  # Megatron's line is long enough
 )
 _SAMPLED_TOKENS = 8192  # of a micro-batch, at most, over all ranks that share it: evenly spaced on the sequence
 _PREDICTED_TOKENS = 512  # likewise; fewer, as their logits are taken once more
+_KEPT_MICRO_BATCHES = 4096  # whose margins are kept, at most: some loops never ask for them
 _WIDEST = 4096  # beyond it the products of all features take too much memory to be logged by the way
 
 
@@ -72,7 +74,7 @@ class Metrics:
         self.wants_geometry = True  # a training loop that tells the iteration clears it between log steps
         self._sums: Tensor | None = None
         self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
-        self._margins: list[Tensor] = []  # of the same, those of this rank's tokens
+        self._margins: deque[Tensor] = deque(maxlen=_KEPT_MICRO_BATCHES)  # of the same steps, of this rank's tokens
         self._learned: dict[str, Tensor] = {}  # the same on every rank
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
@@ -268,9 +270,9 @@ class Metrics:
         if not self._margins:
             return {}
         groups = [group for group in (dp_cp_group, self._tensor_group) if group is not None and group.size() > 1]
-        found = quantiles_over(torch.cat(self._margins), list(_QUANTILES.values()), groups)
+        found = quantiles_over(torch.cat(list(self._margins)), list(_QUANTILES.values()), groups)
         if reset:
-            self._margins = []
+            self._margins.clear()
         return dict(zip(_QUANTILES, found.unbind(), strict=True))
 
     def _named_means(self, sums: Tensor) -> dict[str, Tensor]:

@@ -456,7 +456,9 @@ def test_norms_of_labels_that_come_once() -> None:
     assert found == pytest.approx(((once.mean() - often.mean()) / pooled).item(), rel=1e-5)
 
 
-def test_norms_of_rightly_and_of_wrongly_predicted_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the states that enter the output layer, with their margins; a model whose rows are elsewhere is told of."""
     hidden, labels, mask, loss = micro_batch()
     table = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -491,6 +493,12 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(capsys: pytest.Capture
     for share in (10, 50, 90):
         place = math.ceil(share * len(ordered) / 100) - 1
         assert found[f"simreg margin {share}%"].item() == pytest.approx(ordered[place].item(), rel=1e-6)
+
+    monkeypatch.setattr(reporting, "_KEPT_MICRO_BATCHES", 3)
+    unread = Regularizer(SimRegConfig(lambda_=1, temperature=0.1))
+    for _ in range(5):
+        unread.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+    assert len(unread.metrics._margins) == 3, "in a loop that never asks they must not pile up"
 
     nowhere = logged(MODEL)
     assert math.isnan(nowhere[name].item())
