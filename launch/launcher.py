@@ -54,6 +54,7 @@ def make_parser(family: str) -> argparse.ArgumentParser:
         help="one run of the paper's tables: AdaGC, and this objective; paper is SimReg on chunks, paper-full on whole "
         "sequences (default: neither)",
     )
+    parser.add_argument("--plain", action="store_true", help="leave the plugin out: Megatron alone, to compare with")
     parser.add_argument("--data", metavar="PREFIX", help="your tokenized text: PREFIX.bin and PREFIX.idx")
     parser.add_argument("--valid-data", metavar="PREFIX", help="validation text (default: 1 %% of --data)")
     parser.add_argument(
@@ -127,7 +128,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
 
     from simreg_megatron.__main__ import run
 
-    run([str(plan.script), *plan.arguments])  # ends the process where training stops before its end
+    run([str(plan.script), *plan.arguments], plain=plan.plain)  # ends the process where training stops before its end
     if options.auto_resume and os.environ["RANK"] == "0":
         progress.mark_ended(plan)
 

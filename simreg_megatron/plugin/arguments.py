@@ -47,6 +47,9 @@ _FLAGS = (
     _Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS)),
     _Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet"),
     _Flag("--simreg-warmup-iters", "warmup_iters", int, "iterations of a linear ramp of lambda (default 0)"),
+    _Flag("--simreg-lambda-schedule", "lambda_schedule", str, "constant (default), or linear:F or cosine:F: from "
+          "lambda to F times lambda over the training"),
+    _Flag("--simreg-off-after", "off_after", float, "share of the training after which the term is off"),
     _Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS)),
     _Flag("--simreg-log-interval", "log_interval", int, "iterations between log values (a multiple of --log-interval)"),
 )  # fmt: skip

@@ -174,12 +174,13 @@ def begin_foreign_run(model_chunks: Any) -> None:
         _accept_models(config, model_chunks)
 
 
-def begin_step(iteration: int, *, measures: bool) -> None:
-    """Before step `iteration`, counted from 0; `measures` the geometry of its hidden states for the log.
+def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
+    """Before step `iteration`, counted from 0, of a training of so many; `measures` the geometry of its hidden states
+    for the log.
 
-    With objective none, all that is computed is computed in these steps.
+    With objective none, and where a schedule has ended, all that is computed is computed in these steps.
     """
-    _current().set_iteration(iteration)
+    _current().set_iteration(iteration, num_iterations)
     _current().metrics.wants_geometry = measures
 
 
@@ -396,7 +397,7 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
     ]
     for part in config.parts:
         if (part.meets_heads or part.through_head) and sharded:
-            who = "SimReg objective prefixes-ce" if part.through_head else "pairs=hidden-head"
+            who = f"SimReg objective {part.objective}" if part.through_head else "pairs=hidden-head"
             raise NotImplementedError(
                 f"{who} needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} scatters "
                 "them: drop one of them"
@@ -482,18 +483,28 @@ def _refuse_models(config: SimRegConfig, model_chunks: Any) -> None:
         if config.looks_inside:
             inner.refuse_decoder(config, model.decoder)
             stages.announce(config, model.decoder)
-        if any(part.through_head for part in config.parts):
-            heads.refuse_truncating(model)
+        for part in config.parts:
+            if part.through_head:
+                heads.refuse_second_use(model, part.objective)
 
 
 def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     from megatron.core.utils import get_model_config
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
-    what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, in log steps, not trained on"
+    changes = f" {config.schedule}" if str(config.schedule) else ""
+    what = (
+        f"lambda {config.weight(hidden_size):g}{changes}"
+        if config.trains
+        else "measured only, in log steps, not trained on"
+    )
     options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
     if config.options.get("normalize") == "unit":
         warn(f"SimReg objective {config.objective}: {UNSCALED}")
+    if config.objective == "placebo":
+        warn(
+            "SimReg objective placebo: labels are moved around inside each chunk; this is a control and should not help"
+        )
     if config.by_sequence:
         log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
         return
@@ -519,7 +530,8 @@ def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
         iteration = given.get("iteration")
         iteration = _iteration_of_args() if iteration is None else iteration
         is_first = not _current().follows_iterations  # Megatron prints a line after it, in a resumed run, too
-        begin_step(iteration, measures=is_first or _is_log_step(iteration + 1))
+        measures = is_first or _is_log_step(iteration + 1)
+        begin_step(iteration, measures=measures, num_iterations=_iterations_of_args())
         result = train_step(*args, **kwargs)
         _refuse_silence(_current(), given["model"])
         return result
@@ -543,6 +555,14 @@ def _iteration_of_args() -> int:
     from megatron.training.global_vars import get_args
 
     return int(getattr(get_args(), "curr_iteration", 0))
+
+
+def _iterations_of_args() -> int | None:
+    """Of the whole training; Megatron counts them, too, where it is given samples."""
+    from megatron.training.global_vars import get_args
+
+    iterations: int | None = getattr(get_args(), "train_iters", None)
+    return iterations
 
 
 def _is_log_step(iteration: int) -> bool:
@@ -583,7 +603,8 @@ def _reduced_means(*, reset: bool = True) -> dict[str, Any]:
     config = _current().config
     pipeline = compat.pipeline_group() if config.layer_numbers else None
     several = pipeline if pipeline is not None and pipeline.size() > 1 else None
-    return _current().metrics.reduce(_data_group(), several, reset=reset or not config.trains)
+    means = _current().metrics.reduce(_data_group(), several, reset=reset or not _current().trains)
+    return means | _current().lambdas() if means else {}
 
 
 def _data_group() -> Any:

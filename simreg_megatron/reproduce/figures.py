@@ -20,6 +20,10 @@ _UNITS = {
     "negative_cosine": "mean cosine, different labels",
     "positive_cosine": "mean cosine, same label",
     "isotropy": "isotropy (0 to 1)",
+    "simreg_loss": "SimReg loss (per token)",
+    "margin_10": "margin, 10 % quantile (nats)",
+    "margin": "mean margin (nats)",
+    "rare_norm_difference": "norms of rare labels (Cohen's d)",
     "seconds_per_step": "seconds per step",
 }
 

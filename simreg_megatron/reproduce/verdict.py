@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runs say of a claim: difference, interval, p-value, and what these seeds could have shown at all.
 
-    difference = mean(arm) - mean(than),    t and its degrees of freedom after Welch (unequal variances)
+    difference = mean(arm) - times * mean(than),    t and its degrees of freedom after Welch (unequal variances)
     detectable = (t_.95 + t_.80) * standard error: a true difference of that size would be found four times in five
     exchange   = (loss of the shortened baseline - loss of the baseline) / (steps between them) * 100
     saving     = s / (steps + s),  s = -100 difference / exchange: the share of tokens that the baseline needs more
@@ -88,6 +88,7 @@ def judge(plan: Plan, rows: Sequence[Row]) -> list[Verdict]:
     for claim in plan.claims:
         for place in places:
             arm, than = (_values(rows, name, place, claim.metric) for name in (claim.arm, claim.than))
+            than = [claim.times * value for value in than]
             if len(arm) > 1 and len(than) > 1:
                 found.append(_judged(claim, place, arm, than, *_exchange(plan, rows, claim, place)))
     return found
@@ -96,7 +97,7 @@ def judge(plan: Plan, rows: Sequence[Row]) -> list[Verdict]:
 def _values(rows: Sequence[Row], arm: str, place: Place, metric: str) -> list[float]:
     """A run that diverged counts as infinitely bad: it is part of what the arm does."""
     return [
-        float(row[metric]) if row[metric] else math.inf
+        float(row[metric]) if row.get(metric) else math.inf
         for row in rows
         if row["arm"] == arm and (row["size"], row["tokens_per_parameter"]) == place
     ]

@@ -31,7 +31,8 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 # Only plugin, pretrain, checkpoint and probe may name megatron; triton lives in kernels alone.
 LAW = {
-    "config": room(),
+    "schedule": room(),
+    "config": room("schedule"),
     "losses": room("kernels", "torch"),
     "kernels": room(packages="torch triton"),
     "adagc": room(packages="torch"),

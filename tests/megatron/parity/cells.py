@@ -416,6 +416,27 @@ _PAIRS = [
     Cell(CP2 + TP2 + SP, _HEADS),
     Cell(PP2, _HEADS, model="tied"),
 ]
+_PLACEBO = baseline("placebo", 24)
+_ENDING = "--simreg-lambda-schedule cosine:0.2 --simreg-off-after 0.67"  # on in two of the three steps
+_CONTROLS = [
+    *(Cell(layout, _PLACEBO) for layout in (TP2, TP2 + SP, DP2, HALF)),
+    Cell(CP2, _PLACEBO, mode=PER_TOKEN),
+    Cell(CP2 + TP2 + SP, baseline("placebo", 0)),
+    Cell(PP2, _PLACEBO + part("layers 2,final", "--simreg-layers 2,final"), model="deep", mode=MASKED),
+    Cell(TP2 + SP, chunk(24, _ENDING, "schedule")),
+    Cell(PP2, chunk(24, f"--simreg-layers 2,final {_ENDING}", "layers 2,final, schedule"), model="deep"),
+    Cell(DP2 + OVERLAP_GRADS, _LEARNABLE + part("schedule", _ENDING)),
+    Cell(DP2, _TOGETHER + part("schedule", _ENDING)),
+]
+_Z_LOSS = neighbour("z-loss", "0.05")
+_NORMALIZERS = [
+    Cell(TP2, _Z_LOSS, model="tied"),
+    Cell(TP2 + SP, _Z_LOSS, mode=PER_TOKEN),
+    Cell(CP2, _Z_LOSS, mode=PER_TOKEN),
+    Cell(PP2, _Z_LOSS),
+    Cell(DP2 + DISTRIBUTED, _Z_LOSS),
+    Cell(TP2, _Z_LOSS, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
+]
 LOCAL_MEANS = Cell(CP2, ACROSS, mode=PER_TOKEN, breakage="local_means_logged", must_fail="wrong on purpose")
 TRUNCATED = neighbour("prefixes-ce", "0.5", options="prefixes=8/32")
 _TRUNCATED = [
@@ -451,6 +472,5 @@ _BROKEN = [
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PRECISION,
     *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_STAGES, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
-    *_TRUNCATED,
-    *_BROKEN,
+    *_TRUNCATED, *_NORMALIZERS, *_CONTROLS, *_BROKEN,
 )  # fmt: skip
