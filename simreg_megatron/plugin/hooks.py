@@ -20,7 +20,7 @@ from simreg_megatron.plugin.arguments import (
     differences_to_checkpoint,
 )
 from simreg_megatron.plugin.clipping import Clipping
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.regularizer import Regularizer, open_row_group
 from simreg_megatron.plugin.reporting import add_to_console, log_once, warn, write_scalars
 from simreg_megatron.plugin.sequence import fast_form
 
@@ -34,6 +34,7 @@ class _Installation:
         self.given_config = config
         self._regularizer: Regularizer | None = None
         self.clipping: Clipping | None = None
+        self.has_met_forward = False
         self._originals: list[tuple[Any, str, Any, Any]] = []
         self.model_classes: tuple[Any, ...] = ()
 
@@ -101,6 +102,8 @@ def install(config: SimRegConfig | None = None) -> None:
         (seam, _regularize if seam is compat.MODEL_SEAM else _regularize_forward) for seam in models
     ]
     wrappers += [(compat.built(seam), _add_parameters) for seam in models]
+    if compat.MODEL_SEAM in models:
+        wrappers.append((compat.FORWARD_SEAMS[0], _refuse_own_postprocess))
     if has_loop:
         wrappers += [
             (compat.SETUP_SEAM, _refuse_what_cannot_work),
@@ -199,12 +202,33 @@ def _regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
 
     def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
         loss = postprocess(model, *args, **kwargs)
+        assert _installation is not None
+        _installation.has_met_forward = True
         if not _trains(model):
             return loss
         given = compat.named_arguments(signature, model, *args, **kwargs)
         return _add_to(loss, model, given, given["hidden_states"])
 
     return with_simreg
+
+
+def _refuse_own_postprocess(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Some frameworks give a model, and not its class, another function in the place of the wrapped one."""
+
+    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
+        assert _installation is not None
+        if compat.MODEL_SEAM.name not in vars(model) or not (_trains(model) and _current().config.active):
+            return forward(model, *args, **kwargs)
+        _installation.has_met_forward = False
+        found = forward(model, *args, **kwargs)
+        if not _installation.has_met_forward:
+            raise NotImplementedError(
+                f"this {type(model).__name__} has a {compat.MODEL_SEAM.name} of its own, which hides the one "
+                "that SimReg wraps: let it call the class's, or set --simreg-lambda 0"
+            )
+        return found
+
+    return checked
 
 
 def _regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -436,6 +460,9 @@ def _end_of_document() -> int:
 def _accept_models(config: SimRegConfig, model_chunks: Any) -> None:
     """Refuse models that SimReg does not reach, and say what each objective does to the others."""
     _refuse_models(config, model_chunks)
+    for model in compat.unwrapped(model_chunks):
+        if getattr(model, "post_process", True) or inner.holds_earlier_layers(config, model):
+            open_row_group(model)
     for part in config.parts:
         _announce(part, model_chunks)
 

@@ -11,6 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
@@ -352,6 +353,17 @@ def shard_of(model: Any, labels: Tensor) -> SequenceShard:
                 "orders them otherwise: leave the rank order to Megatron, or set --simreg-lambda 0"
             )
     return SequenceShard(layout, rank, row_group, tp if tp.size() > 1 else None)
+
+
+def open_row_group(model: Any) -> None:
+    """Let NCCL make the communicator among which rows travel now, and not inside the first forward pass.
+
+    Groups of one kind of parallelism are in use by then; the one of two kinds is SimReg's alone.
+    """
+    tp, cp = compat.tensor_group(model), compat.context_group(model)
+    if model.config.sequence_parallel and tp.size() > 1 and cp.size() > 1:
+        nothing = torch.zeros(1, device=next(model.parameters()).device)
+        dist.all_reduce(nothing, group=compat.tensor_and_context_group(model))
 
 
 def _main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:

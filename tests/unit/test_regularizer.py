@@ -13,7 +13,7 @@ import torch
 from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.plugin import compat, hooks, reporting
+from simreg_megatron.plugin import compat, hooks, learnable, reporting
 from simreg_megatron.plugin import regularizer as regularizer_module
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.reporting import add_to_console
@@ -22,10 +22,13 @@ BATCH, LENGTH, WIDTH = 2, 12, 8
 
 
 class One:
-    """A process group of one rank."""
+    """A process group of one rank; or of more, where only their number matters."""
+
+    def __init__(self, size: int = 1) -> None:
+        self._size = size
 
     def size(self) -> int:
-        return 1
+        return self._size
 
     def rank(self) -> int:
         return 0
@@ -503,3 +506,29 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
     nowhere = logged(MODEL)
     assert math.isnan(nowhere[name].item())
     assert not any("margin" in value for value in nowhere) and "output layer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("sequence", "tensor", "context", "opens"), [
+    (True, 2, 2, True), (False, 2, 2, False), (True, 1, 2, False), (True, 2, 1, False),
+])  # fmt: skip
+def test_the_group_of_two_kinds_is_opened_before_the_first_step(
+    sequence: bool, tensor: int, context: int, opens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(regularizer_module.dist, "all_reduce", lambda numbers, group: asked.append(group))
+    groups = {"tp": One(tensor), "cp": One(context), "tp_cp": One(tensor * context)}
+    model = torch.nn.Linear(2, 2)
+    model.pg_collection, model.config = SimpleNamespace(**groups), SimpleNamespace(sequence_parallel=sequence)
+    regularizer_module.open_row_group(model)
+    assert asked == ([groups["tp_cp"]] if opens else [])
+
+
+def test_trained_scalars_are_read_by_a_call_that_data_parallelism_can_wait_in() -> None:
+    """Megatron's DDP hangs the wait for gathered parameters on the module's forward."""
+    config, model, waited = SimRegConfig(lambda_=1, similarity="learnable"), torch.nn.Linear(2, 2), []
+    learnable.add_to(model, learnable.wanted(config))
+    model.simreg_similarity.register_forward_pre_hook(lambda module, given: waited.append(module))
+    found = learnable.learned_scalars(config, model, None)
+    assert waited == [model.simreg_similarity] and set(found) == {"query", "key"}
+    sum(found.values()).backward()
+    assert model.simreg_similarity.query.grad.item() == 1

@@ -98,6 +98,7 @@ ETP2 = part("ETP2", "--expert-tensor-parallel-size 2")
 DISTRIBUTED = part("distributed optimizer", "--use-distributed-optimizer")
 OVERLAP_GRADS = part("overlapped reduce", "--overlap-grad-reduce")
 OVERLAP_PARAMS = part("overlapped gather", "--overlap-param-gather")
+OVERLAPPED = DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS
 ALLGATHER = part("allgather dispatcher", "--moe-token-dispatcher-type allgather")
 HALF = part("micro-batch 1", "--micro-batch-size 1")
 DOUBLE = part("micro-batch 4", "--micro-batch-size 4")
@@ -185,9 +186,9 @@ _CHUNKS = [
 _OPTIMIZERS = [
     Cell(DP2 + DISTRIBUTED, ACROSS, core=True),
     Cell(DP2 + OVERLAP_GRADS, ACROSS),
-    Cell(DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, ACROSS),
+    Cell(DP2 + OVERLAPPED, ACROSS),
     Cell(CP2 + DISTRIBUTED, ACROSS),
-    Cell(TP2 + SP + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, ACROSS),
+    Cell(TP2 + SP + DP2 + OVERLAPPED, ACROSS),
     Cell(DP2 + FSDP2, ACROSS, core=True),
     Cell(DP2 + FSDP2, OFF, mode=PER_TOKEN, must_fail="Megatron leaves out the division by tokens"),
     Cell(CP2 + FSDP2, ACROSS),
@@ -208,6 +209,8 @@ _OBJECTIVES = [
     *(Cell(layout, similarity(name, 4)) for name in ("qnorm", "dnorm") for layout in (TP2 + SP, CP2, DP2)),
     Cell(TP2 + SP, _LEARNABLE, core=True),
     *(Cell(layout, _LEARNABLE) for layout in (TP2, PP2, CP2, DP2, DP2 + DISTRIBUTED, HALF)),
+    # With a tied embedding or MTP the scalars have a bucket of their own on the last stage, to wait for.
+    *(Cell(PP2 + DP2 + OVERLAPPED, _LEARNABLE, model=model) for model in ("tied", "mtp")),
     Cell(CP2, chunk(24, "--simreg-group-reduce mean", "group mean")),
     Cell(TP2 + SP, chunk(0, "--simreg-self-positive never", "self never")),
 ]
@@ -311,7 +314,7 @@ _STAGES = [  # layers on pipeline stages before the last
     Cell(PP2 + CP2, chunk(0, "--simreg-layers 2,final", "layers 2,final"), model="deep"),
     Cell(PP2 + CP2, _BOTH, model="deep", mode=PER_TOKEN),
     Cell(PP2 + CP2, _BOTH, model="deep", mode=MASKED, oracle="context_ranks"),
-    Cell(PP2 + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, _BOTH, model="deep", mode=PER_TOKEN),
+    Cell(PP2 + DP2 + OVERLAPPED, _BOTH, model="deep", mode=PER_TOKEN),
     Cell(PP2 + HALF, _BOTH, model="deep"),
     # Early states are short, the gradient of their cosines is large: lambda 10 overflows fp16, in one process too.
     Cell(PP2 + FP16, _BOTH + part("lambda 0.5", "--simreg-lambda 0.5"), model="deep", bound=_FP16_BOUND),
@@ -444,7 +447,7 @@ _TRUNCATED = [
     Cell(PP2, TRUNCATED),
     Cell(HALF, TRUNCATED),
     Cell(DP2 + DISTRIBUTED, TRUNCATED, core=True),
-    Cell(TP2 + SP + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, TRUNCATED),
+    Cell(TP2 + SP + DP2 + OVERLAPPED, TRUNCATED),
     Cell(TP2, TRUNCATED, model="tied"),
     Cell(PP2, TRUNCATED, model="tied", core=True),
     Cell(TP2 + SP, TRUNCATED, model="mtp"),
