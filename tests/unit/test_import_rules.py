@@ -50,7 +50,7 @@ LAW = {
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
     "checkpoint": room(
-        f"{TOP} config plugin",
+        f"{TOP} config plugin data",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
     ),
     "report": room(f"{TOP} geometry", "matplotlib numpy tensorboard rich torch"),
