@@ -18,7 +18,7 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, progress, record, signals
+from launch import checkpoints, progress, quiet, record, signals
 from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.plan import (
@@ -70,6 +70,9 @@ def make_parser(family: str) -> argparse.ArgumentParser:
         help="go on from the newest whole checkpoint of the run, if there is one; do nothing if the run has ended",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the exact command and what would run, and stop")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show all that Megatron says, also when the tiny model is trained"
+    )
     return parser
 
 
@@ -127,7 +130,8 @@ def _launch(family: str, argv: Sequence[str]) -> None:
 
     from simreg_megatron.__main__ import run
 
-    run([str(plan.script), *plan.arguments])  # ends the process where training stops before its end
+    with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
+        run([str(plan.script), *plan.arguments])  # ends the process where training stops before its end
     if options.auto_resume and os.environ["RANK"] == "0":
         progress.mark_ended(plan)
 
