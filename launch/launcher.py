@@ -18,7 +18,7 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, progress, record, signals
+from launch import checkpoints, progress, quiet, record, signals
 from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.plan import (
@@ -71,6 +71,9 @@ def make_parser(family: str) -> argparse.ArgumentParser:
         help="go on from the newest whole checkpoint of the run, if there is one; do nothing if the run has ended",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the exact command and what would run, and stop")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show all that Megatron says, also when the tiny model is trained"
+    )
     return parser
 
 
@@ -128,7 +131,9 @@ def _launch(family: str, argv: Sequence[str]) -> None:
 
     from simreg_megatron.__main__ import run
 
-    run([str(plan.script), *plan.arguments], plain=plan.plain)  # ends the process where training stops before its end
+    with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
+        # Ends the process where training stops before its end.
+        run([str(plan.script), *plan.arguments], plain=plan.plain)
     if options.auto_resume and os.environ["RANK"] == "0":
         progress.mark_ended(plan)
 

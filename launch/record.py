@@ -13,9 +13,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from launch.flags import flag_value
 from launch.plan import ROOT, Plan
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
@@ -37,12 +39,26 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
         "git": _git("rev-parse", "HEAD"),
     }
     (folder / "versions.json").write_text(json.dumps(facts, indent=1) + "\n")
+    _write_tokenizer(folder, plan)
     changes = _git("diff", "HEAD")
     if changes:
         (folder / "changes.patch").write_text(changes + "\n")
     if job:
         _run(["scontrol", "write", "batch_script", job, str(folder / "job.sbatch")])
     return folder
+
+
+def _write_tokenizer(folder: Path, plan: Plan) -> None:
+    """Its hash, by which an export recognises it; none of a kind that only Megatron reads."""
+    from simreg_megatron.data import DataError
+    from simreg_megatron.data.encoding import RECORD, describe_tokenizer
+
+    source = flag_value(plan.flags, "--tokenizer-model")
+    if source is None:
+        return
+    source = str(Path(source).absolute()) if Path(source).exists() else source  # else the name of one on the Hub
+    with suppress(DataError):
+        (folder / RECORD).write_text(json.dumps(describe_tokenizer(source).record(), indent=1) + "\n")
 
 
 def shown(environ: Mapping[str, str]) -> list[str]:

@@ -27,8 +27,16 @@ def appearing(save: Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{save.name}.partial-", dir=save.parent))
     try:
         yield partial
-        partial.chmod(0o755)
+        _open_to_others(partial)
         os.replace(partial, save)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _open_to_others(folder: Path) -> None:
+    """The modes of the user's umask: what made the folder, and what writes tensors, choose the owner's alone."""
+    hidden = os.umask(0o077)
+    os.umask(hidden)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~hidden)

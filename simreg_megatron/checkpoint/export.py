@@ -19,6 +19,7 @@ from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.huggingface import Target, config_entries, config_of, targets
 from simreg_megatron.checkpoint.source import Checkpoint
 from simreg_megatron.checkpoint.tokenizer import Tokenizer
+from simreg_megatron.checkpoint.vocabulary import check_size, check_tokenizer, size_of
 from simreg_megatron.checkpoint.weights import EMBEDDING, Weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,7 +68,8 @@ def plan_export(
     """
     notes = list(checkpoint.notes)
     args = checkpoint.args
-    vocabulary = vocabulary or (tokenizer.size if tokenizer else None) or args.get("vocab_size")
+    asked = vocabulary
+    vocabulary = vocabulary or size_of(args, tokenizer)
     if vocabulary is None:
         vocabulary = args.get("padded_vocab_size")
         notes.append(
@@ -78,6 +80,15 @@ def plan_export(
         raise CheckpointError("the checkpoint does not tell the size of its vocabulary: give --vocab-size")
     architecture = from_args(args, vocabulary=vocabulary)
     num_rows = check_weights(architecture, checkpoint.weights)
+    if tokenizer is not None:
+        check_size(args, tokenizer.size, num_rows, f"the tokenizer {tokenizer.path}")
+        notes += check_tokenizer(args, checkpoint.folder, tokenizer)
+        if tokenizer.size > vocabulary:
+            raise CheckpointError(
+                f"--vocab-size {asked} has no room for the {tokenizer.size} tokens of {tokenizer.path}: leave it out"
+            )
+    if asked is not None:
+        check_size(args, asked, num_rows, f"--vocab-size {asked}")
     chosen = DTYPES[dtype] if dtype else checkpoint.weights[EMBEDDING].dtype
     wider = [name for name, weight in checkpoint.weights.items() if weight.dtype.itemsize > chosen.itemsize]
     if wider and dtype is None:

@@ -18,6 +18,8 @@ from torch import Tensor
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.source import Checkpoint
 from simreg_megatron.checkpoint.tokenizer import Tokenizer
+from simreg_megatron.checkpoint.vocabulary import check_size
+from simreg_megatron.checkpoint.weights import EMBEDDING
 
 # What fp32 makes of two orders of the same sums, relative to the spread of the logits.
 LOGIT_TOLERANCE = 1e-4
@@ -73,6 +75,8 @@ def verify(checkpoint: Checkpoint, model: Path, *, tokenizer: Tokenizer | None =
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(str(model), local_files_only=True)
+    # Both are cut to the exported vocabulary below, so a wrong one would agree on the tokens that it kept.
+    check_size(checkpoint.args, config.vocab_size, checkpoint.weights[EMBEDDING].shape[0], f"the exported {model}")
     length = min(_LENGTH, config.max_position_embeddings)
     tokens, text = _tokens(length, config.vocab_size, tokenizer)
     rounded = str(config.dtype or torch.float32).removeprefix("torch.")  # as the exported weights are

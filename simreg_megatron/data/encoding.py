@@ -16,6 +16,7 @@ from typing import Any
 from simreg_megatron.data.indexed import DataError, PairWriter, sha256, token_dtype
 from simreg_megatron.data.linewise import cuts_at_lines, encode_by_lines
 
+RECORD = "tokenizer_hash.json"  # in the record of a run's start: which tokenizer it trains with
 SENTENCEPIECE, HUGGING_FACE = "sentencepiece", "huggingface"
 # Its ids tell tokenizers apart that have the same vocabulary: cases, digits, spaces, other scripts, bytes.
 _PROBE = (
@@ -43,6 +44,10 @@ class TokenizerFacts:
     def identity(self) -> dict[str, Any]:
         """What decides; the same tokenizer may lie elsewhere."""
         return {name: value for name, value in asdict(self).items() if name not in ("source", "backend")}
+
+    def record(self) -> dict[str, Any]:
+        """What tells later whether another tokenizer is this one."""
+        return {name: getattr(self, name) for name in ("kind", "source", "sha256", "vocab_size")}
 
     @property
     def name(self) -> str:

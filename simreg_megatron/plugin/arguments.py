@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,36 +35,54 @@ def _one_of(values: tuple[str, ...]) -> str:
 
 
 _FLAGS = (
-    _Flag("--simreg-lambda", "lambda_", str, "weight of the term; auto = 10*sqrt(hidden/1024); 0 = plain Megatron"),
-    _Flag("--simreg-temperature", "temperature", float, "temperature tau (default 0.01; baselines have their own)"),
-    _Flag("--simreg-chunk-size", "chunk_size", int, "tokens per chunk, 0 = whole sequence (default 1024)"),
-    _Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, or on each rank"),
-    _Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES)),
-    _Flag("--simreg-objective", "objective", str, _one_of(choices.OBJECTIVES) + " (SimReg measured in log steps, "
-          "not trained on), or several: simreg:auto,sigreg:0.05"),
-    _Flag("--simreg-objective-options", "objective_options", str, "its own: form=per_pair,..."),
-    _Flag("--simreg-layers", "layers", str, "final (default), or layer numbers such as 12,24,final"),
-    _Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": the final states, behind the norm"),
-    _Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS)),
-    _Flag("--simreg-self-positive", "self_positive", str, _one_of(choices.SELF_POSITIVES)),
-    _Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS)),
-    _Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet"),
-    _Flag("--simreg-warmup-iters", "warmup_iters", int, "iterations of a linear ramp of lambda (default 0)"),
-    _Flag("--simreg-lambda-schedule", "lambda_schedule", str, "constant (default), or linear:F or cosine:F: from "
-          "lambda to F times lambda over the training"),
-    _Flag("--simreg-off-after", "off_after", float, "share of the training after which the term is off"),
-    _Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS)),
-    _Flag("--simreg-log-interval", "log_interval", int, "iterations between log values (a multiple of --log-interval)"),
+    _Flag("--simreg-lambda", "lambda_", str, "weight of the term beside the next-token loss: a number, or auto for "
+          "10*sqrt(hidden/1024); 0 is plain Megatron (default 0)"),
+    _Flag("--simreg-temperature", "temperature", float, "temperature tau, which divides the similarities (default "
+          "0.01; other objectives have their own)"),
+    _Flag("--simreg-chunk-size", "chunk_size", int, "tokens that are compared with each other; 0 compares whole "
+          "sequences (default 1024)"),
+    _Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, the same in every "
+          "layout, or on what each rank holds (default exact)"),
+    _Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES) + ": how two states are compared "
+          "(default cosine)"),
+    _Flag("--simreg-objective", "objective", str, _one_of(choices.OBJECTIVES) + " (measures SimReg in log steps and "
+          "does not train on it), or several with their weights: simreg:auto,sigreg:0.05 (default simreg)"),
+    _Flag("--simreg-objective-options", "objective_options", str, "options of the objective's own, as name=value with "
+          "commas: form=per_pair,self_positive=always"),
+    _Flag("--simreg-layers", "layers", str, "whose states get the term: final, or layer numbers from 1 such as "
+          "12,24,final (default final)"),
+    _Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": take the final states behind the "
+          "last norm or before it (default post-norm)"),
+    _Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS) + ": over the positives and "
+          "over the negatives of a token (default sum)"),
+    _Flag("--simreg-self-positive", "self_positive", str, _one_of(choices.SELF_POSITIVES) + ": when a token is its own "
+          "positive (default always)"),
+    _Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one "
+          "sequence are weighed against each other (default token)"),
+    _Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet (default off)"),
+    _Flag("--simreg-warmup-iters", "warmup_iters", int, "iterations over which lambda rises from 0 (default 0)"),
+    _Flag("--simreg-lambda-schedule", "lambda_schedule", str, "how lambda changes over the training: constant, or "
+          "linear:F or cosine:F down (or up) to F times lambda (default constant)"),
+    _Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
+          "off and no longer computed (default never)"),
+    _Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
+          "auto, the fastest that fits)"),
+    _Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's values in the log, a multiple of "
+          "--log-interval, which is the default"),
 )  # fmt: skip
 
 
 _ADAGC_FLAGS = (
-    _Flag("--adagc-lambda-rel", "lambda_rel", float, "how far a norm may rise above its moving average (default 1.04)"),
-    _Flag("--adagc-lambda-abs", "lambda_abs", float, "largest global norm in the warm-up (default: --clip-grad)"),
+    _Flag("--adagc-lambda-rel", "lambda_rel", float, "how far a parameter's gradient norm may rise above its moving "
+          "average (default 1.04)"),
+    _Flag("--adagc-lambda-abs", "lambda_abs", float, "largest global norm during the warm-up (default: --clip-grad's)"),
     _Flag("--adagc-beta", "beta", float, "of the moving average (default 0.99)"),
     _Flag("--adagc-warmup-iters", "warmup_iters", int, "steps that are clipped by their global norm (default 100)"),
-    _Flag("--adagc-variant", "variant", str, _one_of(choices.ADAGC_VARIANTS) + ": what the averages follow"),
+    _Flag("--adagc-variant", "variant", str, _one_of(choices.ADAGC_VARIANTS) + ": what the averages follow (default "
+          "clipped)"),
 )  # fmt: skip
+_PREFIXES = ("--simreg-", "--adagc")
+_BARE_PERCENT = re.compile(r"(?<!%)%(?![%(])")  # neither escaped nor the name of a value
 
 
 def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -72,7 +93,10 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     _add_flags(group, _FLAGS)
     clipping = parser.add_argument_group(title="adagc", description="adaptive clipping by parameter (AdaGC)")
     clipping.add_argument(
-        "--adagc", action="store_true", default=None, help="clip by AdaGC in the place of --clip-grad; needs no SimReg"
+        "--adagc",
+        action="store_true",
+        default=None,
+        help="clip by AdaGC in the place of --clip-grad; needs no SimReg (default off)",
     )
     _add_flags(clipping, _ADAGC_FLAGS)
     group.add_argument(
@@ -81,9 +105,12 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         nargs="?",
         const="on",
         default=None,
-        help="train on the CPU; read by `python -m simreg_megatron` and the launch scripts (=force where a GPU is)",
+        help="train on the CPU, for trying and testing; =force where a GPU is (default off)",
     )
+    if cpu_backend.is_active():
+        cpu_backend.choose_flags(parser)
     _check_after_parsing(parser)
+    _let_help_be_printed(parser)
     return parser
 
 
@@ -100,12 +127,42 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
     def checked(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
         namespace, unknown = parse_known_args(*args, **kwargs)
         try:
+            _refuse_unknown(parser, unknown)
             _check_namespace(namespace)
         except ValueError as error:
             parser.exit(2, f"error: {error}\n")
         return namespace, unknown
 
     parser.parse_known_args = checked  # type: ignore[method-assign,assignment]
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Also where a script lets Megatron pass over what it does not know."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith(_PREFIXES):
+            known = {_tail(option): option for option in parser._option_string_actions if option.startswith(_PREFIXES)}
+            near = difflib.get_close_matches(_tail(name), known, n=1)
+            hint = f"did you mean {known[near[0]]}?" if near else "`simreg-megatron flags` lists them"
+            raise ValueError(f"there is no flag {name}: {hint}")
+
+
+def _tail(name: str) -> str:
+    """What tells our flags apart."""
+    return name.removeprefix("--simreg-").removeprefix("--adagc-")
+
+
+def _let_help_be_printed(parser: argparse.ArgumentParser) -> None:
+    """Megatron 0.19 has a bare percent sign in a help text, on which argparse stumbles when it prints them all."""
+    format_help = parser.format_help
+
+    def printable() -> str:
+        for action in parser._actions:
+            if action.help:
+                action.help = _BARE_PERCENT.sub("%%", action.help)
+        return format_help()
+
+    parser.format_help = printable  # type: ignore[method-assign]
 
 
 def _check_namespace(namespace: argparse.Namespace) -> None:
@@ -122,14 +179,28 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
             "--simreg-cpu came too late, Megatron is imported already: start the script with "
             "`python -m simreg_megatron SCRIPT ...` or set SIMREG_CPU=1 and use the launch scripts"
         )
+    if cpu_backend.is_active() and getattr(namespace, "distributed_backend", None) == "nccl":
+        raise ValueError("--distributed-backend nccl needs a GPU, and this run is on the CPU: leave the flag out")
+    if cpu_backend.is_active() and namespace.simreg_impl == "triton" and not os.environ.get("TRITON_INTERPRET"):
+        raise ValueError("--simreg-impl triton needs a GPU, and this run is on the CPU: leave the flag out")
     if adagc_from_args(namespace) is None and of_adagc:
         raise ValueError(f"{', '.join(of_adagc)} has no effect without --adagc: add it, or drop them")
     config = config_from_args(namespace)
+    _refuse_layers(config, getattr(namespace, "num_layers", None))
     idle = [name for name in given if name not in ("--simreg-lambda", "--simreg-objective")]
     if idle and not config.active:
         raise ValueError(
             f"{', '.join(idle)} has no effect while --simreg-lambda is 0: "
             "give a lambda, or --simreg-objective none to measure without training on it"
+        )
+
+
+def _refuse_layers(config: SimRegConfig, num_layers: int | None) -> None:
+    """Before Megatron builds anything; where it reads its sizes elsewhere, the model itself tells later."""
+    beyond = [layer for layer in config.layer_numbers if num_layers is not None and layer > num_layers]
+    if beyond:
+        raise ValueError(
+            f"--simreg-layers {beyond[0]} is beyond the model, which has layers 1 to {num_layers}: name one of them"
         )
 
 

@@ -78,6 +78,24 @@ def connections(flags: Sequence[str]) -> str:
     return "32" if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags) else "1"
 
 
+def choose_flags(parser: Any) -> None:
+    """Let Megatron's parser default to MEGATRON_FLAGS, as far as this release knows them; what is given wins."""
+    known = [flag for flag in _by_flag() if flag[0] in parser._option_string_actions]
+    chosen = parser.parse_known_args([word for flag in known for word in flag])[0]
+    dests = [parser._option_string_actions[flag[0]].dest for flag in known]
+    parser.set_defaults(**{dest: getattr(chosen, dest) for dest in dests})
+
+
+def _by_flag() -> list[list[str]]:
+    """MEGATRON_FLAGS, each with its value."""
+    flags: list[list[str]] = []
+    for word in MEGATRON_FLAGS:
+        if word.startswith("--"):
+            flags.append([])
+        flags[-1].append(word)
+    return flags
+
+
 def activate(mode: str = "on") -> None:
     """Answer Megatron's calls to torch.cuda on the CPU, for the rest of this process.
 

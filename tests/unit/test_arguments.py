@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from simreg_megatron.plugin import cpu_backend
 from simreg_megatron.plugin.arguments import (
     adagc_from_args,
     add_simreg_arguments,
@@ -20,6 +21,7 @@ from simreg_megatron.plugin.arguments import (
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False)
     made.add_argument("--yaml-cfg")
+    made.add_argument("--num-layers", type=int)
     made.add_argument("--clip-grad", type=float, default=1.0)  # Megatron's own
     return add_simreg_arguments(made)
 
@@ -74,6 +76,11 @@ def test_adding_twice_is_adding_once() -> None:
         ("--simreg-lambda 0 --simreg-scope local", "--simreg-scope has no effect"),
         ("--simreg-cpu", "--simreg-cpu came too late"),
         ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
+        ("--simreg-lamda 10", "there is no flag --simreg-lamda: did you mean --simreg-lambda?"),
+        ("--simreg-chunksize=64", "did you mean --simreg-chunk-size?"),
+        ("--adagc-labmda-rel 1", "did you mean --adagc-lambda-rel?"),
+        ("--simreg-zzz", "`simreg-megatron flags` lists them"),
+        ("--simreg-lambda 1 --simreg-layers 2,7 --num-layers 4", "--simreg-layers 7 is beyond the model, which has"),
     ],
 )
 def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +89,49 @@ def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytes
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
+
+
+def test_a_wrong_flag_is_refused_where_a_script_passes_over_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parser().parse_known_args(["--of-the-script", "--simreg-layers", "4", "--simreg-lambda", "1",
+                                      "--num-layers", "4"])[1] == ["--of-the-script"]  # fmt: skip
+    with pytest.raises(SystemExit):
+        parser().parse_known_args(["--of-the-script", "--simreg-lamda", "10"])
+    assert "did you mean --simreg-lambda?" in capsys.readouterr().err
+
+
+def test_a_percent_sign_in_a_help_text_is_printed() -> None:
+    """Megatron 0.19 has one, and argparse raises ValueError at it."""
+    made = argparse.ArgumentParser()
+    made.add_argument("--ratio", default=3, help="share (50%), or 100% of it, escaped %%, default %(default)s")
+    with pytest.raises(ValueError, match="unsupported format character"):
+        made.format_help()
+    add_simreg_arguments(made)
+    for _ in range(2):
+        assert "share (50%), or 100% of it, escaped %, default 3" in " ".join(made.format_help().split())
+
+
+class TestOnTheCpu:
+    """What the launch scripts choose where no GPU is follows for a script of one's own, too."""
+
+    def parsed(self, line: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+        monkeypatch.setattr(cpu_backend, "is_active", lambda: True)
+        made = argparse.ArgumentParser(allow_abbrev=False)
+        made.add_argument("--distributed-backend", default="nccl", choices=["nccl", "gloo"])
+        made.add_argument("--no-rope-fusion", dest="apply_rope_fusion", action="store_false")
+        made.add_argument("--num-workers", type=int, default=2)
+        return add_simreg_arguments(made).parse_args(line.split())
+
+    def test_the_flags_that_go_with_it_are_defaults(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        args = self.parsed("", monkeypatch)
+        assert (args.distributed_backend, args.apply_rope_fusion, args.num_workers) == ("gloo", False, 0)
+        assert self.parsed("--num-workers 3", monkeypatch).num_workers == 3
+
+    @pytest.mark.parametrize("line", ["--distributed-backend nccl", "--simreg-lambda 1 --simreg-impl triton"])
+    def test_what_needs_a_gpu_is_refused(self, line: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        with pytest.raises(SystemExit):
+            self.parsed(line, monkeypatch)
+        assert "needs a GPU, and this run is on the CPU: leave the flag out" in capsys.readouterr().err
 
 
 def test_a_resume_tells_every_setting_that_changed() -> None:

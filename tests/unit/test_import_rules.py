@@ -50,10 +50,10 @@ LAW = {
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
     "checkpoint": room(
-        f"{TOP} config plugin",
+        f"{TOP} config plugin data",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
     ),
-    "report": room(f"{TOP} geometry", "matplotlib numpy tensorboard rich torch"),
+    "report": room(f"{TOP} geometry", "matplotlib numpy scipy tensorboard rich torch"),
     "evaluation": room("data checkpoint", "lm_eval datasets transformers torch numpy matplotlib typer rich"),
     "reproduce": room(f"{TOP} data report", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} plugin"),
