@@ -385,6 +385,9 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
             f"--simreg-log-interval {interval} must be a multiple of --log-interval {args.log_interval}: "
             "SimReg's values appear in Megatron's own log line"
         )
+    iterations = getattr(args, "train_iters", None)
+    if config.schedule.needs_length and iterations:  # with samples Megatron counts them later
+        config.schedule.factor(0, iterations)  # refuses a training that is too short for it
     if "full_iteration" in f"{getattr(args, 'cuda_graph_impl', '')} {getattr(args, 'cuda_graph_scope', '')}":
         raise NotImplementedError(
             "SimReg has not been shown to work inside full-iteration CUDA graphs: capture layers only, "
