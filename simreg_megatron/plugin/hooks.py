@@ -463,7 +463,10 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     from megatron.core.utils import get_model_config
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
-    what = f"lambda {config.weight(hidden_size):g}" if config.trains else "measured only, in log steps, not trained on"
+    asked = " (auto)" if config.lambda_ == "auto" else ""
+    what = "measured only, in log steps, not trained on"
+    if config.trains:
+        what = f"lambda {config.weight(hidden_size):g}{asked}"
     options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
     if config.options.get("normalize") == "unit":
         warn(f"SimReg objective {config.objective}: {UNSCALED}")
