@@ -28,7 +28,7 @@ from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.losses.sigreg import random_directions
 from simreg_megatron.magnitude import norm_sums, radial_sums
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
-from simreg_megatron.plugin.heads import predicts_label
+from simreg_megatron.plugin.heads import margins
 
 SEQUENCES, LENGTH, WIDTH, LABELS = 2, 1024, 1024, 300
 VOCABULARY, PREDICTED, PREFIXES = 32_000, 512, (128, 256)
@@ -81,7 +81,7 @@ def cases(device: str) -> dict[str, Callable[[], Any]]:
                 norm_sums(fixed, counts) for counts in (valid, *pair_counts(labels, valid))
             ],
             "log steps only: radial gradient": lambda: radial_sums(fixed, fixed, valid),
-            f"log steps only: right predictions ({PREDICTED} tokens, {VOCABULARY} ids)": lambda: predicts_label(
+            f"log steps only: right predictions ({PREDICTED} tokens, {VOCABULARY} ids)": lambda: margins(
                 head, fixed.flatten(0, 1)[:PREDICTED], labels.flatten()[:PREDICTED], None
             ),
         }

@@ -19,6 +19,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighbours and the package like this
@@ -28,9 +30,13 @@ from rich.console import Console  # noqa: E402
 from launch import lock, record  # noqa: E402
 from launch.flags import LaunchError  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
-from launch.side_by_side import Job, JobFailed, run_side_by_side  # noqa: E402
+from launch.screen import Screen, duration, say  # noqa: E402
+from launch.side_by_side import Job, JobFailed, Notes, Trainings, Turns, run_side_by_side  # noqa: E402
 from launch.timing import interval_milliseconds  # noqa: E402
 from simreg_megatron import report  # noqa: E402
+from simreg_megatron.report import own  # noqa: E402
+from simreg_megatron.report.page import Grid, Section  # noqa: E402
+from simreg_megatron.report.page import write as write_page  # noqa: E402
 from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
@@ -39,12 +45,17 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 MARK = "demo.json"  # says that a folder is the demo's own and may be replaced
 RESULT = "result.json"  # what was printed and drawn, as numbers
+CURVES, HEATMAPS, PAGE = "curves.png", "heatmaps.png", "report.html"
 
-CROSS_ENTROPY, SIMREG = "cross-entropy", "simreg"
+RUNS = CROSS_ENTROPY, SIMREG = "cross-entropy", "simreg"
 PLAIN, TIMING = "plain", "timing"  # Megatron without any flag of the plugin; the folder of the short runs
 TIMING_TURNS, TIMING_STEPS, TIMING_INTERVAL = 2, 30, 10  # the first interval does not count
 SECONDS_PER_STEP = 1.0  # side by side on two cores, evaluation included
-SECONDS_AROUND = 150  # building the corpus, starting, measuring steps, probing, drawing
+SECONDS_OF_TEXT, SECONDS_OF_TIMING, SECONDS_OF_PROBES = 100, 60, 40  # guesses, for the bars until the pace is known
+EVALUATIONS = 8  # on the way; at the first one stand the early heat-maps
+
+
+_WEIGHTS_ALONE = ("--no-save-optim", "--no-save-rng")  # nobody goes on from here
 
 
 class DemoError(RuntimeError):
@@ -70,12 +81,22 @@ class Settings:
             "--seed": self.seed,
             "--train-iters": self.steps,
             "--log-interval": max(1, self.steps // 40),
-            "--eval-interval": max(1, self.steps // 8),
+            "--eval-interval": self.early,
             "--save": folder / "checkpoints",
-            "--save-interval": self.steps,
+            "--save-interval": self.early,
             "--data-cache-path": folder / "cache",  # one each: two runs would write the same index files at once
         }
-        return [*_words(flags), *self._objective(name)]
+        return [*_words(flags), *_WEIGHTS_ALONE, "--verbose", *self._objective(name)]
+
+    @property
+    def early(self) -> int:
+        """The step of the first evaluation."""
+        return max(1, self.steps // EVALUATIONS)
+
+    @property
+    def probed(self) -> list[int]:
+        """The steps whose hidden states are drawn."""
+        return sorted({self.early, self.steps})
 
     def timing_flags(self, name: str) -> list[str]:
         """Likewise for a short run without evaluation and checkpoints."""
@@ -87,13 +108,21 @@ class Settings:
             "--log-interval": TIMING_INTERVAL,
             "--eval-iters": 0,
         }
-        return [*_words(flags), *self._objective(name)]
+        return [*_words(flags), "--verbose", *self._objective(name)]
 
     def _objective(self, name: str) -> list[str]:
         if name == PLAIN:
             return []
         weight = {CROSS_ENTROPY: {"--simreg-objective": "none"}, SIMREG: {"--simreg-lambda": f"{self.simreg_lambda:g}"}}
         return _words(weight[name] | {"--simreg-chunk-size": self.chunk_size})
+
+
+class Findings(NamedTuple):
+    """What the demo found: each run's numbers, the time of a step, the hidden states in the order of the maps."""
+
+    summaries: Sequence[report.Summary]
+    steps: report.Overhead
+    states: Sequence[report.HiddenStates]
 
 
 def _words(flags: dict[str, object]) -> list[str]:
@@ -131,13 +160,13 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
     except JobFailed as error:
         for line in error.tail:
             console.print(line, markup=False, highlight=False)
-        console.print(f"error: {error}", markup=False, style="bold red")
+        say(console, f"error: {error}", style="bold red")
         return 1
     except (DemoError, LaunchError, report.ReportError) as error:
-        console.print(f"error: {error}", markup=False, style="bold red")
+        say(console, f"error: {error}", style="bold red")
         return 1
     except KeyboardInterrupt:
-        console.print(f"Stopped, with all that was running; the logs are in {settings.output}.", markup=False)
+        say(console, f"Stopped, with all that was running; the logs are in {settings.output}.")
         return 130
     return 0
 
@@ -151,28 +180,32 @@ def _run_demo(settings: Settings, console: Console) -> None:
 
 def _compare(settings: Settings, console: Console, *, commit: str, started: float) -> None:
     make_room(settings)
-    _ensure_corpus()
-    names = (CROSS_ENTROPY, SIMREG)
-    run_side_by_side([training_job(settings, name) for name in names], console=console, steps=settings.steps)
-    steps = measured_steps(settings, console)
-    summaries = _report_training(settings, names, steps, console)
-    states = _report_hidden_states(settings, names, console)
-    write_result(settings, summaries, steps, states, commit=commit, seconds=time.monotonic() - started)
+    _ensure_corpus(settings, console)
+    _train(settings, console)
+    found = _look_inside(settings, console, measured_steps(settings, console))
+    seconds = time.monotonic() - started
+    write_result(settings, found, commit=commit, seconds=seconds)
+    _tell(settings, found, console, seconds)
+
+
+def _headline(console: Console, number: int, text: str) -> None:
+    console.print()
+    say(console, f"[{number}/4] {text}", style="bold")
 
 
 def describe(settings: Settings) -> str:
     """What will happen, and how long it takes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     slowdown = 1 if cores >= 2 else 2
-    minutes = (SECONDS_PER_STEP * settings.steps * slowdown + SECONDS_AROUND) / 60
+    around = SECONDS_OF_TEXT + SECONDS_OF_TIMING + SECONDS_OF_PROBES
+    minutes = (SECONDS_PER_STEP * settings.steps * slowdown + around) / 60
+    chunks = f"chunks of {settings.chunk_size} tokens" if settings.chunk_size else "whole sequences"
     return (
-        f"Two tiny LLaMAs are pretrained side by side in Megatron, {settings.steps} steps each, same text, same seed:\n"
-        f"  {CROSS_ENTROPY:<13}  the language-model loss alone; SimReg is measured, not trained\n"
-        f"  {SIMREG:<13}  the same plus {settings.simreg_lambda:g} * SimReg, chunks of "
-        f"{settings.chunk_size or 'whole sequences'}{' tokens' if settings.chunk_size else ''}\n"
-        "Then: what a step costs, measured in short runs, one at a time; a table, curves and heat-maps in "
-        f"{settings.output}. "
-        f"About {math.ceil(minutes)} minutes on {'this one core' if cores < 2 else 'two cores'}; Ctrl-C stops it all.\n"
+        f"Two tiny LLaMAs are pretrained in Megatron, {settings.steps} steps, same text, same seed:\n"
+        f"  {CROSS_ENTROPY:<13}  the language-model loss alone; SimReg is measured only\n"
+        f"  {SIMREG:<13}  the same plus {settings.simreg_lambda:g} * SimReg, {chunks}\n"
+        f"About {math.ceil(minutes)} minutes on {'this one core' if cores < 2 else 'two cores'}; Ctrl-C stops it all. "
+        f"Logs and results:\n  {settings.output}"
     )
 
 
@@ -195,14 +228,24 @@ def make_room(settings: Settings) -> None:
     (output / MARK).write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
 
 
-def _ensure_corpus() -> None:
-    """Build the text before the runs start, so that its progress is seen and nobody waits for the other."""
-    from simreg_megatron.data import DataError, ensure_builtin_corpus
+def _ensure_corpus(settings: Settings, console: Console) -> None:
+    """Build the text before the runs start, in a process of its own: training a tokenizer lets no bar move."""
+    _headline(console, 1, "The text: documentation of the Python libraries on this machine")
+    job = Job(
+        name="text",
+        command=[sys.executable, "-m", "simreg_megatron.data", str(ROOT / "data" / "builtin")],
+        log=settings.output / "text.txt",
+        environment={"PYTHONPATH": str(ROOT)},
+    )
+    with Screen(console, "text", SECONDS_OF_TEXT) as screen:
+        run_side_by_side([job], Notes(screen, mark="> corpus: "))
 
-    try:
-        ensure_builtin_corpus(ROOT / "data" / "builtin")
-    except DataError as error:
-        raise DemoError(str(error)) from None
+
+def _train(settings: Settings, console: Console) -> None:
+    _headline(console, 2, "Training: both at once, sharing the cores, so their pace says nothing")
+    jobs = [training_job(settings, name) for name in RUNS]
+    with Screen(console, "training", SECONDS_PER_STEP * settings.steps) as screen:
+        run_side_by_side(jobs, Trainings(screen, jobs, settings.steps))
 
 
 def training_job(settings: Settings, name: str) -> Job:
@@ -212,18 +255,18 @@ def training_job(settings: Settings, name: str) -> Job:
 
 def measured_steps(settings: Settings, console: Console) -> report.Overhead:
     """Seconds per step of plain Megatron and of SimReg, from short runs that take turns, one at a time."""
+    _headline(console, 3, "What a step costs: short runs of plain Megatron and SimReg, one at a time")
     turns = [(PLAIN, SIMREG) if turn % 2 == 0 else (SIMREG, PLAIN) for turn in range(TIMING_TURNS)]
     jobs = [timing_job(settings, name, turn) for turn, names in enumerate(turns) for name in names]
     seconds: dict[str, list[list[float]]] = {PLAIN: [], SIMREG: []}
-    started = time.monotonic()
-    for number, job in enumerate(jobs):
-        left = f", {(time.monotonic() - started) / number * (len(jobs) - number):.0f} s left" if number else ""
-        console.print(f"time per step: run {number + 1} of {len(jobs)}, {job.name}{left}", highlight=False)
-        _run_unseen([job])
-        intervals = interval_milliseconds(job.log.read_text(encoding="utf-8", errors="replace"), TIMING_INTERVAL)
-        if not intervals:
-            raise DemoError(f"The {job.name} run logged no time per step: its log is {job.log}.")
-        seconds[job.name].append([time / 1000 for time in intervals])
+    with Screen(console, "time of a step", SECONDS_OF_TIMING) as screen:
+        for number, job in enumerate(jobs):
+            run_side_by_side([job], Turns(screen, number, len(jobs)))
+            intervals = interval_milliseconds(job.log.read_text(encoding="utf-8", errors="replace"), TIMING_INTERVAL)
+            if not intervals:
+                raise DemoError(f"The {job.name} run logged no time per step: its log is {job.log}.")
+            seconds[job.name].append([time / 1000 for time in intervals])
+            screen.line(f"run {number + 1} of {len(jobs)}: {job.name}, {median(intervals):.0f} ms a step")
     return report.overhead(seconds[PLAIN], seconds[SIMREG])
 
 
@@ -233,46 +276,60 @@ def timing_job(settings: Settings, name: str, turn: int) -> Job:
     return Job(name=name, command=command, log=log, environment=ONE_THREAD)
 
 
-def _run_unseen(jobs: Sequence[Job]) -> None:
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        run_side_by_side(jobs, console=Console(file=nowhere), steps=1)
+def _look_inside(settings: Settings, console: Console, steps: report.Overhead) -> Findings:
+    """Hidden states of one validation text under both models, early and at the end; then all figures and the page."""
+    _headline(console, 4, f"Hidden states of one text at step {' and '.join(map(str, settings.probed))}, and figures")
+    with Screen(console, "hidden states and figures", SECONDS_OF_PROBES) as screen:
+        run_side_by_side([probe_job(settings, name) for name in RUNS], Notes(screen))
+        for name in RUNS:
+            _leave_last_checkpoint(settings.output / name / "checkpoints")
+        arms = own.read_arms([str(settings.output / name) for name in RUNS])
+        states = [
+            report.read_hidden_states(probe_output(settings, name, step), name=f"{name}, step {step}")
+            for step in settings.probed
+            for name in RUNS
+        ]
+        _draw(settings, arms, states, steps)
+    return Findings([report.summarize(run) for arm in arms for run in arm.runs], steps, states)
 
 
-def _report_training(
-    settings: Settings, names: Sequence[str], steps: report.Overhead, console: Console
-) -> list[report.Summary]:
-    runs = [report.read_run(settings.output / name / "tensorboard", name=name) for name in names]
-    summaries = [report.summarize(run) for run in runs]
-    curves = settings.output / "curves.png"
-    report.draw_curves(
-        runs, curves, title=f"Tiny LLaMA, SimReg lambda {settings.simreg_lambda:g}, seed {settings.seed}"
-    )
-    console.print()
-    console.print(report.summary_table(*summaries, steps=steps, title=f"After {settings.steps} steps"))
-    console.print(report.compare_validation(*summaries), markup=False, highlight=False)
-    console.print(report.describe_steps(steps), markup=False, highlight=False)
-    console.print(f"Curves:    {curves}", markup=False, highlight=False)
-    return summaries
+def _leave_last_checkpoint(folder: Path) -> None:
+    for old in sorted(folder.glob("iter_*"))[:-1]:
+        shutil.rmtree(old)
 
 
-def _report_hidden_states(settings: Settings, names: Sequence[str], console: Console) -> list[report.HiddenStates]:
-    _run_unseen([probe_job(settings, name) for name in names])
-    states = [report.read_hidden_states(probe_output(settings, name), name=name) for name in names]
-    heatmaps = settings.output / "heatmaps.png"
-    report.draw_heatmaps(states, heatmaps, title=f"One validation text after {settings.steps} steps")
-    console.print(f"Heat-maps: {heatmaps}", markup=False, highlight=False)
-    return states
-
-
-def write_result(
-    settings: Settings,
-    summaries: Sequence[report.Summary],
-    steps: report.Overhead,
-    states: Sequence[report.HiddenStates],
-    *,
-    commit: str,
-    seconds: float,
+def _draw(
+    settings: Settings, arms: Sequence[own.Arm], states: Sequence[report.HiddenStates], steps: report.Overhead
 ) -> None:
+    title = f"Tiny LLaMA, SimReg lambda {settings.simreg_lambda:g}, seed {settings.seed}"
+    report.draw_curves([run for arm in arms for run in arm.runs], settings.output / CURVES, title=title)
+    report.draw_heatmaps(states, settings.output / HEATMAPS, columns=len(RUNS), title="Hidden states of one text")
+    cost = Section(
+        "cost",
+        "How much longer does a step take with SimReg?",
+        verdicts=[report.describe_steps(steps)],
+        grids=[Grid(("run", "seconds per step"), [(PLAIN, f"{steps.base:.3f}"), (SIMREG, f"{steps.other:.3f}")])],
+    )
+    write_page(own.page_of(arms, title=title, further=[cost]), settings.output / PAGE)
+
+
+def _tell(settings: Settings, found: Findings, console: Console, seconds: float) -> None:
+    """The end: table, sentences, folder, next command."""
+    console.print()
+    table = report.summary_table(*found.summaries, steps=found.steps, title=f"After {settings.steps} steps")
+    console.print(table, soft_wrap=False)
+    say(console, report.describe_steps(found.steps))
+    for each in found.states:
+        means = report.mean_cosines(report.excerpt(each))
+        say(console, f"{each.name}: mean cosine {means.same:.3f} of equal next tokens, {means.other:.3f} of others.")
+    console.print()
+    say(console, report.compare_validation(*found.summaries), style="bold")
+    say(console, f"In {settings.output}: {PAGE} (all on one page), {CURVES}, {HEATMAPS}, {RESULT}, each run's log.")
+    say(console, f"It took {duration(seconds)}. What of your own training SimReg would reach:")
+    console.print("  .venv/bin/simreg-megatron doctor --script pretrain_gpt.py", markup=False, highlight=False)
+
+
+def write_result(settings: Settings, found: Findings, *, commit: str, seconds: float) -> None:
     """The numbers of the table and the heat-maps, and what made them: benchmarks/results/demo.json is such a file."""
     packages = record.packages()
     result = {
@@ -283,15 +340,19 @@ def write_result(
         "versions": {name: packages.get(name) for name in ("torch", "megatron-core")},
         "settings": {name: value for name, value in vars(settings).items() if name != "output"},
         "seconds": seconds,
-        "seconds_per_step": steps._asdict(),
-        "runs": {summary.name: asdict(summary) for summary in summaries},
-        "heatmap_mean_cosine": {each.name: report.mean_cosine(each) for each in states},
+        "seconds_per_step": found.steps._asdict(),
+        "runs": {summary.name: asdict(summary) for summary in found.summaries},
+        "heatmap_mean_cosine": {
+            name: report.mean_cosines(report.excerpt(each)).both
+            for name, each in zip(RUNS, found.states[-2:], strict=True)
+        },
+        "heatmaps": {each.name: report.mean_cosines(report.excerpt(each))._asdict() for each in found.states},
     }
     (settings.output / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def probe_output(settings: Settings, name: str) -> Path:
-    return settings.output / name / "hidden.npz"
+def probe_output(settings: Settings, name: str, step: int) -> Path:
+    return settings.output / name / f"hidden-{step}.npz"
 
 
 def probe_job(settings: Settings, name: str) -> Job:
@@ -299,7 +360,9 @@ def probe_job(settings: Settings, name: str) -> Job:
     os.environ.setdefault("WORLD_SIZE", "1")  # what torchrun would tell the launcher
     options, words = make_parser("llama").parse_known_args(settings.training_flags(name))
     plan = build_plan("llama", options, words, look_at_machine(), environ=os.environ)
-    own = ["--load", str(settings.output / name / "checkpoints"), "--probe-output", str(probe_output(settings, name))]
+    folder = settings.output / name
+    own = ["--load", str(folder / "checkpoints"), "--finetune", "--no-load-optim", "--no-load-rng"]
+    own += ["--probe-output", str(folder / "hidden.npz"), "--probe-steps", ",".join(map(str, settings.probed))]
     return Job(
         name=f"{name} probe",
         command=[*TORCHRUN, "-m", "simreg_megatron", str(PROBE_SCRIPT), *plan.arguments, *own],

@@ -51,7 +51,7 @@ def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:
     parts = [
         ["env", *(f"{name}={value}" for name, value in variables.items())],
         start,
-        ["-m", "simreg_megatron", str(plan.script)],
+        ["-m", "simreg_megatron", *(["--plain"] if plan.plain else []), str(plan.script)],
         *(list(flag) for flag in plan.flags),
     ]
     return " \\\n  ".join(shlex.join(part) for part in parts)

@@ -20,7 +20,7 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, lock, preflight, progress, record, signals
+from launch import checkpoints, lock, preflight, progress, quiet, record, signals
 from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.plan import (
@@ -59,6 +59,7 @@ def make_parser(family: str) -> argparse.ArgumentParser:
         help="one run of the paper's tables: AdaGC, and this objective; paper is SimReg on chunks, paper-full on whole "
         "sequences (default: neither)",
     )
+    parser.add_argument("--plain", action="store_true", help="leave the plugin out: Megatron alone, to compare with")
     parser.add_argument("--data", metavar="PREFIX", help="your tokenized text: PREFIX.bin and PREFIX.idx")
     parser.add_argument("--valid-data", metavar="PREFIX", help="validation text (default: 1 %% of --data)")
     parser.add_argument(
@@ -75,6 +76,9 @@ def make_parser(family: str) -> argparse.ArgumentParser:
         help="go on from the newest whole checkpoint of the run, if there is one; do nothing if the run has ended",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the exact command and what would run, and stop")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show all that Megatron says, also when the tiny model is trained"
+    )
     return parser
 
 
@@ -133,7 +137,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
             _record(plan, stamp)
         signals.listen(plan.flags)
         _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
-        _train(plan)  # ends the process where training stops before its end
+        _train(plan, verbose=options.verbose)  # ends the process where training stops before its end
         if options.auto_resume and os.environ["RANK"] == "0":
             progress.mark_ended(plan)
 
@@ -160,11 +164,12 @@ def _alone(plan: Plan) -> AbstractContextManager[None]:
     return lock.held(*folders) if os.environ["RANK"] == "0" else nullcontext()
 
 
-def _train(plan: Plan) -> None:
+def _train(plan: Plan, *, verbose: bool) -> None:
     from simreg_megatron.__main__ import run
 
     try:
-        run([str(plan.script), *plan.arguments])
+        with quiet.quiet_output(verbose=verbose or plan.model != TINY):
+            run([str(plan.script), *plan.arguments], plain=plan.plain)
     except KeyboardInterrupt:
         _stopped(Path(flag_value(plan.flags, "--save") or "/nowhere"))
 

@@ -110,6 +110,7 @@ class Plan:
     builtin_corpus: bool
     output: Path
     notes: tuple[str, ...]
+    plain: bool = False
 
     @property
     def arguments(self) -> list[str]:
@@ -172,6 +173,7 @@ def build_plan(
     """
     asked = group_flags(user_words)
     _refuse_contradiction(options.recipe, asked)
+    _refuse_flags_of_plugin(options, asked)
     user = [*without(group_flags(RECIPES.get(options.recipe, ())), flag_names(asked)), *asked]
     model = options.model or TINY
     on_cpu = _choose_cpu(model, user, machine, environ)
@@ -206,6 +208,7 @@ def build_plan(
         builtin_corpus=builtin,
         output=output,
         notes=(*notes, *size_notes),
+        plain=options.plain,
     )
 
 
@@ -228,6 +231,13 @@ def _refuse_contradiction(recipe: str | None, asked: Sequence[Flag]) -> None:
             f"--recipe paper-full compares within whole sequences, and --simreg-chunk-size {chunk_size} cuts them: "
             "take --recipe paper, or leave the flag out"
         )
+
+
+def _refuse_flags_of_plugin(options: argparse.Namespace, asked: Sequence[Flag]) -> None:
+    given = [name for name in flag_names(asked) if name.startswith(("--simreg-", "--adagc"))]
+    given += ["--recipe"] if options.recipe else []
+    if options.plain and given:
+        raise LaunchError(f"--plain leaves the plugin out, and {min(given)} is the plugin's: leave one of them out")
 
 
 def _check_resumable(options: argparse.Namespace, flags: Sequence[Flag], model: str) -> None:
@@ -307,7 +317,7 @@ def with_stand_ins(options: argparse.Namespace, words: Sequence[str]) -> argpars
 
 def _say_off(options: argparse.Namespace, asked: Sequence[Flag]) -> list[str]:
     """Whoever starts these scripts most likely wants it; who says 0, or baseline, has chosen."""
-    if options.recipe or flag_names(asked) & {"--simreg-lambda", "--simreg-objective"}:
+    if options.recipe or options.plain or flag_names(asked) & {"--simreg-lambda", "--simreg-objective"}:
         return []
     return ["SimReg is off, as no flag asks for it: --simreg-lambda auto, or --recipe paper, turns it on"]
 
@@ -419,6 +429,7 @@ _NOT_OF_OBJECTIVE = {
     "simcse": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
     **dict.fromkeys(("cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic"), _OWN_TEMPERATURE),
     "prefixes-ce": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
+    "z-loss": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several Megatron runs at once: their logs on one screen, line by line, and all of them stopped if one fails."""
+"""Several Megatron runs at once: a log file each, what is worth seeing of them, and all stopped if one fails."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from launch.screen import Screen
 
 ITERATION = re.compile(r"\] iteration +(\d+)/ *(\d+) \|")  # anywhere: other ranks' lines may stand before it
 GRACE_SECONDS = 35.0  # torchrun gives its workers 30 before it kills them
+TICK_SECONDS = 0.5
 TAIL_LINES = 15
-SECONDS_BETWEEN_NOTES = 60.0
-STYLES = ("bold blue", "bold yellow", "bold green", "bold magenta")
+_VALUE = r"(?:^|\| ){}: +([-+.\w]+) \|"
+_PERCENT = re.compile(r"(\d+) % ")
+_VALIDATION = re.compile(r"validation loss at iteration (\d+).*? lm loss value: ([-+.\w]+) ")
 
 
 @dataclass(frozen=True)
@@ -55,34 +55,55 @@ def read_iteration(line: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def run_side_by_side(jobs: Sequence[Job], *, console: Console, steps: int) -> None:
-    """Run all jobs at the same time and show their logs as they come.
+def read_values(line: str, *names: str) -> list[float | None]:
+    """What a line of the training log says of these names; None of those that it does not have."""
+    found = [re.search(_VALUE.format(re.escape(name)), line) for name in names]
+    return [float(match[1]) if match else None for match in found]
 
-    Args:
-        jobs: what to run; the names label the lines.
-        console: a terminal gets progress bars, anything else a line of progress each minute.
-        steps: training steps of each job.
+
+def read_validation(line: str) -> tuple[int, float] | None:
+    """(step, loss) of a line that reports an evaluation; None for any other line."""
+    match = _VALIDATION.search(line)
+    return (int(match[1]), float(match[2])) if match else None
+
+
+class Watch(Protocol):
+    """Who is told what the jobs say."""
+
+    def heard(self, job: Job, line: str) -> None: ...
+
+    def tick(self) -> None:
+        """Called after each line, and at least every half second."""
+
+
+def run_side_by_side(jobs: Sequence[Job], watch: Watch) -> None:
+    """Run all jobs at the same time; each one's words go to its log, and line by line to `watch`.
 
     Raises:
         JobFailed: a job failed; the others have been stopped.
         KeyboardInterrupt: the user stopped the demo; so have all jobs been.
     """
-    screen_type: type[Bars] | type[PlainLines] = Bars if console.is_terminal else PlainLines
     said: queue.Queue[tuple[_Child, str | None]] = queue.Queue()
     children: list[_Child] = []
     try:
-        with screen_type(console, jobs, steps) as screen:
-            for job in jobs:
-                children.append(_Child(job, said))
-            for child, line in _until_all_end(said, len(jobs)):
-                _show(screen, child, line)
+        for job in jobs:
+            children.append(_Child(job, said))
+        for heard in _until_all_end(said, len(jobs)):
+            if heard is not None:
+                watch.heard(heard[0].job, heard[1])
+            watch.tick()
     finally:
         _stop(children)
 
 
-def _until_all_end(said: queue.Queue, running: int) -> Iterator[tuple[_Child, str]]:
+def _until_all_end(said: queue.Queue, running: int) -> Iterator[tuple[_Child, str] | None]:
+    """What is said, and None where nothing is for a while."""
     while running:
-        child, line = said.get()
+        try:
+            child, line = said.get(timeout=TICK_SECONDS)
+        except queue.Empty:
+            yield None
+            continue
         if line is not None:
             yield child, line
             continue
@@ -91,20 +112,12 @@ def _until_all_end(said: queue.Queue, running: int) -> Iterator[tuple[_Child, st
             raise JobFailed(child.job, status, child.tail)
 
 
-def _show(screen: Screen, child: _Child, line: str) -> None:
-    for shown in child.fold.pass_on(line):
-        screen.line(child.job.name, shown)
-    if found := read_iteration(line):
-        screen.progress(child.job.name, found[0])
-
-
 class _Child:
     """A started job: a thread writes all it says to its log and passes it on."""
 
     def __init__(self, job: Job, said: queue.Queue) -> None:
         self.job = job
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self.fold = ArgumentFold()
         job.log.parent.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
             list(job.command),
@@ -144,95 +157,59 @@ def _stop(children: Sequence[_Child]) -> None:
             process.wait()
 
 
-class ArgumentFold:
-    """Leaves Megatron's list of all its arguments, over 800 lines, to the log file."""
+class Trainings:
+    """Watches runs of equally many steps: a line for each that a run logs, and one for each evaluation."""
 
-    def __init__(self) -> None:
-        self._folded: int | None = None
-
-    def pass_on(self, line: str) -> list[str]:
-        """The lines to show now that `line` has come."""
-        if self._folded is None and line.endswith("- arguments ------------------------"):
-            self._folded = 0
-            return []
-        if self._folded is None:
-            return [line]
-        if line.startswith("-------------------- end of arguments"):
-            count, self._folded = self._folded, None
-            return [f"(Megatron lists {count} arguments here: see the log file)"]
-        self._folded += 1
-        return []
-
-
-class Screen(Protocol):
-    """Where lines and progress go."""
-
-    def line(self, name: str, text: str) -> None: ...
-
-    def progress(self, name: str, step: int) -> None: ...
-
-
-class Bars:
-    """A terminal: lines scroll above one progress bar per job."""
-
-    def __init__(self, console: Console, jobs: Sequence[Job], steps: int) -> None:
-        self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps, left"),
-            TimeRemainingColumn(), console=console, transient=True,
-        )  # fmt: skip
-        self._width = max(len(job.name) for job in jobs)
-        self._styles = {job.name: STYLES[index % len(STYLES)] for index, job in enumerate(jobs)}
-        self._tasks: dict[str, TaskID] = {job.name: self._bars.add_task(job.name, total=steps) for job in jobs}
-
-    def __enter__(self) -> Bars:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def line(self, name: str, text: str) -> None:
-        label = Text(f"{name:<{self._width}} | ", style=self._styles[name])
-        self._bars.console.print(label.append(text, style="default not bold"), soft_wrap=True, highlight=False)
-
-    def progress(self, name: str, step: int) -> None:
-        self._bars.update(self._tasks[name], completed=step)
-
-
-class PlainLines:
-    """A file or a pipe: labelled lines, and each minute one that says how far the jobs are."""
-
-    def __init__(self, console: Console, jobs: Sequence[Job], steps: int) -> None:
-        self._console = console
+    def __init__(self, screen: Screen, jobs: Sequence[Job], steps: int) -> None:
+        self._screen = screen
         self._width = max(len(job.name) for job in jobs)
         self._total = steps
         self._steps = dict.fromkeys((job.name for job in jobs), 0)
-        self._first: dict[str, tuple[float, int]] = {}
-        self._noted = time.monotonic()
 
-    def __enter__(self) -> PlainLines:
-        return self
+    def heard(self, job: Job, line: str) -> None:
+        if found := read_iteration(line):
+            self._steps[job.name] = found[0]
+            self._screen.done(sum(self._steps.values()) / (self._total * len(self._steps)))
+            losses = zip(("lm loss", "simreg loss"), read_values(line, "lm loss", "simreg loss"), strict=True)
+            self._say(job, found[0], "  ".join(f"{name} {loss:<7.4g}" for name, loss in losses if loss is not None))
+        elif evaluated := read_validation(line):
+            self._say(job, evaluated[0], f"validation loss {evaluated[1]:.4f}")
 
-    def __exit__(self, *_: object) -> None:
-        return
+    def tick(self) -> None:
+        self._screen.tick()
 
-    def line(self, name: str, text: str) -> None:
-        self._console.print(f"{name:<{self._width}} | {text}", markup=False, highlight=False, soft_wrap=True)
+    def _say(self, job: Job, step: int, told: str) -> None:
+        self._screen.line(f"{job.name:<{self._width}}  step {step:>{len(str(self._total))}}  {told}".rstrip())
 
-    def progress(self, name: str, step: int) -> None:
-        now = time.monotonic()
-        self._steps[name] = step
-        self._first.setdefault(name, (now, step))
-        if now - self._noted >= SECONDS_BETWEEN_NOTES:
-            self._noted = now
-            done = ", ".join(f"{job} {step} of {self._total}" for job, step in self._steps.items())
-            self.line("progress", f"{done} steps; about {self._minutes_left(now):.1f} min left")
 
-    def _minutes_left(self, now: float) -> float:
-        """The slowest job's remaining steps at its pace since its first logged step."""
-        left = 0.0
-        for name, (since, first) in self._first.items():
-            taken = self._steps[name] - first
-            if taken > 0:
-                left = max(left, (self._total - self._steps[name]) * (now - since) / taken)
-        return left / 60
+class Turns:
+    """Watches one of several short runs that take turns; nothing of it is shown but how far they are."""
+
+    def __init__(self, screen: Screen, number: int, of: int) -> None:
+        self._screen, self._number, self._of = screen, number, of
+
+    def heard(self, job: Job, line: str) -> None:
+        if found := read_iteration(line):
+            self._screen.done((self._number + found[0] / found[1]) / self._of)
+
+    def tick(self) -> None:
+        self._screen.tick()
+
+
+class Notes:
+    """Watches jobs that are no training: lines behind `mark` are shown, and "35 % ..." there moves the bar."""
+
+    def __init__(self, screen: Screen, mark: str | None = None) -> None:
+        self._screen, self._mark = screen, mark
+
+    def heard(self, job: Job, line: str) -> None:
+        if self._mark is None or not line.startswith(self._mark):
+            return
+        told = line.removeprefix(self._mark)
+        if percent := _PERCENT.match(told):
+            self._screen.done(int(percent[1]) / 100)
+        else:
+            self._screen.line(told)
+
+    def tick(self) -> None:
+        self._screen.tick()

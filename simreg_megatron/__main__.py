@@ -7,11 +7,14 @@ import os
 import runpy
 import sys
 
-USAGE = "usage: torchrun ... -m simreg_megatron SCRIPT.py [MEGATRON FLAGS] [--simreg-lambda 10 ...]"
+USAGE = "usage: torchrun ... -m simreg_megatron [--plain] SCRIPT.py [MEGATRON FLAGS] [--simreg-lambda 10 ...]"
 
 
-def run(argv: list[str]) -> None:
-    """Run `argv[0]` as __main__ with `argv[1:]`, with SimReg in Megatron.
+PLAIN = "--plain"  # before the script: leave the plugin out, to compare with Megatron alone
+
+
+def run(argv: list[str], *, plain: bool = False) -> None:
+    """Run `argv[0]` as __main__ with `argv[1:]`, with SimReg in Megatron, or with Megatron alone where `plain`.
 
     The CPU backend comes first if `--simreg-cpu` or SIMREG_CPU asks for it: it must precede Megatron's import.
     """
@@ -26,7 +29,8 @@ def run(argv: list[str]) -> None:
             cpu_backend.activate(mode)
         elif not {"-h", "--help"} & set(argv):
             cpu_backend.require_gpu()
-        install()
+        if not plain:
+            install()
     except (cpu_backend.CpuBackendError, MegatronSeamError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -40,10 +44,12 @@ def main() -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         raise SystemExit(0 if argv else 2)
-    if not os.path.isfile(argv[0]):
-        print(f"error: there is no script {argv[0]}\n{USAGE}", file=sys.stderr)
+    plain = argv[0] == PLAIN
+    argv = argv[1:] if plain else argv
+    if not argv or not os.path.isfile(argv[0]):
+        print(f"error: there is no script {' '.join(argv[:1])}\n{USAGE}", file=sys.stderr)
         raise SystemExit(2)
-    run(argv)
+    run(argv, plain=plain)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,12 @@ import functools
 import math
 from dataclasses import dataclass, fields
 
-OBJECTIVES = ("simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic", "prefixes-ce", "none")
+from simreg_megatron.schedule import Schedule, parsed
+
+OBJECTIVES = (
+    "simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic", "prefixes-ce", "z-loss", "placebo",
+    "none",
+)  # fmt: skip
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
@@ -17,7 +22,10 @@ CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-co
 ADAGC_VARIANTS = ("clipped", "raw", "global")
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
-TEMPERATURES = {"simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "sigmoid": 0.1, "none": 0.01}
+TEMPERATURES = {
+    "simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "sigmoid": 0.1, "placebo": 0.01,
+    "none": 0.01,
+}  # fmt: skip
 """Temperature of each objective where none is given; others have none."""
 OptionKind = tuple[str, ...] | int | float | str
 OBJECTIVE_OPTIONS: dict[str, dict[str, OptionKind]] = {
@@ -59,6 +67,7 @@ OBJECTIVE_OPTIONS: dict[str, dict[str, OptionKind]] = {
         "uniformity": 1.0,
     },
     "prefixes-ce": {"prefixes": "auto"},
+    "placebo": {"prefixes": "whole", "seed": 0},
 }
 """Options of an objective's own: words to choose from, the first is the default; or a number, its default, which must
 be whole and not negative where the default is; or a word in the place of whole numbers with slashes: 64/128."""
@@ -85,9 +94,9 @@ class SimRegConfig:
         chunk_size: tokens per chunk; 0 compares within the whole sequence.
         scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
         similarity: how two hidden states are compared.
-        objective: "simreg", another one, or "none" to measure SimReg, in log steps, without training on it. Several at
-            once, each with its weight in the place of lambda: "simreg:auto,sigreg:0.05"; settings go to those that
-            know them.
+        objective: "simreg", another one, "none" to measure SimReg, in log steps, without training on it, or "placebo",
+            SimReg with labels that were moved around inside each chunk: a control. Several at once, each with its
+            weight in the place of lambda: "simreg:auto,sigreg:0.05"; settings go to those that know them.
         objective_options: settings of an objective's own, as pairs or as text: "form=per_pair,self_positive=always".
             Of several objectives: "sigreg.seed=1,creg.temperature=0.2".
         layers: whose states get the term: "final" and layer numbers from 1; several are added up, lambda for each.
@@ -98,6 +107,9 @@ class SimRegConfig:
         chunk_weight: how the chunks of one sequence are weighed against each other.
         document_mask: tokens of different documents in one sequence never meet.
         warmup_iters: iterations over which lambda rises linearly from 0.
+        lambda_schedule: "constant"; "linear:F" or "cosine:F" go from lambda to F times lambda over the training.
+        off_after: share of the training after which the term is off, and not computed any more; None is never. A
+            schedule then ends there.
         impl: which implementation computes the loss.
         log_interval: iterations between SimReg's log values; None is Megatron's own interval.
 
@@ -119,6 +131,8 @@ class SimRegConfig:
     chunk_weight: str = "token"
     document_mask: bool = False
     warmup_iters: int = 0
+    lambda_schedule: str = "constant"
+    off_after: float | None = None
     impl: str = "auto"
     log_interval: int | None = None
 
@@ -169,20 +183,21 @@ class SimRegConfig:
                 "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
                 "drop one of them"
             )
-        if self.objective not in ("simreg", "none"):
+        if not self.is_simreg:
             self._refuse_settings_of_simreg()
         if self.placement != "post-norm" and "final" not in self.layers:
             raise ValueError(
                 f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
                 "drop it, or add final to the layers"
             )
-        if self.warmup_iters and not self.trains:
-            raise ValueError("a SimReg warm-up has no effect while lambda is 0: give lambda, or drop the warm-up")
+        if not (self.schedule.is_constant or self.trains):
+            what = "warm-up" if self.warmup_iters else "schedule of lambda"
+            raise ValueError(f"a SimReg {what} has no effect while lambda is 0: give lambda, or drop the {what}")
 
     @property
     def _idle_settings(self) -> list[str]:
         """What has no effect on the objective, whatever it is set to."""
-        if self.objective in ("simreg", "none"):
+        if self.is_simreg:
             return []
         names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
         if self.sends_no_rows:
@@ -235,6 +250,16 @@ class SimRegConfig:
         return _parts(self) if self.combines else (self,)
 
     @property
+    def is_simreg(self) -> bool:
+        """Whether the term is SimReg's, whatever its labels, and even if it is only measured."""
+        return self.objective in ("simreg", "placebo", "none")
+
+    @property
+    def draws(self) -> bool:
+        """Whether each iteration draws random numbers of its own."""
+        return self.objective in ("sigreg", "placebo")
+
+    @property
     def by_sequence(self) -> bool:
         """Whether whole sequences of a micro-batch are compared: then no chunks, labels or documents are known."""
         return self.objective == "simcse" or self.options.get("level") == "sequence"
@@ -247,7 +272,7 @@ class SimRegConfig:
     @property
     def through_head(self) -> bool:
         """Whether each token has a term by itself, through the output layer: then that layer is trained, too."""
-        return self.objective == "prefixes-ce"
+        return self.objective in ("prefixes-ce", "z-loss")
 
     @property
     def sends_no_rows(self) -> bool:
@@ -284,6 +309,11 @@ class SimRegConfig:
     def active(self) -> bool:
         """Whether anything is computed at all. False means plain Megatron, bit for bit."""
         return self.trains or self.objective == "none"
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """How lambda, or the weight of each objective, changes over the training."""
+        return parsed(self.lambda_schedule, self.warmup_iters, self.off_after)
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -383,10 +413,11 @@ def _checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ..
                 f"SimReg {name.replace('_', ' ')} {as_typed(getattr(config, name))} has no effect on any of "
                 f"{config.objective}: drop it"
             )
-    if config.looks_inside and any(part.through_head for part in config.parts):
+    of_head = [part.objective for part in config.parts if part.through_head]
+    if config.looks_inside and of_head:
         raise ValueError(
-            "SimReg objective prefixes-ce is of the final states, as the output layer is given them: train it without "
-            "--simreg-layers and --simreg-placement"
+            f"SimReg objective {of_head[0]} is of the final states, as the output layer is given them: train it "
+            "without --simreg-layers and --simreg-placement"
         )
     own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
     words = [(word, str(value)) for word, value in _words(config.objective_options)]

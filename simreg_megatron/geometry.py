@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -95,7 +96,7 @@ def _strips(block: Block) -> Iterator[Span]:
 def _strip_sums(block: Block, units: Tensor) -> tuple[Tensor, Tensor]:
     """The first six of PairCosines, and the anchors without a negative."""
     own = slice(*block.anchors)
-    cosines = units[:, own] @ units.mT
+    cosines = product(units[:, own], units.mT)
     same, different = label_pairs(block)
     same = same & ~self_pairs(block)
     has_negative = different.any(dim=-1)
@@ -153,7 +154,7 @@ def moments(embeddings: Tensor, usable: Tensor) -> Moments:
     with no_autocast(rows.device.type):
         units = torch.where(usable, unit_rows(torch.where(usable, rows, 1.0)), 0.0)
         rows = torch.where(usable, rows, 0.0)
-        return Moments(usable.sum().to(rows.dtype), rows.sum(dim=0), units.sum(dim=0), rows.mT @ rows)
+        return Moments(usable.sum().to(rows.dtype), rows.sum(dim=0), units.sum(dim=0), product(rows.mT, rows))
 
 
 @torch.no_grad()
@@ -222,7 +223,7 @@ def constellation(one: Tensor, other: Tensor) -> Constellation:
     step = max(1, _WORKSPACE // max(1, len(one) * _BYTES_PER_PAIR))
     paired, hardest, nearest = [], [], []
     for rows in numbers.split(step):
-        cosines = one[rows] @ other.mT
+        cosines = product(one[rows], other.mT)
         itself = rows.unsqueeze(-1) == numbers
         paired.append(cosines[itself])
         hardest.append(cosines.masked_fill(itself, -math.inf).amax(dim=-1))

@@ -2,7 +2,8 @@
 """Final hidden states of one validation text under a saved model: what the cosine heat-maps are drawn from.
 
 `python -m simreg_megatron simreg_megatron/probe.py [the run's flags] --load CHECKPOINTS --probe-output OUT.npz`, in one
-process. The file holds hidden [n, d] float32, labels [n] (the next tokens) and tokens [n] as text.
+process. The file holds hidden [n, d] float32, labels [n] (the ids of the next tokens) and tokens [n] as text; with
+`--probe-steps 50,400` there is one of each of these checkpoints, OUT-50.npz and OUT-400.npz.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.checkpointing import load_checkpoint
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
@@ -30,8 +32,15 @@ from simreg_megatron.pretrain import datasets_provider
 def add_probe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group(title="probe")
     group.add_argument("--probe-output", type=Path, required=True, help="the .npz file to write")
+    group.add_argument(
+        "--probe-steps", type=_steps, default=(), help="of these checkpoints, such as 50,400 (default: the newest)"
+    )
     group.add_argument("--probe-sample", type=int, default=0, help="which validation sequence to read")
     return parser
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 @torch.no_grad()
@@ -62,28 +71,40 @@ def main() -> None:
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     assert mpu.is_pipeline_last_stage()
-    write_probe(compat.unwrapped(chunks)[0], get_args())
+    model, args = compat.unwrapped(chunks)[0], get_args()
+    if not args.probe_steps:
+        write_probe(model, args, args.probe_output)
+    for step in args.probe_steps:
+        _load(chunks, args, step)
+        write_probe(model, args, args.probe_output.with_stem(f"{args.probe_output.stem}-{step}"))
     torch.distributed.destroy_process_group()
 
 
+def _load(chunks: Any, args: Any, step: int) -> None:
+    """Weights of another checkpoint into a model that has been built, by Megatron's own reader."""
+    args.ckpt_step = step
+    args.finetune = args.no_load_optim = args.no_load_rng = True  # weights alone: counters stay as they are
+    load_checkpoint(chunks, None, None, checkpointing_context={})
+
+
 def _readable(piece: str) -> str:
-    """A token as a label: line ends and other unprintable characters as escapes."""
-    return piece.encode("unicode_escape").decode() or "_"
+    """A token as a label: line ends and other unprintable characters as escapes, "" of a blank as the blank."""
+    return piece.encode("unicode_escape").decode() or " "
 
 
-def write_probe(model: Any, args: Any) -> None:
+def write_probe(model: Any, args: Any, output: Path) -> None:
     _, validation, _ = datasets_provider([0, args.probe_sample + 1, 0])
     sample = validation[args.probe_sample]
     sample = {name: torch.as_tensor(value) for name, value in sample.items() if value is not None}
     tokenizer = build_tokenizer(args)
-    args.probe_output.parent.mkdir(parents=True, exist_ok=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
-        args.probe_output,
+        output,
         hidden=hidden_states(model, sample).numpy(),
         labels=sample["labels"].numpy(),
         tokens=np.array([_readable(tokenizer.detokenize([int(token)])) for token in sample["tokens"]]),
     )
-    print(f"> wrote {args.probe_output}")
+    print(f"> wrote {output}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from simreg_megatron.data.tokenizer import train_tokenizer
 
 FORMAT = 1
 _MOST_CHARACTERS = 14_000_000  # more would only lengthen the build
+_READING = 85  # per cent of a build's time, roughly; the tokenizer takes the rest
 _FILES = ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model")
 
 
@@ -126,7 +127,7 @@ def _build(
     work.mkdir()
     try:
         say(f"{why}, so it is built: reading the installed libraries' documentation (about a minute in all)")
-        documents = _read(roots)
+        documents = _read(roots, say)
         train = [document.text for document in documents if not document.is_validation]
         valid = [document.text for document in documents if document.is_validation]
         if not train or not valid:
@@ -158,11 +159,15 @@ def _build(
     return BuiltinCorpus(directory, manifest)
 
 
-def _read(roots: Sequence[Path]) -> list[Document]:
-    documents, characters = [], 0
+def _read(roots: Sequence[Path], say: Callable[[str], None]) -> list[Document]:
+    """Documents up to the limit; says after each tenth of the characters how much of the whole work that is."""
+    documents, characters, tenths = [], 0, 0
     for document in read_documents(roots):
         documents.append(document)
         characters += len(document.text)
+        if (reached := 10 * min(characters, _MOST_CHARACTERS) // _MOST_CHARACTERS) > tenths:
+            tenths = reached
+            say(f"{_READING * tenths // 10} % of the work is done")
         if characters >= _MOST_CHARACTERS:
             break
     return documents

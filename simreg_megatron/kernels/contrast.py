@@ -26,15 +26,23 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.kernels import walk
+from simreg_megatron.kernels.precision import full_float32
 from simreg_megatron.kernels.walk import FORMS, Form, Given, Span, ratio_of, shared_sums
 
 MODULES = {"tiled": "simreg_megatron.kernels.tiled", "triton": "simreg_megatron.kernels.fused"}
 """Module by the name of the `impl`. Each is imported where it is first used: not every machine has Triton."""
 
 
-def form_named(impl: str) -> Form:
+@torch.compiler.assume_constant_result
+def _is_there(impl: str) -> bool:
+    """Apart, as torch.compile cannot trace an import: it calls this while it compiles."""
     if impl not in FORMS:
         importlib.import_module(MODULES[impl])
+    return True
+
+
+def form_named(impl: str) -> Form:
+    _is_there(impl)
     return FORMS[impl]
 
 
@@ -96,7 +104,8 @@ def measure_part(
     """As `walk.shared_sums`, for those who share the pairs of a chunk; `finish` once all parts are added up."""
     tiles, names = form_named(impl).tiles, token_names(tokens.labels, tokens.usable)
     given = Given(tokens.rows, names, tiles.inverse_norms(tokens.rows, names), tokens.documents)
-    return given, shared_sums(tiles, given, anchors, rectangles, temperature)
+    with full_float32():
+        return given, shared_sums(tiles, given, anchors, rectangles, temperature)
 
 
 def finish(given: Given, sums: Tensor, anchors: Span) -> Kept:

@@ -40,10 +40,17 @@ _FEATURES = 1024  # of one row at a time, in the kernels that go through rows
 
 
 @triton.jit
+def _column_of(program, guess):
+    """Column j of the tiles j (j + 1) / 2 ... on and above a diagonal, from a guess that is off by one at most."""
+    guess -= (guess * (guess + 1) // 2 > program).to(tl.int32)
+    return guess + ((guess + 1) * (guess + 2) // 2 <= program).to(tl.int32)
+
+
+@triton.jit
 def _tile_of(program, tiles_i, UPPER: tl.constexpr):
     """(row, column) of a tile: neighbours share columns, so what runs at the same time reads the same rows again."""
-    if UPPER:  # column j holds j + 1 tiles; the square root of a square this small is exact in float32
-        tile_j = ((tl.sqrt((8 * program + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
+    if UPPER:  # a GPU's square root is approximate: a unit too low at a square would be another column
+        tile_j = _column_of(program, ((tl.sqrt((8 * program + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32))
         return program - tile_j * (tile_j + 1) // 2, tile_j
     else:
         return program % tiles_i, program // tiles_i

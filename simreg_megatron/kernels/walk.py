@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from simreg_megatron.kernels.precision import full_float32
+
 Span = tuple[int, int]
 Slab = tuple[slice, slice]  # of sequences and of chunks; one of the two has length 1, or all chunks are in it
 
@@ -376,9 +378,10 @@ def plain_form(tiles: type[Tiles]) -> Form:
     def sums(
         rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        scale = tiles.inverse_norms(rows, names)
-        given = Given(rows, names, scale, documents)
-        return scale, *anchor_sums(tiles, given, (first, last), temperature, keep)
+        with full_float32():
+            scale = tiles.inverse_norms(rows, names)
+            given = Given(rows, names, scale, documents)
+            return scale, *anchor_sums(tiles, given, (first, last), temperature, keep)
 
     def gradient(
         rows: Tensor,
@@ -395,7 +398,8 @@ def plain_form(tiles: type[Tiles]) -> Form:
         grad: Tensor,
     ) -> None:
         given, reach = Given(rows, names, scale, documents), (reach_first, reach_last)
-        pair_gradient(tiles, given, kept, pull, (first, last), reach, temperature, grad)
+        with full_float32():
+            pair_gradient(tiles, given, kept, pull, (first, last), reach, temperature, grad)
 
     return Form(tiles, sums, gradient)
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._chunks import no_autocast
 from simreg_megatron.losses.similarity import unit_rows
 
@@ -55,7 +56,7 @@ def pooled(
     rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
     rows = torch.where(usable.unsqueeze(-1), rows, 0.0)
     with no_autocast(embeddings.device.type):
-        sums = members.to(rows.dtype) @ rows
+        sums = product(members.to(rows.dtype), rows)
     mixed = _mixed(labels.long() + (positions << 32))
     return Pooled(sums, members.sum(dim=-1), torch.where(usable, mixed, 0).sum(dim=-1))
 
@@ -81,7 +82,7 @@ def sequence_losses(
 ) -> Tensor:
     """-log softmax_j( cos(own_i, others_j) / tau ) at j = place + i, [b]; 0 where a sequence does not take part."""
     with no_autocast(own.device.type):
-        logits = unit_rows(own) @ unit_rows(others).mT / temperature
+        logits = product(unit_rows(own), unit_rows(others).mT) / temperature
     logits = logits.masked_fill(~others_take_part, torch.finfo(logits.dtype).min / 4)
     targets = torch.arange(place, place + len(logits), device=logits.device)
     losses = F.cross_entropy(logits, targets, reduction="none")

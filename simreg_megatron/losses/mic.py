@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._anchored import check_choice
 from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, no_autocast, usable_tokens
 from simreg_megatron.losses._prefixes import default_prefixes
@@ -153,7 +154,7 @@ def _correlations(rows: Tensor, usable: Tensor, most: int, norm_scope: str, add:
     centred = torch.where(usable.unsqueeze(-1), rows - mean.unsqueeze(1), 0.0)
     deviations = _root(add(centred.square().sum(dim=1)) / counts.clamp(min=1))
     normal = (centred / (deviations.unsqueeze(1) + EPSILON)).flatten(0, 1)
-    products = add(normal[:, :most].mT @ normal)
+    products = add(product(normal[:, :most].mT, normal))
     there = (counts > 0).to(rows.dtype)
     return products / counts.sum().clamp(min=1), (deviations * there).sum(dim=0) / there.sum().clamp(min=1)
 
@@ -184,7 +185,7 @@ def _pooled(
     size = chunk_length(length, chunk_size) if options.pool == "chunk" else length
     members = in_samples(usable, positions // size, -(-length // size))
     counts = add(members.sum(dim=-1))
-    sums = add(members.to(rows.dtype) @ rows)
+    sums = add(product(members.to(rows.dtype), rows))
     means = sums / counts.clamp(min=1).unsqueeze(-1)
     return None, _Pooled(means.flatten(0, 1), counts.flatten() > 0)
 
@@ -240,7 +241,7 @@ def _kernel_sum(own: _Units, everyone: _Units, t: float) -> Tensor:
 
 
 def _slab_sum(rows: Tensor, there: Tensor, others: Tensor, others_there: Tensor, t: float) -> Tensor:
-    kernel = (2 * t * (rows @ others.mT - 1)).exp()
+    kernel = (2 * t * (product(rows, others.mT) - 1)).exp()
     total = torch.where(there.unsqueeze(-1) & others_there, kernel, 0.0).sum()
     return total - torch.where(there, (2 * t * (rows.square().sum(dim=-1) - 1)).exp(), 0.0).sum()
 

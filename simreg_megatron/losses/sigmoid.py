@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced
 from simreg_megatron.losses._chunks import Block, Span, label_pairs, self_pairs
 from simreg_megatron.losses.roles import pair_counts
@@ -169,7 +170,7 @@ def _pair_sums(block: Block, units: Tensor, others: Tensor, t: Tensor, bias: Ten
     same, different = label_pairs(block)
     if not keeps_self:
         same = same & ~self_pairs(block)
-    losses = pair_losses(units[:, slice(*block.anchors)] @ others.mT, same, t, bias)
+    losses = pair_losses(product(units[:, slice(*block.anchors)], others.mT), same, t, bias)
     return torch.stack([torch.where(members, losses, 0.0).sum(dim=-1) for members in (same, different)])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice
 from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, no_autocast, usable_tokens
 from simreg_megatron.losses.similarity import unit_rows
@@ -166,10 +167,10 @@ class _WaveSums(torch.autograd.Function):
         ctx.at = at
         sums = rows.new_zeros(*members.shape[:2], 2, len(at), len(directions))
         for tile in _tiles(rows, directions):
-            projected = rows[:, tile] @ directions.mT
+            projected = product(rows[:, tile], directions.mT)
             for i, t in enumerate(at):
-                sums[:, :, 0, i] += members[:, :, tile] @ (t * projected).cos()
-                sums[:, :, 1, i] += members[:, :, tile] @ (t * projected).sin()
+                sums[:, :, 0, i] += product(members[:, :, tile], (t * projected).cos())
+                sums[:, :, 1, i] += product(members[:, :, tile], (t * projected).sin())
         return sums
 
     @staticmethod
@@ -178,12 +179,12 @@ class _WaveSums(torch.autograd.Function):
         of_cosines, of_sines = grads[0].unbind(dim=2)
         grad = torch.empty_like(rows)
         for tile in _tiles(rows, directions):
-            projected, owners = rows[:, tile] @ directions.mT, members[:, :, tile].mT
+            projected, owners = product(rows[:, tile], directions.mT), members[:, :, tile].mT
             slope = torch.zeros_like(projected)
             for i, t in enumerate(ctx.at):
-                slope += t * (owners @ of_sines[:, :, i]) * (t * projected).cos()
-                slope -= t * (owners @ of_cosines[:, :, i]) * (t * projected).sin()
-            grad[:, tile] = slope @ directions
+                slope += t * product(owners, of_sines[:, :, i]) * (t * projected).cos()
+                slope -= t * product(owners, of_cosines[:, :, i]) * (t * projected).sin()
+            grad[:, tile] = product(slope, directions)
         return grad, None, None, None
 
 

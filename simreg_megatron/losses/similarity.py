@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from simreg_megatron.kernels.precision import product
+
 Similarity = Callable[[Tensor, Tensor, float], Tensor]
 
 
@@ -29,17 +31,17 @@ def unit_rows(rows: Tensor) -> Tensor:
 
 def _cosine(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
     """(cos(a, k) - 1) / temperature."""
-    return (unit_rows(anchors) @ unit_rows(keys).mT - 1.0) / temperature
+    return (product(unit_rows(anchors), unit_rows(keys).mT) - 1.0) / temperature
 
 
 def _dot(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
     """(<a, k> - ||a||^2) / temperature."""
-    return (anchors @ keys.mT - anchors.square().sum(dim=-1, keepdim=True)) / temperature
+    return (product(anchors, keys.mT) - anchors.square().sum(dim=-1, keepdim=True)) / temperature
 
 
 def _qnorm(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
     """(<a / ||a||, k> - ||a||) / temperature: a long key counts for more."""
-    return (unit_rows(anchors) @ keys.mT - _norms(anchors)) / temperature
+    return (product(unit_rows(anchors), keys.mT) - _norms(anchors)) / temperature
 
 
 def _dnorm(anchors: Tensor, keys: Tensor, temperature: float) -> Tensor:
@@ -62,7 +64,7 @@ def learnable(query: Tensor, key: Tensor) -> Similarity:
         anchor_norms, key_norms = _norms(anchors), _norms(keys).mT
         scales = anchor_norms ** (1.0 - gamma_q) * key_norms ** (1.0 - gamma_d)
         own = anchor_norms ** (2.0 - gamma_q - gamma_d)
-        return (scales * (unit_rows(anchors) @ unit_rows(keys).mT) - own) / temperature
+        return (scales * product(unit_rows(anchors), unit_rows(keys).mT) - own) / temperature
 
     return logits
 

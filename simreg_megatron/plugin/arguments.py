@@ -61,6 +61,10 @@ _FLAGS = (
           "sequence are weighed against each other (default token)"),
     _Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet (default off)"),
     _Flag("--simreg-warmup-iters", "warmup_iters", int, "iterations over which lambda rises from 0 (default 0)"),
+    _Flag("--simreg-lambda-schedule", "lambda_schedule", str, "how lambda changes over the training: constant, or "
+          "linear:F or cosine:F down (or up) to F times lambda (default constant)"),
+    _Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
+          "off and no longer computed (default never)"),
     _Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
           "auto, the fastest that fits)"),
     _Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's values in the log, a multiple of "

@@ -4,9 +4,9 @@
     install(config=SimRegConfig(lambda_=10))
     pretrain(config, forward_step, callbacks=[SimRegCallback()])
 
-Without it SimReg trains all the same, but nobody logs it, and `warmup_iters` is refused at the first step.
+Without it SimReg trains all the same, but nobody logs it, and a lambda that changes is refused at the first step.
 The events are those of Megatron-Bridge 0.6: `context.state.train_state.step`, `.cfg.logger.log_interval`,
-`.tensorboard_logger`, `.wandb_logger`, and `context.model`.
+`.cfg.train.train_iters`, `.tensorboard_logger`, `.wandb_logger`, and `context.model`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ class SimRegCallback:
         hooks.begin_foreign_run(context.model)
 
     def on_train_step_start(self, context: Any) -> None:
-        """Tell the iteration: lambda may ramp, and the geometry is measured at log steps alone."""
+        """Tell the iteration: lambda may change with it, and the geometry is measured at log steps alone."""
         iteration = int(context.state.train_state.step)
-        hooks.begin_step(iteration, measures=iteration == 0 or self._logs(context, iteration + 1))
+        measures = iteration == 0 or self._logs(context, iteration + 1)
+        needs_length = hooks.settings().schedule.needs_length
+        length = context.state.cfg.train.train_iters if needs_length else None
+        hooks.begin_step(iteration, measures=measures, num_iterations=length)
 
     def on_train_step_end(self, context: Any) -> None:
         """Log means of the interval; a collective, so every rank calls it at the same steps."""

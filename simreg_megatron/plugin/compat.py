@@ -121,7 +121,7 @@ STEP_SEAM = Seam(
     "megatron.training.training",
     None,
     "train_step",
-    "the lambda warm-up follows the iteration",
+    "a lambda that changes follows the iteration",
     frozenset({"model"}),
 )
 LOG_SEAM = Seam(

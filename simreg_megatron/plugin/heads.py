@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output layer: its row for each label, whether a hidden state predicts its label, and losses through a part of it.
+"""The output layer: its row for each label, by how much a hidden state predicts its label, and losses through a part.
 
 Shapes: B micro-batch, T tokens of the context rank, N states, D hidden, V this rank's part of the vocabulary.
 """
@@ -45,10 +45,12 @@ def has_whole_head(model: Any) -> bool:
     return weight.numel() > 0 and held >= weight.numel() * weight.element_size()
 
 
-def prefix_terms(
+def head_terms(
     config: SimRegConfig, model: Any, hidden_states: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard
 ) -> Tensor:
-    """Cross-entropy of this rank's anchors through the truncated output layer, [B, A]; 0 where a token does not count.
+    """What the objective asks of each anchor's logits, [B, A]; 0 where a token does not count.
+
+        prefixes-ce: cross-entropy through the truncated output layer        z-loss: (log sum_j exp z_ij)^2
 
     Every tensor-parallel rank holds a part of the vocabulary and takes all tokens of the context rank through it, as
     Megatron's own output layer does. A collective over them, forwards and backwards.
@@ -66,7 +68,11 @@ def prefix_terms(
     else:
         rows = gather_rows(rows, group) if shard.layout.rows_split else share_work(rows, group)
     local, here = _in_shard(labels.transpose(0, 1), head.weight, group)
+    if config.objective == "z-loss":
+        here = torch.zeros_like(here)  # without a label the cross-entropy is the normalizer
     losses = truncated_head_losses(rows.flatten(0, 1), local.flatten(), here.flatten(), head)
+    if config.objective == "z-loss":
+        losses = losses.square()
     losses = torch.where(valid, losses.view(rows.shape[:2]).transpose(0, 1), 0.0)
     if group is None:
         return losses
@@ -76,17 +82,18 @@ def prefix_terms(
 
 def _truncated(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> TruncatedHead:
     layer, weight = model.output_layer, _weight(model)
+    width = weight.shape[1]
     return TruncatedHead(
         weight,
-        config.prefixes or default_prefixes(weight.shape[1]),
+        (width,) if config.objective == "z-loss" else config.prefixes or default_prefixes(width),
         bias=None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None),
-        scale=float(model.config.mup_output_mult) if getattr(model.config, "use_mup", False) else 1.0,
+        scale=_logit_scale(model),
         tensor_group=tensor_group,
         fuses=bool(getattr(layer, "gradient_accumulation_fusion", False)) and hasattr(weight, "main_grad"),
     )
 
 
-def refuse_truncating(model: Any) -> None:
+def refuse_second_use(model: Any, objective: str) -> None:
     """Raise where the output layer cannot be trained by a second use of its weight in the same step.
 
     Raises:
@@ -104,20 +111,22 @@ def refuse_truncating(model: Any) -> None:
     for reason, found in reasons.items():
         if found:
             raise NotImplementedError(
-                f"SimReg objective prefixes-ce does not work here, as {reason}: change that, or choose another one"
+                f"SimReg objective {objective} does not work here, as {reason}: change that, or choose another one"
             )
 
 
 @torch.no_grad()
-def predicts_label(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
-    """Whether no token of the vocabulary has a larger logit than the label: bool [N].
+def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
+    """m_i = z_{i, y_i} - max_{j != y_i} z_{i, j} of the logits z: float32 [N], at least 0 for a right prediction.
 
-    Logits are taken in the type of the weights, as the model takes them, so in bfloat16 some tie: that counts as right.
+    Logits are taken in the type of the weights, as the model takes them, so in bfloat16 some tie: a margin of 0.
     Tensor-parallel ranks hold parts of the vocabulary and each brings its own N states: a collective over them.
 
     Args:
         states: [N, D], what enters the output layer; N is the same on all ranks of the group.
-        labels: int64 [N]; one below 0 is never predicted.
+        labels: int64 [N]; one below 0 is never predicted: -inf.
+
+    Source: arXiv 2605.08809, before its Lemma 1.
     """
     weight, number = _weight(model).detach(), len(labels)
     if tensor_group is not None:
@@ -125,18 +134,26 @@ def predicts_label(model: Any, states: Tensor, labels: Tensor, tensor_group: dis
     tiles = zip(
         *(part.split(_STATES_AT_ONCE) for part in (states, *_in_shard(labels, weight, tensor_group))), strict=True
     )
-    logits = torch.cat([_of_label_and_best(part.to(weight.dtype) @ weight.T, *place) for part, *place in tiles], dim=1)
+    logits = torch.cat([_of_label_and_other(part.to(weight.dtype) @ weight.T, *place) for part, *place in tiles], dim=1)
     if tensor_group is not None:
         dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=tensor_group)
-    of_label, best = logits
+    of_label, other = logits
     first = 0 if tensor_group is None else tensor_group.rank() * number
-    return ((of_label >= best) & (labels >= 0))[first : first + number]
+    return ((of_label - other) * _logit_scale(model))[first : first + number]
 
 
-def _of_label_and_best(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tensor:
-    """[2, N]: the label's logit, or -inf where its row is on another rank, and the largest one here."""
-    of_label = logits_NV.gather(1, torch.where(here, local, 0).unsqueeze(1)).squeeze(1)
-    return torch.stack([of_label.masked_fill(~here, -torch.inf), logits_NV.amax(dim=1)]).float()
+def _of_label_and_other(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tensor:
+    """[2, N]: the label's logit, or -inf where its row is on another rank, and the largest other one here."""
+    index, apart = torch.where(here, local, 0).unsqueeze(1), ~here.unsqueeze(1)
+    of_label = logits_NV.gather(1, index)
+    others = logits_NV.scatter(1, index, torch.where(apart, of_label, -torch.inf))
+    return torch.stack([of_label.masked_fill(apart, -torch.inf).squeeze(1), others.amax(dim=1)]).float()
+
+
+def _logit_scale(model: Any) -> float:
+    """What the model multiplies its logits with."""
+    settings: Any = getattr(model, "config", None)
+    return float(settings.mup_output_mult) if getattr(settings, "use_mup", False) else 1.0
 
 
 def _in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from simreg_megatron.plugin.arguments import (
     differences_to_checkpoint,
 )
 from simreg_megatron.plugin.clipping import Clipping
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.regularizer import Regularizer, open_row_group
 from simreg_megatron.plugin.reporting import add_to_console, log_once, warn, write_scalars
 from simreg_megatron.plugin.sequence import fast_form
 
@@ -34,6 +34,7 @@ class _Installation:
         self.given_config = config
         self._regularizer: Regularizer | None = None
         self.clipping: Clipping | None = None
+        self.has_met_forward = False
         self._originals: list[tuple[Any, str, Any, Any]] = []
         self.model_classes: tuple[Any, ...] = ()
 
@@ -101,6 +102,8 @@ def install(config: SimRegConfig | None = None) -> None:
         (seam, _regularize if seam is compat.MODEL_SEAM else _regularize_forward) for seam in models
     ]
     wrappers += [(compat.built(seam), _add_parameters) for seam in models]
+    if compat.MODEL_SEAM in models:
+        wrappers.append((compat.FORWARD_SEAMS[0], _refuse_own_postprocess))
     if has_loop:
         wrappers += [
             (compat.SETUP_SEAM, _refuse_what_cannot_work),
@@ -171,12 +174,13 @@ def begin_foreign_run(model_chunks: Any) -> None:
         _accept_models(config, model_chunks)
 
 
-def begin_step(iteration: int, *, measures: bool) -> None:
-    """Before step `iteration`, counted from 0; `measures` the geometry of its hidden states for the log.
+def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
+    """Before step `iteration`, counted from 0, of a training of so many; `measures` the geometry of its hidden states
+    for the log.
 
-    With objective none, all that is computed is computed in these steps.
+    With objective none, and where a schedule has ended, all that is computed is computed in these steps.
     """
-    _current().set_iteration(iteration)
+    _current().set_iteration(iteration, num_iterations)
     _current().metrics.wants_geometry = measures
 
 
@@ -198,12 +202,33 @@ def _regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
 
     def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
         loss = postprocess(model, *args, **kwargs)
+        assert _installation is not None
+        _installation.has_met_forward = True
         if not _trains(model):
             return loss
         given = compat.named_arguments(signature, model, *args, **kwargs)
         return _add_to(loss, model, given, given["hidden_states"])
 
     return with_simreg
+
+
+def _refuse_own_postprocess(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Some frameworks give a model, and not its class, another function in the place of the wrapped one."""
+
+    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
+        assert _installation is not None
+        if compat.MODEL_SEAM.name not in vars(model) or not (_trains(model) and _current().config.active):
+            return forward(model, *args, **kwargs)
+        _installation.has_met_forward = False
+        found = forward(model, *args, **kwargs)
+        if not _installation.has_met_forward:
+            raise NotImplementedError(
+                f"this {type(model).__name__} has a {compat.MODEL_SEAM.name} of its own, which hides the one "
+                "that SimReg wraps: let it call the class's, or set --simreg-lambda 0"
+            )
+        return found
+
+    return checked
 
 
 def _regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -372,7 +397,7 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
     ]
     for part in config.parts:
         if (part.meets_heads or part.through_head) and sharded:
-            who = "SimReg objective prefixes-ce" if part.through_head else "pairs=hidden-head"
+            who = f"SimReg objective {part.objective}" if part.through_head else "pairs=hidden-head"
             raise NotImplementedError(
                 f"{who} needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} scatters "
                 "them: drop one of them"
@@ -435,6 +460,9 @@ def _end_of_document() -> int:
 def _accept_models(config: SimRegConfig, model_chunks: Any) -> None:
     """Refuse models that SimReg does not reach, and say what each objective does to the others."""
     _refuse_models(config, model_chunks)
+    for model in compat.unwrapped(model_chunks):
+        if getattr(model, "post_process", True) or inner.holds_earlier_layers(config, model):
+            open_row_group(model)
     for part in config.parts:
         _announce(part, model_chunks)
 
@@ -455,8 +483,9 @@ def _refuse_models(config: SimRegConfig, model_chunks: Any) -> None:
         if config.looks_inside:
             inner.refuse_decoder(config, model.decoder)
             stages.announce(config, model.decoder)
-        if any(part.through_head for part in config.parts):
-            heads.refuse_truncating(model)
+        for part in config.parts:
+            if part.through_head:
+                heads.refuse_second_use(model, part.objective)
 
 
 def _announce(config: SimRegConfig, model_chunks: Any) -> None:
@@ -464,12 +493,19 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
     asked = " (auto)" if config.lambda_ == "auto" else ""
-    what = "measured only, in log steps, not trained on"
-    if config.trains:
-        what = f"lambda {config.weight(hidden_size):g}{asked}"
+    changes = f" {config.schedule}" if str(config.schedule) else ""
+    what = (
+        f"lambda {config.weight(hidden_size):g}{asked}{changes}"
+        if config.trains
+        else "measured only, in log steps, not trained on"
+    )
     options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
     if config.options.get("normalize") == "unit":
         warn(f"SimReg objective {config.objective}: {UNSCALED}")
+    if config.objective == "placebo":
+        warn(
+            "SimReg objective placebo: labels are moved around inside each chunk; this is a control and should not help"
+        )
     if config.by_sequence:
         log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
         return
@@ -495,7 +531,8 @@ def _tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
         iteration = given.get("iteration")
         iteration = _iteration_of_args() if iteration is None else iteration
         is_first = not _current().follows_iterations  # Megatron prints a line after it, in a resumed run, too
-        begin_step(iteration, measures=is_first or _is_log_step(iteration + 1))
+        measures = is_first or _is_log_step(iteration + 1)
+        begin_step(iteration, measures=measures, num_iterations=_iterations_of_args())
         result = train_step(*args, **kwargs)
         _refuse_silence(_current(), given["model"])
         return result
@@ -519,6 +556,14 @@ def _iteration_of_args() -> int:
     from megatron.training.global_vars import get_args
 
     return int(getattr(get_args(), "curr_iteration", 0))
+
+
+def _iterations_of_args() -> int | None:
+    """Of the whole training; Megatron counts them, too, where it is given samples."""
+    from megatron.training.global_vars import get_args
+
+    iterations: int | None = getattr(get_args(), "train_iters", None)
+    return iterations
 
 
 def _is_log_step(iteration: int) -> bool:
@@ -559,7 +604,8 @@ def _reduced_means(*, reset: bool = True) -> dict[str, Any]:
     config = _current().config
     pipeline = compat.pipeline_group() if config.layer_numbers else None
     several = pipeline if pipeline is not None and pipeline.size() > 1 else None
-    return _current().metrics.reduce(_data_group(), several, reset=reset or not config.trains)
+    means = _current().metrics.reduce(_data_group(), several, reset=reset or not _current().trains)
+    return means | _current().lambdas() if means else {}
 
 
 def _data_group() -> Any:

@@ -42,12 +42,15 @@ def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
 
 
 class Scalars(nn.Module):
-    """Parameters of one number each."""
+    """Parameters of one number each, read by a call: `--overlap-param-gather` waits for them in the pre-hook of it."""
 
     def __init__(self, start: dict[str, float]) -> None:
         super().__init__()
         for name, value in start.items():
             self.register_parameter(name, nn.Parameter(torch.full((1,), value)))
+
+    def forward(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters())
 
 
 def add_to(model: Any, modules: dict[str, dict[str, float]]) -> None:
@@ -67,8 +70,9 @@ def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.Process
                 f"SimReg's {module} trains {' and '.join(start)}, and the plugin came after the model was built: "
                 "install it before, or choose what trains nothing"
             )
+        scalars = own()
         for name in start:
-            scalar = getattr(own, name)
+            scalar = scalars[name]
             found[name] = scalar.float() if tensor_group is None else share_work(scalar, tensor_group)
     return found
 

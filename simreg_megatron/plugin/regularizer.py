@@ -11,6 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
@@ -20,9 +21,9 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
-from simreg_megatron.plugin.heads import label_rows, prefix_terms
+from simreg_megatron.plugin.heads import head_terms, label_rows
 from simreg_megatron.plugin.inner import InnerStates, State
-from simreg_megatron.plugin.learnable import learned_scalars
+from simreg_megatron.plugin.learnable import learned_scalars, wanted
 from simreg_megatron.plugin.objectives import objective_terms
 from simreg_megatron.plugin.reporting import Metrics, log_once
 from simreg_megatron.plugin.sequence import views_of
@@ -57,8 +58,15 @@ class _Part(NamedTuple):
     """What one objective came to."""
 
     terms: Tensor  # [B, anchors of this rank]
-    views: list[View]  # of the last states; of an objective that sends no rows in log steps alone
+    views: list[View]  # of the last states; whole chunks in log steps alone where an objective has others
     learned: dict[str, Tensor]
+
+
+_NEEDS_LOOP = (
+    "a SimReg lambda that changes (--simreg-warmup-iters, --simreg-lambda-schedule, --simreg-off-after) needs "
+    "Megatron's training loop to tell the iteration and their number: drop these flags where megatron.training does "
+    "not run"
+)
 
 
 class Regularizer:
@@ -71,25 +79,50 @@ class Regularizer:
         self.data_of_stages = DataOfStages(config)
         self.agreement = Agreement()
         self.metrics = Metrics(config, self.agreement)
-        self.ramp: Tensor | None = None  # 0-d device tensor; None while lambda is constant
+        self.factor: Tensor | None = None  # of lambda, 0-d on the device; None while lambda is constant
+        self.is_off = False  # from now on, as the schedule says
         self.follows_iterations = False  # set once a training loop tells the iteration
         self.has_met_model = False  # set once a model's loss came by
         self._iteration = 0  # without one: micro-batches so far
+        self._hidden_size = 0  # of the model that it met
+
+    @property
+    def trains(self) -> bool:
+        """Whether this step's term adds to the gradient."""
+        return self.config.trains and not self.is_off
 
     @property
     def computes(self) -> bool:
         """Whether this step's micro-batches are computed on: every step in training, log steps where SimReg only
         measures."""
-        return self.config.trains or self.metrics.wants_geometry
+        return self.trains or self.metrics.wants_geometry
 
-    def set_iteration(self, iteration: int) -> None:
-        """Before step `iteration` (counted from 0): set the ramp to min(1, (iteration + 1) / warmup_iters)."""
+    def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
+        """Before step `iteration` (counted from 0) of a training of so many: set the factor of lambda.
+
+        Raises:
+            RuntimeError: the schedule needs to know how long the training is, and nobody says.
+        """
         self.follows_iterations = True
         self._iteration = iteration
-        if self.config.warmup_iters:
-            if self.ramp is None:
-                self.ramp = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
-            self.ramp.fill_(min(1.0, (iteration + 1) / self.config.warmup_iters))
+        schedule = self.config.schedule
+        if schedule.is_constant:
+            return
+        if schedule.needs_length and num_iterations is None:
+            raise RuntimeError(_NEEDS_LOOP)
+        factor = schedule.factor(iteration, num_iterations)
+        if self.factor is None:
+            self.factor = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
+        self.factor.fill_(factor)
+        # Scalars of an objective's own need a gradient in every step, and be it zero: Megatron waits for it.
+        self.is_off = schedule.has_ended(iteration, num_iterations) and not wanted(self.config)
+
+    def lambdas(self) -> dict[str, Tensor]:
+        """The weight of each objective in this step, under the names of the log; empty while all are constant."""
+        factor = self.factor
+        if factor is None:
+            return {}
+        return {f"{part.objective} lambda": factor * part.weight(self._hidden_size) for part in self.config.parts}
 
     def add_to(
         self,
@@ -113,7 +146,7 @@ class Regularizer:
             loss_mask: [B, S], 0 where a token does not count; None counts every token with a label.
             packed_seq_params: Megatron's description of a row that packs several texts, or None.
         """
-        self.has_met_model = True
+        self.has_met_model, self._hidden_size = True, model.config.hidden_size
         if not self.computes:
             return loss_BS
         shard = shard_of(model, labels)
@@ -122,14 +155,14 @@ class Regularizer:
         states = self.inner_states.take(model, hidden_states)
         parts = self._parts(model, tokens, states)
         self._count_by_itself()
-        if self.config.layers[-1] in states:
-            last = states[self.config.layers[-1]]
-            self.metrics.observe_predictions(
-                model, hidden_states.detach(), last.detach(), tokens.labels, tokens.valid, shard
-            )
+        last = states.get(self.config.layers[-1])
+        self.metrics.observe_predictions(
+            model, hidden_states.detach(), None if last is None else last.detach(), tokens.labels, tokens.valid, shard
+        )
+        if last is not None:
             # The gradient of all that hangs on them arrives at what was given, not at a part of it.
             self.metrics.watch_gradient(given if last is hidden_states else last, tokens.valid, shard)
-        if not self.config.trains:
+        if not self.trains:
             return loss_BS
         if parts:
             loss_BS = add_gradient(loss_BS, self._weighted(parts, model, loss_BS), start=shard.start)
@@ -157,7 +190,7 @@ class Regularizer:
         parts = self._parts(model, tokens, states)
         if self.config.layers[-1] in states:
             self.metrics.watch_gradient(states[self.config.layers[-1]], tokens.valid, shard)
-        if not self.config.trains:
+        if not self.trains:
             return output_SBD
         terms = self._weighted(parts, model, output_SBD)
         total = (terms * given.weights[:, shard.start : shard.start + terms.shape[1]]).sum()
@@ -185,7 +218,7 @@ class Regularizer:
         """What each objective came to on the named states that are here; nothing where none is."""
         parts: list[_Part] = []
         if states:
-            with torch.set_grad_enabled(self.config.trains):
+            with torch.set_grad_enabled(self.trains):
                 parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
         self.metrics.observe_terms([part.terms.detach() for part in parts], tokens.valid, tokens.shard)
         if self.config.layers[-1] in states:  # what the log describes
@@ -210,15 +243,16 @@ class Regularizer:
         if config.through_head:
             given = tokens.whole
             assert given.hidden_states is not None  # the settings leave it to the stage with the output layer
-            terms = prefix_terms(config, model, given.hidden_states, given.labels, given.valid, tokens.shard)
+            terms = head_terms(config, model, given.hidden_states, given.labels, given.valid, tokens.shard)
             return _Part(terms, self._views_for_log(config, tokens, states[-1]), {})
         views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
         of_views = [objective_terms(config, of_state, tokens.shard, learned, self._iteration) for of_state in views]
         terms = torch.stack(of_views).sum(dim=0)
-        if config.objective == "simreg" and config.prefixes:
+        if config.is_simreg and config.prefixes:
             terms = terms / len(config.prefixes)
-        shown = self._views_for_log(config, tokens, states[-1]) if config.sends_no_rows else views[-1]
+        others = config.sends_no_rows or config.objective == "placebo"  # than what the log describes
+        shown = self._views_for_log(config, tokens, states[-1]) if others else views[-1]
         return _Part(terms, shown, learned)
 
     def _views_for_log(self, config: SimRegConfig, tokens: _Tokens, states: Tensor) -> list[View]:
@@ -235,6 +269,7 @@ class Regularizer:
             documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
             sample_length=tokens.sample_length,
             heads=tokens.heads if config.meets_heads else None,
+            iteration=self._iteration,
             for_log=for_log,
         )
 
@@ -249,17 +284,18 @@ class Regularizer:
         if self.follows_iterations:
             return
         self._iteration += 1
-        if any(part.objective == "sigreg" for part in self.config.parts):
+        if any(part.draws for part in self.config.parts):
             log_once(
-                "SimReg: no training loop tells the iteration, so each micro-batch draws directions of its own, and a "
-                "run that is resumed begins with the first ones again"
+                "SimReg: no training loop tells the iteration, so each micro-batch draws directions or permutations of "
+                "its own, and a run that is resumed begins with the first ones again"
             )
 
     def _refuse_uncounted(self) -> None:
-        if not self.follows_iterations and any(part.objective == "sigreg" for part in self.config.parts):
+        drawing = [part.objective for part in self.config.parts if part.draws]
+        if drawing and not self.follows_iterations:
             raise NotImplementedError(
-                "SimReg objective sigreg draws directions by the iteration, which no training loop tells here, so "
-                "pipeline stages would draw different ones: name layers of the last stage in --simreg-layers"
+                f"SimReg objective {drawing[0]} draws random numbers by the iteration, which no training loop tells "
+                "here, so pipeline stages would draw different ones: name layers of the last stage in --simreg-layers"
             )
 
     def _documents(self, packed_seq_params: Any) -> Documents:
@@ -275,14 +311,11 @@ class Regularizer:
 
     def _weight(self, config: SimRegConfig, model: Any) -> Any:
         weight = config.weight(model.config.hidden_size)
-        if not self.config.warmup_iters:
+        if self.config.schedule.is_constant:
             return weight
-        if self.ramp is None:
-            raise RuntimeError(
-                "--simreg-warmup-iters needs Megatron's training loop to tell the iteration: "
-                "drop it where megatron.training does not run"
-            )
-        return weight * self.ramp
+        if self.factor is None:
+            raise RuntimeError(_NEEDS_LOOP)
+        return weight * self.factor
 
     def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
         if all(part.by_sequence or part.through_head for part in self.config.parts):
@@ -300,7 +333,7 @@ class Regularizer:
 
 def _prefixes(config: SimRegConfig, states: Tensor) -> list[Tensor]:
     """The parts of the states that get a term each: the first features, or all of them."""
-    if config.objective != "simreg" or not config.prefixes:
+    if not (config.is_simreg and config.prefixes):
         return [states]
     return [states[..., :prefix] for prefix in config.prefixes]
 
@@ -320,6 +353,17 @@ def shard_of(model: Any, labels: Tensor) -> SequenceShard:
                 "orders them otherwise: leave the rank order to Megatron, or set --simreg-lambda 0"
             )
     return SequenceShard(layout, rank, row_group, tp if tp.size() > 1 else None)
+
+
+def open_row_group(model: Any) -> None:
+    """Let NCCL make the communicator among which rows travel now, and not inside the first forward pass.
+
+    Groups of one kind of parallelism are in use by then; the one of two kinds is SimReg's alone.
+    """
+    tp, cp = compat.tensor_group(model), compat.context_group(model)
+    if model.config.sequence_parallel and tp.size() > 1 and cp.size() > 1:
+        nothing = torch.zeros(1, device=next(model.parameters()).device)
+        dist.all_reduce(nothing, group=compat.tensor_and_context_group(model))
 
 
 def _main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +19,11 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
+from simreg_megatron.parallel.quantiles import quantiles_over
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.every_kth import EveryKth
-from simreg_megatron.plugin.heads import has_whole_head, predicts_label
+from simreg_megatron.plugin.heads import has_whole_head, margins
 from simreg_megatron.plugin.learnable import as_logged
 from simreg_megatron.plugin.views import View
 
@@ -39,7 +41,9 @@ _SAME_NORMS, _OTHER_NORMS = slice(14, 17), slice(17, 20)  # likewise, once for e
 _ONCE_NORMS, _OFTEN_NORMS = slice(20, 23), slice(23, 26)  # of tokens alone with their label in a chunk; of all others
 _RADIAL = slice(26, 28)  # magnitude.radial_sums of the whole loss's gradient
 _RIGHT_NORMS, _WRONG_NORMS = slice(28, 31), slice(31, 34)  # of sampled tokens, by whether their top prediction is right
-_SLOTS = 34
+_MARGIN, _RIGHT_MARGIN = slice(34, 36), slice(36, 38)  # sum and count of classification margins
+_SLOTS = 38
+_QUANTILES = {f"simreg margin {share:.0%}": share for share in (0.1, 0.5, 0.9)}
 _ISOTROPY = 4  # whether it was measured, and its three numbers
 _NOT_IN_CONSOLE = (  # Megatron's line is long enough
     "simreg norm difference",
@@ -48,9 +52,12 @@ _NOT_IN_CONSOLE = (  # Megatron's line is long enough
     "simreg radial gradient",
     "simreg effective rank",
     "simreg mean cosine",
+    "simreg margin of right predictions",
+    *_QUANTILES,
 )
 _SAMPLED_TOKENS = 8192  # of a micro-batch, at most, over all ranks that share it: evenly spaced on the sequence
 _PREDICTED_TOKENS = 512  # likewise; fewer, as their logits are taken once more
+_KEPT_MICRO_BATCHES = 4096  # whose margins are kept, at most: some loops never ask for them
 _WIDEST = 4096  # beyond it the products of all features take too much memory to be logged by the way
 
 
@@ -67,6 +74,7 @@ class Metrics:
         self.wants_geometry = True  # a training loop that tells the iteration clears it between log steps
         self._sums: Tensor | None = None
         self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
+        self._margins: deque[Tensor] = deque(maxlen=_KEPT_MICRO_BATCHES)  # of the same steps, of this rank's tokens
         self._learned: dict[str, Tensor] = {}  # the same on every rank
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
@@ -152,34 +160,48 @@ class Metrics:
         self._sums[slots] += torch.stack(norm_sums(states, weights))
 
     def observe_predictions(
-        self, model: Any, predicting: Tensor, states: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard
+        self, model: Any, predicting: Tensor, states: Tensor | None, labels: Tensor, valid: Tensor, shard: SequenceShard
     ) -> None:
-        """Norms of `states` [S, B, D] by whether the model's first choice for the token is its label [B, S].
+        """Classification margins, and norms of `states` [S, B, D] by whether the model's first choice for the token is
+        its label [B, S].
 
         A collective over the tensor-parallel group, in log steps alone, on a bounded sample of the tokens.
 
         Args:
             predicting: [S, B, D], what enters the output layer.
+            states: those that the log describes; None where they lie on another stage.
         """
         if not self.wants_geometry:
             return
         if not has_whole_head(model):
             log_once(
-                "SimReg: norms of rightly predicted tokens are not logged, as no rank holds the output layer's rows"
+                "SimReg: margins, and norms of rightly predicted tokens, are not logged, as no rank holds the output "
+                "layer's rows"
             )
             return
         sample = EveryKth.of_at_most(_PREDICTED_TOKENS, len(labels), shard)
         own_labels = sample.taken(labels.masked_fill(~valid, -1))
         missing = sample.most_of_a_tensor_rank() - own_labels.shape[1]  # these ranks must bring equally many
-        right = predicts_label(
+        found = margins(
             model,
             functional.pad(sample.taken(predicting.transpose(0, 1)), (0, 0, 0, missing)).flatten(0, 1),
             functional.pad(own_labels, (0, missing), value=-1).flatten(),
             shard.tensor_group,
         ).view(len(labels), -1)[:, : own_labels.shape[1]]
+        counted, right = own_labels >= 0, found >= 0
+        self._add_margins(found, counted, right)
+        if states is None:
+            return
         of_states = sample.taken(states.transpose(0, 1))
-        for slots, members in ((_RIGHT_NORMS, right), (_WRONG_NORMS, (own_labels >= 0) & ~right)):
+        for slots, members in ((_RIGHT_NORMS, right), (_WRONG_NORMS, counted & ~right)):
             self._add_norms(slots, of_states, members)
+
+    def _add_margins(self, found: Tensor, counted: Tensor, right: Tensor) -> None:
+        assert self._sums is not None
+        for slots, members in ((_MARGIN, counted), (_RIGHT_MARGIN, right)):
+            total = torch.where(members, found, 0.0).sum(dtype=torch.float64)
+            self._sums[slots] += torch.stack([total, members.sum().double()])
+        self._margins.append(torch.where(counted, found, torch.nan).flatten())
 
     def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
         """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths.
@@ -213,6 +235,7 @@ class Metrics:
         if self._sums is None and pipeline_group is None:
             return {}
         sums, isotropy = self._of_stage(dp_cp_group, reset=reset)
+        quantiles = self._margin_quantiles(dp_cp_group, reset=reset)
         if pipeline_group is not None:
             stage, num_stages = pipeline_group.rank(), pipeline_group.size()
             weights = self._agreement.table(stage, num_stages, sums.device, reset=reset)
@@ -223,7 +246,8 @@ class Metrics:
             if stage < num_stages - 1:
                 return {}
         self._tell_oddities(sums)
-        return self._named_means(sums) | _named_isotropy(isotropy) | self._learned
+        named = self._named_means(sums) | _named_isotropy(isotropy) | self._learned
+        return named | _named_margins(sums) | quantiles if quantiles else named
 
     def _of_stage(self, dp_cp_group: dist.ProcessGroup, *, reset: bool) -> tuple[Tensor, Tensor]:
         """Sums over the ranks of this stage, and the isotropy of its states; zeros where nothing was observed."""
@@ -240,6 +264,16 @@ class Metrics:
                 for part in (sums, *moments):
                     dist.all_reduce(part, group=group)
         return sums, _isotropy(moments) if moments else sums.new_zeros(_ISOTROPY)
+
+    def _margin_quantiles(self, dp_cp_group: dist.ProcessGroup, *, reset: bool) -> dict[str, Tensor]:
+        """Over the ranks of the stage with the output layer; empty where none were measured."""
+        if not self._margins:
+            return {}
+        groups = [group for group in (dp_cp_group, self._tensor_group) if group is not None and group.size() > 1]
+        found = quantiles_over(torch.cat(list(self._margins)), list(_QUANTILES.values()), groups)
+        if reset:
+            self._margins.clear()
+        return dict(zip(_QUANTILES, found.unbind(), strict=True))
 
     def _named_means(self, sums: Tensor) -> dict[str, Tensor]:
         def mean(numerator: int, denominator: int) -> Tensor:
@@ -276,6 +310,12 @@ class Metrics:
             if slot not in self._oddities_told and (count := int(sums[slot])):
                 self._oddities_told.add(slot)
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
+
+
+def _named_margins(sums: Tensor) -> dict[str, Tensor]:
+    """NaN of nothing."""
+    slots = {"simreg margin": _MARGIN, "simreg margin of right predictions": _RIGHT_MARGIN}
+    return {name: (sums[slot][0] / sums[slot][1]).float() for name, slot in slots.items()}
 
 
 def _isotropy(moments: list[Tensor]) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.contrast import MODULES
-from simreg_megatron.losses._chunks import usable_tokens
+from simreg_megatron.losses._chunks import chunk_length, usable_tokens
+from simreg_megatron.losses.placebo import permuted_labels
 from simreg_megatron.losses.roles import token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
 from simreg_megatron.parallel.layout import Cutting, Run
@@ -34,6 +35,7 @@ def views_of(
     documents: Documents | None = None,
     sample_length: int | None = None,
     heads: Tensor | None = None,
+    iteration: int = 0,
     for_log: bool = False,
 ) -> list[View]:
     """What this rank's anchors meet, in the order of its rows. A collective wherever the plan exchanges anything.
@@ -47,7 +49,9 @@ def views_of(
         documents: who tells the borders of documents; None where tokens of all documents meet.
         sample_length: tokens in a sample, where a row packs several.
         heads: [S, B, D], the output layer's row for each label, where states meet these.
-        for_log: whole chunks also for an objective that sends no rows: what the log says is the same in every layout.
+        iteration: of the training loop, from 0.
+        for_log: whole chunks also for an objective that sends no rows, and the tokens' own labels: what the log says is
+            the same in every layout, and means the same for every objective.
     """
     scope = "local" if config.sends_no_rows and not for_log else config.scope
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
@@ -67,6 +71,15 @@ def views_of(
         stretch_labels, stretch_usable = tokens.at(stretch).unbind(dim=-1)
         stretch_usable = stretch_usable.bool()
         numbers = None if documents is None else documents.of(stretch_labels, stretch)
+        if config.objective == "placebo" and not for_log:
+            stretch_labels = permuted_labels(
+                stretch_labels,
+                stretch_usable,
+                chunk_size=config.chunk_size,
+                longest=chunk_length(shard.layout.length, config.chunk_size),
+                seed=int(config.options["seed"]),
+                iteration=iteration,
+            )
         roles = token_roles(
             stretch_labels,
             stretch_usable,
@@ -90,7 +103,7 @@ def views_of(
                 heads=None if head_rows is None else head_rows.at(window.tokens),
             )
         )
-    if not form:
+    if not form or for_log:
         return found
     ratios = ratios_over_ranks(hidden_states, found, shard, plan, Pairs(config.chunk_size, config.tau, form))
     counts = [view.roles.anchor.shape[1] for view in found]
@@ -99,7 +112,7 @@ def views_of(
 
 def fast_form(config: SimRegConfig) -> str | None:
     """The form that computes SimReg, or None where the reference does, or where another objective is chosen."""
-    if config.objective not in ("simreg", "none"):
+    if not config.is_simreg:
         return None
     impl = chosen_impl(config.impl, config.similarity, config.self_positive)
     return impl if impl in MODULES else None

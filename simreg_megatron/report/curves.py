@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from simreg_megatron.report import runs
@@ -18,7 +19,7 @@ from simreg_megatron.report.runs import Run, Series
 # Okabe and Ito's palette, told apart under every common colour blindness; dashes and markers help in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":")
-MARKERS = ("o", "s", "^", "D", "v")
+MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,44 @@ class Panel:
     title: str
     unit: str
     log: bool = False
+    lower_is_better: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.unit}; lower is better" if self.lower_is_better else self.unit
 
 
+_NATS, _COSINE = "nats per token", "cosine, -1 to 1"
 PANELS = (
-    Panel(runs.VALIDATION_LOSS, "Validation loss", "nats per token"),
-    Panel(runs.TRAIN_LOSS, "Training loss (cross-entropy alone)", "nats per token"),
-    Panel(runs.SIMREG_LOSS, "SimReg loss", "nats per token, log scale", log=True),
-    Panel(runs.NEGATIVE_COSINE, "Mean cosine of tokens with different labels", "cosine, -1 to 1"),
+    Panel(runs.VALIDATION_LOSS, "Validation loss", _NATS, lower_is_better=True),
+    Panel(runs.TRAIN_LOSS, "Training loss, SimReg's term left out", _NATS, lower_is_better=True),
+    Panel(runs.SIMREG_LOSS, "SimReg loss", f"{_NATS} (log)", log=True, lower_is_better=True),
+    Panel(runs.NEGATIVE_COSINE, "Mean cosine, different next tokens", _COSINE),
+)
+FURTHER = (
+    Panel(runs.POSITIVE_COSINE, "Mean cosine, same next token", _COSINE),
+    Panel(runs.ISOTROPY, "Isotropy of the hidden states", "IsoScore, 0 to 1"),
 )
 
 MAX_MARKED_POINTS = 30  # more are drawn as a line alone
 SMOOTHED_POINTS = 100  # longer curves are drawn pale, with their running mean on top
+_POINTS_APART = 11  # of end values, so that none covers another
+
+
+def panels_of(several: Sequence[Run]) -> tuple[Panel, ...]:
+    """What is drawn of any runs, then what these ones logged beyond it: cosines, isotropy, margins."""
+    logged = sorted({tag for run in several for tag in run.scalars})
+    margins = (
+        Panel(tag, tag.removeprefix("simreg ").capitalize(), "margin, as logged")
+        for tag in logged
+        if tag.startswith(runs.MARGIN)
+    )
+    return (*PANELS, *(panel for panel in FURTHER if panel.tag in logged), *margins)
 
 
 def draw_curves(
     several: Sequence[Run],
-    path: str | Path,
+    path: str | Path | None,
     *,
     panels: Sequence[Panel] = PANELS,
     title: str | None = None,
@@ -53,7 +76,7 @@ def draw_curves(
 
     Args:
         several: the runs, in the order of the legend.
-        path: image file, PNG or whatever its ending asks for.
+        path: image file, PNG or whatever its ending asks for; None saves nothing.
         panels: what to draw, two panels in a row.
         title: above all panels.
 
@@ -61,7 +84,7 @@ def draw_curves(
         The figure as saved. A panel whose scalar no run logged says so.
     """
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(11, 3.6 * rows + 0.7), dpi=130, layout="constrained")
+    figure = Figure(figsize=(9, 3.2 * rows + 0.7), dpi=160, layout="constrained")
     grid = figure.subplots(rows, 2, squeeze=False).ravel()
     for axes, panel in zip(grid, panels, strict=False):
         _draw_panel(axes, panel, several)
@@ -69,27 +92,38 @@ def draw_curves(
         axes.remove()
     _add_legend(figure)
     if title:
-        figure.suptitle(title, fontsize=13, fontweight="bold")
-    figure.savefig(path)
+        figure.suptitle(title, fontsize=12, fontweight="bold")
+    label_ends(figure)
+    if path is not None:
+        figure.savefig(path)
     return figure
 
 
 def _draw_panel(axes: Axes, panel: Panel, several: Sequence[Run]) -> None:
     axes.set_title(panel.title, fontsize=11, loc="left")
     axes.set_xlabel("training step")
-    axes.set_ylabel(panel.unit)
+    axes.set_ylabel(panel.label)
+    plain_axes(axes)
+    drawn = [(index, run, run.scalars[panel.tag]) for index, run in enumerate(several) if panel.tag in run.scalars]
+    for index, run, series in drawn:
+        _draw_series(axes, series, run.name, index)
+    if not drawn:
+        axes.text(0.5, 0.5, f'"{panel.tag}" was not logged', transform=axes.transAxes, ha="center", color="0.4")
+        return
+    if panel.log:
+        axes.set_yscale("log", nonpositive="mask")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif panel.tag == runs.TRAIN_LOSS:
+        leave_out_the_start(axes, [series for _, _, series in drawn])
+    _tell_tokens(axes, {run.tokens_per_step for _, run, _ in drawn})
+
+
+def plain_axes(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
-    drawn = [(index, run.name, run.scalars[panel.tag]) for index, run in enumerate(several) if panel.tag in run.scalars]
-    for index, name, series in drawn:
-        _draw_series(axes, series, name, index)
-    if not drawn:
-        axes.text(0.5, 0.5, f'"{panel.tag}" was not logged', transform=axes.transAxes, ha="center", color="0.4")
-    elif panel.log:
-        axes.set_yscale("log", nonpositive="mask")
-    elif panel.tag == runs.TRAIN_LOSS:
-        _leave_out_the_start(axes, [series for _, _, series in drawn])
 
 
 def _draw_series(axes: Axes, series: Series, name: str, index: int) -> None:
@@ -121,7 +155,7 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     return (sums[end] - sums[start]) / (end - start)
 
 
-def _leave_out_the_start(axes: Axes, drawn: Sequence[Series]) -> None:
+def leave_out_the_start(axes: Axes, drawn: Sequence[Series]) -> None:
     """The loss falls steeply at first; the axis shows what differs later, from the first twentieth of the run on."""
     last = max(series.steps[-1] for series in drawn)
     values = np.concatenate([series.values[series.steps >= last / 20] for series in drawn])
@@ -131,9 +165,64 @@ def _leave_out_the_start(axes: Axes, drawn: Sequence[Series]) -> None:
         axes.set_ylim(values.min() - margin, values.max() + margin)
 
 
+def _tell_tokens(axes: Axes, tokens_per_step: set[int | None]) -> None:
+    """Tokens under the steps, where all runs of the panel take equally many a step."""
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    (only, *others) = tokens_per_step
+    if only is not None and not others:
+        axes.xaxis.set_major_formatter(lambda step, _: f"{step:g}\n{short_count(only * step)}")
+        axes.set_xlabel("training step, and tokens below it")
+
+
+def short_count(number: float) -> str:
+    """819200 as 819 k, in three digits."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:g}"
+
+
+def label_ends(figure: Figure) -> None:
+    """Each line's last value beside its end, moved up or down until no two touch; when all else is drawn."""
+    figure.draw_without_rendering()  # the axes have their final places
+    for axes in figure.axes:
+        _label_ends_of(axes)
+
+
+def _label_ends_of(axes: Axes) -> None:
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    ends = [(line, *(float(values[-1]) for values in line.get_data())) for line in lines]
+    ends = [end for end in ends if np.isfinite(end[2]) and (end[2] > 0 or axes.get_yscale() != "log")]
+    points = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
+    heights = [points * axes.transData.transform((x, y))[1] for _, x, y in ends]
+    form = ".3g" if axes.get_yscale() == "log" else ".3f"
+    for (line, x, y), height, shown in zip(ends, heights, spread(heights, _POINTS_APART), strict=True):
+        axes.annotate(
+            format(y, form), (x, y), (6, shown - height), textcoords="offset points", va="center", fontsize=9,
+            color=line.get_color(), fontweight="bold", annotation_clip=False, gid="end",
+        )  # fmt: skip
+
+
+def spread(heights: Sequence[float], apart: float) -> list[float]:
+    """The heights, in their order, each moved as little as it takes for neighbours to be `apart`."""
+    order = np.argsort(heights, kind="stable")
+    groups: list[tuple[float, int]] = []  # (centre, members) of runs of labels that touch
+    for place in order:
+        groups.append((heights[place], 1))
+        while len(groups) > 1 and groups[-1][0] - groups[-2][0] < apart * (groups[-1][1] + groups[-2][1]) / 2:
+            (above, one), (below, other) = groups.pop(), groups.pop()
+            groups.append(((above * one + below * other) / (one + other), one + other))
+    shown = [centre + apart * (place - (count - 1) / 2) for centre, count in groups for place in range(count)]
+    found = [0.0] * len(shown)
+    for place, height in zip(order, shown, strict=True):
+        found[place] = height
+    return found
+
+
 def _add_legend(figure: Figure) -> None:
     """One legend for all panels, below them; matplotlib keeps labels that open with "_" out of legends."""
     lines = [line for axes in figure.axes for line in axes.lines]
     handles = {str(line.get_label()): line for line in lines if not str(line.get_label()).startswith("_")}
     if handles:
-        figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=len(handles), frameon=False)
+        columns = min(len(handles), 4)
+        figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=columns, frameon=False)

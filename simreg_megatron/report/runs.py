@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run as its TensorBoard events tell it: every scalar that was logged, by step."""
+"""One training run as its TensorBoard events tell it: every scalar that was logged, by step, and the settings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,11 @@ ITERATION_TIME = "iteration-time"
 SIMREG_LOSS = "simreg loss"
 POSITIVE_COSINE = "simreg positive cosine"
 NEGATIVE_COSINE = "simreg negative cosine"
+ISOTROPY = "simreg isotropy"
+MARGIN = "simreg margin"  # what the tags of all margins begin with
+
+
+_TEXT = "/text_summary"  # what TensorBoard adds to the tags of texts
 
 
 class ReportError(ValueError):
@@ -34,10 +39,18 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's name and its scalars by tag."""
+    """A run's name, its scalars by tag, and Megatron's arguments as text where it wrote them beside the scalars."""
 
     name: str
     scalars: dict[str, Series] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """None where the run does not tell, or where its batch grew on the way."""
+        length, batch = self.settings.get("seq_length", ""), self.settings.get("global_batch_size", "")
+        grows = self.settings.get("rampup_batch_size", "None") != "None"
+        return int(length) * int(batch) if length.isdecimal() and batch.isdecimal() and not grows else None
 
     def last(self, tag: str) -> float | None:
         """The value at the last step; None where the tag was never logged."""
@@ -59,7 +72,7 @@ class Run:
 
 
 def read_run(folder: str | Path, *, name: str | None = None) -> Run:
-    """Read every scalar below a run's TensorBoard folder.
+    """Read every scalar below a run's TensorBoard folder, and the settings that Megatron wrote there.
 
     Args:
         folder: where the event files lie, what Megatron got as --tensorboard-dir.
@@ -79,7 +92,14 @@ def read_run(folder: str | Path, *, name: str | None = None) -> Run:
     scalars = {tag: _one_value_per_step(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
     if not scalars:
         raise ReportError(f"{folder} holds no TensorBoard scalars: the run logged nothing yet, or elsewhere")
-    return Run(name=name or folder.name, scalars=scalars)
+    settings = {tag.removesuffix(_TEXT): _text(events, tag) for tag in events.Tags()["tensors"] if tag.endswith(_TEXT)}
+    return Run(name=name or folder.name, scalars=scalars, settings=settings)
+
+
+def _text(events: Any, tag: str) -> str:
+    """What was written last under the tag of a text."""
+    words = events.Tensors(tag)[-1].tensor_proto.string_val
+    return words[0].decode(errors="replace") if words else ""
 
 
 def _one_value_per_step(events: list) -> Series:

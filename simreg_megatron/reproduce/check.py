@@ -104,6 +104,13 @@ def _about_rows(table: Table) -> Iterator[str]:
     for planned in plan.sizes:
         if plan.seeds_at(planned) < FEWEST_SEEDS:
             yield f"{name}: {plan.seeds_at(planned)} seeds at size {planned} are too few: run at least {FEWEST_SEEDS}"
+    for claim in plan.claims:
+        for row in rows:
+            if row["arm"] in (claim.arm, claim.than) and row["status"] == "done" and not row.get(claim.metric):
+                yield (
+                    f"{name}: {row['arm']}, seed {row['seed']}, has no {claim.metric}, which {claim.says!r} is about: "
+                    "it was run by a version that did not measure it, so run it again in another folder"
+                )
     most = max(map(plan.seeds_at, plan.sizes))
     for claim in plan.claims:
         if claim.headline and most < FEWEST_SEEDS_OF_A_HEADLINE:
@@ -160,10 +167,11 @@ def _settings(plan: Plan, tables: dict[str, Table]) -> Tuned:
 
     def best(arm: str, size: int | str) -> Flags:
         sizes = [found for found in search.plan.sizes if any(row["size"] == str(found) for row in search.rows)]
-        own = [row for row in search.rows if (row["arm"], row["size"]) == (arm, str(nearest_size(sizes, size)))]
+        nearest = nearest_size(sizes, size)
+        own = [row for row in search.rows if (row["arm"], row["size"]) == (arm, str(nearest))]
         chosen = min(own, key=lambda row: float(row[_LOSS] or "inf"))
         searched = search.plan.arm(arm)
-        return searched.flags | searched.trials[int(chosen["trial"]) - 1]
+        return searched.flags | searched.trials_of(nearest)[int(chosen["trial"]) - 1]
 
     return best
 

@@ -109,7 +109,8 @@ def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool,
     runs = distinct(entries)
     _console.print(f"[bold]{plan.name}[/bold]: {plan.question}")
     for claim in plan.claims:
-        _console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {claim.than})", markup=False)
+        than = claim.than if claim.times == 1 else f"{claim.times:g} times {claim.than}"
+        _console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {than})", markup=False)
     if dry_run:
         _print_commands(entries, store, dataset)
         return 0

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of an experiment as SVG: where every seed of every arm ended, and the way there."""
+"""Figures of an experiment: where every seed of every arm ended, and the way there."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from simreg_megatron.report.curves import COLOURS, MARKERS
+from simreg_megatron.report.curves import COLOURS, DASHES, MARKERS, label_ends, plain_axes
 from simreg_megatron.reproduce.check import Table
 from simreg_megatron.reproduce.verdict import Place, Row
 
@@ -20,26 +19,38 @@ _UNITS = {
     "negative_cosine": "mean cosine, different labels",
     "positive_cosine": "mean cosine, same label",
     "isotropy": "isotropy (0 to 1)",
+    "simreg_loss": "SimReg loss (per token)",
+    "margin_10": "margin, 10 % quantile (nats)",
+    "margin": "mean margin (nats)",
+    "rare_norm_difference": "norms of rare labels (Cohen's d)",
     "seconds_per_step": "seconds per step",
 }
 
 
-def ends(table: Table) -> str:
+_PANELS_IN_A_ROW = 3
+
+
+def ends(table: Table) -> Figure:
     """A panel for each size, length and metric of the claims: a dot for each seed, a bar for their mean."""
     metrics = list(dict.fromkeys(claim.metric for claim in table.plan.claims)) or ["validation_loss"]
     places = list(dict.fromkeys(_place(row) for row in table.rows))
     panels = [(metric, place) for metric in metrics for place in places]
-    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
-    for axes, (metric, place) in zip(figure.subplots(1, len(panels), squeeze=False).ravel(), panels, strict=True):
+    columns = min(len(panels), _PANELS_IN_A_ROW)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(3.2 * columns, 4.5), 3.4 * rows), dpi=160, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (metric, place) in zip(grid, panels, strict=False):
         _draw_ends(axes, [row for row in table.rows if _place(row) == place], metric)
-        axes.set_title(f"width {place.size}, {place.tokens_per_parameter} tokens a parameter", fontsize=10, loc="left")
-    return _svg(figure)
+        axes.set_title(f"size {place.size}, {place.tokens_per_parameter} tokens a parameter", fontsize=10, loc="left")
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    return figure
 
 
-def curves(table: Table, tag: str = "train_loss") -> str:
+def curves(table: Table, tag: str = "train_loss") -> Figure:
     """The mean over the seeds of each arm at the largest size, from the first twentieth of the run on."""
     place = _place(table.rows[-1])
-    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+    figure = Figure(figsize=(7.5, 3.6), dpi=160, layout="constrained")
     axes = figure.subplots()
     for index, arm in enumerate(table.plan.arms):
         runs = {row["run"] for row in table.rows if row["arm"] == arm.name and _place(row) == place}
@@ -47,16 +58,17 @@ def curves(table: Table, tag: str = "train_loss") -> str:
         if len(points):
             steps, values = points.T
             shown = steps > steps[-1] / 20
-            axes.plot(steps[shown], values[shown], color=_colour(index), label=arm.name, linewidth=1.6)
-            axes.annotate(f"{values[-1]:.3f}", (steps[-1], values[-1]), fontsize=8, color=_colour(index))
+            dash = DASHES[index % len(DASHES)]
+            axes.plot(steps[shown], values[shown], dash, color=_colour(index), label=arm.name, linewidth=1.6)
     axes.set_xlabel("training step")
     axes.set_ylabel(f"{_UNITS.get(tag, tag)}; lower is better")
+    plain_axes(axes)
     if axes.lines:
         axes.legend(frameon=False, fontsize=9)
+        label_ends(figure)
     else:
         axes.text(0.5, 0.5, f"{tag} was not logged", transform=axes.transAxes, ha="center", color="0.4")
-    _plain(axes)
-    return _svg(figure)
+    return figure
 
 
 def _draw_ends(axes: Axes, rows: Sequence[Row], metric: str) -> None:
@@ -69,7 +81,7 @@ def _draw_ends(axes: Axes, rows: Sequence[Row], metric: str) -> None:
             axes.hlines(np.mean(values), index - 0.3, index + 0.3, color=colour, linewidth=2)
     axes.set_xticks(range(len(arms)), arms, rotation=30, ha="right", fontsize=8)
     axes.set_ylabel(_UNITS.get(metric, metric))
-    _plain(axes)
+    plain_axes(axes)
 
 
 def _means(runs: set[str], points: Sequence[Row], tag: str) -> np.ndarray:
@@ -88,15 +100,3 @@ def _place(row: Row) -> Place:
 
 def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _svg(figure: Figure) -> str:
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]

@@ -23,6 +23,11 @@ _CURVES = {
     "simreg positive cosine": "positive_cosine",
     "simreg negative cosine": "negative_cosine",
     "simreg isotropy": "isotropy",
+    "simreg margin": "margin",
+    "simreg margin 10%": "margin_10",
+    "simreg margin 50%": "margin_50",
+    "simreg margin 90%": "margin_90",
+    "simreg norm difference of rare labels": "rare_norm_difference",
 }
 _NOT_FINITE = re.compile(r"found (NaN|Inf)|not finite", re.IGNORECASE)
 _TAIL = 4000  # bytes of a log

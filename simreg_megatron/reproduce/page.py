@@ -1,60 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page of all experiments in a folder: question, figures, verdicts, numbers, commands."""
+"""The report of all experiments in a folder: question, verdicts, figures, numbers beside the authors', commands."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from html import escape
-
-from simreg_megatron.reproduce import figures
+from simreg_megatron.report.own import versions_here
+from simreg_megatron.report.page import Grid, Page, Picture, Section
+from simreg_megatron.reproduce import authors, figures
 from simreg_megatron.reproduce.check import Table, violations
 from simreg_megatron.reproduce.verdict import Verdict, judge
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-h1, h2 { line-height: 1.2 } h2 { margin-top: 3rem; border-top: 1px solid #ccc; padding-top: 1rem }
-table { border-collapse: collapse; font-size: 0.85rem } th, td { padding: 0.25rem 0.6rem; text-align: right }
-th:first-child, td:first-child { text-align: left } th { border-bottom: 1px solid #888 }
-tr:nth-child(even) { background: #f4f4f4 }
-.wide { overflow-x: auto } svg { max-width: 100%; height: auto } .refused { color: #a00 } code { font-size: 0.8rem }
-@media print { body { max-width: none; font-size: 11px } details { display: none } }
-@media print { h2, svg, table { break-inside: avoid } }
-"""
-_MEASURES = {"validation_loss": "validation loss", "bits_per_byte": "bits per byte", "seconds_per_step": "s per step"}
+_MEASURES = {
+    "validation_loss": "validation loss (nats per token)",
+    "bits_per_byte": "bits per byte",
+    "seconds_per_step": "seconds per step",
+}
 
 
-def html_page(tables: dict[str, Table]) -> str:
-    """The page; it asks no network for anything."""
-    parts = [part for name in tables for part in _experiment(name, tables)]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return (
-        f'<!doctype html><html lang="en"><head>{head}<title>SimReg: experiments</title><style>{_STYLE}</style></head>'
-        f"<body><h1>SimReg: experiments</h1>{''.join(parts)}</body></html>\n"
+def page_of(tables: dict[str, Table]) -> Page:
+    """The page; `report.page` writes it."""
+    return Page("SimReg: experiments", [_section(name, tables) for name in tables], _versions(tables))
+
+
+def _section(name: str, tables: dict[str, Table]) -> Section:
+    table = tables[name]
+    source = f" ({table.plan.source} of the paper)" if table.plan.source else ""
+    refused = violations(name, tables)[:10]
+    verdicts = [] if refused else judge(table.plan, table.rows)
+    return Section(
+        name,
+        f"{table.plan.question}{source}",
+        verdicts=[verdict.sentence for verdict in verdicts],
+        refused=refused,
+        pictures=[
+            Picture("ends", figures.ends(table), "Where every seed ended (a mark each), and their mean (the bar)."),
+            Picture("curves", figures.curves(table), "The way there: mean over the seeds, at the largest size."),
+        ],
+        grids=[*([_beside_the_authors(name, verdicts)] if verdicts else []), _means(table)],
+        commands=_commands(table),
     )
 
 
-def _experiment(name: str, tables: dict[str, Table]) -> Iterator[str]:
-    table = tables[name]
-    source = f" ({escape(table.plan.source)} of the paper)" if table.plan.source else ""
-    yield f'<h2 id="{escape(name)}">{escape(name)}</h2><p>{escape(table.plan.question)}{source}</p>'
-    refused = violations(name, tables)
-    if refused:
-        yield "<p class=refused>No conclusion:</p><ul class=refused>"
-        yield "".join(f"<li>{escape(sentence)}</li>" for sentence in refused[:10]) + "</ul>"
-    else:
-        yield from _verdicts(judge(table.plan, table.rows))
-    yield f'<div class="wide">{figures.ends(table)}</div><div class="wide">{figures.curves(table)}</div>'
-    yield f'<div class="wide">{_means(table)}</div>'
-    yield f"<details><summary>Commands</summary>{_commands(table)}</details>"
+def _beside_the_authors(name: str, verdicts: list[Verdict]) -> Grid:
+    heads = ("claim", "size, tokens a parameter", "ours: difference", "95 % interval", "tokens saved", "the authors'")
+    rows = [
+        (
+            verdict.claim.says,
+            f"{verdict.place.size}, {verdict.place.tokens_per_parameter}",
+            f"{verdict.difference:+.4f}",
+            f"{verdict.interval[0]:+.4f} to {verdict.interval[1]:+.4f}",
+            "-" if verdict.saving is None else f"{verdict.saving:.0%}",
+            authors.found(name),
+        )
+        for verdict in verdicts
+    ]
+    return Grid(heads, rows, "Differences are in the unit of the claim's measure, nats per token for a loss.")
 
 
-def _verdicts(verdicts: list[Verdict]) -> Iterator[str]:
-    if verdicts:
-        rows = "".join(f"<li>{escape(verdict.sentence)}</li>" for verdict in verdicts)
-        yield f"<ul>{rows}</ul>"
-
-
-def _means(table: Table) -> str:
+def _means(table: Table) -> Grid:
     """Mean over seeds of each arm at each size and length."""
     heads = ("arm", "size", "tokens a parameter", "runs", "steps", *_MEASURES.values())
     rows = []
@@ -63,11 +65,9 @@ def _means(table: Table) -> str:
     ):
         own = [row for row in table.rows if (row["arm"], row["size"], row["tokens_per_parameter"], row["steps"]) == key]
         arm, size, ratio, steps = key
-        rows.append(
-            (arm, size, ratio, str(len(own)), steps, *(_mean([row[name] for row in own]) for name in _MEASURES))
-        )
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{cells}</table>"
+        means = (_mean([row[name] for row in own]) for name in _MEASURES)
+        rows.append((arm, size, ratio, str(len(own)), steps, *means))
+    return Grid(heads, rows, "Means over the seeds.")
 
 
 def _mean(values: list[str]) -> str:
@@ -75,9 +75,13 @@ def _mean(values: list[str]) -> str:
     return f"{sum(there) / len(there):.4g}" if there else "-"
 
 
-def _commands(table: Table) -> str:
+def _commands(table: Table) -> list[str]:
     script = f"launch/pretrain_{table.plan.family}.sh"
-    lines = [
+    return [
         f"{row['arm']}, seed {row['seed']}, commit {row['commit']}: bash {script} {row['flags']}" for row in table.rows
     ]
-    return "".join(f"<p><code>{escape(line)}</code></p>" for line in lines)
+
+
+def _versions(tables: dict[str, Table]) -> list[str]:
+    made = sorted({(row["version"], row["commit"]) for table in tables.values() for row in table.rows})
+    return [*(f"runs: simreg-megatron {version}, commit {commit}" for version, commit in made), *versions_here()]

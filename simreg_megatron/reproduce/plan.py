@@ -30,6 +30,7 @@ class Arm:
         flags: what sets it apart.
         tuned_as: the arm of the plan's `tuned_in` whose best trial it takes over.
         trials: the settings that are tried, one run each; empty where an arm is run with its flags as they are.
+        trials_at: others for some sizes, which may be fewer.
         length: share of the plan's tokens that it trains on, with a schedule of its own that ends there.
     """
 
@@ -37,18 +38,23 @@ class Arm:
     flags: Flags = field(default_factory=dict)
     tuned_as: str = ""
     trials: tuple[Flags, ...] = ()
+    trials_at: Mapping[str, tuple[Flags, ...]] = field(default_factory=dict)
     length: float = 1.0
+
+    def trials_of(self, size: int | str) -> tuple[Flags, ...]:
+        return self.trials_at.get(str(size), self.trials)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence that the runs may refute: `metric` of `arm` is lower (or higher) than that of `than`."""
+    """A sentence that the runs may refute: `metric` of `arm` is lower (or higher) than `times` that of `than`."""
 
     says: str
     arm: str
     than: str
     metric: str = "validation_loss"
     sign: str = "lower"
+    times: float = 1.0
     headline: bool = False  # to be told first, so it needs more seeds
 
 
@@ -167,6 +173,8 @@ def _arm(name: str, content: Any, where: str) -> Arm:
     entries = _known({"name": name, **content} if isinstance(content, Mapping) else content, Arm, f"{where}: {name}")
     entries["flags"] = _flags(entries.get("flags", {}))
     entries["trials"] = _trials(entries.get("trials") or (), f"{where}: trials of {name}")
+    at = entries.get("trials_at") or {}
+    entries["trials_at"] = {str(size): _trials(own, f"{where}: trials of {name} at {size}") for size, own in at.items()}
     return Arm(**entries)
 
 
@@ -189,17 +197,20 @@ def _trials(content: Any, where: str) -> tuple[Flags, ...]:
 
 def _check(plan: Plan, where: str) -> None:
     names = [arm.name for arm in plan.arms]
-    budgets = {arm.name: len(arm.trials) for arm in plan.arms}
-    if len(set(budgets.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in budgets.items())
-        raise ReproduceError(
-            f"{where} gives its arms unequal numbers of trials ({told}): a comparison of unequally tuned arms says "
-            "nothing, so give each the same number"
-        )
+    for size in plan.sizes:
+        budgets = {arm.name: len(arm.trials_of(size)) for arm in plan.arms}
+        if len(set(budgets.values())) > 1:
+            told = ", ".join(f"{name} {count}" for name, count in budgets.items())
+            raise ReproduceError(
+                f"{where} gives its arms unequal numbers of trials at size {size} ({told}): a comparison of unequally "
+                "tuned arms says nothing, so give each the same number"
+            )
     for claim in plan.claims:
         for name in (claim.arm, claim.than):
             if name not in names:
                 raise ReproduceError(f"{where}: the claim {claim.says!r} names {name}, and the arms are {names}")
+        if not claim.times > 0 or (claim.times != 1 and claim.sign == "differs"):
+            raise ReproduceError(f"{where}: the claim {claim.says!r} compares with a multiple above 0, lower or higher")
         if claim.sign not in SIGNS:
             raise ReproduceError(f"{where}: the sign of a claim is one of {', '.join(SIGNS)}, not {claim.sign}")
     for arm in plan.arms:

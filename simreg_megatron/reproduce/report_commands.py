@@ -1,27 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`simreg-megatron report`: what finished experiments say. Heavy imports stay inside, so that `--help` is quick."""
+"""`simreg-megatron report`: what runs say. Heavy imports stay inside, so that `--help` is quick."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from simreg_megatron.reproduce.errors import ReproduceError
 
 if TYPE_CHECKING:
+    from simreg_megatron.report.page import Page
     from simreg_megatron.reproduce.check import Table
     from simreg_megatron.reproduce.verdict import Verdict
 
-app = typer.Typer(no_args_is_help=True, help="What finished experiments say, and whether it may be concluded.")
+
+class _RunsUnlessNamed(TyperGroup):
+    """`report RUN...` is `report runs RUN...`: only check, page and runs are commands."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if args and args[0] not in {*self.commands, "--help"}:
+            args = ["runs", *args]
+        return super().parse_args(ctx, args)
+
+
+_HELP = "What runs say: `report RUN...` compares your own, `check` and `page` are of experiments."
+app = typer.Typer(no_args_is_help=True, help=_HELP, cls=_RunsUnlessNamed)
 _console = Console(soft_wrap=True, highlight=False)
 
 
 @app.callback()
 def _root() -> None:
-    """What finished experiments say, and whether it may be concluded."""
+    """What runs say: `report RUN...` compares your own, `check` and `page` are of experiments."""
+
+
+@app.command()
+def runs(
+    run: Annotated[
+        list[str],
+        typer.Argument(
+            help="an output folder, a TensorBoard folder or a CSV file (tag, step, value), each PATH or NAME=PATH; "
+            "paths of one name are seeds. The first is what the others are compared with"
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="the HTML file; Markdown and pictures are written beside it")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Compare runs: curves, ends, tokens and time saved, margins, heat-maps, settings, commands.
+
+    One HTML file that needs no network, and Markdown with its pictures.
+    """
+    from simreg_megatron.report import own
+
+    with _one_sentence():
+        arms = own.read_arms(run)
+        page = own.page_of(arms)
+        _write(page, output)
+    for sentence in page.sections[0].verdicts:
+        _console.print(sentence, markup=False)
 
 
 @app.command()
@@ -32,14 +74,10 @@ def check(
 
     Exit status 1 where a table breaks the protocol, whatever its claims.
     """
-    from simreg_megatron.data.indexed import DataError
     from simreg_megatron.reproduce.check import read_tables, violations
 
-    try:
+    with _one_sentence():
         tables = read_tables(results)
-    except (ReproduceError, DataError) as error:
-        _console.print(f"error: {error}", style="bold red", markup=False)
-        raise typer.Exit(2) from None
     broken = False
     for name, table in tables.items():
         found = violations(name, tables)
@@ -58,20 +96,32 @@ def page(
     results: Annotated[Path, typer.Argument(help="the --output folder of `simreg-megatron reproduce`")],
     output: Annotated[Path, typer.Option(help="the HTML file")] = Path("experiments.html"),
 ) -> None:
-    """Write one HTML page of all experiments: question, verdicts, figures, numbers, commands. It needs no network."""
-    from simreg_megatron.data.indexed import DataError
+    """Write all experiments as one HTML page that needs no network, and as Markdown: question, verdicts, figures,
+    numbers beside the authors', commands, versions."""
     from simreg_megatron.reproduce.check import read_tables
-    from simreg_megatron.reproduce.page import html_page
+    from simreg_megatron.reproduce.page import page_of
+
+    with _one_sentence():
+        _write(page_of(read_tables(results)), output)
+
+
+def _write(page: Page, output: Path) -> None:
+    from simreg_megatron.report.page import write
+
+    html, markdown, *_ = write(page, output)
+    _console.print(f"Written: {html}, {markdown}", markup=False)
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    from simreg_megatron.data.indexed import DataError
+    from simreg_megatron.report.runs import ReportError
 
     try:
-        output.write_text(html_page(read_tables(results)), encoding="utf-8")
-    except (ReproduceError, DataError) as error:
+        yield
+    except (ReproduceError, ReportError, DataError) as error:
         _console.print(f"error: {error}", style="bold red", markup=False)
         raise typer.Exit(2) from None
-    except OSError as error:
-        _console.print(f"error: {output} cannot be written ({error.strerror}): give another --output", markup=False)
-        raise typer.Exit(2) from None
-    _console.print(f"Written: {output}", markup=False)
 
 
 def _print_verdicts(table: Table) -> None:

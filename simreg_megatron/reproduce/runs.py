@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from simreg_megatron.reproduce.dataset import Dataset
+from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import Arm, Flags, Plan
 from simreg_megatron.reproduce.shapes import BATCH, SEQUENCE, Shape, last_rate, schedule
 
@@ -105,12 +106,13 @@ def _in_turns(
     plan: Plan, size: int | str, ratio: float, seed: int, dataset: Dataset, tuned: Tuned, quick: bool
 ) -> list[tuple[int, Arm, Run]]:
     found = []
-    for number in range(max(1, len(plan.arms[0].trials))):
+    for number in range(max(1, len(plan.arms[0].trials_of(size)))):
         for arm in plan.arms:
             own = dict(tuned(arm.tuned_as, size)) if arm.tuned_as else {}
-            own |= arm.flags | (arm.trials[number] if arm.trials else {})
+            trials = arm.trials_of(size)
+            own |= arm.flags | (trials[number] if trials else {})
             run = _run(plan, size, ratio * arm.length, {**own, "seed": str(seed)}, dataset, quick)
-            found.append((number + 1 if arm.trials else 0, arm, run))
+            found.append((number + 1 if trials else 0, arm, run))
     return found[:4] if quick and plan.is_search else found
 
 
@@ -125,7 +127,17 @@ def _run(plan: Plan, size: int | str, ratio: float, own: Flags, dataset: Dataset
     flags = {**flags, **schedule(steps), **own, **_watch(steps)}
     if "lr" in own:
         flags["min-lr"] = last_rate(own["lr"])
+    if own.get("decoupled-lr", "").endswith("x"):
+        flags["decoupled-lr"] = _multiple(own["decoupled-lr"], own.get("lr"), plan.name)
+        flags["decoupled-min-lr"] = last_rate(flags["decoupled-lr"])
     return Run(plan.family, tuple(sorted(flags.items())), dataset.digest)
+
+
+def _multiple(text: str, rate: str | None, plan: str) -> str:
+    """ "2x" of the arm's own learning rate."""
+    if rate is None:
+        raise ReproduceError(f"{plan}: decoupled-lr {text} is a multiple of the arm's lr, and it has none: give it")
+    return f"{float(text[:-1]) * float(rate):g}"
 
 
 def _watch(steps: int) -> Flags:

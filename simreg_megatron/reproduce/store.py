@@ -28,7 +28,7 @@ DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
 _MEASURES = (
     "validation_loss", "bits_per_byte", "train_loss", "simreg_loss", "positive_cosine", "negative_cosine", "isotropy",
-    "seconds_per_step",
+    "margin", "margin_10", "margin_50", "margin_90", "rare_norm_difference", "seconds_per_step",
 )  # fmt: skip
 COLUMNS = (
     "experiment", "arm", "size", "tokens_per_parameter", "seed", "trial", "steps", "tokens", "status", *_MEASURES,
@@ -89,7 +89,7 @@ def _results_of_tables(folder: Path) -> dict[str, dict[str, Any]]:
     for plan in sorted(folder.glob(f"*{PLAN}")):
         table = plan.with_name(plan.name.removesuffix(PLAN))
         for row in read_csv(table.with_suffix(".csv")):
-            measured = {name: float(row[name]) if row[name] else None for name in _MEASURES}
+            measured = {name: float(row[name]) if row.get(name) else None for name in _MEASURES}
             found[row["run"]] = {name: row[name] for name in ("status", "version", "commit")} | measured
             found[row["run"]]["curves"] = {}
         for point in read_csv(table.with_name(f"{table.name}-curves.csv")):

@@ -33,14 +33,14 @@ def tuned_in(search: Plan, entries: Sequence[Entry], store: Store) -> Tuned:
             )
         nearest = nearest_size(ready, size)
         chosen = min(_of(arm, nearest, entries), key=lambda entry: _loss(entry, store))
-        return search.arm(arm).flags | search.arm(arm).trials[chosen.trial - 1]
+        return search.arm(arm).flags | search.arm(arm).trials_of(nearest)[chosen.trial - 1]
 
     return best
 
 
 def first_trial_of(search: Plan) -> Tuned:
     """Stands in for the best one where only running matters."""
-    return lambda arm, size: search.arm(arm).flags | search.arm(arm).trials[0]
+    return lambda arm, size: search.arm(arm).flags | search.arm(arm).trials_of(size)[0]
 
 
 def nearest_size(sizes: Sequence[int | str], wanted: int | str) -> int | str:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runs say of a claim: difference, interval, p-value, and what these seeds could have shown at all.
 
-    difference = mean(arm) - mean(than),    t and its degrees of freedom after Welch (unequal variances)
-    detectable = (t_.95 + t_.80) * standard error: a true difference of that size would be found four times in five
+    difference = mean(arm) - times * mean(than), its interval and p-value after Welch (`report.welch`)
     exchange   = (loss of the shortened baseline - loss of the baseline) / (steps between them) * 100
     saving     = s / (steps + s),  s = -100 difference / exchange: the share of tokens that the baseline needs more
 
@@ -16,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from simreg_megatron.report.welch import LEVEL, deviation, mean, welch
 from simreg_megatron.reproduce.plan import Claim, Plan
 
-LEVEL = 0.05
-POWER = 0.8
 Row = Mapping[str, str]
 
 
@@ -88,6 +86,7 @@ def judge(plan: Plan, rows: Sequence[Row]) -> list[Verdict]:
     for claim in plan.claims:
         for place in places:
             arm, than = (_values(rows, name, place, claim.metric) for name in (claim.arm, claim.than))
+            than = [claim.times * value for value in than]
             if len(arm) > 1 and len(than) > 1:
                 found.append(_judged(claim, place, arm, than, *_exchange(plan, rows, claim, place)))
     return found
@@ -96,7 +95,7 @@ def judge(plan: Plan, rows: Sequence[Row]) -> list[Verdict]:
 def _values(rows: Sequence[Row], arm: str, place: Place, metric: str) -> list[float]:
     """A run that diverged counts as infinitely bad: it is part of what the arm does."""
     return [
-        float(row[metric]) if row[metric] else math.inf
+        float(row[metric]) if row.get(metric) else math.inf
         for row in rows
         if row["arm"] == arm and (row["size"], row["tokens_per_parameter"]) == place
     ]
@@ -105,21 +104,14 @@ def _values(rows: Sequence[Row], arm: str, place: Place, metric: str) -> list[fl
 def _judged(
     claim: Claim, place: Place, arm: list[float], than: list[float], exchange: float | None, steps: int
 ) -> Verdict:
-    from scipy import stats
-
-    numbers, means = (len(arm), len(than)), (_mean(arm), _mean(than))
-    difference = means[0] - means[1]
-    if not all(map(math.isfinite, (*arm, *than))):
-        endless = (-math.inf, math.inf)
-        return Verdict(claim, place, numbers, means, difference, endless, 1.0, _deviation(than), math.inf)
     side = {"lower": "less", "higher": "greater", "differs": "two-sided"}[claim.sign]
-    one_sided = stats.ttest_ind(arm, than, equal_var=False, alternative=side)
-    interval = stats.ttest_ind(arm, than, equal_var=False).confidence_interval(1 - LEVEL)
-    error = math.sqrt(_deviation(arm) ** 2 / len(arm) + _deviation(than) ** 2 / len(than))
-    detectable = float(stats.t.ppf(1 - LEVEL, one_sided.df) + stats.t.ppf(POWER, one_sided.df)) * error
+    found = welch(arm, than, side=side)
+    if not math.isfinite(found.detectable):  # a run diverged
+        exchange = None
+    saving = _saving(found.difference, exchange, steps)
     return Verdict(
-        claim, place, numbers, means, difference, (float(interval.low), float(interval.high)),
-        float(one_sided.pvalue), _deviation(than), detectable, exchange, _saving(difference, exchange, steps),
+        claim, place, (len(arm), len(than)), (mean(arm), mean(than)), found.difference, (found.low, found.high),
+        found.p_value, deviation(than), found.detectable, exchange, saving,
     )  # fmt: skip
 
 
@@ -132,7 +124,7 @@ def _exchange(plan: Plan, rows: Sequence[Row], claim: Claim, place: Place) -> tu
         alike = (other.flags, other.tuned_as) == (than.flags, than.tuned_as)
         short = _values(rows, other.name, place, claim.metric)
         if alike and other.length < than.length and short:
-            gained = _mean(short) - _mean(_values(rows, claim.than, place, claim.metric))
+            gained = mean(short) - mean(_values(rows, claim.than, place, claim.metric))
             return 100 * gained / (steps - _steps(rows, other.name, place)), steps
     return None, steps
 
@@ -150,13 +142,3 @@ def _saving(difference: float, exchange: float | None, steps: int) -> float | No
         return None
     more = -difference / exchange * 100
     return more / (steps + more)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """Of the population that the values are a sample of."""
-    mean = _mean(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))

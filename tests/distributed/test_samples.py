@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,15 +153,28 @@ def check_predictions(number: int, layout: ShardLayout) -> None:
     metrics = reporting.Metrics(sigreg())
     metrics._sums = torch.zeros(reporting._SLOTS, dtype=torch.float64)
     metrics.observe_predictions(model, rows, 2 * rows, pick(given["labels"], held), pick(given["valid"], held), shard)
+    quantiles = metrics._margin_quantiles(dist.group.WORLD, reset=True)
     dist.all_reduce(metrics._sums)
 
     places = torch.arange(0, LENGTH, 2)
     embeddings, labels, valid = (given[name][:, places] for name in ("embeddings", "labels", "valid"))
-    right = (embeddings @ table.T).amax(dim=-1) == (embeddings @ table.T).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    logits, index = embeddings @ table.T, labels.unsqueeze(-1)
+    right = logits.amax(dim=-1) == logits.gather(-1, index).squeeze(-1)
     assert (valid & right).sum() > 1 and (valid & ~right).sum() > 1
     found = metrics._sums[reporting._RIGHT_NORMS], metrics._sums[reporting._WRONG_NORMS]
     for sums, members in zip(found, (valid & right, valid & ~right), strict=True):
         torch.testing.assert_close(sums, torch.stack(norm_sums(2 * embeddings, members)), **TIGHT)
+
+    margins = (logits.gather(-1, index) - logits.scatter(-1, index, -torch.inf).amax(dim=-1, keepdim=True)).squeeze(-1)
+    assert torch.equal(margins >= 0, right)
+    for slots, members in ((reporting._MARGIN, valid), (reporting._RIGHT_MARGIN, valid & right)):
+        expected = torch.stack([margins[members].sum(), members.sum().double()])
+        torch.testing.assert_close(metrics._sums[slots], expected, rtol=1e-6, atol=1e-6)  # they are float32
+    ordered, own = margins[valid].sort().values, margins[:, rank[0] :: 2][valid[:, rank[0] :: 2]].sort().values
+    for name, share in reporting._QUANTILES.items():
+        expected = ordered[math.ceil(share * len(ordered)) - 1]
+        torch.testing.assert_close(quantiles[name].double(), expected, rtol=1e-6, atol=1e-6)
+    assert (own[len(own) // 2] - ordered[len(ordered) // 2]).abs() > 1e-3, "a part of the tokens has other quantiles"
 
 
 @pytest.mark.distributed

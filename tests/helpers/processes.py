@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 def _worker(rank: int, size: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory holds NaN: a read before a write shows
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     try:
         function(rank, *arguments)

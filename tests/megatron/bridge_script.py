@@ -38,7 +38,9 @@ def train(model, tokens, labels, steps: int, log_interval: int) -> tuple[list[di
     events, scalars, said = registered(SimRegCallback()), Scalars(), io.StringIO()
     state = SimpleNamespace(
         train_state=SimpleNamespace(step=0),
-        cfg=SimpleNamespace(logger=SimpleNamespace(log_interval=log_interval)),
+        cfg=SimpleNamespace(
+            logger=SimpleNamespace(log_interval=log_interval), train=SimpleNamespace(train_iters=steps)
+        ),
         tensorboard_logger=scalars,
         wandb_logger=None,
     )
@@ -83,7 +85,7 @@ def main() -> None:
     try:
         gradients(model, tokens, labels)
     except RuntimeError as error:
-        assert "--simreg-warmup-iters needs Megatron's training loop" in str(error)
+        assert "needs Megatron's training loop to tell the iteration" in str(error)
     else:
         raise AssertionError("a ramp that nobody moves must be refused")
     steps, scalars, said = train(model, tokens, labels, WARMUP + 1, 2)
@@ -109,6 +111,11 @@ def main() -> None:
     _, scalars, said = train(model, tokens, labels, 1, 1)
     assert "SimReg: lambda 1.5" in said and "objective sigreg: lambda 0.25" in said, said
     assert {"simreg loss", "sigreg loss"} <= {name for name, _ in scalars}
+    uninstall()
+    install(config=SimRegConfig(lambda_=LAMBDA, chunk_size=12, lambda_schedule="linear:0", off_after=0.5))
+    steps, scalars, _ = train(model, tokens, labels, 4, 1)
+    assert [scalars["simreg lambda", step] for step in (1, 2, 3, 4)] == [LAMBDA, LAMBDA / 2, 0, 0]
+    assert all(torch.equal(steps[-1][name], plain[name]) for name in plain), "off: Megatron's own, bit for bit"
     uninstall()
     torch.distributed.destroy_process_group()
     print("bridge script: all as expected")

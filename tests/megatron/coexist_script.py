@@ -97,6 +97,24 @@ def main() -> None:
     del model.compute_language_model_loss
     assert_close(added({name: 3 * value for name, value in plain.items()}, tripled), ours, 1)
 
+    # An instance with a function of its own in the place of the wrapped one: it calls the class's, or is refused.
+    model._postprocess = types.MethodType(
+        lambda self, *args, **kwargs: GPTModel._postprocess(self, *args, **kwargs), model
+    )
+    assert_close(added(plain, gradients(model, *data)[1]), ours, 1)
+    model._postprocess = types.MethodType(lambda self, **kwargs: kwargs["hidden_states"].sum(), model)
+    try:
+        gradients(model, *data)
+    except NotImplementedError as error:
+        assert "this GPTModel has a _postprocess of its own" in str(error)
+    else:
+        raise AssertionError("SimReg must not be hidden in silence")
+    model.eval()
+    with torch.no_grad():
+        model(data[0], torch.arange(LENGTH).expand_as(data[0]), causal_mask(), labels=data[1])  # nothing is trained
+    model.train()
+    del model._postprocess
+
     # An output processor replaces the per-token loss: refused, not skipped.
     positions = torch.arange(LENGTH).expand_as(data[0])
     try:

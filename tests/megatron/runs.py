@@ -217,10 +217,12 @@ def _logs_apart(
 
 
 def _values_apart(name: str, one: float, other: float) -> float:
-    """Relative, but of a difference of norms absolute: its unit is their standard deviation."""
+    """Relative, but absolute of a difference of norms, whose unit is their standard deviation, and of a margin in nats:
+    some are near 0."""
     if repr(one) == repr(other):  # a value without a number, too
         return 0.0
-    gap = abs(one - other) / (1.0 if "norm difference" in name else max(abs(one), 1e-12))
+    has_unit = "norm difference" in name or "margin" in name
+    gap = abs(one - other) / (1.0 if has_unit else max(abs(one), 1e-12))
     return gap if gap == gap else math.inf
 
 

@@ -95,13 +95,20 @@ def test_a_difference_is_the_largest_of_any_parameter_and_step() -> None:
 
 
 def test_a_difference_is_of_any_value_in_any_line() -> None:
-    nan, d = float("nan"), "simreg norm difference"
-    one = Recorded([1.0], [1.0], {"a": torch.ones(1)}, {}, [{"loss": 2.0, d: 0.01}, {"loss": 2.0, d: 0.01, "no": nan}])
+    nan, d, m = float("nan"), "simreg norm difference", "simreg margin 10%"
+    one = Recorded(
+        [1.0],
+        [1.0],
+        {"a": torch.ones(1)},
+        {},
+        [{"loss": 2.0, d: 0.01, m: 0.01}, {"loss": 2.0, d: 0.01, m: 0.01, "no": nan}],
+    )
     same = replace(one, logged=[dict(line) for line in one.logged])
     assert (runs.difference(one, same).logged, runs.difference(one, same).grad) == (0, 0), "nor has it a number"
     for change, (gap, value) in (
         ({"loss": 2.5}, (0.25, "loss")),
         ({d: 0.26}, (0.25, d)),  # in standard deviations, however small it is itself
+        ({m: 0.26}, (0.25, m)),  # in nats
         ({"no": 1.0}, (math.inf, "no")),
         ({"loss": nan}, (math.inf, "loss")),
     ):

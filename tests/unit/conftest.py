@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,15 @@ if not torch.cuda.is_available():  # before anything imports Triton: its kernels
 from simreg_megatron.kernels import tiled
 from simreg_megatron.losses import simreg
 from tests.helpers.ways import budget, one_side_only
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_new_memory() -> Iterator[None]:
+    """`torch.empty` and its kin give NaN (integers: the largest number), so that a read before a write shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @pytest.fixture(params=["reference", "tiled", "tiles of 3", "panels of 3"])

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import objective_cost, objectives, preprocessing, records, steps
+from benchmarks import objective_cost, objectives, plot, preprocessing, records, steps
+from benchmarks.cases import Size
+from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
 
 WHERE = {
@@ -113,3 +115,27 @@ def test_what_was_measured_before_a_stop_is_kept(tmp_path: Path) -> None:
         records.write(tmp_path / "one.csv", stopped())
     assert records.read(tmp_path / "one.csv") == [{"a": "7"}]
     assert records.read(tmp_path / "one.csv.part") == [{"a": "1"}]
+
+
+def test_the_picture_is_drawn_of_the_kept_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.csv").write_bytes((RESULTS / "cpu.csv").read_bytes())
+    monkeypatch.setattr(sys, "argv", ["benchmarks.plot", str(tmp_path / "cpu.csv")])
+    plot.main()
+    assert (tmp_path / "cpu.png").stat().st_size > 50_000
+
+
+def test_each_line_of_the_picture_has_its_name_and_the_reason_of_its_end(tmp_path: Path) -> None:
+    sizes = [Size(1, length, 512) for length in (512, 1024, 2048)]
+    rows = [Row("tiled", size, True, 1e-3 * size.length, 1 << 20) for size in sizes]
+    rows += [Row("SupConLoss", size, True, 2e-3 * size.length, 1 << 24) for size in sizes[:2]]
+    rows += [Row("SupConLoss", sizes[2], True, remark="would take 11 GiB"), Row("tiled", sizes[0], False, 9.0, 1)]
+    rows += [Row("triton", size, True, remark="needs a GPU") for size in sizes]
+    figure = plot.draw(rows, tmp_path / "p.png", title="here")
+    for axes in figure.axes:
+        assert [text.get_text() for text in axes.texts] == ["tiled (ours)", "SupConLoss"]
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["512", "1,024", "2,048"]
+        markers = {line.get_marker() for line in axes.lines}
+        assert len(markers) == 2 and {line.get_color() for line in axes.lines} <= set(plot.COLOURS)
+    np_time = figure.axes[0].lines[0].get_ydata()
+    assert list(np_time) == pytest.approx([1e3] * 3), "microseconds per token"
+    assert figure.get_supxlabel() == "triton: needs a GPU; SupConLoss at 2,048 tokens: would take 11 GiB"

@@ -33,6 +33,8 @@ from simreg_megatron import SimRegConfig
         ({"impl": "tiled", "similarity": "dot"}, "use impl reference, or auto"),
         ({"objective": "none", "lambda_": 10}, "no effect with objective none"),
         ({"warmup_iters": 10}, "no effect while lambda is 0"),
+        ({"lambda_schedule": "linear:0"}, "schedule of lambda has no effect while lambda is 0"),
+        ({"objective": "none", "off_after": 0.5}, "schedule of lambda has no effect while lambda is 0"),
         ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect with group reduce mean"),
     ],
 )

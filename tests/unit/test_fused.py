@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from tests.helpers.fixtures import fixture_f1
 from tests.helpers.ways import budget, one_side_only
 
 fused = pytest.importorskip("simreg_megatron.kernels.fused", reason="Triton is not installed")
+triton = pytest.importorskip("triton")
+tl = triton.language
 interpreted = pytest.mark.skipif(not fused.INTERPRETS, reason="a GPU is here: tests/gpu runs the kernels on it")
 
 SMALL = {2: {"SIDE": 16, "BK": 16}, 4: {"SIDE": 32, "BK": 16}}
@@ -237,6 +240,29 @@ def test_inside_a_compiled_model() -> None:
         run(rows).backward()
         grads.append(layer.weight.grad.clone())
     assert apart(*grads) < 1e-5
+
+
+@triton.jit
+def _columns_kernel(guesses, columns, COUNT: tl.constexpr):
+    program = tl.arange(0, COUNT)
+    tl.store(columns + program, fused._column_of(program, tl.load(guesses + program)))
+
+
+@interpreted
+@pytest.mark.parametrize("units", [-2, -1, 0, 1, 2])
+def test_every_tile_is_found_however_a_square_root_is_rounded(units: int) -> None:
+    """sm_90's is approximate; every program of the largest grid there can be, with a root that is `units` off."""
+    most = fused.LONGEST_BLOCK // 64
+    expected = torch.arange(most).repeat_interleave(torch.arange(1, most + 1))
+    root = (8 * torch.arange(len(expected)) + 1).float().sqrt()
+    for _ in range(abs(units)):
+        root = torch.nextafter(root, torch.tensor(math.copysign(math.inf, units)))
+    guesses, count = ((root - 1) * 0.5).int(), triton.next_power_of_2(len(expected))
+    if units < 0:
+        assert not torch.equal(guesses, expected), "the guess alone is wrong"
+    columns = torch.zeros(count, dtype=torch.int32)
+    _columns_kernel[(1,)](torch.nn.functional.pad(guesses, (0, count - len(guesses))), columns, COUNT=count)
+    assert torch.equal(columns[: len(expected)], expected.int())
 
 
 def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

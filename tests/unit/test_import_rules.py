@@ -31,7 +31,8 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 # Only plugin, pretrain, checkpoint and probe may name megatron; triton lives in kernels alone.
 LAW = {
-    "config": room(),
+    "schedule": room(),
+    "config": room("schedule"),
     "losses": room("kernels", "torch"),
     "kernels": room(packages="torch triton"),
     "adagc": room(packages="torch"),
@@ -52,7 +53,7 @@ LAW = {
         f"{TOP} config plugin data",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
     ),
-    "report": room(f"{TOP} geometry", "matplotlib numpy tensorboard rich torch"),
+    "report": room(f"{TOP} geometry", "matplotlib numpy scipy tensorboard rich torch"),
     "evaluation": room("data checkpoint", "lm_eval datasets transformers torch numpy matplotlib typer rich"),
     "reproduce": room(f"{TOP} data report", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} plugin"),

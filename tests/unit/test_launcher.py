@@ -464,6 +464,16 @@ def test_flags_that_leave_a_recipe_what_it_is(words: str) -> None:
     assert values(plan("--recipe", *words.split()), "--adagc") == [""]
 
 
+def test_megatron_alone_is_without_the_plugin() -> None:
+    made = plan("--plain", "--lr", "1e-3")
+    assert made.plain and not plan().plain
+    assert not [flag for flag in made.flags if flag_name(flag).startswith("--simreg-")]
+    assert "-m simreg_megatron --plain" in command(made, CPU, environ={})
+    for words in (["--simreg-lambda", "1"], ["--simreg-objective", "none"], ["--adagc"], ["--recipe", "paper"]):
+        with pytest.raises(LaunchError, match=f"--plain leaves the plugin out, and {words[0]} is the plugin's"):
+            plan("--plain", *words)
+
+
 def test_the_users_flags_win_over_a_recipe() -> None:
     made = plan("--recipe", "paper", "--simreg-lambda", "3", "--adagc-beta", "0.9")
     assert values(made, "--simreg-lambda") == ["3"] and values(made, "--adagc-beta") == ["0.9"]
@@ -479,6 +489,8 @@ def test_the_users_flags_win_over_a_recipe() -> None:
         ("mic:1", "mic.pool=token,mic.t=1", []),
         ("mic:1", "mic.pool=chunk", ["--simreg-chunk-size"]),
         ("prefixes-ce:1", "", []),
+        ("z-loss:1e-4", "", []),
+        ("placebo:1", "", ["--simreg-temperature", "--simreg-chunk-size"]),
         ("prefixes-ce:1,mic:1", "", ["--simreg-chunk-size"]),
     ],
 )

@@ -209,6 +209,28 @@ def test_it_joins_the_loss_like_any_other_objective(mup: bool) -> None:
     assert logged["simreg positive cosine"].isfinite() and "simreg loss" not in logged
 
 
+def test_the_squared_normalizer() -> None:
+    """z-loss: the mean over tokens of (log sum exp)^2 of Megatron's own logits, whatever the labels are."""
+    hidden, labels, mask, loss = micro_batch()
+    labels[0, 2] = -100
+    layer = nn.Parameter(given()["weight"].detach().clone())
+    built, upstream = model(layer, use_mup=True, mup_output_mult=0.25), torch.rand(BATCH, LENGTH, dtype=torch.float64)
+    regularizer = Regularizer(SimRegConfig(lambda_=0.5, objective="z-loss"))
+    result = regularizer.add_to(loss, built, hidden_states=hidden, labels=labels, loss_mask=mask)
+    assert torch.equal(result, loss)
+    (result * upstream).sum().backward()
+
+    counts = (mask > 0) & (labels >= 0)
+    rows, weight = hidden.detach().clone().requires_grad_(), layer.detach().clone().requires_grad_()
+    terms = (0.25 * rows @ weight.T).logsumexp(dim=-1).square().T
+    (0.5 * terms * upstream * counts).sum().backward()
+    torch.testing.assert_close(hidden.grad, rows.grad, **TIGHT)
+    torch.testing.assert_close(layer.grad, weight.grad, **TIGHT)
+    assert layer.grad.norm() > 1e-2 and hidden.grad[2, 0].abs().max() == 0
+    logged = regularizer.metrics.reduce(One())
+    assert logged["z-loss loss"].item() == pytest.approx(terms[counts].mean().item(), rel=1e-6)
+
+
 def test_beside_another_objective() -> None:
     hidden, labels, mask, loss = micro_batch()
     built = model(nn.Parameter(given()["weight"].detach().clone()))
@@ -238,6 +260,8 @@ def test_beside_another_objective() -> None:
         ({"scope": "local"}, "scope local has no effect"),
         ({"document_mask": True}, "document mask True has no effect"),
         ({"temperature": 0.1}, "prefixes-ce has no temperature"),
+        ({"objective": "z-loss", "chunk_size": 64}, "chunk size 64 has no effect on objective z-loss: drop it"),
+        ({"objective": "z-loss", "temperature": 0.1}, "z-loss has no temperature"),
         ({"objective_options": "prefixes=whole"}, "must be auto, or whole numbers from 1 such as 64/128"),
     ],
 )
@@ -264,17 +288,17 @@ def test_what_megatron_holds_in_its_own_way_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot take 5 features of states of width 5: give prefixes of at most 4"):
         hooks._refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=5), config)
     layer = nn.Parameter(torch.zeros(VOCABULARY, WIDTH))
-    heads.refuse_truncating(model(layer))
+    heads.refuse_second_use(model(layer), "prefixes-ce")
     for setting, sentence in (
         ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute"),
         ("fp8_output_proj", "another type"),
     ):
         with pytest.raises(NotImplementedError, match=f"prefixes-ce does not work here, as .*{sentence}"):
-            heads.refuse_truncating(model(layer, **{setting: True}))
+            heads.refuse_second_use(model(layer, **{setting: True}), "prefixes-ce")
     layer.is_gtp_weight_remat = True
     for scattered in (layer, nn.Parameter(torch.zeros(0, WIDTH))):
         with pytest.raises(NotImplementedError, match="weight is not whole on its rank"):
-            heads.refuse_truncating(model(scattered))
+            heads.refuse_second_use(model(scattered), "z-loss")
 
 
 def test_how_much_of_the_layer_is_used() -> None:

@@ -13,7 +13,7 @@ import torch
 from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.plugin import compat, hooks, reporting
+from simreg_megatron.plugin import compat, hooks, learnable, reporting
 from simreg_megatron.plugin import regularizer as regularizer_module
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.reporting import add_to_console
@@ -22,10 +22,13 @@ BATCH, LENGTH, WIDTH = 2, 12, 8
 
 
 class One:
-    """A process group of one rank."""
+    """A process group of one rank; or of more, where only their number matters."""
+
+    def __init__(self, size: int = 1) -> None:
+        self._size = size
 
     def size(self) -> int:
-        return 1
+        return self._size
 
     def rank(self) -> int:
         return 0
@@ -237,6 +240,87 @@ def test_warm_up_rises_linearly_and_needs_a_loop(monkeypatch: pytest.MonkeyPatch
     assert [norm / norms[-1] for norm in norms] == pytest.approx([0.25, 0.5, 1.0, 1.0], rel=1e-6)
 
 
+@pytest.mark.parametrize("objective", ["simreg:3", "sigreg:2,simreg:3"])
+def test_lambda_follows_its_schedule_in_gradient_and_log(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter on the way of a cosine from lambda to a tenth of it: 0.1 + 0.9 (1 + cos(pi / 4)) / 2, ..."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    hidden, labels, mask, loss = micro_batch()
+    settings = {"objective": objective, "temperature": 0.1, "chunk_size": 6}
+
+    def gradient(regularizer: Regularizer, iteration: int) -> torch.Tensor:
+        regularizer.set_iteration(iteration, 40)
+        hidden.grad = None
+        result = add(regularizer, hidden, labels, mask, loss)
+        assert torch.equal(result, loss)
+        result.sum().backward()
+        return hidden.grad.clone()
+
+    scheduled = Regularizer(SimRegConfig(**settings, lambda_schedule="cosine:0.1"))
+    for iteration, share in (
+        (0, 1.0),
+        (10, 0.8681980515339464),
+        (20, 0.55),
+        (39, 0.1 + 0.9 * math.sin(math.pi / 80) ** 2),
+    ):
+        whole = gradient(Regularizer(SimRegConfig(**settings)), iteration)
+        torch.testing.assert_close(gradient(scheduled, iteration), share * whole, rtol=1e-6, atol=1e-9)
+        assert scheduled.lambdas()["simreg lambda"].item() == pytest.approx(3 * share, rel=1e-6)
+        assert set(scheduled.lambdas()) == {f"{part.objective} lambda" for part in scheduled.config.parts}
+    assert not Regularizer(SimRegConfig(**settings)).lambdas(), "one that is constant needs no line"
+
+
+def test_a_term_that_is_off_costs_nothing_and_is_still_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    hidden, labels, mask, loss = micro_batch()
+    regularizer = Regularizer(SimRegConfig(lambda_=3, temperature=0.1, chunk_size=6, off_after=0.25))
+    computed: list[str] = []
+    original = regularizer_module.objective_terms
+    monkeypatch.setattr(
+        regularizer_module, "objective_terms", lambda *a, **k: (computed.append("term"), original(*a, **k))[1]
+    )
+
+    def step(iteration: int, *, logs: bool) -> torch.Tensor:
+        regularizer.set_iteration(iteration, 40)
+        regularizer.metrics.wants_geometry = logs
+        return add(regularizer, hidden, labels, mask, loss)
+
+    assert step(9, logs=False) is not loss and len(computed) == 1
+    assert step(10, logs=False) is loss and len(computed) == 1, "plain Megatron's own tensor"
+    regularizer.metrics.reduce(One())
+    assert step(11, logs=True) is loss and len(computed) == 2
+    means = regularizer.metrics.reduce(One())
+    measured = Regularizer(SimRegConfig(objective="none", temperature=0.1, chunk_size=6))
+    add(measured, hidden, labels, mask, loss)
+    assert means["simreg loss"] == measured.metrics.reduce(One())["simreg loss"] > 0
+    assert regularizer.lambdas()["simreg lambda"].item() == 0
+    assert step(9, logs=False) is not loss, "it follows the iteration alone, as a run that goes on from before does"
+
+
+def test_scalars_get_a_gradient_of_zero_when_the_term_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's overlapped reduce waits for the gradient of every parameter."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    hidden, labels, mask, loss = micro_batch()
+    config = SimRegConfig(lambda_=3, temperature=0.1, similarity="learnable", off_after=0.5)
+    scalars = SimpleNamespace(query=torch.zeros(1, requires_grad=True), key=torch.zeros(1, requires_grad=True))
+    model = SimpleNamespace(**vars(MODEL), simreg_similarity=scalars)
+    regularizer = Regularizer(config)
+    for iteration in (0, 7):
+        regularizer.set_iteration(iteration, 10)
+        scalars.query.grad = None
+        result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+        result.sum().backward()
+        assert (scalars.query.grad.abs().item() > 0) == (iteration == 0)
+
+
+def test_a_schedule_needs_a_loop_that_tells_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    regularizer = Regularizer(SimRegConfig(lambda_=1, lambda_schedule="linear:0"))
+    with pytest.raises(RuntimeError, match="needs Megatron's training loop to tell the iteration and their number"):
+        add(regularizer, *micro_batch())
+    with pytest.raises(RuntimeError, match="needs Megatron's training loop"):
+        regularizer.set_iteration(0)
+
+
 def test_a_chunk_beyond_the_sequence_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     hidden, labels, mask, loss = micro_batch()
     add(Regularizer(SimRegConfig(lambda_=1)), hidden, labels, mask, loss)
@@ -375,23 +459,76 @@ def test_norms_of_labels_that_come_once() -> None:
     assert found == pytest.approx(((once.mean() - often.mean()) / pooled).item(), rel=1e-5)
 
 
-def test_norms_of_rightly_and_of_wrongly_predicted_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the states that enter the output layer; a model whose rows are elsewhere is told of, once."""
+def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the states that enter the output layer, with their margins; a model whose rows are elsewhere is told of."""
     hidden, labels, mask, loss = micro_batch()
     table = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     model = SimpleNamespace(**vars(MODEL), output_layer=SimpleNamespace(weight=table))
     name = "simreg norm difference of right predictions"
 
-    def logged(model: SimpleNamespace) -> float:
+    def logged(model: SimpleNamespace) -> dict[str, torch.Tensor]:
         regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1))
-        regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
-        return regularizer.metrics.reduce(One())[name].item()
+        for _ in range(2):  # micro-batches
+            regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+        return regularizer.metrics.reduce(One())
 
     right = (hidden @ table.T).argmax(dim=-1) == labels.T
     norms, counted = hidden.detach().norm(dim=-1), mask.T > 0
-    one, other = norms[counted & right], norms[counted & ~right]
+    one, other = (norms[counted & members].repeat(2) for members in (right, ~right))
     pooled = ((len(one) - 1) * one.var() + (len(other) - 1) * other.var()) / (len(one) + len(other) - 2)
     expected = (one.mean() - other.mean()) / pooled.sqrt()
-    assert abs(expected) > 1e-3 and logged(model) == pytest.approx(expected.item(), rel=1e-5)
+    found = logged(model)
+    assert abs(expected) > 1e-3 and found[name].item() == pytest.approx(expected.item(), rel=1e-5)
     assert "output layer" not in capsys.readouterr().out
-    assert math.isnan(logged(MODEL)) and "output layer" in capsys.readouterr().out
+
+    of_labels, others = [], []
+    for state, label in zip(hidden.detach()[counted], labels.T[counted], strict=True):
+        logits = table @ state
+        of_labels.append(logits[label])
+        others.append(torch.cat([logits[:label], logits[label + 1 :]]).max())
+    margins = (torch.stack(of_labels) - torch.stack(others)).float()
+    assert found["simreg margin"].item() == pytest.approx(margins.mean().item(), rel=1e-5)
+    assert found["simreg margin of right predictions"].item() == pytest.approx(margins[margins > 0].mean().item())
+    assert abs(margins.mean() - margins[margins > 0].mean()) > 1e-2
+    ordered = margins.repeat(2).sort().values
+    for share in (10, 50, 90):
+        place = math.ceil(share * len(ordered) / 100) - 1
+        assert found[f"simreg margin {share}%"].item() == pytest.approx(ordered[place].item(), rel=1e-6)
+
+    monkeypatch.setattr(reporting, "_KEPT_MICRO_BATCHES", 3)
+    unread = Regularizer(SimRegConfig(lambda_=1, temperature=0.1))
+    for _ in range(5):
+        unread.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+    assert len(unread.metrics._margins) == 3, "in a loop that never asks they must not pile up"
+
+    nowhere = logged(MODEL)
+    assert math.isnan(nowhere[name].item())
+    assert not any("margin" in value for value in nowhere) and "output layer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("sequence", "tensor", "context", "opens"), [
+    (True, 2, 2, True), (False, 2, 2, False), (True, 1, 2, False), (True, 2, 1, False),
+])  # fmt: skip
+def test_the_group_of_two_kinds_is_opened_before_the_first_step(
+    sequence: bool, tensor: int, context: int, opens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(regularizer_module.dist, "all_reduce", lambda numbers, group: asked.append(group))
+    groups = {"tp": One(tensor), "cp": One(context), "tp_cp": One(tensor * context)}
+    model = torch.nn.Linear(2, 2)
+    model.pg_collection, model.config = SimpleNamespace(**groups), SimpleNamespace(sequence_parallel=sequence)
+    regularizer_module.open_row_group(model)
+    assert asked == ([groups["tp_cp"]] if opens else [])
+
+
+def test_trained_scalars_are_read_by_a_call_that_data_parallelism_can_wait_in() -> None:
+    """Megatron's DDP hangs the wait for gathered parameters on the module's forward."""
+    config, model, waited = SimRegConfig(lambda_=1, similarity="learnable"), torch.nn.Linear(2, 2), []
+    learnable.add_to(model, learnable.wanted(config))
+    model.simreg_similarity.register_forward_pre_hook(lambda module, given: waited.append(module))
+    found = learnable.learned_scalars(config, model, None)
+    assert waited == [model.simreg_similarity] and set(found) == {"query", "key"}
+    sum(found.values()).backward()
+    assert model.simreg_similarity.query.grad.item() == 1

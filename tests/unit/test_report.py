@@ -78,6 +78,18 @@ def test_the_end_of_a_run_is_its_last_tenth():
     assert Run("r", {"x": series([7.0])}).mean_of_end("x") == 7.0
 
 
+def test_the_settings_that_megatron_wrote_are_read_back_and_tell_the_tokens_of_a_step(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("lm loss", 5.0, 1)
+        for name, value in (("seq_length", 256), ("global_batch_size", 8), ("rampup_batch_size", None)):
+            writer.add_text(name, str(value), 0)
+    run = report.read_run(tmp_path)
+    assert run.settings == {"seq_length": "256", "global_batch_size": "8", "rampup_batch_size": "None"}
+    assert run.tokens_per_step == 2048
+    assert Run("r", settings=run.settings | {"rampup_batch_size": "[4, 4, 100]"}).tokens_per_step is None
+    assert Run("r").tokens_per_step is None
+
+
 # ---- curves --------------------------------------------------------------------------------------------------------
 
 
@@ -93,9 +105,60 @@ def test_curves_hold_every_runs_data(tmp_path):
         for line, run in zip(drawn, several, strict=True):
             np.testing.assert_array_equal(line.get_xdata(), run.scalars[panel.tag].steps)
             np.testing.assert_array_equal(line.get_ydata(), run.scalars[panel.tag].values)
-        assert axes.get_xlabel() == "training step" and axes.get_ylabel() == panel.unit
+        assert axes.get_xlabel() == "training step" and axes.get_ylabel() == panel.label
+        assert panel.lower_is_better == ("lower is better" in panel.label)
         assert axes.get_yscale() == ("log" if panel.tag == runs.SIMREG_LOSS else "linear")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cross-entropy", "simreg"]
+
+
+def test_each_line_says_where_it_ended_and_none_covers_another(tmp_path):
+    several = [make_run("a"), make_run("b", validation=(5.0, 4.5, 4.2501)), make_run("c", validation=(5.0, 4.5, 4.75))]
+    figure = report.draw_curves(several, tmp_path / "curves.png")
+    ends = [text for text in figure.axes[0].texts if text.get_gid() == "end"]
+    assert [text.get_text() for text in ends] == ["4.250", "4.250", "4.750"]
+    assert [text.get_color() for text in ends] == [line.get_color() for line in figure.axes[0].lines]
+    boxes = [text.get_window_extent() for text in ends]
+    assert not any(one.overlaps(other) for index, one in enumerate(boxes) for other in boxes[:index])
+
+
+@pytest.mark.parametrize(
+    ("heights", "shown"),
+    [
+        ([0.0, 50.0], [0.0, 50.0]),
+        ([20.0, 20.0], [15.0, 25.0]),
+        ([21.0, 20.0, 19.0, 60.0], [30.0, 20.0, 10.0, 60.0]),
+        ([0.0, 8.0, 16.0], [-2.0, 8.0, 18.0]),
+        ([], []),
+    ],
+)
+def test_labels_are_moved_apart_as_little_as_it_takes(heights, shown):
+    assert curves.spread(heights, 10.0) == pytest.approx(shown)
+
+
+def test_tokens_stand_below_the_steps_where_all_runs_agree(tmp_path):
+    sizes = {"seq_length": "256", "global_batch_size": "8"}
+    told = [Run(name, make_run(name).scalars, sizes) for name in "ab"]
+    axes = report.draw_curves(told, tmp_path / "c.png").axes[0]
+    assert "tokens" in axes.get_xlabel() and axes.xaxis.get_major_formatter()(400, None) == "400\n819 k"
+    odd = [told[0], Run("b", told[1].scalars, sizes | {"global_batch_size": "16"})]
+    assert "tokens" not in report.draw_curves(odd, tmp_path / "c.png").axes[0].get_xlabel()
+    assert [curves.short_count(number) for number in (0, 512, 999_600, 1.05e6, 5.2e10)] == [
+        "0",
+        "512",
+        "1 M",
+        "1.05 M",
+        "52 B",
+    ]
+
+
+def test_margins_and_cosines_are_drawn_where_they_were_logged():
+    plain, more = make_run("a"), make_run("b")
+    more.scalars["simreg margin mean"] = series([0.1, 0.2])
+    more.scalars[runs.POSITIVE_COSINE] = series([0.5, 0.9])
+    assert curves.panels_of([plain]) == curves.PANELS
+    assert [panel.tag for panel in curves.panels_of([plain, more])[len(curves.PANELS) :]] == [
+        runs.POSITIVE_COSINE, "simreg margin mean"
+    ]  # fmt: skip
 
 
 def test_runs_differ_in_more_than_colour(tmp_path):
@@ -108,7 +171,7 @@ def test_runs_differ_in_more_than_colour(tmp_path):
 
 def test_a_missing_scalar_is_said_in_its_panel(tmp_path):
     figure = report.draw_curves([Run("bare", {runs.TRAIN_LOSS: series([3.0, 2.0])})], tmp_path / "c.png")
-    said = [text.get_text() for axes in figure.axes for text in axes.texts]
+    said = [text.get_text() for axes in figure.axes for text in axes.texts if text.get_gid() != "end"]
     assert len(said) == 3 and all("was not logged" in text for text in said)
 
 
@@ -126,28 +189,51 @@ def test_running_mean_looks_back_only():
 # ---- heat-maps -----------------------------------------------------------------------------------------------------
 
 
-def states(name="model", count=6, width=4, seed=0):
+def states(name="model", count=6, width=4, seed=0, labels=None):
     hidden = np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
-    return report.HiddenStates(name, hidden, tuple(f"t{index}" for index in range(count)))
+    labels = np.arange(count) if labels is None else np.array(labels)
+    return report.HiddenStates(name, hidden, tuple(f"t{index}" for index in range(count)), labels)
 
 
-def test_heatmaps_share_one_scale_and_state_their_mean(tmp_path):
-    several = [states("before", seed=1), states("after", seed=2)]
+def cosines_by_hand(each, wanted):
+    pairs = [
+        float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+        for i, a in enumerate(each.hidden)
+        for j, b in enumerate(each.hidden)
+        if i != j and wanted(each.labels[i], each.labels[j])
+    ]
+    return sum(pairs) / len(pairs)
+
+
+def test_heatmaps_share_one_scale_and_state_the_means_of_equal_and_of_other_labels(tmp_path):
+    labels = [7, 8, 7, 9, 7, 8]
+    several = [states("before", seed=1, labels=labels), states("after", seed=2, labels=labels)]
     figure = report.draw_heatmaps(several, tmp_path / "maps.png")
     assert (tmp_path / "maps.png").read_bytes().startswith(PNG)
     for axes, each in zip(figure.axes, several, strict=False):
         (image,) = axes.images
         assert image.get_clim() == (-1, 1)
-        pairs = [
-            float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-            for i, a in enumerate(each.hidden)
-            for j, b in enumerate(each.hidden)
-            if i != j
+        same, other = (cosines_by_hand(each, wanted) for wanted in (np.equal, np.not_equal))
+        assert f"same {same:+.3f}, other {other:+.3f}" in axes.get_title()
+        assert report.mean_cosines(each).both == pytest.approx(cosines_by_hand(each, lambda *_: True))
+        (frames,) = axes.collections
+        assert sorted(map(tuple, frames.get_offsets().tolist())) == [
+            (0, 2),
+            (0, 4),
+            (1, 5),
+            (2, 0),
+            (2, 4),
+            (4, 0),
+            (4, 2),
+            (5, 1),
         ]
-        expected = sum(pairs) / len(pairs)
-        assert f"{expected:+.3f}" in axes.get_title()
-        assert f"{np.asarray(image.get_array()).mean():+.3f}" not in axes.get_title()  # the diagonal is left out
-        assert [tick.get_text() for tick in axes.get_xticklabels()] == list(each.tokens)
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["t1", "t2", "t3", "t4", "t5", "id 8"]
+    assert figure.axes[0].get_yticklabels()[0].get_text() == "t0 -> t1"
+
+
+def test_maps_may_stand_in_rows(tmp_path):
+    figure = report.draw_heatmaps([states(str(seed), seed=seed) for seed in range(3)], tmp_path / "m.png", columns=2)
+    assert [bool(axes.images) for axes in figure.axes] == [True, True, True, False]
 
 
 def test_a_zero_row_has_cosine_zero():
@@ -156,17 +242,28 @@ def test_a_zero_row_has_cosine_zero():
     np.testing.assert_allclose(cosine, [[1, 0, half], [0, 0, 0], [half, 0, 1]], atol=1e-12)
 
 
-def test_only_the_first_tokens_are_drawn(tmp_path):
-    figure = report.draw_heatmaps([states(count=70)], tmp_path / "maps.png", max_tokens=20)
-    assert figure.axes[0].images[0].get_array().shape == (20, 20)
+def test_the_part_that_is_drawn_has_no_runs_of_blanks_and_most_equal_labels():
+    tokens = ["a", "b"] + [" "] * 10 + ["c", "d", "e", "d", "e", "f", "g", "h"]
+    ids = {token: number for number, token in enumerate(sorted(set(tokens)))}
+    labels = np.array([ids[token] for token in (*tokens[1:], "a")])
+    hidden = np.random.default_rng(0).standard_normal((len(tokens), 3)).astype(np.float32)
+    part = report.excerpt(report.HiddenStates("m", hidden, tuple(tokens), labels), length=5)
+    assert part.tokens == (" ", "c", "d", "e", "d") and part.next_tokens == ("c", "d", "e", "d", "e")
+    np.testing.assert_array_equal(part.hidden, hidden[11:16])
+    np.testing.assert_array_equal(part.labels, labels[11:16])
+    short = states(count=4)
+    assert report.excerpt(short, length=4) is short
+    assert [heatmap.is_blank(token) for token in ("", " ", "\\n", "\u2581\u2581", "_", "n", "\u2581a")] == [
+        True, True, True, True, False, False, False
+    ]  # fmt: skip
 
 
 def test_tokens_of_any_text_can_be_drawn(tmp_path):
     tokens = ("\u2581the", "$", "x_1$", "\n", "", "a" * 50)
-    each = report.HiddenStates("odd", states().hidden, tokens)
+    each = report.HiddenStates("odd", states().hidden, tokens, np.arange(6))
     figure = report.draw_heatmaps([each], tmp_path / "maps.png")
-    labels = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
-    assert labels == ["the", r"\$", r"x_1\$", "?", "_", "a" * 11 + "~"]
+    labels = [tick.get_text().partition(" -> ")[0] for tick in figure.axes[0].get_yticklabels()]
+    assert labels == ["the", r"\$", r"x_1\$", "?", heatmap.BLANK, "a" * 10 + "~"]
 
 
 def test_hidden_states_are_read_back(tmp_path):
@@ -174,13 +271,15 @@ def test_hidden_states_are_read_back(tmp_path):
     np.savez(tmp_path / "h.npz", hidden=each.hidden, tokens=np.array(each.tokens), labels=np.arange(6))
     found = report.read_hidden_states(tmp_path / "h.npz", name="n")
     np.testing.assert_array_equal(found.hidden, each.hidden)
+    np.testing.assert_array_equal(found.labels, np.arange(6))
     assert found.tokens == each.tokens
-    np.savez(tmp_path / "ids.npz", hidden=each.hidden, tokens=np.arange(6))
+    np.savez(tmp_path / "ids.npz", hidden=each.hidden, tokens=np.arange(6), labels=np.arange(6))
     assert report.read_hidden_states(tmp_path / "ids.npz", name="n").tokens == tuple("012345")
 
 
 def test_a_pickle_in_the_file_is_refused(tmp_path):
-    np.savez(tmp_path / "bad.npz", hidden=np.zeros((2, 2)), tokens=np.array([object(), object()]))
+    odd = np.array([object(), object()])
+    np.savez(tmp_path / "bad.npz", hidden=np.zeros((2, 2)), tokens=odd, labels=np.arange(2))
     with pytest.raises(report.ReportError, match="does not hold"):
         report.read_hidden_states(tmp_path / "bad.npz", name="n")
 
@@ -195,7 +294,7 @@ def test_missing_or_unfit_hidden_states_are_one_sentence(tmp_path):
     with pytest.raises(report.ReportError, match="does not hold"):
         report.read_hidden_states(tmp_path / "cut.npz", name="n")
     with pytest.raises(report.ReportError, match="6 hidden states but 2 tokens"):
-        report.HiddenStates("n", states().hidden, ("a", "b"))
+        report.HiddenStates("n", states().hidden, ("a", "b"), np.arange(6))
 
 
 # ---- table ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -257,6 +258,27 @@ def test_a_run_that_diverged_decides_against_its_arm(results):
     tables = read_tables(results)
     assert violations("mine", tables) == []
     assert not judge(tables["mine"].plan, tables["mine"].rows)[0].held
+
+
+def test_a_claim_may_compare_with_a_multiple(results):
+    """3.95 is lower than 4.00, and not lower than 0.98 * 4.00 = 3.92."""
+    table = read_tables(results)["mine"]
+    for times, held in ((0.99, True), (0.98, False)):
+        claims = (replace(table.plan.claims[0], times=times),)
+        (verdict,) = judge(replace(table.plan, claims=claims), table.rows)
+        assert verdict.held == held
+        assert verdict.difference == pytest.approx(3.95 - times * 4.00 + sum(NOISE) / 5 * (1 - times), abs=1e-5)
+
+
+def test_runs_that_did_not_measure_what_a_claim_is_about_decide_nothing(results):
+    """As runs that an older version made; a run that diverged is another matter."""
+    path = results / "mine.plan.json"
+    content = json.loads(path.read_text())
+    content["claims"][0]["metric"] = "margin"
+    path.write_text(json.dumps(content))
+    found = check(results)
+    assert found.exit_code == 1
+    assert "plain, seed 1, has no margin, which 'SimReg ends lower' is about" in found.output
 
 
 def test_the_detectable_difference_is_found_four_times_in_five(results):

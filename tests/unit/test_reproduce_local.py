@@ -216,6 +216,32 @@ def test_the_best_trial_is_taken_over(tmp_path, dataset):
         best("nobody", "tiny")
 
 
+def test_the_best_trial_is_that_of_the_same_size(tmp_path, dataset):
+    own = {"trials": {"lr": [2e-3, 4e-3]}, "trials_at": {96: {"lr": [8e-3, 6e-3, 7e-3]}}}
+    sized = search(sizes=[64, 96], arms={"plain": own, "simreg": own})
+    store, entries = Store(tmp_path / "out"), entries_of(sized, dataset, untuned, quick=False)
+    for entry in entries:
+        loss = 4 + abs(float(entry.run.value("lr")) - (4e-3 if entry.size == 64 else 6e-3))
+        store.run_folder(entry.run).mkdir(parents=True, exist_ok=True)
+        store.keep(entry.run, {"status": DONE, "validation_loss": loss, "version": "0", "commit": "c", "curves": {}})
+    best = tuned_in(sized, entries, store)
+    assert [best("simreg", size)["lr"] for size in (64, 96, 128)] == ["0.004", "0.006", "0.006"]
+
+
+def test_a_table_of_an_older_version_has_fewer_columns(tmp_path, dataset):
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    run_all(entries, store, dataset)
+    path = tmp_path / "out" / "mine.csv"
+    with path.open() as stream:
+        rows = [{name: row[name] for name in row if not name.startswith("margin")} for row in csv.DictReader(stream)]
+    with path.open("w") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    shutil.rmtree(tmp_path / "out" / "runs")
+    assert Store(tmp_path / "out").result(entries[0].run)["status"] == DONE
+
+
 def test_no_best_among_some_of_the_trials(tmp_path, dataset):
     store, entries = Store(tmp_path / "out"), entries_of(search(), dataset, untuned)
     run_all(entries[:-1], store, dataset)  # one trial of simreg is missing

@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import Plan, as_content, plan_names, plan_of, read_plan
 from simreg_megatron.reproduce.runs import Run, distinct, entries_of, tokens_of
 from simreg_megatron.reproduce.shapes import Shape
-from simreg_megatron.reproduce.tuned import untuned
+from simreg_megatron.reproduce.tuned import first_trial_of, untuned
 
 
 @pytest.fixture
@@ -28,6 +29,16 @@ def a_plan(**changes) -> Plan:
         "arms": {"plain": {"flags": {"simreg-objective": "none"}}, "simreg": {"flags": {"simreg-lambda": 1}}},
     }
     return plan_of({**content, **changes}, where="mine.yaml")
+
+
+def test_the_experiments_that_the_pages_promise_are_there():
+    promised = (
+        "convergence saving tuning sweep scaling horizon layers chunks baselines objectives moe runtime similarity "
+        "histogram plateau clipping controls schedule noise"
+    )
+    assert set(plan_names()) == set(promised.split())
+    page = (Path(__file__).resolve().parents[2] / "docs" / "evidence.md").read_text()
+    assert [name for name in plan_names() if f"| `{name}` |" not in page] == []
 
 
 @pytest.mark.parametrize("name", plan_names())
@@ -53,6 +64,15 @@ def test_every_plan_of_the_package_can_be_read_and_has_runs(name, dataset):
         ({"arms": {"a": {"tuned_as": "x"}}}, "no tuned_in"),
         ({"arms": {"a": {"length": 1.5}}}, "a share of the plan's"),
         ({"seeds": 0}, "at least 1"),
+        (
+            {"sizes": [64, 96], "arms": {"a": {"trials_at": {96: {"lr": [1e-3]}}}, "b": {}}},
+            r"unequal numbers of trials at size 96 \(a 1, b 0\)",
+        ),
+        ({"claims": [{"says": "x", "arm": "simreg", "than": "plain", "times": 0}]}, "a multiple above 0"),
+        (
+            {"claims": [{"says": "x", "arm": "simreg", "than": "plain", "times": 2, "sign": "differs"}]},
+            "lower or higher",
+        ),
         ({"sizes": [64, 96], "seeds": {64: 5}}, "not at 96"),
     ],
 )
@@ -97,6 +117,27 @@ def test_a_search_uses_other_seeds_than_the_runs_that_are_judged(dataset):
     assert [(entry.trial, entry.arm) for entry in found] == [(1, "plain"), (1, "simreg"), (2, "plain"), (2, "simreg")]
     judged = entries_of(a_plan(), dataset, untuned)
     assert not {entry.run.seed for entry in found} & {entry.run.seed for entry in judged}
+
+
+def test_a_size_may_have_trials_of_its_own(dataset):
+    both = {"trials": {"lr": [1e-3, 2e-3]}, "trials_at": {96: {"lr": [4e-3]}}}
+    search = a_plan(sizes=[64, 96], seeds=1, arms={"plain": both, "simreg": both})
+    found = entries_of(search, dataset, untuned)
+    assert [(e.size, e.arm, e.trial, e.run.value("lr")) for e in found] == [
+        (64, "plain", 1, "0.001"), (64, "simreg", 1, "0.001"), (64, "plain", 2, "0.002"), (64, "simreg", 2, "0.002"),
+        (96, "plain", 1, "0.004"), (96, "simreg", 1, "0.004"),
+    ]  # fmt: skip
+    assert first_trial_of(search)("simreg", 96) == {"lr": "0.004"}
+    assert plan_of(json.loads(json.dumps(as_content(search))), where="kept") == search
+
+
+def test_a_head_may_learn_at_a_multiple_of_the_arms_rate(dataset):
+    arms = {"a": {"flags": {"lr": 2e-3, "decoupled-lr": "4x"}}}
+    (entry, *_) = entries_of(a_plan(arms=arms), dataset, untuned)
+    flags = ("lr", "min-lr", "decoupled-lr", "decoupled-min-lr")
+    assert [float(entry.run.value(name)) for name in flags] == pytest.approx([2e-3, 2e-4, 8e-3, 8e-4])
+    with pytest.raises(ReproduceError, match="decoupled-lr 4x is a multiple of the arm's lr, and it has none"):
+        entries_of(a_plan(arms={"a": {"flags": {"decoupled-lr": "4x"}}}), dataset, untuned)
 
 
 def test_experiments_share_the_runs_that_are_alike(dataset):

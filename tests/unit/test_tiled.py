@@ -6,6 +6,8 @@ That its values and gradients are the reference's is held by the tests of SimReg
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -153,7 +155,7 @@ def test_inside_a_compiled_model() -> None:
         return simreg_loss(layer(given), labels, temperature=0.1, chunk_size=25, impl="tiled")
 
     losses, grads = [], []
-    for run in (model, torch.compile(model, backend="aot_eager")):
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         layer.zero_grad()
         loss = run(rows)
         loss.backward()
@@ -161,3 +163,25 @@ def test_inside_a_compiled_model() -> None:
         grads.append(layer.weight.grad.clone())
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-9)
+
+
+def test_new_memory_holds_nan() -> None:
+    """What the fixture of all unit tests promises, in the forms that kernels, collectives and export use."""
+    like = torch.ones(3)
+    for made in (torch.empty(3), like.new_empty(3), torch.empty_like(like), torch.empty(3, dtype=torch.bfloat16)):
+        assert made.isnan().all()
+
+
+_COMPILED_FIRST = """
+import torch
+from simreg_megatron.losses import simreg_loss
+rows, labels = torch.randn(12, 8, requires_grad=True), torch.arange(12) % 3
+compiled = torch.compile(lambda rows: simreg_loss(rows, labels, temperature=0.1), backend="aot_eager", fullgraph=True)
+torch.testing.assert_close(compiled(rows), simreg_loss(rows, labels, temperature=0.1))
+"""
+
+
+def test_the_first_call_of_a_process_may_be_compiled() -> None:
+    """The form is imported where it is first used, which the compiler cannot trace."""
+    done = subprocess.run([sys.executable, "-c", _COMPILED_FIRST], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

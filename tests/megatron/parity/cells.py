@@ -98,6 +98,7 @@ ETP2 = part("ETP2", "--expert-tensor-parallel-size 2")
 DISTRIBUTED = part("distributed optimizer", "--use-distributed-optimizer")
 OVERLAP_GRADS = part("overlapped reduce", "--overlap-grad-reduce")
 OVERLAP_PARAMS = part("overlapped gather", "--overlap-param-gather")
+OVERLAPPED = DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS
 ALLGATHER = part("allgather dispatcher", "--moe-token-dispatcher-type allgather")
 HALF = part("micro-batch 1", "--micro-batch-size 1")
 DOUBLE = part("micro-batch 4", "--micro-batch-size 4")
@@ -185,9 +186,9 @@ _CHUNKS = [
 _OPTIMIZERS = [
     Cell(DP2 + DISTRIBUTED, ACROSS, core=True),
     Cell(DP2 + OVERLAP_GRADS, ACROSS),
-    Cell(DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, ACROSS),
+    Cell(DP2 + OVERLAPPED, ACROSS),
     Cell(CP2 + DISTRIBUTED, ACROSS),
-    Cell(TP2 + SP + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, ACROSS),
+    Cell(TP2 + SP + DP2 + OVERLAPPED, ACROSS),
     Cell(DP2 + FSDP2, ACROSS, core=True),
     Cell(DP2 + FSDP2, OFF, mode=PER_TOKEN, must_fail="Megatron leaves out the division by tokens"),
     Cell(CP2 + FSDP2, ACROSS),
@@ -208,6 +209,8 @@ _OBJECTIVES = [
     *(Cell(layout, similarity(name, 4)) for name in ("qnorm", "dnorm") for layout in (TP2 + SP, CP2, DP2)),
     Cell(TP2 + SP, _LEARNABLE, core=True),
     *(Cell(layout, _LEARNABLE) for layout in (TP2, PP2, CP2, DP2, DP2 + DISTRIBUTED, HALF)),
+    # With a tied embedding or MTP the scalars have a bucket of their own on the last stage, to wait for.
+    *(Cell(PP2 + DP2 + OVERLAPPED, _LEARNABLE, model=model) for model in ("tied", "mtp")),
     Cell(CP2, chunk(24, "--simreg-group-reduce mean", "group mean")),
     Cell(TP2 + SP, chunk(0, "--simreg-self-positive never", "self never")),
 ]
@@ -311,7 +314,7 @@ _STAGES = [  # layers on pipeline stages before the last
     Cell(PP2 + CP2, chunk(0, "--simreg-layers 2,final", "layers 2,final"), model="deep"),
     Cell(PP2 + CP2, _BOTH, model="deep", mode=PER_TOKEN),
     Cell(PP2 + CP2, _BOTH, model="deep", mode=MASKED, oracle="context_ranks"),
-    Cell(PP2 + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, _BOTH, model="deep", mode=PER_TOKEN),
+    Cell(PP2 + DP2 + OVERLAPPED, _BOTH, model="deep", mode=PER_TOKEN),
     Cell(PP2 + HALF, _BOTH, model="deep"),
     # Early states are short, the gradient of their cosines is large: lambda 10 overflows fp16, in one process too.
     Cell(PP2 + FP16, _BOTH + part("lambda 0.5", "--simreg-lambda 0.5"), model="deep", bound=_FP16_BOUND),
@@ -413,6 +416,27 @@ _PAIRS = [
     Cell(CP2 + TP2 + SP, _HEADS),
     Cell(PP2, _HEADS, model="tied"),
 ]
+_PLACEBO = baseline("placebo", 24)
+_ENDING = "--simreg-lambda-schedule cosine:0.2 --simreg-off-after 0.67"  # on in two of the three steps
+_CONTROLS = [
+    *(Cell(layout, _PLACEBO) for layout in (TP2, TP2 + SP, DP2, HALF)),
+    Cell(CP2, _PLACEBO, mode=PER_TOKEN),
+    Cell(CP2 + TP2 + SP, baseline("placebo", 0)),
+    Cell(PP2, _PLACEBO + part("layers 2,final", "--simreg-layers 2,final"), model="deep", mode=MASKED),
+    Cell(TP2 + SP, chunk(24, _ENDING, "schedule")),
+    Cell(PP2, chunk(24, f"--simreg-layers 2,final {_ENDING}", "layers 2,final, schedule"), model="deep"),
+    Cell(DP2 + OVERLAP_GRADS, _LEARNABLE + part("schedule", _ENDING)),
+    Cell(DP2, _TOGETHER + part("schedule", _ENDING)),
+]
+_Z_LOSS = neighbour("z-loss", "0.05")
+_NORMALIZERS = [
+    Cell(TP2, _Z_LOSS, model="tied"),
+    Cell(TP2 + SP, _Z_LOSS, mode=PER_TOKEN),
+    Cell(CP2, _Z_LOSS, mode=PER_TOKEN),
+    Cell(PP2, _Z_LOSS),
+    Cell(DP2 + DISTRIBUTED, _Z_LOSS),
+    Cell(TP2, _Z_LOSS, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
+]
 LOCAL_MEANS = Cell(CP2, ACROSS, mode=PER_TOKEN, breakage="local_means_logged", must_fail="wrong on purpose")
 TRUNCATED = neighbour("prefixes-ce", "0.5", options="prefixes=8/32")
 _TRUNCATED = [
@@ -423,7 +447,7 @@ _TRUNCATED = [
     Cell(PP2, TRUNCATED),
     Cell(HALF, TRUNCATED),
     Cell(DP2 + DISTRIBUTED, TRUNCATED, core=True),
-    Cell(TP2 + SP + DP2 + DISTRIBUTED + OVERLAP_GRADS + OVERLAP_PARAMS, TRUNCATED),
+    Cell(TP2 + SP + DP2 + OVERLAPPED, TRUNCATED),
     Cell(TP2, TRUNCATED, model="tied"),
     Cell(PP2, TRUNCATED, model="tied", core=True),
     Cell(TP2 + SP, TRUNCATED, model="mtp"),
@@ -448,6 +472,5 @@ _BROKEN = [
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PRECISION,
     *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_STAGES, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
-    *_TRUNCATED,
-    *_BROKEN,
+    *_TRUNCATED, *_NORMALIZERS, *_CONTROLS, *_BROKEN,
 )  # fmt: skip

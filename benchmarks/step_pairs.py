@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.step_pairs [--steps 600]`: a step with SimReg beside its neighbour without, in one run.
+
+Real runs of launch/pretrain_llama.sh on the built-in corpus in which every other step is plain Megatron's, function
+for function: what else the machine does slows both. Windows of twenty steps hold ten of each kind, a log step among
+them; the ratio is that of the window's sums. A line of the CSV file is a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import records
+from benchmarks.alternating_run import LOG_INTERVAL, TIMES
+from benchmarks.records import RESULTS, ROOT, Record
+from simreg_megatron.data import ensure_builtin_corpus
+from simreg_megatron.report.steps import overhead
+
+KINDS = {
+    "SimReg, chunks": ("--simreg-lambda", "1"),
+    "SimReg, whole sequences": ("--simreg-lambda", "1", "--simreg-chunk-size", "0"),
+    "SimReg measured only": ("--simreg-objective", "none"),
+    "SimReg, impl reference": ("--simreg-lambda", "1", "--simreg-impl", "reference"),
+}
+WINDOW = 2 * LOG_INTERVAL
+CLOCKS = {"seconds": "time on the wall", "processor_seconds": "processor time"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_pairs", description=__doc__)
+    parser.add_argument("--model", default="tiny", help="a preset of launch/models (default: tiny)")
+    parser.add_argument("--steps", type=int, default=620, help="of each run; the first twenty do not count")
+    parser.add_argument("--kinds", default="", metavar="WORDS", help="only those whose name holds one: chunks,whole")
+    records.add_options(parser, RESULTS / "step_pairs.csv")
+    options = parser.parse_args()
+    measured = None if options.source else _measured(options)
+    records.finish(options.source or options.output, measured, table, page=ROOT / "docs" / "performance.md")
+
+
+def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
+    own = ("--data", corpus.train_prefix, "--tokenizer", corpus.tokenizer_model)
+    threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    where = records.surroundings(threads=threads, model=options.model)
+    wanted = [word for word in options.kinds.split(",") if word]
+    for name, flags in KINDS.items():
+        if wanted and not any(word in name for word in wanted):
+            continue
+        Console(stderr=True).print(name)
+        for step in _train(options.model, options.steps, (*own, *flags)):
+            yield {"kind": name, **step, **where}
+
+
+def _train(model: str, steps: int, own: tuple[object, ...]) -> list[Record]:
+    with tempfile.TemporaryDirectory() as folder:
+        times = Path(folder, "times.csv")
+        words = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
+            ROOT / "benchmarks" / "alternating_run.py", "--model", model, "--output", folder, "--train-iters", steps,
+            "--log-interval", LOG_INTERVAL, "--eval-iters", 1, "--eval-interval", 10 * steps, *own,
+        ]  # fmt: skip
+        done = subprocess.run(
+            [str(word) for word in words], cwd=ROOT, capture_output=True, text=True,
+            env={**os.environ, TIMES: str(times)},
+        )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        with times.open(encoding="utf-8", newline="") as file:
+            return [step for step in csv.DictReader(file) if int(step["step"]) >= WINDOW]
+
+
+def table(lines: list[Record]) -> Iterator[str]:
+    yield f"A step of --model {lines[0]['model']}. {records.described(lines)}."
+    yield f"In each run every other step is plain Megatron's; windows of {WINDOW} steps."
+    yield "`python -m benchmarks.step_pairs`"
+    yield ""
+    yield "| run | clock | ms, plain | over plain | 95 % interval | windows |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for name in dict.fromkeys(line["kind"] for line in lines):
+        for clock, title in CLOCKS.items():
+            plain, other = _windows([line for line in lines if line["kind"] == name], clock)
+            found = overhead(plain, other)
+            yield (
+                f"| {name} | {title} | {found.base:.1f} | {found.percent:+.1f} % | {found.low:+.1f} to "
+                f"{found.high:+.1f} % | {len(plain)} |"
+            )
+
+
+def _windows(lines: list[Record], clock: str) -> tuple[list[list[float]], list[list[float]]]:
+    """For each whole window the mean step of either kind in ms: of plain Megatron, and with SimReg."""
+    found: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for first in range(0, len(lines) - WINDOW + 1, WINDOW):
+        window = lines[first : first + WINDOW]
+        for kind, means in ((1, found[0]), (0, found[1])):
+            times = [1000 * float(line[clock]) for line in window if int(line["plain"]) == kind]
+            means.append([sum(times) / len(times)])
+    return found
+
+
+if __name__ == "__main__":
+    main()

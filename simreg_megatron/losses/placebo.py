@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labels that say nothing: a control for SimReg, alike in all but what it asks for.
+
+Shapes: b sequences, n tokens, m chunks of k tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.losses._chunks import NO_LABEL, chunk_length, fold, unfold
+
+
+@torch.no_grad()
+def permuted_labels(
+    labels: Tensor, usable: Tensor, *, chunk_size: int, longest: int, seed: int, iteration: int
+) -> Tensor:
+    """Labels [b, n] of whole chunks, those of the usable tokens moved around inside each: no token keeps its own.
+
+    They go round in one cycle through all usable tokens of the chunk, so each chunk has the same labels as before,
+    equally often. The cycle is drawn anew in each iteration, and depends on positions in the chunk alone: all ranks
+    that see a chunk move its labels alike, and a run that is resumed goes on as if it had never stopped. Nothing is
+    read on the host.
+
+    Args:
+        usable: bool [b, n]; other tokens keep their labels.
+        longest: tokens in a chunk at most, the same number on all ranks.
+    """
+    num_sequences, num_tokens = labels.shape
+    length = chunk_length(num_tokens, chunk_size)
+    own = fold(labels, length, NO_LABEL)
+    takes_part = fold(usable.long(), length, 0) > 0
+    draw = _random(longest, seed=seed, iteration=iteration, device=labels.device)[:length]
+    order = torch.where(takes_part, draw, math.inf).argsort(dim=-1, stable=True)  # of the cycle; the others behind it
+    number, place = takes_part.sum(dim=-1, keepdim=True), torch.arange(length, device=labels.device)
+    following = torch.where(place < number, (place + 1) % number.clamp(min=1), place)
+    moved = own.scatter(1, order, own.gather(1, order.gather(1, following)))
+    return unfold(moved, num_sequences, num_tokens)
+
+
+def _random(number: int, *, seed: int, iteration: int, device: torch.device) -> Tensor:
+    """Even numbers [number] from 0 to 1, the same for equal seeds and iterations on all devices of one kind."""
+    digest = hashlib.blake2b(f"placebo {seed} {iteration}".encode(), digest_size=8).digest()
+    generator = torch.Generator(device)
+    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.rand(number, generator=generator, device=device)

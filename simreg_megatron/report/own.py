@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report of one's own runs: curves, where they ended, what was saved, margins and heat-maps, from what they left.
+
+    saving = 1 - (tokens at which a run reached the first run's last validation loss) / (tokens of the first run)
+
+Read in the middle of a longer schedule, whose decay was still to come, the saving is an underestimate of what a
+schedule of that length would save; and of one run each it is one draw.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from simreg_megatron.report import runs
+from simreg_megatron.report.curves import draw_curves, panels_of
+from simreg_megatron.report.heatmap import HiddenStates, draw_heatmaps, excerpt, mean_cosines, read_hidden_states
+from simreg_megatron.report.page import Grid, Page, Picture, Section
+from simreg_megatron.report.runs import ReportError, Run, Series, read_run
+from simreg_megatron.report.welch import welch
+
+AUTHORS_SAVING = "over 30 % (abstract)"
+AUTHORS_TIME = "+0.0 % (7B, H800, Table 3)"
+_AUTHORS_LOSS = "-0.055 nats (350M, perplexity 15.06 to 14.25, Table 7)"
+_IN_TABLES = {  # columns and tags of `reproduce`, as Megatron's
+    "validation_loss": runs.VALIDATION_LOSS,
+    "train_loss": runs.TRAIN_LOSS,
+    "simreg_loss": runs.SIMREG_LOSS,
+    "positive_cosine": runs.POSITIVE_COSINE,
+    "negative_cosine": runs.NEGATIVE_COSINE,
+    "isotropy": runs.ISOTROPY,
+}
+_FIRST_OF_SEVERAL = "lm loss validation-0"  # the name of the first set, where there are several
+_WHERE = (
+    "path",
+    "dir",
+    "save",
+    "load",
+    "rank",
+    "tensorboard",
+    "seed",
+    "timestamp",
+    "wandb",
+    "port",
+)  # say nothing of what was trained
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs of one kind, which differ in their seed."""
+
+    name: str
+    runs: tuple[Run, ...]
+    folders: tuple[Path, ...]
+
+    @property
+    def losses(self) -> list[float]:
+        """The last validation loss of each run that has one."""
+        found = (run.last(runs.VALIDATION_LOSS) for run in self.runs)
+        return [loss for loss in found if loss is not None]
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step: the median over the runs, where they logged it."""
+        found = [time for run in self.runs if (time := run.median(runs.ITERATION_TIME)) is not None]
+        return float(np.median(found)) if found else None
+
+    @property
+    def objective(self) -> str:
+        """What it trains on beside the language-model loss: "" for nothing, "?" where its settings are not known."""
+        settings = self.runs[0].settings
+        if not settings:
+            return "?"
+        weight, name = settings.get("simreg_lambda", "None"), settings.get("simreg_objective", "None")
+        is_off = name == "none" or weight in ("None", "0", "0.0")
+        return "" if is_off else "simreg" if name == "None" else name
+
+    @property
+    def curve(self) -> Run:
+        """The mean over the runs, at the steps that all of them have."""
+        if len(self.runs) == 1:
+            return replace(self.runs[0], name=self.name)
+        tags = set.intersection(*(set(run.scalars) for run in self.runs))
+        mean = {tag: _mean([run.scalars[tag] for run in self.runs]) for tag in tags}
+        name = f"{self.name}, mean of {len(self.runs)}"
+        return Run(name, {tag: series for tag, series in mean.items() if len(series.steps)}, self.runs[0].settings)
+
+
+def _mean(several: Sequence[Series]) -> Series:
+    steps = several[0].steps
+    for series in several[1:]:
+        steps = np.intersect1d(steps, series.steps)
+    values = [series.values[np.isin(series.steps, steps)] for series in several]
+    return Series(steps, np.mean(values, axis=0))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_arms(words: Sequence[str]) -> list[Arm]:
+    """`PATH` or `NAME=PATH` each: an output folder of a run, its TensorBoard folder, or a CSV file. One name given to
+    several paths makes them seeds of one arm.
+
+    Raises:
+        ReportError: a path holds no run.
+    """
+    found: dict[str, list[tuple[Run, Path]]] = {}
+    paths = [Path(word.partition("=")[2] or word) for word in words]
+    repeated = {name for name, count in Counter(map(_own_name, paths)).items() if count > 1}
+    for word, path in zip(words, paths, strict=True):
+        named = word.partition("=")[0] if "=" in word else ""
+        own = _own_name(path)
+        default = f"{path.resolve().parent.name}/{own}" if own in repeated else own
+        for run in _read(path, default):
+            found.setdefault(named or run.name, []).append((run, path))
+    return [Arm(name, *(tuple(part) for part in zip(*members, strict=True))) for name, members in found.items()]
+
+
+def _own_name(path: Path) -> str:
+    path = path.resolve()
+    return path.parent.name if path.name == "tensorboard" else path.stem if path.suffix == ".csv" else path.name
+
+
+def _read(path: Path, name: str) -> Iterator[Run]:
+    if path.suffix == ".csv":
+        yield from _read_csv(path, name)
+        return
+    folder = path / "tensorboard" if (path / "tensorboard").is_dir() else path
+    run = read_run(folder, name=name)
+    if _FIRST_OF_SEVERAL in run.scalars:
+        run.scalars.setdefault(runs.VALIDATION_LOSS, run.scalars[_FIRST_OF_SEVERAL])
+    yield run
+
+
+def _read_csv(path: Path, name: str) -> Iterator[Run]:
+    """A line a value (tag, step, value, and run where there are several), or a line a step with a column a tag."""
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            rows = list(csv.DictReader(stream))
+        points = list(_points(rows, name))
+    except (OSError, UnicodeDecodeError, csv.Error, ValueError, KeyError) as error:
+        raise ReportError(
+            f"{path} cannot be read as runs ({error}): its columns must be tag, step, value and, of several runs, run; "
+            "or step and a tag each"
+        ) from None
+    if not points:
+        raise ReportError(f"{path} holds no values")
+    by_run: dict[str, dict[str, dict[int, float]]] = {}
+    for run, tag, step, value in points:
+        by_run.setdefault(run, {}).setdefault(_IN_TABLES.get(tag, tag), {})[step] = value
+    for run, tags in by_run.items():
+        yield Run(run, {tag: _series(values) for tag, values in tags.items()})
+
+
+def _points(rows: Sequence[dict[str, str]], name: str) -> Iterator[tuple[str, str, int, float]]:
+    long = bool(rows) and {"tag", "step", "value"} <= set(rows[0])
+    for row in rows:
+        run = row.get("run") or name
+        if long:
+            yield run, row["tag"], int(row["step"]), float(row["value"])
+        else:
+            columns = {tag: text for tag, text in row.items() if tag not in ("step", "run") and text}
+            yield from ((run, tag, int(row["step"]), float(text)) for tag, text in columns.items())
+
+
+def _series(values: dict[int, float]) -> Series:
+    steps = sorted(values)
+    return Series(np.array(steps, dtype=np.int64), np.array([values[step] for step in steps]))
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def page_of(arms: Sequence[Arm], *, title: str = "SimReg: runs", further: Sequence[Section] = ()) -> Page:
+    """The first arm is what the others are compared with."""
+    sections = [_ends(arms), *further, *_states(arms), _settings(arms)]
+    return Page(title, sections, [*_versions_of_runs(arms), *versions_here()])
+
+
+def _ends(arms: Sequence[Arm]) -> Section:
+    curves = [arm.curve for arm in arms]
+    names = ", ".join(arm.name for arm in arms)
+    figure = draw_curves(curves, None, panels=panels_of(curves))
+    return Section(
+        "curves",
+        f"Which of {names} ended lower, and with how many tokens would it have reached the first one's loss?",
+        verdicts=[_verdict(arm, arms[0]) for arm in arms[1:]],
+        pictures=[Picture("all", figure, "Each panel: one value over the training steps; beside each line, its end.")],
+        grids=[_table_of_ends(arms), *([_table_of_savings(arms)] if len(arms) > 1 else [])],
+    )
+
+
+def _verdict(arm: Arm, first: Arm) -> str:
+    pair = f"{arm.name} against {first.name}"
+    if not arm.losses or not first.losses:
+        return f"{pair}: cannot be compared, as no validation loss was logged."
+    if min(len(arm.losses), len(first.losses)) < 2:
+        apart = np.mean(arm.losses) - np.mean(first.losses)
+        return f"{pair}: {apart:+.4f} nats per token, one seed each: no interval, so nothing to conclude from."
+    found = welch(arm.losses, first.losses)
+    told = f"{found.difference:+.4f} nats per token ({found.low:+.4f} to {found.high:+.4f}, p {found.p_value:.2g})"
+    if found.low > 0 or found.high < 0:
+        return f"{pair}: {'lower' if found.high < 0 else 'higher'}, {told}."
+    return f"{pair}: not told apart, {told}; {found.detectable:.4f} would have been found four times in five."
+
+
+def _table_of_ends(arms: Sequence[Arm]) -> Grid:
+    heads = ("run", "seeds", "validation loss (nats per token)", "difference", "95 % interval", "the authors'")
+    rows = []
+    for arm in arms:
+        loss = f"{np.mean(arm.losses):.4f}" if arm.losses else "not logged"
+        row = [arm.name, str(len(arm.runs)), loss]
+        if arm is arms[0]:
+            rows.append([*row, "", "", ""])
+            continue
+        both = bool(arm.losses and arms[0].losses)
+        apart = f"{np.mean(arm.losses) - np.mean(arms[0].losses):+.4f}" if both else "-"
+        interval = "one seed each"
+        if min(len(arm.losses), len(arms[0].losses)) > 1:
+            found = welch(arm.losses, arms[0].losses)
+            interval = f"{found.low:+.4f} to {found.high:+.4f}"
+        rows.append([*row, apart, interval, _beside(arm, arms[0], _AUTHORS_LOSS)])
+    return Grid(heads, rows, f"Where they ended; differences are from {arms[0].name}.")
+
+
+def _beside(arm: Arm, first: Arm, told: str) -> str:
+    """The authors' number, where the pair is theirs: SimReg, and nothing but cross-entropy."""
+    return told if (arm.objective, first.objective) == ("simreg", "") else "-"
+
+
+def _table_of_savings(arms: Sequence[Arm]) -> Grid:
+    loss = arms[0].curve.last(runs.VALIDATION_LOSS)
+    rows = [_saving(arm, arms[0], loss) for arm in arms[1:]]
+    says = (
+        f"When each one reached the last validation loss of {arms[0].name}"
+        f"{'' if loss is None else f' ({loss:.4f})'}: read in the middle of a longer schedule, so an underestimate of "
+        "what a schedule of that length saves. Time as the runs logged it: of runs that shared their cores it is no "
+        "measure."
+    )
+    heads = ("run", "at step", "tokens saved", "the authors'", "time of a step", "the authors'", "time saved")
+    return Grid(heads, rows, says)
+
+
+def _saving(arm: Arm, base: Arm, loss: float | None) -> list[str]:
+    run, first = arm.curve, base.curve
+    authors = [_beside(arm, base, told) for told in (AUTHORS_SAVING, AUTHORS_TIME)]
+    slower = None if base.seconds is None or arm.seconds is None else arm.seconds / base.seconds
+    time = "not logged" if slower is None else f"{100 * (slower - 1):+.1f} %"
+    step = None if loss is None else step_at(run, loss)
+    if step is None:
+        return [arm.name, "not reached", "-", authors[0], time, authors[1], "-"]
+    per_step, per_first = (each.tokens_per_step or 1 for each in (run, first))
+    left = step * per_step / (first.scalars[runs.VALIDATION_LOSS].steps[-1] * per_first)
+    in_time = "-" if slower is None else f"{100 * (1 - left * slower):.0f} %"
+    return [arm.name, f"{step:.0f}", f"{100 * (1 - left):.0f} %", authors[0], time, authors[1], in_time]
+
+
+def step_at(run: Run, loss: float) -> float | None:
+    """Where the validation curve first reaches `loss`, between two evaluations on the straight line; None if never."""
+    series = run.scalars.get(runs.VALIDATION_LOSS)
+    if series is None or not (series.values <= loss).any():
+        return None
+    place = int(np.argmax(series.values <= loss))
+    if place == 0:
+        return float(series.steps[0])
+    (one, other), (before, after) = series.steps[place - 1 : place + 1], series.values[place - 1 : place + 1]
+    return float(one + (other - one) * (before - loss) / (before - after))
+
+
+def _states(arms: Sequence[Arm]) -> Iterator[Section]:
+    """Heat-maps, where a probe left hidden states in the runs' folders."""
+    by_step: dict[str, list[HiddenStates]] = {}
+    for arm in arms:
+        for path in sorted(arm.folders[0].glob("hidden*.npz"), key=_step_of) if arm.folders[0].is_dir() else ():
+            name = f"{arm.name}, step {_step_of(path)}" if _step_of(path) else arm.name
+            by_step.setdefault(path.stem, []).append(read_hidden_states(path, name=name))
+    ordered = [states for stem in sorted(by_step, key=lambda stem: _step_of(Path(stem))) for states in by_step[stem]]
+    if not ordered:
+        return
+    means = [(states.name, mean_cosines(excerpt(states))) for states in ordered]
+    yield Section(
+        "hidden states",
+        "How alike are the hidden states of one text, where they stand for the same next token and where not?",
+        pictures=[
+            Picture(
+                "cosines",
+                draw_heatmaps(ordered, None, columns=min(len(arms), 3)),
+                "Cosine of every two hidden states of a part of one validation text; framed: the same next token.",
+            )
+        ],
+        grids=[
+            Grid(
+                ("model", "same next token", "another next token"),
+                [(name, f"{found.same:.3f}", f"{found.other:.3f}") for name, found in means],
+                "Mean cosine, -1 to 1, of the pairs in the figure. The authors': 0.488 with cross-entropy and 0.354 "
+                "with SimReg over all pairs of another text (7B, Figure 7).",
+            )
+        ],
+    )
+
+
+def _step_of(path: Path) -> int:
+    step = path.stem.rpartition("-")[2]
+    return int(step) if step.isdecimal() else 0
+
+
+def _settings(arms: Sequence[Arm]) -> Section:
+    """What differs between the arms, and how each run was started."""
+    settings = [arm.runs[0].settings for arm in arms]
+    names = sorted(set().union(*settings))
+    differing = [
+        name
+        for name in names
+        if len({each.get(name) for each in settings}) > 1 and not any(word in name for word in _WHERE)
+    ]
+    rows = [(name, *(each.get(name, "-") for each in settings)) for name in differing]
+    commands = [line for arm in arms for folder in arm.folders for line in _commands(arm.name, folder)]
+    grids = [Grid(("setting", *(arm.name for arm in arms)), rows, "Megatron's arguments that differ.")] if rows else []
+    return Section("settings", "What was run, and in what do the runs differ?", grids=grids, commands=commands)
+
+
+def _commands(name: str, folder: Path) -> Iterator[str]:
+    """From the records that the launcher keeps beside a run."""
+    for path in sorted(folder.glob("record/*/command.txt")):
+        yield f"{name}, {path.parent.name}: {path.read_text(encoding='utf-8', errors='replace').strip()}"
+
+
+def _versions_of_runs(arms: Iterable[Arm]) -> list[str]:
+    found = {}
+    for arm in arms:
+        for folder in arm.folders:
+            for path in sorted(folder.glob("record/*/versions.json")):
+                facts = json.loads(path.read_text(encoding="utf-8"))
+                packages = ", ".join(f"{name} {facts['packages'].get(name, '-')}" for name in _PACKAGES)
+                line = f"commit {facts['git'] or 'unknown'}, Python {facts['python'].split()[0]}, {packages}"
+                found.setdefault(line, []).append(arm.name)
+    return [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in found.items()]
+
+
+_PACKAGES = ("torch", "megatron-core")
+
+
+def versions_here() -> list[str]:
+    """Of what made the page."""
+    names = ("simreg-megatron", *_PACKAGES, "matplotlib", "numpy", "scipy")
+    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"] in names}
+    told = ", ".join(f"{name} {found[name]}" for name in names if name in found)
+    return [f"this page: Python {platform.python_version()}, {told}"]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two groups of runs, seeds of each: the difference of their means, after Welch (unequal variances).
+
+    error = sqrt(s_a^2 / n_a + s_b^2 / n_b),    detectable = (t_.95 + t_.80) * error
+
+A true difference of the detectable size would be found four times in five.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LEVEL = 0.05
+POWER = 0.8
+
+
+class Welch(NamedTuple):
+    """difference: mean(arm) - mean(than); low, high: its two-sided 95 % interval; p_value: for the side asked."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    detectable: float
+
+
+def welch(arm: Sequence[float], than: Sequence[float], *, side: str = "two-sided") -> Welch:
+    """Both need two values or more. A value that is not finite, of a run that diverged, decides for nothing.
+
+    Args:
+        side: "less" where the arm is claimed to lie lower, "greater", or "two-sided".
+    """
+    from scipy import stats
+
+    difference = mean(arm) - mean(than)
+    if not all(map(math.isfinite, (*arm, *than))):
+        return Welch(difference, -math.inf, math.inf, 1.0, math.inf)
+    tested = stats.ttest_ind(arm, than, equal_var=False, alternative=side)
+    interval = stats.ttest_ind(arm, than, equal_var=False).confidence_interval(1 - LEVEL)
+    error = math.sqrt(deviation(arm) ** 2 / len(arm) + deviation(than) ** 2 / len(than))
+    detectable = float(stats.t.ppf(1 - LEVEL, tested.df) + stats.t.ppf(POWER, tested.df)) * error
+    return Welch(difference, float(interval.low), float(interval.high), float(tested.pvalue), detectable)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Of the population that the values are a sample of."""
+    middle = mean(values)
+    return math.sqrt(sum((value - middle) ** 2 for value in values) / (len(values) - 1))

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron report RUN...`: what is read, what is concluded, and the page in both of its forms."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from torch.utils.tensorboard import SummaryWriter
+from typer.testing import CliRunner
+
+from simreg_megatron.cli import app
+from simreg_megatron.report import own, runs
+from simreg_megatron.report.page import Grid, Page, Section, as_html, as_markdown
+from simreg_megatron.report.runs import ReportError, Run, Series
+from simreg_megatron.report.welch import welch
+
+
+def report(*words: object):
+    return CliRunner().invoke(app, ["report", *map(str, words)], env={"COLUMNS": "200"})
+
+
+def curve(*values: float, every: int = 100) -> Series:
+    return Series(np.arange(1, len(values) + 1) * every, np.array(values))
+
+
+def write_run(folder: Path, *losses: float, objective: str = "1.0", seconds: float | None = None) -> Path:
+    """As the launcher leaves it: TensorBoard, the record of its start, and hidden states of a probe."""
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+        for number, loss in enumerate(losses, 1):
+            writer.add_scalar(runs.VALIDATION_LOSS, loss, 100 * number)
+            writer.add_scalar(runs.TRAIN_LOSS, loss + 0.1, 100 * number)
+            writer.add_scalar("simreg margin", -loss, 100 * number)
+            if seconds is not None:
+                writer.add_scalar(runs.ITERATION_TIME, seconds, 100 * number)
+        settings = {"seq_length": 256, "global_batch_size": 8, "simreg_lambda": objective, "save": folder, "lr": 0.002}
+        for name, value in settings.items():
+            writer.add_text(name, str(value), 0)
+    record = folder / "record" / "20261122-060000"
+    record.mkdir(parents=True)
+    (record / "command.txt").write_text(f"python launch/pretrain_llama.sh --simreg-lambda {objective}\n")
+    packages = {"torch": "2.13.0", "megatron-core": "0.19.2"}
+    (record / "versions.json").write_text(json.dumps({"python": "3.12.1 (x)", "git": "abc123", "packages": packages}))
+    hidden = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+    np.savez(
+        folder / "hidden-300.npz", hidden=hidden, tokens=np.array(list("abcdef")), labels=np.array([1, 2, 1, 3, 4, 5])
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    plain = write_run(folder / "plain", 6.0, 5.0, 4.5, objective="0.0", seconds=0.50)
+    return plain, write_run(folder / "simreg", 5.8, 4.6, 4.2, seconds=0.55)
+
+
+@pytest.fixture(scope="module")
+def written(pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    output = tmp_path_factory.mktemp("page") / "mine.html"
+    done = report("--output", output, *pair)
+    assert done.exit_code == 0, done.output
+    return output, done.output
+
+
+def test_options_may_stand_before_the_runs_and_the_verdict_is_said(written) -> None:
+    assert "simreg against plain: -0.3000 nats per token, one seed each: no interval" in written[1]
+
+
+def test_the_page_needs_no_network_and_has_every_part(written) -> None:
+    text = written[0].read_text()
+    bare = re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
+    assert text.count("<svg") == 2 and not re.search(r"(src|href)=", bare)
+    assert "--simreg-lambda 1.0" in bare and "commit abc123" in bare and "megatron-core 0.19.2" in bare
+    assert "<td class=words>simreg_lambda</td><td>0.0</td><td>1.0</td>" in bare
+    assert ">lr<" not in bare and ">save<" not in bare, "settings that do not differ, or say nothing"
+    assert "Margin" in text or "margin" in text
+
+
+def test_the_saving_is_of_tokens_and_of_time(written) -> None:
+    """4.5 is reached a quarter of the way from step 200 (4.6) to 300 (4.2): at 225 of 300, with steps 10 % longer."""
+    bare = written[0].read_text()
+    row = re.search(r"<tr><td class=words>simreg</td><td>225</td>(.*?)</tr>", bare)
+    assert row, "the step"
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", row[1])
+    assert cells == ["25 %", own.AUTHORS_SAVING, "+10.0 %", own.AUTHORS_TIME, "18 %"]  # 1 - 0.75 * 1.1 = 0.175
+    assert "no measure" in bare, "of runs that shared their cores"
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective"),
+    [
+        ({}, "?"),
+        ({"simreg_lambda": "None"}, ""),
+        ({"simreg_lambda": "0.0"}, ""),
+        ({"simreg_lambda": "1", "simreg_objective": "none"}, ""),
+        ({"simreg_lambda": "1", "simreg_objective": "None"}, "simreg"),
+        ({"simreg_lambda": "1", "simreg_objective": "creg"}, "creg"),
+    ],
+)
+def test_the_authors_stand_beside_their_own_pair_alone(settings: dict[str, str], objective: str) -> None:
+    arm = own.Arm("a", (Run("a", {}, settings),), (Path(),))
+    plain = own.Arm("b", (Run("b", {}, {"lr": "1"}),), (Path(),))
+    assert arm.objective == objective
+    assert own._beside(arm, plain, "theirs") == ("theirs" if objective == "simreg" else "-")
+    assert own._beside(arm, arm, "theirs") == "-"
+
+
+def test_the_markdown_has_pictures_of_both_kinds_beside_it(written) -> None:
+    output, _ = written
+    text = output.with_suffix(".md").read_text()
+    links = re.findall(r"\((mine-pictures/[^)]+)\)", text)
+    assert {Path(link).suffix for link in links} == {".png", ".svg"}
+    for link in links:
+        assert (output.parent / link).stat().st_size > 5_000
+    assert "| simreg | 1 | 4.2000 | -0.3000 | one seed each |" in text
+
+
+def test_paths_of_one_name_are_seeds_and_have_an_interval() -> None:
+    def arm(name: str, ends: tuple[float, ...]) -> own.Arm:
+        found = tuple(Run(name, {runs.VALIDATION_LOSS: curve(6.0, end)}) for end in ends)
+        return own.Arm(name, found, tuple(Path() for _ in ends))
+
+    plain, simreg = (4.50, 4.52, 4.51), (4.40, 4.43, 4.41)
+    page = own.page_of([arm("plain", plain), arm("simreg", simreg)])
+    by_scipy = stats.ttest_ind(simreg, plain, equal_var=False).confidence_interval(0.95)
+    (verdict,) = page.sections[0].verdicts
+    assert verdict.startswith("simreg against plain: lower, -0.0967 nats per token")
+    assert f"({by_scipy.low:+.4f} to {by_scipy.high:+.4f}" in verdict
+    (verdict,) = own.page_of([arm("plain", plain), arm("same", (4.45, 4.59, 4.50))]).sections[0].verdicts
+    assert "not told apart" in verdict
+
+
+def test_a_diverged_run_decides_for_nothing() -> None:
+    assert welch([4.0, float("inf")], [4.1, 4.2]).p_value == 1.0
+
+
+def test_seeds_are_averaged_where_all_of_them_have_a_value() -> None:
+    one = Run("a", {"x": Series(np.array([1, 2, 3]), np.array([1.0, 2.0, 3.0])), "y": curve(1.0)})
+    other = Run("a", {"x": Series(np.array([2, 3, 4]), np.array([4.0, 7.0, 9.0]))})
+    mean = own.Arm("a", (one, other), (Path(), Path())).curve
+    assert mean.name == "a, mean of 2" and list(mean.scalars) == ["x"]
+    assert mean.scalars["x"].steps.tolist() == [2, 3] and mean.scalars["x"].values.tolist() == [3.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "loss", "step"),
+    [
+        ((6.0, 5.0, 4.0), 4.5, 250.0),
+        ((6.0, 5.0, 4.0), 3.9, None),
+        ((6.0, 5.0), 7.0, 100.0),
+        ((6.0, 4.0, 5.0), 4.5, 175.0),
+    ],
+)
+def test_where_a_loss_is_reached_first(values: tuple[float, ...], loss: float, step: float | None) -> None:
+    assert own.step_at(Run("r", {runs.VALIDATION_LOSS: curve(*values)}), loss) == step
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run,tag,step,value\na,lm loss validation,10,5\nb,validation_loss,10,4\na,lm loss validation,20,4.5\n",
+        "run,step,lm loss validation\na,10,5\nb,10,4\na,20,4.5\n",
+    ],
+)
+def test_csv_files_are_runs_in_both_shapes(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(text)
+    a, b = own.read_arms([str(tmp_path / "mine.csv")])
+    assert (a.name, b.name) == ("a", "b") and a.losses == [4.5] and b.losses == [4.0]
+    named = own.read_arms([f"both={tmp_path / 'mine.csv'}"])
+    assert [(arm.name, arm.losses) for arm in named] == [("both", [4.5, 4.0])]
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "tag,step,value\nlm loss,x,1\n", ""])
+def test_other_csv_files_are_one_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(text)
+    with pytest.raises(ReportError, match=r"mine\.csv"):
+        own.read_arms([str(tmp_path / "mine.csv")])
+
+
+def test_runs_whose_folders_have_one_name_stay_apart(tmp_path: Path) -> None:
+    for parent in ("first", "second"):
+        write_run(tmp_path / parent / "simreg", 5.0)
+    arms = own.read_arms([str(tmp_path / parent / "simreg") for parent in ("first", "second")])
+    assert [arm.name for arm in arms] == ["first/simreg", "second/simreg"]
+
+
+def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
+    done = report(tmp_path / "nowhere", "--output", tmp_path / "x.html")
+    assert done.exit_code == 2 and "is no folder" in done.output
+    assert report("check", tmp_path).exit_code == 2, "the other commands are reached by their names"
+
+
+def test_text_of_a_user_is_escaped() -> None:
+    section = Section("a<b", "<script>", verdicts=["x | y"], grids=[Grid(("a|b",), [("<i>",)])], commands=["a && b"])
+    page = Page("t&t", [section], ["v"])
+    assert "<script>" not in as_html(page) and "&lt;i&gt;" in as_html(page) and "a &amp;&amp; b" in as_html(page)
+    assert r"a\|b" in as_markdown(page, "p")

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control: the same labels, equally often in each chunk, on other tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from simreg_megatron import SimRegConfig
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.losses.placebo import permuted_labels
+from simreg_megatron.plugin.regularizer import Regularizer
+from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, One, add, micro_batch
+
+CHUNK = 5
+
+
+def moved(labels: torch.Tensor, usable: torch.Tensor, *, chunk_size: int = CHUNK, **changes: int) -> torch.Tensor:
+    longest = chunk_size or labels.shape[1]
+    return permuted_labels(
+        labels, usable, **{"chunk_size": chunk_size, "longest": longest, "seed": 0, "iteration": 3, **changes}
+    )
+
+
+def distinct() -> tuple[torch.Tensor, torch.Tensor]:
+    """A label for each token, so that it shows where one went; chunks of 5, 5 and 2 tokens."""
+    labels = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
+    usable = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    usable[0, 5:9] = False  # one token alone in its chunk
+    usable[1, [0, 3]] = False
+    usable[1, 10:] = False  # none
+    return labels, usable
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, 0])
+def test_labels_stay_in_their_chunk_and_none_on_its_token(chunk_size: int) -> None:
+    labels, usable = distinct()
+    found = moved(labels, usable, chunk_size=chunk_size)
+    for b in range(BATCH):
+        for first in range(0, LENGTH, chunk_size or LENGTH):
+            own = slice(first, first + (chunk_size or LENGTH))
+            takes_part = usable[b, own]
+            before, after = labels[b, own][takes_part], found[b, own][takes_part]
+            assert sorted(before.tolist()) == sorted(after.tolist())
+            assert len(before) < 2 or not (before == after).any()
+            assert torch.equal(labels[b, own][~takes_part], found[b, own][~takes_part])
+
+
+def test_each_iteration_and_each_seed_draws_anew() -> None:
+    labels, usable = distinct()
+    one = moved(labels, usable)
+    assert torch.equal(one, moved(labels, usable))
+    assert not torch.equal(one, moved(labels, usable, iteration=4))
+    assert not torch.equal(one, moved(labels, usable, seed=1))
+
+
+def test_a_rank_that_sees_some_chunks_moves_them_alike() -> None:
+    labels, usable = distinct()
+    whole = moved(labels, usable)
+    assert torch.equal(moved(labels[:, 5:], usable[:, 5:]), whole[:, 5:])
+    assert torch.equal(moved(labels[:, 10:], usable[:, 10:]), whole[:, 10:]), "the short one at the end, by itself"
+
+
+def test_it_is_simreg_with_these_labels_and_the_log_says_so() -> None:
+    """The loss is the placebo's; the cosines are of the tokens' own labels, as everywhere."""
+    hidden, labels, mask, loss = micro_batch()
+    settings = {"lambda_": 3, "temperature": 0.1, "chunk_size": CHUNK}
+    regularizer = Regularizer(SimRegConfig(objective="placebo", objective_options="seed=2", **settings))
+    regularizer.set_iteration(7)
+    result = add(regularizer, hidden, labels, mask, loss)
+    assert torch.equal(result, loss)
+    result.sum().backward()
+    placebo, means = hidden.grad.clone(), regularizer.metrics.reduce(One())
+
+    expected = hidden.detach().clone().requires_grad_()
+    others = moved(labels, mask > 0, seed=2, iteration=7)
+    terms = simreg_loss(
+        expected.transpose(0, 1), others, temperature=0.1, valid=mask > 0, chunk_size=CHUNK, reduction="none"
+    )
+    (3 * terms).sum().backward()
+    torch.testing.assert_close(placebo, expected.grad, rtol=1e-12, atol=1e-14)
+    assert means["placebo loss"].item() == pytest.approx((terms.sum() / mask.sum()).item(), rel=1e-6)
+
+    hidden.grad = None
+    simreg = Regularizer(SimRegConfig(**settings))
+    add(simreg, hidden, labels, mask, loss).sum().backward()
+    assert not torch.allclose(placebo, hidden.grad, rtol=0.1), "labels matter in this sample"
+    own = simreg.metrics.reduce(One())
+    assert "simreg loss" not in means
+    for name in ("simreg positive cosine", "simreg negative cosine", "simreg norm difference", "simreg isotropy"):
+        torch.testing.assert_close(means[name], own[name], rtol=0, atol=0, msg=name)
+
+
+def test_every_form_of_simreg_has_its_placebo() -> None:
+    hidden, labels, mask, loss = micro_batch()
+    found = []
+    for impl in ("reference", "tiled"):
+        hidden.grad = None
+        settings = {"lambda_": 1, "temperature": 0.1, "chunk_size": 0, "impl": impl}
+        add(Regularizer(SimRegConfig(objective="placebo", **settings)), hidden, labels, mask, loss).sum().backward()
+        found.append(hidden.grad.clone())
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+
+
+def test_stages_must_agree_on_the_iteration() -> None:
+    regularizer = Regularizer(SimRegConfig(objective="placebo", lambda_=1, layers=(1,)))
+    given = SimpleNamespace(labels=None)
+    with pytest.raises(NotImplementedError, match="placebo draws random numbers by the iteration"):
+        regularizer.add_to_stage(torch.zeros(1), MODEL, given)

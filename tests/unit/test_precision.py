@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products in full float32 under a process that allows TensorFloat-32, shown by the setting that each product meets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simreg_megatron.geometry import pair_cosines
+from simreg_megatron.kernels import precision
+from simreg_megatron.kernels.precision import full_float32, product
+from simreg_megatron.losses import mic_loss, sigmoid_loss, simcse_loss, simreg_loss
+
+PRODUCTS = ("mm", "bmm", "addmm", "addbmm", "baddbmm", "baddbmm_", "matmul")
+
+
+class Settings(TorchDispatchMode):
+    """Whether each product of floats found TensorFloat-32 allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in PRODUCTS:
+            self.allowed.append(getattr(torch.backends.cuda.matmul, precision._SETTING) != precision._EXACT)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def allowed() -> Iterator[None]:
+    settings = torch.backends.cuda.matmul
+    before = getattr(settings, precision._SETTING)
+    setattr(settings, precision._SETTING, {"fp32_precision": "tf32", "allow_tf32": True}[precision._SETTING])
+    yield
+    setattr(settings, precision._SETTING, before)
+
+
+def rows_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(3, 24, 16, generator=generator, requires_grad=True), torch.arange(72).view(3, 24) % 5
+
+
+LOSSES = {
+    "tiled": lambda rows, labels: simreg_loss(rows, labels, impl="tiled"),
+    "reference": lambda rows, labels: simreg_loss(rows, labels, impl="reference"),
+    "dot": lambda rows, labels: simreg_loss(rows, labels, similarity="dot"),
+    "sigmoid": sigmoid_loss,
+    "simcse": lambda rows, labels: simcse_loss(rows, labels),
+    "mic": lambda rows, labels: mic_loss(rows, labels, prefixes=(4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_forward_and_backward_of_a_loss(name: str) -> None:
+    rows, labels = rows_and_labels()
+    with Settings() as seen:
+        loss = LOSSES[name](rows, labels)
+        forward = len(seen.allowed)
+        loss.backward()
+    assert forward and len(seen.allowed) > forward, "products both ways"
+    assert not any(seen.allowed)
+
+
+def test_the_geometry() -> None:
+    rows, labels = rows_and_labels()
+    with Settings() as seen:
+        pair_cosines(rows.detach(), labels)
+    assert seen.allowed and not any(seen.allowed)
+
+
+def test_it_shows_where_a_product_would_round() -> None:
+    rows, _ = rows_and_labels()
+    with Settings() as seen:
+        (rows @ rows.mT).sum().backward()
+    assert all(seen.allowed)
+
+
+def test_the_setting_is_given_back_also_after_an_error() -> None:
+    before = getattr(torch.backends.cuda.matmul, precision._SETTING)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        product(torch.ones(2, 3), torch.ones(2, 3))
+    with full_float32():
+        assert getattr(torch.backends.cuda.matmul, precision._SETTING) == precision._EXACT
+    assert getattr(torch.backends.cuda.matmul, precision._SETTING) == before
+
+
+def test_products_that_broadcast_have_gradients_of_their_own_shape() -> None:
+    left, right = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(product, (left.requires_grad_(), right.requires_grad_()))

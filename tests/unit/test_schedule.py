@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The factor of lambda against the closed form, written out, and words that would change nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from simreg_megatron import SimRegConfig
+from simreg_megatron.schedule import Schedule, parsed
+
+LENGTH = 40
+CLOSED_FORMS: dict[str, Callable[[int], float]] = {
+    "linear:0": lambda i: 1 - i / 40,
+    "linear:3": lambda i: 1 + 2 * i / 40,
+    "cosine:0": lambda i: math.cos(math.pi * i / 80) ** 2,
+    "cosine:0.2": lambda i: 0.2 + 0.8 * math.cos(math.pi * i / 80) ** 2,
+}
+
+
+@pytest.mark.parametrize("text", CLOSED_FORMS)
+def test_the_way_to_the_end(text: str) -> None:
+    schedule = parsed(text, 0, None)
+    for iteration in (0, 1, 13, 20, 39):
+        assert schedule.factor(iteration, LENGTH) == pytest.approx(CLOSED_FORMS[text](iteration), rel=1e-12)
+    end = float(text.partition(":")[2])
+    assert schedule.factor(40, LENGTH) == schedule.factor(60, LENGTH) == pytest.approx(end, abs=1e-12)
+
+
+def test_a_warm_up_and_an_early_end_join_in() -> None:
+    """With 40 iterations and half of them on, the way down is 20 iterations long and half as steep."""
+    schedule = parsed("linear:0.5", 4, 0.5)
+    expected = {0: 0.25, 1: 0.5 * (1 - 0.5 / 20), 3: 1 - 1.5 / 20, 10: 0.75, 19: 1 - 9.5 / 20, 20: 0.0, 39: 0.0}
+    assert {i: schedule.factor(i, LENGTH) for i in expected} == pytest.approx(expected, rel=1e-12)
+    assert [i for i in range(LENGTH) if schedule.has_ended(i, LENGTH)] == list(range(20, LENGTH))
+    assert parsed("constant", 4, None).factor(1) == 0.5, "a warm-up alone asks for no length"
+
+
+@pytest.mark.parametrize(("share", "iterations", "on"), [(0.7, 10, 7), (0.25, 6, 2), (1 / 3, 10, 3), (0.5, 1001, 500)])
+def test_a_share_of_the_training_is_whole_iterations(share: float, iterations: int, on: int) -> None:
+    schedule = Schedule(off_after=share)
+    assert sum(schedule.factor(i, iterations) for i in range(iterations)) == on
+    assert not schedule.has_ended(on - 1, iterations) and schedule.has_ended(on, iterations)
+
+
+@pytest.mark.parametrize(("share", "words"), [(0.01, "is no iteration"), (0.99, "is all of them")])
+def test_a_share_that_the_training_is_too_short_for_is_refused(share: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Schedule(off_after=share).factor(0, 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"lambda_schedule": "linear"}, "such as linear:0.1 or cosine:0, not 'linear'"),
+        ({"lambda_schedule": "constant:0.5"}, "such as linear:0.1"),
+        ({"lambda_schedule": "step:0"}, "such as linear:0.1"),
+        ({"lambda_schedule": "linear:much"}, "a finite share of 0 or more, not 'much'"),
+        ({"lambda_schedule": "linear:-1"}, "a finite share of 0 or more"),
+        ({"lambda_schedule": "cosine:inf"}, "a finite share of 0 or more"),
+        ({"lambda_schedule": "cosine:1"}, "changes nothing, as it ends where it begins"),
+        ({"off_after": 1.0}, "above 0 and below 1, not 1: drop it"),
+        ({"off_after": 0.0}, "above 0 and below 1, not 0: set lambda 0"),
+        ({"off_after": math.nan}, "above 0 and below 1"),
+    ],
+)
+@pytest.mark.parametrize("objective", ["simreg", "simreg:1,sigreg:1"])
+def test_words_that_mean_nothing_are_refused(settings: dict, sentence: str, objective: str) -> None:
+    weight = 0 if ":" in objective else 1
+    with pytest.raises(ValueError, match=sentence) as caught:
+        SimRegConfig(lambda_=weight, objective=objective, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_line_says_it_all() -> None:
+    assert (
+        str(parsed("cosine:0.1", 100, 0.5))
+        == "over 100 iterations from 0, cosine to 0.1 of it, off after 0.5 of the training"
+    )
+    assert str(parsed("constant", 0, None)) == "" and parsed("constant", 0, None).is_constant
