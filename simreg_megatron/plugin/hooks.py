@@ -495,9 +495,10 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     from megatron.core.utils import get_model_config
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
+    asked = " (auto)" if config.lambda_ == "auto" else ""
     changes = f" {config.schedule}" if str(config.schedule) else ""
     what = (
-        f"lambda {config.weight(hidden_size):g}{changes}"
+        f"lambda {config.weight(hidden_size):g}{asked}{changes}"
         if config.trains
         else "measured only, in log steps, not trained on"
     )
