@@ -17,6 +17,7 @@ from pathlib import Path
 from simreg_megatron.data.settings import read_json
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
+from simreg_megatron.reproduce.pace import EXPERIMENT
 from simreg_megatron.reproduce.plan import Flags, Plan, plan_of
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
 from simreg_megatron.reproduce.store import PLAN, read_csv
@@ -73,6 +74,11 @@ def violations(name: str, tables: dict[str, Table]) -> list[str]:
     except ReproduceError as error:
         return [f"{name}: {error}"]
     return [*_about_the_set(table, expected), *_about_curves(table)]
+
+
+def measured_steps(tables: dict[str, Table]) -> tuple[Row, ...]:
+    """The rows of the experiment that measures the seconds of a step; none where it was not run, or may not be used."""
+    return tables[EXPERIMENT].rows if EXPERIMENT in tables and not violations(EXPERIMENT, tables) else ()
 
 
 def _about_rows(table: Table) -> Iterator[str]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from simreg_megatron.report.own import versions_here
 from simreg_megatron.report.page import Grid, Page, Picture, Section
 from simreg_megatron.reproduce import authors, figures
-from simreg_megatron.reproduce.check import Table, violations
+from simreg_megatron.reproduce.check import Table, measured_steps, violations
+from simreg_megatron.reproduce.pace import pace
 from simreg_megatron.reproduce.verdict import Verdict, judge
 
 _MEASURES = {
@@ -35,25 +36,37 @@ def _section(name: str, tables: dict[str, Table]) -> Section:
             Picture("ends", figures.ends(table), "Where every seed ended (a mark each), and their mean (the bar)."),
             Picture("curves", figures.curves(table), "The way there: mean over the seeds, at the largest size."),
         ],
-        grids=[*([_beside_the_authors(name, verdicts)] if verdicts else []), _means(table)],
+        grids=[*([_beside_the_authors(name, verdicts, tables)] if verdicts else []), _means(table)],
         commands=_commands(table),
     )
 
 
-def _beside_the_authors(name: str, verdicts: list[Verdict]) -> Grid:
-    heads = ("claim", "size, tokens a parameter", "ours: difference", "95 % interval", "tokens saved", "the authors'")
-    rows = [
-        (
-            verdict.claim.says,
-            f"{verdict.place.size}, {verdict.place.tokens_per_parameter}",
-            f"{verdict.difference:+.4f}",
-            f"{verdict.interval[0]:+.4f} to {verdict.interval[1]:+.4f}",
-            "-" if verdict.saving is None else f"{verdict.saving:.0%}",
-            authors.found(name),
+def _beside_the_authors(name: str, verdicts: list[Verdict], tables: dict[str, Table]) -> Grid:
+    heads = (
+        "claim", "size, tokens a parameter", "ours: difference", "95 % interval", "tokens saved", "time saved",
+        "the authors'",
+    )  # fmt: skip
+    rows = []
+    for verdict in verdicts:
+        claim, place = verdict.claim, verdict.place
+        speed = pace(tables[name].rows, claim.arm, claim.than, place, measured_steps(tables))
+        in_time = "-" if speed is None or verdict.saving is None else f"{speed.time_saved(verdict.saving):.0%}"
+        rows.append(
+            (
+                claim.says,
+                f"{place.size}, {place.tokens_per_parameter}",
+                f"{verdict.difference:+.4f}",
+                f"{verdict.interval[0]:+.4f} to {verdict.interval[1]:+.4f}",
+                "-" if verdict.saving is None else f"{verdict.saving:.0%}",
+                in_time if in_time == "-" or (speed and speed.measured) else f"{in_time} (unmeasured)",
+                authors.found(name),
+            )
         )
-        for verdict in verdicts
-    ]
-    return Grid(heads, rows, "Differences are in the unit of the claim's measure, nats per token for a loss.")
+    says = (
+        "Differences are in the unit of the claim's measure, nats per token for a loss. Time saved is unmeasured where "
+        "only the judged runs tell the seconds of a step: of runs that shared their cores that is no measure."
+    )
+    return Grid(heads, rows, says)
 
 
 def _means(table: Table) -> Grid:

@@ -17,6 +17,7 @@ from simreg_megatron.reproduce.errors import ReproduceError
 if TYPE_CHECKING:
     from simreg_megatron.report.page import Page
     from simreg_megatron.reproduce.check import Table
+    from simreg_megatron.reproduce.pace import Pace
     from simreg_megatron.reproduce.verdict import Verdict
 
 
@@ -86,7 +87,7 @@ def check(
         for sentence in found:
             _console.print(f"  refused: {sentence}", style="bold red", markup=False)
         if not found:
-            _print_verdicts(table)
+            _print_verdicts(table, tables)
     if broken:
         raise typer.Exit(1)
 
@@ -124,18 +125,28 @@ def _one_sentence() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _print_verdicts(table: Table) -> None:
+def _print_verdicts(table: Table, tables: dict[str, Table]) -> None:
+    from simreg_megatron.reproduce.check import measured_steps
+    from simreg_megatron.reproduce.pace import pace
     from simreg_megatron.reproduce.verdict import judge
 
     if len({row["commit"] for row in table.rows}) > 1:
         _console.print("  note: its runs were made by several versions of the code (column commit)")
     for verdict in judge(table.plan, table.rows):
+        claim = verdict.claim
+        speed = pace(table.rows, claim.arm, claim.than, verdict.place, measured_steps(tables))
         _console.print(f"  {verdict.sentence}", markup=False)
-        _console.print(f"    noise of {verdict.claim.than}: {verdict.noise:.4f}{_worth(verdict)}", markup=False)
+        _console.print(f"    noise of {claim.than}: {verdict.noise:.4f}{_worth(verdict)}", markup=False)
+        if verdict.saving is not None:
+            _console.print(f"    {_saved(verdict.saving, speed)}", markup=False)
 
 
 def _worth(verdict: Verdict) -> str:
-    if verdict.exchange is None:
-        return ""
-    told = f"; 100 more steps are worth {verdict.exchange:.4f} to it"
-    return told if verdict.saving is None else f"{told}, so the arm saves {verdict.saving:.0%} of the tokens"
+    return "" if verdict.exchange is None else f"; 100 more steps are worth {verdict.exchange:.4f} to it"
+
+
+def _saved(tokens: float, speed: Pace | None) -> str:
+    told = f"saved: {tokens:.0%} of the tokens"
+    if speed is None:
+        return f"{told}; of the time it is not known, as no run logged the seconds of a step"
+    return f"{told}, {speed.time_saved(tokens):.0%} of the time ({speed.told})"

@@ -3,7 +3,8 @@
 
     difference = mean(arm) - times * mean(than), its interval and p-value after Welch (`report.welch`)
     exchange   = (loss of the shortened baseline - loss of the baseline) / (steps between them) * 100
-    saving     = s / (steps + s),  s = -100 difference / exchange: the share of tokens that the baseline needs more
+    saving     = 1 - (steps of the arm) / (steps + s),  s = -100 difference / exchange: steps that the baseline needs
+                 more to end as low as the arm
 
 The exchange rate is the mean slope before the end; the loss falls ever slower, so the saving is an underestimate.
 """
@@ -36,7 +37,7 @@ class Verdict:
         numbers: of runs, of the arm and of what it is compared with.
         noise: standard deviation of the baseline from seed to seed.
         exchange: nats that the baseline gains with 100 more steps; None where no shortened baseline was run.
-        saving: share of tokens; None as above, and where there is nothing to save.
+        saving: share of the baseline's tokens; None as above, and where there is nothing to save.
     """
 
     claim: Claim
@@ -88,7 +89,9 @@ def judge(plan: Plan, rows: Sequence[Row]) -> list[Verdict]:
             arm, than = (_values(rows, name, place, claim.metric) for name in (claim.arm, claim.than))
             than = [claim.times * value for value in than]
             if len(arm) > 1 and len(than) > 1:
-                found.append(_judged(claim, place, arm, than, *_exchange(plan, rows, claim, place)))
+                exchange = _exchange(plan, rows, claim, place)
+                steps = (_steps(rows, claim.arm, place), _steps(rows, claim.than, place))
+                found.append(_judged(claim, place, arm, than, exchange, steps))
     return found
 
 
@@ -102,7 +105,7 @@ def _values(rows: Sequence[Row], arm: str, place: Place, metric: str) -> list[fl
 
 
 def _judged(
-    claim: Claim, place: Place, arm: list[float], than: list[float], exchange: float | None, steps: int
+    claim: Claim, place: Place, arm: list[float], than: list[float], exchange: float | None, steps: tuple[int, int]
 ) -> Verdict:
     side = {"lower": "less", "higher": "greater", "differs": "two-sided"}[claim.sign]
     found = welch(arm, than, side=side)
@@ -115,18 +118,16 @@ def _judged(
     )  # fmt: skip
 
 
-def _exchange(plan: Plan, rows: Sequence[Row], claim: Claim, place: Place) -> tuple[float | None, int]:
-    """Nats for 100 steps of the arm that the claim compares with, and its steps: from a shortened arm, alike but for
-    its length."""
+def _exchange(plan: Plan, rows: Sequence[Row], claim: Claim, place: Place) -> float | None:
+    """Nats for 100 steps of the arm that the claim compares with: from a shortened arm, alike but for its length."""
     than = plan.arm(claim.than)
-    steps = _steps(rows, claim.than, place)
     for other in plan.arms:
         alike = (other.flags, other.tuned_as) == (than.flags, than.tuned_as)
         short = _values(rows, other.name, place, claim.metric)
         if alike and other.length < than.length and short:
             gained = mean(short) - mean(_values(rows, claim.than, place, claim.metric))
-            return 100 * gained / (steps - _steps(rows, other.name, place)), steps
-    return None, steps
+            return 100 * gained / (_steps(rows, claim.than, place) - _steps(rows, other.name, place))
+    return None
 
 
 def _steps(rows: Sequence[Row], arm: str, place: Place) -> int:
@@ -137,8 +138,9 @@ def _steps(rows: Sequence[Row], arm: str, place: Place) -> int:
     )  # fmt: skip
 
 
-def _saving(difference: float, exchange: float | None, steps: int) -> float | None:
+def _saving(difference: float, exchange: float | None, steps: tuple[int, int]) -> float | None:
+    """steps: of the arm, and of what it is compared with."""
     if exchange is None or exchange <= 0 or difference >= 0:
         return None
-    more = -difference / exchange * 100
-    return more / (steps + more)
+    arm, than = steps
+    return 1 - arm / (than - difference / exchange * 100)

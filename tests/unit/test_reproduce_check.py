@@ -13,8 +13,9 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from simreg_megatron.cli import app
-from simreg_megatron.reproduce.check import read_tables, violations
+from simreg_megatron.reproduce.check import measured_steps, read_tables, violations
 from simreg_megatron.reproduce.dataset import Dataset
+from simreg_megatron.reproduce.pace import Pace, pace
 from simreg_megatron.reproduce.plan import plan_of
 from simreg_megatron.reproduce.runs import entries_of
 from simreg_megatron.reproduce.store import DIVERGED, DONE, Store
@@ -246,6 +247,78 @@ def test_the_saving_is_what_the_baseline_would_need_more(results):
     more = 0.05 / rate * 100
     assert first.saving == pytest.approx(more / (steps + more), rel=1e-3)
     assert second.saving is None  # it ended higher
+
+
+def _seconds_of(results, name, seconds):
+    def change(rows):
+        for row in rows:
+            row["seconds_per_step"] = str(seconds[row["arm"].removesuffix("-70")])
+        return rows
+
+    rewrite(results / f"{name}.csv", change)
+
+
+def test_time_is_saved_less_than_tokens_where_steps_are_longer(results):
+    said = check(results).output
+    assert "of the tokens; of the time it is not known" in said
+    _seconds_of(results, "mine", {"plain": 0.20, "simreg": 0.22})
+    tables = read_tables(results)
+    (first, _), rows = judge(tables["mine"].plan, tables["mine"].rows), tables["mine"].rows
+    found = pace(rows, "simreg", "plain", first.place)
+    assert found == Pace(pytest.approx(1.1), measured=False)
+    assert found.time_saved(first.saving) == pytest.approx(1 - (1 - first.saving) * 1.1)
+    said = check(results).output
+    assert f"saved: {first.saving:.0%} of the tokens, {found.time_saved(first.saving):.0%} of the time" in said
+    assert "no measure if they shared their cores" in said
+    CliRunner().invoke(app, ["report", "page", str(results), "--output", str(results / "page.html")])
+    assert "(unmeasured)" in (results / "page.html").read_text()
+
+
+RUNTIME = {
+    "name": "runtime", "question": "How much longer?", "sizes": [64], "seeds": 3,
+    "arms": {"megatron": {"flags": {"plain": None}}, "lambda-1": {"flags": {"simreg-lambda": 1}},
+             "whole": {"flags": {"simreg-lambda": 1, "simreg-chunk-size": 0}}},
+}  # fmt: skip
+
+
+def test_the_seconds_of_the_experiment_runtime_count_before_those_of_the_runs(results, tmp_path, monkeypatch):
+    _seconds_of(results, "mine", {"plain": 0.20, "simreg": 0.30})
+    plan = plan_of(RUNTIME, where="runtime")
+    entries = entries_of(plan, Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0), untuned)
+    monkeypatch.setitem(globals(), "loss_of", lambda entry: 4.0)
+    _fill(Store(results), plan, entries)
+    _seconds_of(results, "runtime", {"megatron": 0.10, "lambda-1": 0.102, "whole": 0.2})
+    rewrite(results / "mine.csv", lambda rows: rows)
+    tables = read_tables(results)
+    assert violations("runtime", tables) == [] and len(measured_steps(tables)) == 9
+    weighted = [
+        {**row, "flags": f"{row['flags']} --simreg-lambda 2"} for row in tables["mine"].rows if row["arm"] == "simreg"
+    ]
+    off = [row for row in tables["mine"].rows if row["arm"] == "plain"]
+    place = Place("64", "20")
+    found = pace([*weighted, *off], "simreg", "plain", place, measured_steps(tables))
+    assert found == Pace(pytest.approx(1.02), measured=True) and "by the experiment runtime" in found.told
+    whole = [{**row, "flags": f"{row['flags']} --simreg-chunk-size 0"} for row in weighted]
+    assert pace([*whole, *off], "simreg", "plain", place, measured_steps(tables)).slower == pytest.approx(2.0)
+    other = [{**row, "flags": f"{row['flags']} --simreg-objective creg"} for row in weighted]
+    assert not pace([*other, *off], "simreg", "plain", place, measured_steps(tables)).measured, "nobody measured it"
+    rewrite(results / "runtime.csv", lambda rows: rows[1:])
+    assert measured_steps(read_tables(results)) == (), "a refused table measures nothing"
+
+
+def test_a_shorter_arm_that_ends_lower_saves_its_shortness_as_well(results):
+    def change(rows):
+        for row in rows:
+            if row["arm"] == "simreg-70":
+                row["validation_loss"] = str(3.99 + NOISE[int(row["seed"]) - 1])
+        return rows
+
+    rewrite(results / "mine.csv", change)
+    tables = read_tables(results)
+    second = judge(tables["mine"].plan, tables["mine"].rows)[1]
+    steps, short = (int(only(tables["mine"].rows, arm=arm)["steps"]) for arm in ("plain", "simreg-70"))
+    more = 0.01 / second.exchange * 100
+    assert second.saving == pytest.approx(1 - short / (steps + more), rel=1e-3) and second.saving > 0.3
 
 
 def test_a_run_that_diverged_decides_against_its_arm(results):

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much longer a step of one arm takes than one of another: what turns tokens saved into time saved.
+
+    time saved = 1 - (1 - tokens saved) * seconds of the arm's step / seconds of the other's
+
+The experiment `runtime` measures steps on purpose, one run at a time. Without it there are only the seconds that the
+judged runs logged themselves: no measure where several shared the cores, and nothing in a table tells whether they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from simreg_megatron.report.welch import mean
+from simreg_megatron.reproduce.verdict import Place, Row
+
+EXPERIMENT = "runtime"
+
+
+class Pace(NamedTuple):
+    """slower: seconds of the arm's step over those of the other's; measured: by `runtime`, not by the runs judged."""
+
+    slower: float
+    measured: bool
+
+    def time_saved(self, tokens_saved: float) -> float:
+        return 1 - (1 - tokens_saved) * self.slower
+
+    @property
+    def told(self) -> str:
+        percent = f"a step takes {100 * (self.slower - 1):+.1f} %"
+        if self.measured:
+            return f"{percent}, by the experiment {EXPERIMENT}"
+        return f"{percent}, as these runs logged it, which is no measure if they shared their cores: run {EXPERIMENT}"
+
+
+def pace(rows: Sequence[Row], arm: str, than: str, place: Place, measured: Sequence[Row] = ()) -> Pace | None:
+    """None where neither table has the seconds of both.
+
+    Args:
+        rows: of the experiment judged.
+        measured: of `runtime`.
+    """
+    own = [_seconds(_of(rows, name, place)) for name in (arm, than)]
+    kinds = [{_kind(row) for row in _of(rows, name, place)} for name in (arm, than)]
+    at_size = [row for row in measured if row["size"] == place.size]
+    fitting = [_seconds([row for row in at_size if {_kind(row)} == kind]) for kind in kinds]
+    for (slow, base), is_measured in ((fitting, True), (own, False)):
+        if slow is not None and base is not None:
+            return Pace(slow / base, is_measured)
+    return None
+
+
+def _of(rows: Sequence[Row], arm: str, place: Place) -> list[Row]:
+    return [row for row in rows if row["arm"] == arm and (row["size"], row["tokens_per_parameter"]) == place]
+
+
+def _seconds(rows: Sequence[Row]) -> float | None:
+    found = [float(row["seconds_per_step"]) for row in rows if row.get("seconds_per_step")]
+    return mean(found) if found else None
+
+
+def _kind(row: Row) -> tuple[str, ...]:
+    """What a step costs by: the objective and its chunks, or nothing. Weights, temperatures and rates cost nothing."""
+    words = row["flags"].split()
+    given = {word: after for word, after in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
+    objective = given.get("--simreg-objective", "simreg")
+    if given.get("--simreg-lambda", "0") == "0" or objective == "none":
+        return ("off",)
+    costly = ("--simreg-chunk-size", "--simreg-similarity", "--simreg-layers", "--simreg-impl")
+    return (objective, *(f"{name} {given[name]}" for name in costly if name in given))
