@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighb
 
 from rich.console import Console  # noqa: E402
 
-from launch import record  # noqa: E402
+from launch import lock, record  # noqa: E402
 from launch.flags import LaunchError  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
 from launch.screen import Screen, duration, say  # noqa: E402
@@ -174,6 +174,11 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
 def _run_demo(settings: Settings, console: Console) -> None:
     started, commit = time.monotonic(), record.commit()
     console.print(describe(settings), markup=False, highlight=False)
+    with lock.held(settings.output):
+        _compare(settings, console, commit=commit, started=started)
+
+
+def _compare(settings: Settings, console: Console, *, commit: str, started: float) -> None:
     make_room(settings)
     _ensure_corpus(settings, console)
     _train(settings, console)
@@ -213,7 +218,7 @@ def make_room(settings: Settings) -> None:
     output = settings.output
     if output.exists() and not output.is_dir():
         raise DemoError(f"{output} is a file: give another --output")
-    if output.is_dir() and any(output.iterdir()):
+    if output.is_dir() and any(path.name != lock.NAME for path in output.iterdir()):
         if not (output / MARK).is_file():
             raise DemoError(f"{output} holds files that are not a demo's: empty it, or give another --output")
         for name in (CROSS_ENTROPY, SIMREG, TIMING):

@@ -9,20 +9,23 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, progress, quiet, record, signals
+from launch import checkpoints, lock, preflight, progress, quiet, record, signals
 from launch.dry_run import describe
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.plan import (
     BUILTIN_CORPUS,
+    NO_DATA,
     RECIPES,
     TINY,
     Corpus,
@@ -32,7 +35,9 @@ from launch.plan import (
     layout_names,
     model_names,
     resumed,
+    with_stand_ins,
 )
+from simreg_megatron.data.pairs import explain_missing, is_pair
 
 
 def make_parser(family: str) -> argparse.ArgumentParser:
@@ -102,6 +107,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     machine = look_at_machine()
     if options.dry_run:
         machine = assume_gpus(machine, options.model or TINY, words)
+        options = with_stand_ins(options, words)
     stamp = time.strftime("%Y%m%d-%H%M%S")
 
     def planned(corpus: Corpus | None = None) -> Plan:
@@ -109,33 +115,79 @@ def _launch(family: str, argv: Sequence[str]) -> None:
 
     plan = planned()
     if options.dry_run:
-        _say(describe(plan, machine, environ=os.environ))
-        if options.data and Path(f"{options.data}.idx").is_file():  # it may lie where this machine does not see it
-            _tell(check_data(plan, options))
+        _preview(plan, options, machine)
         return
     if options.auto_resume and progress.has_ended(plan):
         _say(f"> {plan.output}: {progress.length(plan)} are done, so there is nothing to do")
         return
     for note in plan.notes:
         _say(f"> {note}")
+    preflight.check_output(plan.output)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
+    if options.data:
+        _tell(check_data(plan, options))
     _prepare(plan)
-    plan = planned(_prepare_data(plan, options))
-    if options.auto_resume:
-        plan = _go_on(plan)
-    if os.environ["RANK"] == "0" and flag_value(plan.flags, "--save"):
-        _record(plan, stamp)
-    signals.listen(plan.flags)
-    _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
+    check_with_megatron(plan)
+    with _alone(plan):
+        plan = planned(_build_corpus() if plan.builtin_corpus else None)
+        if options.auto_resume:
+            plan = _go_on(plan)
+        if os.environ["RANK"] == "0" and flag_value(plan.flags, "--save"):
+            _record(plan, stamp)
+        signals.listen(plan.flags)
+        _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
+        _train(plan, verbose=options.verbose)  # ends the process where training stops before its end
+        if options.auto_resume and os.environ["RANK"] == "0":
+            progress.mark_ended(plan)
 
+
+def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
+    """What a dry run says; text that is not here may lie where this machine does not see it."""
+    preflight.check_output(plan.output)
+    _use_tree(plan)
+    check_with_megatron(plan)
+    _say(describe(plan, machine, environ=os.environ))
+    given = [prefix for prefix in (options.data, options.valid_data) if prefix]
+    missing = [prefix for prefix in given if not is_pair(prefix)]
+    if given and not missing:
+        _tell(check_data(plan, options))
+    for prefix in missing:
+        why = "no --data is given" if prefix == NO_DATA else explain_missing(prefix)
+        _say(f"# note      the run itself would be refused on this machine: {why}")
+
+
+def _alone(plan: Plan) -> AbstractContextManager[None]:
+    """The first rank holds the folders that the run writes to, for all of them."""
+    save = Path(flag_value(plan.flags, "--save") or plan.output)
+    folders = [plan.output] if plan.output in (save, *save.parents) else [plan.output, save]
+    return lock.held(*folders) if os.environ["RANK"] == "0" else nullcontext()
+
+
+def _train(plan: Plan, *, verbose: bool) -> None:
     from simreg_megatron.__main__ import run
 
-    with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
-        # Ends the process where training stops before its end.
-        run([str(plan.script), *plan.arguments], plain=plan.plain)
-    if options.auto_resume and os.environ["RANK"] == "0":
-        progress.mark_ended(plan)
+    try:
+        with quiet.quiet_output(verbose=verbose or plan.model != TINY):
+            run([str(plan.script), *plan.arguments], plain=plan.plain)
+    except KeyboardInterrupt:
+        _stopped(Path(flag_value(plan.flags, "--save") or "/nowhere"))
+
+
+def _stopped(save: Path) -> NoReturn:
+    """After Ctrl-C: which training is kept."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # torchrun passes on what the terminal sent to every process already
+    newest = checkpoints.newest_whole(save)
+    last = "none was saved" if newest is None else str(checkpoints.path_of(save, newest))
+    _say(f"Stopped. Last checkpoint: {last}")
+    raise SystemExit(130)
+
+
+def check_with_megatron(plan: Plan) -> None:
+    own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
+    # A Megatron-LM tree's script may add flags of its own.
+    preflight.check_with_megatron(plan.flags, options=own, knows_all=not os.environ.get("MEGATRON_PATH"))
 
 
 def _record(plan: Plan, stamp: str) -> None:
@@ -211,8 +263,7 @@ def _prepare(plan: Plan) -> None:
     """Environment and import path first, then the CPU's stand-ins: nothing has imported Megatron yet."""
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
-    if os.environ.get("MEGATRON_PATH"):
-        sys.path.insert(0, str(plan.script.parent))
+    _use_tree(plan)
     if not plan.on_cpu:
         return
     from simreg_megatron.plugin import cpu_backend
@@ -223,13 +274,12 @@ def _prepare(plan: Plan) -> None:
         raise LaunchError(str(error)) from None
 
 
-def _prepare_data(plan: Plan, options: argparse.Namespace) -> Corpus | None:
-    """Build the built-in corpus, or look at the user's before Megatron does."""
-    if not plan.builtin_corpus and not options.data:
-        return None  # named to Megatron itself, or mock data
-    if not plan.builtin_corpus:
-        _tell(check_data(plan, options))
-        return None
+def _use_tree(plan: Plan) -> None:
+    if os.environ.get("MEGATRON_PATH"):
+        sys.path.insert(0, str(plan.script.parent))
+
+
+def _build_corpus() -> Corpus:
     from simreg_megatron.data import DataError, ensure_builtin_corpus
 
     try:
@@ -245,6 +295,7 @@ def check_data(plan: Plan, options: argparse.Namespace) -> list[str]:
         LaunchError: no run should start with them.
     """
     from simreg_megatron.data import DataError, check_dataset
+    from simreg_megatron.data.check import check_split
 
     given = flag_value(plan.flags, "--vocab-size")
     facts = {
@@ -256,6 +307,9 @@ def check_data(plan: Plan, options: argparse.Namespace) -> list[str]:
     try:
         for prefix in filter(None, (options.data, options.valid_data)):
             notices += check_dataset(prefix, **facts)
+        split = flag_value(plan.flags, "--split")
+        if split and not options.valid_data:
+            check_split(options.data, split)
     except DataError as error:
         raise LaunchError(str(error)) from None
     return notices[:1]  # one is enough for both sets

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from launch import sizes
+from launch import preflight, sizes
 from launch.flags import (
     Flag,
     LaunchError,
@@ -31,6 +32,7 @@ LAYOUTS = Path(__file__).resolve().parent / "layouts"
 TINY = "tiny"
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
 
+NO_DATA = "PREFIX"  # stands for --data in a dry run without it
 _OWN_DATA = {
     "--data-path",
     "--train-data-path",
@@ -176,7 +178,7 @@ def build_plan(
     model = options.model or TINY
     on_cpu = _choose_cpu(model, user, machine, environ)
     builtin = _uses_builtin_corpus(model, options, user)
-    notes = _say_default(family, options, machine, builtin=builtin)
+    notes = [*_say_off(options, asked), *_say_default(family, options, machine, builtin=builtin)]
 
     preset = read_preset(PRESETS / f"{family}-{model}.args")
     if options.layout:
@@ -186,13 +188,16 @@ def build_plan(
     output = options.output or _default_output(family, model, user, stamp)
     if options.auto_resume:
         _check_resumable(options, [*preset, *user], model)
+    elif model == TINY and "--save-interval" in flag_names(user) and not _names_folder(options, user):
+        raise LaunchError("--save-interval needs --output DIR: by default each tiny run has a folder of its own")
     chosen = [
         *_without_idle_simreg(preset, user),
         *_hardware_flags([*preset, *user], machine, on_cpu=on_cpu, large=model != TINY),
         *_data_flags(options, corpus or PlannedCorpus(), builtin=builtin),
-        *_output_flags(output, saves=model != TINY or options.auto_resume),
+        *_output_flags(output, saves=model != TINY or options.auto_resume or "--save-interval" in flag_names(user)),
     ]
     flags = (*without(chosen, flag_names(user)), *user)
+    preflight.check_own_flags(flags)
     return Plan(
         family=family,
         model=model,
@@ -237,10 +242,21 @@ def _refuse_flags_of_plugin(options: argparse.Namespace, asked: Sequence[Flag]) 
 
 def _check_resumable(options: argparse.Namespace, flags: Sequence[Flag], model: str) -> None:
     given = flag_names(flags)
-    if model == TINY and not options.output and "--save" not in given:
-        raise LaunchError("--auto-resume needs --output DIR: by default each tiny run has a folder of its own")
+    if model == TINY and not _names_folder(options, flags):
+        raise LaunchError(
+            "a run that goes on (--auto-resume, and every submitted one) needs --output DIR: by default each tiny run "
+            "has a folder of its own"
+        )
     if "--save-interval" not in given:
-        raise LaunchError("--auto-resume needs --save-interval N: nothing would be saved to go on from")
+        raise LaunchError(
+            "a run that goes on (--auto-resume, and every submitted one) needs --save-interval N: nothing would be "
+            "saved to go on from"
+        )
+
+
+def _names_folder(options: argparse.Namespace, flags: Sequence[Flag]) -> bool:
+    """Whether all ranks, and all starts, know the same folder for checkpoints."""
+    return bool(options.output) or "--save" in flag_names(flags)
 
 
 def _choose_cpu(model: str, user: Sequence[Flag], machine: Machine, environ: Mapping[str, str]) -> bool:
@@ -257,7 +273,12 @@ def _choose_cpu(model: str, user: Sequence[Flag], machine: Machine, environ: Map
             f"--model {model} needs a GPU and this machine has none: leave --model out for the tiny one, "
             "or insist with --simreg-cpu"
         )
-    for name, value in (("--distributed-backend", "nccl"), ("--transformer-impl", "transformer_engine")):
+    gpus_alone = {
+        "--distributed-backend": "nccl",
+        "--transformer-impl": "transformer_engine",
+        "--simreg-impl": "triton",
+    }
+    for name, value in gpus_alone.items():
         if flag_value(user, name) == value:
             raise LaunchError(f"{name} {value} needs a GPU and this run has none: leave the flag out")
     return True
@@ -285,6 +306,22 @@ def _uses_builtin_corpus(model: str, options: argparse.Namespace, user: Sequence
     return True
 
 
+def with_stand_ins(options: argparse.Namespace, words: Sequence[str]) -> argparse.Namespace:
+    """For a dry run of a real size before there is text: words in its place."""
+    given = flag_names(group_flags(words))
+    if options.model in (None, TINY) or options.data or given & _OWN_DATA:
+        return options
+    tokenizer = options.tokenizer or (None if "--tokenizer-type" in given else "TOKENIZER")
+    return argparse.Namespace(**{**vars(options), "data": NO_DATA, "tokenizer": tokenizer})
+
+
+def _say_off(options: argparse.Namespace, asked: Sequence[Flag]) -> list[str]:
+    """Whoever starts these scripts most likely wants it; who says 0, or baseline, has chosen."""
+    if options.recipe or options.plain or flag_names(asked) & {"--simreg-lambda", "--simreg-objective"}:
+        return []
+    return ["SimReg is off, as no flag asks for it: --simreg-lambda auto, or --recipe paper, turns it on"]
+
+
 def _say_default(family: str, options: argparse.Namespace, machine: Machine, *, builtin: bool) -> list[str]:
     if options.model:
         return []
@@ -305,6 +342,7 @@ def _fit_preset(
 ) -> tuple[list[Flag], list[str]]:
     """Bring sizes that depend on each other together: FFN and ranks, batch and ranks, warm-up and length."""
     notes: list[str] = []
+    preflight.check_layout([*preset, *user], machine.world_size)
     preset = _fit_ffn(preset, user, ffn, notes)
     preset = _fit_batch(preset, user, machine, notes, strict=strict)
     preset = _fit_warmup(preset, user, notes)
@@ -337,7 +375,7 @@ def _fit_batch(
 ) -> list[Flag]:
     """Where the user chose none: a micro-batch that divides each replica's share of the global batch."""
     both = [*preset, *user]
-    replicas = max(1, machine.world_size // sizes.model_parallel_size(both))
+    replicas = machine.world_size // math.prod(sizes.model_parallel_sizes(both))
     batch = flag_number(both, "--global-batch-size", 1)
     if batch % replicas:
         fitting = -(-batch // replicas) * replicas
@@ -348,7 +386,16 @@ def _fit_batch(
             )
         notes.append(f"{replicas} data-parallel ranks cannot share {batch} sequences: it takes {fitting}")
         batch, preset = fitting, _replace(preset, "--global-batch-size", str(fitting))
-    if flag_names(user) & {"--micro-batch-size", "--rampup-batch-size"}:
+    if "--rampup-batch-size" in flag_names(user):
+        return preset
+    if "--micro-batch-size" in flag_names(user):
+        micro = flag_number(user, "--micro-batch-size", 1)
+        if batch // replicas % micro:
+            raise LaunchError(
+                f"each of {replicas} data-parallel ranks has {batch // replicas} sequences of the global batch, which "
+                f"micro-batches of {micro} cannot share: give --micro-batch-size "
+                f"{sizes.largest_divisor(batch // replicas, micro)}"
+            )
         return preset
     stages = flag_number(both, "--pipeline-model-parallel-size", 1)
     share = batch // replicas
@@ -386,7 +433,7 @@ _NOT_OF_OBJECTIVE = {
 }
 
 
-_NO_CHUNKS = re.compile(r"(^|,)(level=sequence|sample=(micro-batch|replicas)|pool=(sequence|token))(,|$)")
+_NO_CHUNKS = re.compile(r"(^|,)([a-z-]+\.)?(level=sequence|sample=(micro-batch|replicas)|pool=(sequence|token))(,|$)")
 
 
 def _simreg_asked(user: Sequence[Flag]) -> bool:

@@ -12,10 +12,11 @@ _TILE = 128  # columns of a tensor core's tile: a matrix side of this multiple l
 _WORDS = 8  # 16 bytes of bf16: below this alignment tensor cores run below full speed, or idle
 
 
-def model_parallel_size(flags: Sequence[Flag]) -> int:
-    """Ranks that hold one replica: tensor * pipeline * context."""
+def model_parallel_sizes(flags: Sequence[Flag]) -> tuple[int, int, int]:
+    """Tensor, pipeline and context; a replica is held by their product of ranks."""
     names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-    return math.prod(flag_number(flags, name, 1) for name in names)
+    tensor, pipeline, context = (flag_number(flags, name, 1) for name in names)
+    return tensor, pipeline, context
 
 
 def ffn_split(flags: Sequence[Flag]) -> int:

@@ -44,7 +44,7 @@ def render(job: Job) -> str:
     return text
 
 
-def seconds_of(time: str) -> int:
+def seconds_of(time: str, name: str = "--time") -> int:
     """A time limit as sbatch reads it: minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s.
 
     Raises:
@@ -52,7 +52,7 @@ def seconds_of(time: str) -> int:
     """
     match = _TIME.fullmatch(time)
     if match is None:
-        raise LaunchError(f"--time takes minutes, hours:minutes:seconds or days-hours, not {time!r}")
+        raise LaunchError(f"{name} takes minutes, hours:minutes:seconds or days-hours, not {time!r}")
     numbers = [int(match[name]) for name in ("first", "second", "third") if match[name] is not None]
     if match["days"] is not None:
         hours, minutes, seconds = (*numbers, 0, 0)[:3]

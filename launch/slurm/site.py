@@ -45,8 +45,12 @@ class Site:
     def __post_init__(self) -> None:
         if self.runtime not in RUNTIMES:
             raise LaunchError(f"RUNTIME is {', '.join(RUNTIMES)}, not {self.runtime!r}")
-        if (self.runtime == "venv") == bool(self.container_image):
-            raise LaunchError("CONTAINER_IMAGE goes with RUNTIME=pyxis or apptainer, and these need it")
+        if self.runtime != "venv" and not self.container_image:
+            raise LaunchError(f"RUNTIME={self.runtime} needs an image: set CONTAINER_IMAGE, or RUNTIME=venv")
+        if self.runtime == "venv" and self.container_image:
+            raise LaunchError(
+                "CONTAINER_IMAGE has no effect with RUNTIME=venv: leave it empty, or name pyxis or apptainer"
+            )
         if self.container_mounts and self.runtime == "venv":
             raise LaunchError("CONTAINER_MOUNTS has no effect with RUNTIME=venv: leave it empty")
         if "--gpus-per-task" in self.gpu_request + self.sbatch_extra:

@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from launch import progress, sizes
+from launch import preflight, progress, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.estimate import PEAK, SHARE_OF_PEAK
-from launch.flags import LaunchError, flag_name, flag_number, flag_value, group_flags
-from launch.launcher import check_data, make_parser
+from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, group_flags
+from launch.launcher import check_data, check_with_megatron, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
 from launch.slurm.chain import STOP, measured_step_seconds
 from launch.slurm.job import Job, render, seconds_of
@@ -64,7 +65,9 @@ The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}`
 
 def main() -> None:
     try:
-        job, options = prepare(sys.argv[1:], dict(os.environ))
+        job, options, plan = prepare(sys.argv[1:], dict(os.environ))
+        if job.site.runtime == "venv":  # a container's Megatron may be another one than this machine's
+            check_with_megatron(plan)
         text = render(job)
         if options.dry_run:
             sys.stdout.write(text)
@@ -75,8 +78,8 @@ def main() -> None:
         raise SystemExit(2) from None
 
 
-def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse.Namespace]:
-    """The job that a command line asks for, checked as far as the place of submission can.
+def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse.Namespace, Plan]:
+    """The job that a command line asks for, checked as far as the place of submission can, and what it would run.
 
     Raises:
         LaunchError: it could not run as asked.
@@ -103,8 +106,10 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
     plan = build_plan(family, run_options, rest, machine, environ=environ)
     output = plan.output.absolute()
     time = options.time or site.time
-    _check(plan, options, machine, time)
+    _check(plan, options, machine, _Named("--time" if options.time else f"TIME in {options.cluster},", time), rest)
     _check_data(plan, run_options, site)
+    for note in plan.notes:
+        print(f"> {note}", file=sys.stderr)
     return (
         Job(
             name=options.name or _name(output),
@@ -120,6 +125,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
             site=site,
         ),
         options,
+        plan,
     )
 
 
@@ -166,7 +172,14 @@ def _name(output: Path) -> str:
     return f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
 
 
-def _check(plan: Plan, options: argparse.Namespace, machine: Machine, time: str) -> None:
+class _Named(NamedTuple):
+    """A setting, and where the user finds it."""
+
+    name: str
+    value: str
+
+
+def _check(plan: Plan, options: argparse.Namespace, machine: Machine, time: _Named, given: Sequence[str]) -> None:
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"--{name} is at least 1, not {getattr(options, name)}")
@@ -174,14 +187,19 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine, time: str)
         raise LaunchError(f"--reserve is at least half a minute, not {options.reserve:g}: the last save needs it")
     if re.search(r"[\s%\"'\\]", str(plan.output.absolute())):
         raise LaunchError(f"sbatch cannot name a log in {plan.output.absolute()}: no spaces, quotes or % in --output")
+    preflight.check_output(plan.output)
     if progress.has_ended(plan):
         raise LaunchError(f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output")
     if (plan.output / STOP).exists():
         raise LaunchError(f"{plan.output / STOP} stops every slice: remove it first")
-    seconds = seconds_of(time) - options.reserve * 60
+    seconds = seconds_of(time.value, time.name) - options.reserve * 60
     if seconds < 60:
-        raise LaunchError(f"--time {time} leaves less than a minute besides --reserve {options.reserve:g} minutes")
-    _check_save_interval(plan, options.step_seconds, machine, seconds)
+        raise LaunchError(
+            f"{time.name} {time.value} leaves less than a minute besides --reserve {options.reserve:g} minutes: give a "
+            "longer --time"
+        )
+    whose = "--save-interval" if "--save-interval" in flag_names(group_flags(given)) else "the preset's --save-interval"
+    _check_save_interval(plan, whose, options.step_seconds, machine, seconds)
 
 
 def _check_data(plan: Plan, run_options: argparse.Namespace, site: Site) -> None:
@@ -191,7 +209,7 @@ def _check_data(plan: Plan, run_options: argparse.Namespace, site: Site) -> None
             print(f"> {notice}", file=sys.stderr)
 
 
-def _check_save_interval(plan: Plan, step: float | None, machine: Machine, slice_seconds: float) -> None:
+def _check_save_interval(plan: Plan, name: str, step: float | None, machine: Machine, slice_seconds: float) -> None:
     """A slice that crashes before its first save has done nothing, and neither will the next one."""
     step = step or measured_step_seconds(plan.output)
     guessed = "" if step else " (guessed; --step-seconds S tells it)"
@@ -201,7 +219,7 @@ def _check_save_interval(plan: Plan, step: float | None, machine: Machine, slice
         return
     most = max(1, int(slice_seconds / step / 4))
     raise LaunchError(
-        f"--save-interval {every} takes {every * step / 3600:.1f} h at {step:.1f} s a step{guessed}, and a slice "
+        f"{name} {every} takes {every * step / 3600:.1f} h at {step:.1f} s a step{guessed}, and a slice "
         f"trains {slice_seconds / 3600:.1f} h: give --save-interval {most}, or a longer --time"
     )
 

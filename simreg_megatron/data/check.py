@@ -12,6 +12,7 @@ from typing import Any
 from simreg_megatron.data.assemble import MANIFEST
 from simreg_megatron.data.encoding import describe_tokenizer
 from simreg_megatron.data.indexed import FIXED, HEADER, ITEM_BYTES, DataError
+from simreg_megatron.data.pairs import explain_missing, is_pair
 from simreg_megatron.data.settings import read_json
 
 _PREPARE = "prepare the data again, or copy it again from where it was made"
@@ -38,10 +39,10 @@ def check_dataset(
     Raises:
         DataError: one sentence with the cause and the mend.
     """
+    if not is_pair(prefix):
+        raise DataError(explain_missing(prefix))
     index, data = Path(f"{os.fspath(prefix)}.idx"), Path(f"{os.fspath(prefix)}.bin")
     for path in (data, index):
-        if not path.is_file():
-            raise DataError(f"there is no {path}: give the prefix of a .bin/.idx pair, without the ending")
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty: {_PREPARE}")
     expected, item_bytes = _expected_bytes(index)
@@ -63,6 +64,27 @@ def check_dataset(
         return [f"{data.parent} has no {MANIFEST}: nobody can tell whether this tokenizer made {data.name}"]
     _check_manifest(manifest, data, tokenizer, vocab_size)
     return []
+
+
+def check_split(prefix: str | os.PathLike[str], split: str) -> None:
+    """See that a split by documents leaves each side some: Megatron's data sets look for ever in one that has none.
+
+    Args:
+        split: weights of training, validation and test text, such as 99,1,0.
+
+    Raises:
+        DataError: a side is to have a part and gets none.
+    """
+    with Path(f"{os.fspath(prefix)}.idx").open("rb") as stream:
+        documents = FIXED.unpack(stream.read(FIXED.size))[3]
+    weights = [float(word) for word in split.split(",")]
+    ends = [round(sum(weights[: side + 1]) / sum(weights) * documents) for side in range(len(weights))]
+    for side, weight, begin, end in zip(("train", "validate", "test"), weights, [0, *ends], ends, strict=False):
+        if begin == end and (weight > 0 or side == "train"):
+            raise DataError(
+                f"{prefix} holds {documents} documents, and --split {split} leaves none of them to {side}: give "
+                "--valid-data PREFIX, text of its own, or --split 100,0,0 --eval-iters 0 to do without"
+            )
 
 
 def _expected_bytes(index: Path) -> tuple[int, int]:

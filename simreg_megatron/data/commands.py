@@ -232,6 +232,12 @@ def _summarize(manifest: dict[str, Any], out: Path) -> None:
         asked = manifest["budget"][side]
         if asked is not None and count < asked:
             print(f"notice: that is all there is; {asked:,} tokens were asked for")
+    share, documents = manifest["settings"].get("valid_share"), manifest["documents"]["train"]
+    if share and not manifest["tokens"]["valid"]:
+        print(
+            f"notice: there is no validation set, since --valid-share {share:g} chose none of {documents:,} documents: "
+            "give --valid SOURCE or a larger --valid-share with another --out, or train without --valid-data"
+        )
     read = manifest.get("read", {})
     for name, many in (("empty", "empty documents kept without a token"), ("skipped", "broken records left out")):
         if read.get(name):

@@ -385,6 +385,9 @@ def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
             f"--simreg-log-interval {interval} must be a multiple of --log-interval {args.log_interval}: "
             "SimReg's values appear in Megatron's own log line"
         )
+    iterations = getattr(args, "train_iters", None)
+    if config.schedule.needs_length and iterations:  # with samples Megatron counts them later
+        config.schedule.factor(0, iterations)  # refuses a training that is too short for it
     if "full_iteration" in f"{getattr(args, 'cuda_graph_impl', '')} {getattr(args, 'cuda_graph_scope', '')}":
         raise NotImplementedError(
             "SimReg has not been shown to work inside full-iteration CUDA graphs: capture layers only, "
@@ -492,9 +495,10 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     from megatron.core.utils import get_model_config
 
     hidden_size = get_model_config(model_chunks[0]).hidden_size
+    asked = " (auto)" if config.lambda_ == "auto" else ""
     changes = f" {config.schedule}" if str(config.schedule) else ""
     what = (
-        f"lambda {config.weight(hidden_size):g}{changes}"
+        f"lambda {config.weight(hidden_size):g}{asked}{changes}"
         if config.trains
         else "measured only, in log steps, not trained on"
     )

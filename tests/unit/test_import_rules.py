@@ -36,7 +36,7 @@ LAW = {
     "losses": room("kernels", "torch"),
     "kernels": room(packages="torch triton"),
     "adagc": room(packages="torch"),
-    "geometry": room("losses", "torch"),
+    "geometry": room("kernels losses", "torch"),
     "magnitude": room(packages="torch"),
     "parallel": room(packages="torch"),
     "plugin": room(

@@ -185,6 +185,14 @@ def test_full_iteration_graphs_are_refused(graphs: dict) -> None:
     hooks._refuse_arguments(layers, SimRegConfig(lambda_=1))
 
 
+def test_a_training_must_be_long_enough_to_be_on_and_off() -> None:
+    config = SimRegConfig(lambda_=1, off_after=0.25)
+    hooks._refuse_arguments(SimpleNamespace(log_interval=1, train_iters=4), config)
+    hooks._refuse_arguments(SimpleNamespace(log_interval=1, train_iters=None), config)
+    with pytest.raises(ValueError, match=r"--simreg-off-after 0\.25 of 1 iterations is no iteration"):
+        hooks._refuse_arguments(SimpleNamespace(log_interval=1, train_iters=1), config)
+
+
 def test_log_interval_must_fit_megatrons() -> None:
     args = SimpleNamespace(log_interval=10)
     with pytest.raises(ValueError, match="15 must be a multiple of --log-interval 10"):

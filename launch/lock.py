@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run at a time in an output folder: a file that its first rank keeps alive, and takes away at its end.
+
+A process that was killed leaves the file behind. On the same machine the process id tells; from another one, with
+clocks of its own and a node that may be gone, only what can be seen counts: the holder touches its file every few
+seconds, so a file that stays as it is for a minute belongs to nobody. Jobs of a chain, resumed and requeued ones go on
+like that without a word of the user's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launch.flags import LaunchError
+
+NAME = "running.lock"
+BEAT_SECONDS = 10.0
+_PATIENCE_SECONDS = 60.0  # six beats: a file server may show an old time for some seconds
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a folder; a process id means something where `machine` is the same, and `born` tells a new process."""
+
+    host: str
+    machine: str
+    pid: int
+    born: str
+    since: str
+
+    @classmethod
+    def here(cls) -> Holder:
+        pid = os.getpid()
+        return cls(os.uname().nodename, _machine(), pid, _born(pid), time.strftime("%Y-%m-%d %H:%M:%S"))
+
+    def is_gone(self) -> bool | None:
+        """Whether the process has ended; None where this machine cannot tell."""
+        if not self.machine or self.machine != _machine():
+            return None
+        return _born(self.pid) != self.born
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+def _machine() -> str:
+    """This boot of this machine, and the process ids that are seen from here; empty if the system does not tell."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _born(pid: int) -> str:
+    """When a process began, in ticks since the boot; empty if there is none."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+@contextmanager
+def held(*folders: Path, wait: Callable[[float], None] = time.sleep) -> Iterator[None]:
+    """Hold the folders, which are made where they are missing, until the block ends.
+
+    Raises:
+        LaunchError: another run holds one of them, or nothing can be written there.
+    """
+    taken: list[Path] = []
+    done = threading.Event()
+    me = Holder.here()
+    try:
+        for folder in folders:
+            taken.append(_take(folder, me, wait))
+        threading.Thread(target=_keep_alive, args=(taken, done), daemon=True).start()
+        yield
+    finally:
+        done.set()
+        for path in taken:
+            _remove(path, me)
+
+
+def _take(folder: Path, me: Holder, wait: Callable[[float], None]) -> Path:
+    path = folder / NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while not _created(path, me):
+            _remove_if_stale(path, wait)
+    except OSError as error:
+        raise LaunchError(f"{folder}: {error.strerror}, so no run can save there: give another --output") from None
+    return path
+
+
+def _created(path: Path, me: Holder) -> bool:
+    """The whole file at once, under its name only if nobody has that: linking is one step on shared disks, too."""
+    new = path.with_name(f"{NAME}.{me.host}.{me.pid}")
+    new.write_text(json.dumps(asdict(me)) + "\n")
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        return _created_in_place(path, new.read_text())
+    finally:
+        new.unlink(missing_ok=True)
+    return True
+
+
+def _created_in_place(path: Path, text: str) -> bool:
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _remove_if_stale(path: Path, wait: Callable[[float], None]) -> None:
+    holder, seen = _read(path), _touched(path)
+    gone = holder.is_gone() if holder else None
+    if gone is None and seen is not None:
+        print(f"> {path} is of {holder or 'an unknown process'}: looking whether it still lives", flush=True)
+        gone = _stands_still(path, seen, wait)
+    if not gone and _touched(path) is not None:  # it may have been given back meanwhile
+        raise LaunchError(
+            f"{path.parent} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
+            f"--output; {path} goes with it, and is safe to remove if no such process runs"
+        )
+    _remove(path, holder)
+
+
+def _remove(path: Path, holder: Holder | None) -> None:
+    """Under another name first: whoever was faster may have put a file of its own there, which then goes back."""
+    doomed = path.with_name(f"{NAME}.{os.uname().nodename}.{os.getpid()}.old")
+    with suppress(OSError):
+        path.rename(doomed)
+        if _read(doomed) == holder:
+            doomed.unlink()
+        else:
+            doomed.rename(path)
+
+
+def _stands_still(path: Path, seen: int, wait: Callable[[float], None]) -> bool:
+    for _ in range(round(_PATIENCE_SECONDS / BEAT_SECONDS) * 2):
+        wait(BEAT_SECONDS / 2)
+        if _touched(path) != seen:
+            return False
+    return True
+
+
+def _read(path: Path) -> Holder | None:
+    with suppress(OSError, ValueError, TypeError):  # gone, or cut off by a full disk
+        return Holder(**json.loads(path.read_text()))
+    return None
+
+
+def _touched(path: Path) -> int | None:
+    """In nanoseconds; opened first, since a network file system asks its server then."""
+    with suppress(FileNotFoundError), path.open() as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+    return None
+
+
+def _keep_alive(paths: list[Path], done: threading.Event) -> None:
+    while not done.wait(BEAT_SECONDS):
+        for path in paths:
+            with suppress(OSError):  # removed by hand, or a disk that is away for a moment
+                os.utime(path)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a run before anything of it starts: flags, their values, sizes over ranks, the output folder.
+
+The dry run, the run and the submission ask the same questions. Two need nothing but the flags and are asked while a
+run is planned (`check_own_flags`, `check_layout`); two look around (`check_output`, `check_with_megatron`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import io
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from launch import sizes
+from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flatten
+
+_OWN = ("--simreg-", "--adagc")
+# With one of these, stages hold unequal numbers of layers, as Megatron itself shares them out.
+_UNEVEN_STAGES = {
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--pipeline-model-parallel-layout",
+    "--mtp-num-layers",
+}
+
+
+class _Refusing(argparse.ArgumentParser):
+    """A parser whose complaint is one sentence, without the usage of five hundred flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(message)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise LaunchError((message or "").strip().removeprefix("error: "))
+
+
+def check_own_flags(flags: Sequence[Flag]) -> None:
+    """See that SimReg's and AdaGC's flags exist, and that their values make a configuration, as the run will.
+
+    Raises:
+        LaunchError: one does not; the sentence names the flag that was meant.
+    """
+    from simreg_megatron.plugin.arguments import add_simreg_arguments
+
+    parser = _Refusing(allow_abbrev=False)
+    parser.add_argument("--num-layers", type=int)  # two settings of Megatron's that ours are checked with
+    parser.add_argument("--clip-grad", type=float)
+    add_simreg_arguments(parser)
+    own = [flag for flag in flags if _is_own(flag) and flag_name(flag) != "--simreg-cpu"]
+    known = [flag for flag in flags if flag_name(flag) in ("--num-layers", "--clip-grad")]
+    parser.parse_known_args(flatten([*own, *known]))
+
+
+def _is_own(flag: Flag) -> bool:
+    return flag_name(flag).startswith(_OWN)
+
+
+def check_layout(flags: Sequence[Flag], world_size: int) -> None:
+    """See that the ranks can share out replicas, layers, heads and experts.
+
+    Raises:
+        LaunchError: they cannot; the sentence names sizes that would do.
+    """
+    tensor, pipeline, context = sizes.model_parallel_sizes(flags)
+    ranks = tensor * pipeline * context
+    if world_size % ranks:
+        fitting = max(world_size // ranks, 1) * ranks
+        raise LaunchError(
+            f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
+            f"shared out among replicas: start {fitting} ranks, or give sizes whose product divides {world_size}"
+        )
+    _check_layers(flags, pipeline)
+    _check_heads(flags, tensor)
+    _check_experts(flags, world_size, pipeline)
+
+
+def _check_layers(flags: Sequence[Flag], pipeline: int) -> None:
+    layers = flag_number(flags, "--num-layers", 1)
+    if flag_names(flags) & _UNEVEN_STAGES or "--num-layers" not in flag_names(flags):
+        return
+    if layers % pipeline:
+        raise LaunchError(
+            f"{layers} layers cannot be shared out evenly among {pipeline} pipeline stages: give --num-layers "
+            f"{layers // pipeline * pipeline or pipeline} or {-(-layers // pipeline) * pipeline}, or a "
+            f"--pipeline-model-parallel-size of {_divisors(layers)}"
+        )
+    virtual = flag_number(flags, "--num-layers-per-virtual-pipeline-stage", 1)
+    if layers // pipeline % virtual:
+        raise LaunchError(
+            f"a pipeline stage has {layers // pipeline} layers, which virtual stages of {virtual} cannot share: give "
+            f"--num-layers-per-virtual-pipeline-stage {_divisors(layers // pipeline)}"
+        )
+
+
+def _check_heads(flags: Sequence[Flag], tensor: int) -> None:
+    given = flag_names(flags)
+    heads = flag_number(flags, "--num-attention-heads", tensor)
+    if heads % tensor:
+        raise LaunchError(
+            f"{heads} attention heads cannot be shared out among {tensor} tensor-parallel ranks: give a "
+            f"--tensor-model-parallel-size of {_divisors(heads)}"
+        )
+    groups = flag_number(flags, "--num-query-groups", tensor)
+    if "--group-query-attention" in given and groups % tensor and tensor % groups:
+        raise LaunchError(
+            f"{groups} query groups cannot be shared out among {tensor} tensor-parallel ranks: give a "
+            f"--tensor-model-parallel-size of {_divisors(groups)}"
+        )
+    hidden = flag_number(flags, "--hidden-size", heads)
+    if hidden % heads and "--kv-channels" not in given:
+        raise LaunchError(
+            f"--hidden-size {hidden} cannot be cut into {heads} attention heads: give --num-attention-heads "
+            f"{sizes.largest_divisor(hidden, heads)}, or --kv-channels"
+        )
+
+
+def _check_experts(flags: Sequence[Flag], world_size: int, pipeline: int) -> None:
+    ranks = flag_number(flags, "--expert-model-parallel-size", 1)
+    if ranks == 1:
+        return
+    if "--num-experts" not in flag_names(flags):
+        raise LaunchError(f"--expert-model-parallel-size {ranks} has no experts to share out: leave it out")
+    experts = flag_number(flags, "--num-experts", 1)
+    if experts % ranks:
+        raise LaunchError(
+            f"{experts} experts cannot be shared out among {ranks} ranks: give an --expert-model-parallel-size of "
+            f"{_divisors(experts)}"
+        )
+    together = ranks * sizes.ffn_split(flags) * pipeline
+    if world_size % together:
+        raise LaunchError(
+            f"the experts of one model take EP {ranks} x {sizes.ffn_split(flags)} tensor-parallel x PP {pipeline} = "
+            f"{together} ranks, and {world_size} are no multiple of it: give a smaller --expert-model-parallel-size"
+        )
+
+
+def _divisors(number: int) -> str:
+    """ "1, 3, 11 or 33" """
+    *rest, last = [str(size) for size in range(1, number + 1) if number % size == 0]
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def check_output(folder: Path) -> None:
+    """See that a run could write there; nothing is made.
+
+    Raises:
+        LaunchError: it could not.
+    """
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise LaunchError(f"--output {folder}: {there} is a file: name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise LaunchError(f"--output {folder}: nothing can be written in {there}: name another folder")
+
+
+def check_with_megatron(flags: Sequence[Flag], *, options: Sequence[str], knows_all: bool) -> None:
+    """Let Megatron's own parser read the flags that are its own; where it is not installed, nobody can tell.
+
+    Args:
+        options: the launcher's own, which may have been meant.
+        knows_all: whether the script adds no flags of its own to Megatron's.
+
+    Raises:
+        LaunchError: Megatron has no such flag, or the flag takes no such value.
+    """
+    parser = _megatrons_parser()
+    if parser is None or "--yaml-cfg" in flag_names(flags):
+        return
+    _, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
+    names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    if names and knows_all:
+        near = difflib.get_close_matches(names[0], [*parser._option_string_actions, *options], n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}?" if near else "leave it out, or see --help"
+        raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
+
+
+def _megatrons_parser() -> _Refusing | None:
+    with _silence():
+        try:
+            import torch
+
+            from simreg_megatron.plugin import cpu_backend
+
+            if not torch.cuda.is_available():
+                cpu_backend.activate()  # so that Megatron can be imported; this process plans, or is on the CPU anyway
+            from megatron.training.arguments import add_megatron_arguments
+        except Exception:  # what keeps it from being imported is told by the run itself
+            return None
+        parser = _Refusing(allow_abbrev=False)
+        add_megatron_arguments(parser)
+    return parser
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Megatron warns of kernels that a machine for planning does not have."""
+    quiet = io.StringIO()
+    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run at a time in an output folder, and what becomes of the lock of a run that was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launch import launcher, lock
+from launch.demo import Settings, _run_demo
+from launch.flags import LaunchError
+from launch.lock import NAME, Holder, held
+
+
+def put(folder: Path, holder: Holder | str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAME
+    path.write_text(holder if isinstance(holder, str) else json.dumps(asdict(holder)))
+    return path
+
+
+ELSEWHERE = Holder("node7", "another boot", 17, "1", "2026-01-01 00:00:00")
+
+
+def never(_: float) -> None:
+    pytest.fail("there is nothing to wait for")
+
+
+def test_it_is_there_while_it_is_held(tmp_path: Path) -> None:
+    with held(tmp_path / "a" / "run", tmp_path / "b", wait=never):
+        for folder in (tmp_path / "a" / "run", tmp_path / "b"):
+            assert [path.name for path in folder.iterdir()] == [NAME]
+            assert json.loads((folder / NAME).read_text())["pid"] == os.getpid()
+    assert list((tmp_path / "b").iterdir()) == [] == list((tmp_path / "a" / "run").iterdir())
+
+
+def test_a_second_run_is_refused_and_takes_nothing(tmp_path: Path) -> None:
+    with held(tmp_path / "run"):
+        before = (tmp_path / "run" / NAME).read_text()
+        sentence = rf"in use by another run \(process {os.getpid()} on .*give another --output"
+        with pytest.raises(LaunchError, match=sentence), held(tmp_path / "other", tmp_path / "run", wait=never):
+            pytest.fail("both would train")
+        assert (tmp_path / "run" / NAME).read_text() == before
+    assert list((tmp_path / "other").iterdir()) == [], "what it held already is given back"
+
+
+def test_a_killed_process_of_this_machine_is_seen_at_once(tmp_path: Path) -> None:
+    script = "import os, sys; from pathlib import Path; from launch import lock\nwith lock.held(Path('.')): os._exit(9)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert done.returncode == 9 and (tmp_path / NAME).is_file()
+    with held(tmp_path, wait=never):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_process_id_that_was_given_again_is_not_the_holder(tmp_path: Path) -> None:
+    put(tmp_path, replace(Holder.here(), born="12"))
+    with held(tmp_path, wait=never):
+        pass
+
+
+def test_a_holder_elsewhere_lives_while_its_file_is_touched(tmp_path: Path) -> None:
+    path = put(tmp_path, ELSEWHERE)
+    waited: list[float] = []
+
+    def beats_after_a_while(seconds: float) -> None:
+        waited.append(seconds)
+        if sum(waited) > lock.BEAT_SECONDS:
+            os.utime(path, (len(waited), len(waited)))  # a clock far behind ours is no matter
+
+    sentence = r"process 17 on node7, since 2026-01-01 .* is safe to remove if no such"
+    with pytest.raises(LaunchError, match=sentence), held(tmp_path, wait=beats_after_a_while):
+        pass
+    assert sum(waited) <= 2 * lock.BEAT_SECONDS and path.is_file()
+
+
+@pytest.mark.parametrize("holder", [ELSEWHERE, replace(Holder.here(), machine=""), "", "{"], ids=str)
+def test_a_holder_elsewhere_whose_file_stands_still_is_gone(holder: Holder | str, tmp_path: Path, capsys) -> None:
+    """A requeued job, or the next of a chain, goes on by itself, whatever host was killed."""
+    put(tmp_path, holder)
+    waited: list[float] = []
+    with held(tmp_path, wait=waited.append):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    assert sum(waited) == 60 and "looking whether it still lives" in capsys.readouterr().out
+
+
+def test_a_lock_that_is_given_back_meanwhile_is_taken(tmp_path: Path) -> None:
+    path = put(tmp_path, ELSEWHERE)
+    with held(tmp_path, wait=lambda _: path.unlink(missing_ok=True)):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_whoever_was_faster_with_a_stale_lock_keeps_it(tmp_path: Path) -> None:
+    """Both saw the stale file; the slower one must not take the other's away."""
+    path = put(tmp_path, replace(ELSEWHERE, pid=18))
+    lock._remove(path, ELSEWHERE)
+    assert json.loads(path.read_text())["pid"] == 18 and [one.name for one in tmp_path.iterdir()] == [NAME]
+    lock._remove(path, replace(ELSEWHERE, pid=18))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(lock.os, "link", refuse)
+    with held(tmp_path, wait=never), pytest.raises(LaunchError, match="in use"), held(tmp_path, wait=never):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="so no run can save there: give another --output"), held(tmp_path / "file"):
+        pass
+
+
+def test_the_file_is_touched_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path, ELSEWHERE)
+    os.utime(path, (1, 1))
+
+    class Clock:
+        rounds = iter([False, True])
+
+        def wait(self, seconds: float) -> bool:
+            assert seconds == lock.BEAT_SECONDS
+            return next(self.rounds)
+
+    lock._keep_alive([path, tmp_path / "gone"], Clock())  # type: ignore[arg-type]
+    assert path.stat().st_mtime > 1
+
+
+def test_the_first_rank_alone_holds_output_and_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(*words: str) -> launcher.Plan:
+        options, rest = launcher.make_parser("llama").parse_known_args(["--output", str(tmp_path / "out"), *words])
+        return launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
+
+    for words, folders in (
+        ((), ["out"]),
+        (("--save-interval", "2"), ["out"]),  # saves below
+        (("--save", str(tmp_path / "elsewhere")), ["elsewhere", "out"]),
+    ):
+        monkeypatch.setenv("RANK", "0")
+        with launcher._alone(planned(*words)):
+            assert sorted(path.parent.name for path in tmp_path.glob(f"*/{NAME}")) == folders
+        monkeypatch.setenv("RANK", "1")
+        with launcher._alone(planned(*words)):
+            assert not list(tmp_path.glob(f"*/{NAME}"))
+
+
+def test_a_second_demo_deletes_nothing_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "demo" / "simreg" / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    with held(tmp_path / "demo"), pytest.raises(LaunchError, match="in use by another run"):
+        _run_demo(Settings(output=tmp_path / "demo"), Console(quiet=True))
+    assert log.is_file()
