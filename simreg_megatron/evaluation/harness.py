@@ -194,18 +194,25 @@ def refuse_unknown(choices: Sequence[Choice], include: Path | None) -> None:
         known = set(task_manager(include).all_tasks)
         unknown = [name for name in names if name not in known]
     if unknown:
-        near = get_close_matches(unknown[0], [*ours, *mentioned], n=3, cutoff=0.75)
+        near = _near(unknown[0], ours | mentioned)
+        told = f"{', '.join(unknown)}{f' (near it: {near})' if near else ''}"
         raise EvaluationError(
-            f"lm-evaluation-harness {metadata.version('lm_eval')} knows no task {', '.join(unknown)}"
-            f"{f' (near it: {chr(44).join(near)})' if near else ''}: see `lm_eval ls tasks`, or give its definition "
-            "with --include DIR"
+            f"lm-evaluation-harness {metadata.version('lm_eval')} knows no task {told}: see `lm_eval ls tasks`, or "
+            "give its definition with --include DIR"
         )
+
+
+def _near(name: str, known: set[str]) -> str:
+    """Names with the same beginning and about as long, which are quickly compared."""
+    alike = sorted(word for word in known if word[:1] == name[:1] and abs(len(word) - len(name)) <= 3)
+    return ", ".join(get_close_matches(name, alike, n=3, cutoff=0.75))
 
 
 _WORD = re.compile(r"[^\s\"'`,\[\]{}]+")
 _DEFINITIONS = ("", ".yaml", ".yml")  # what others include has no ending
 
 
+@functools.cache
 def _mentioned(include: Path | None) -> set[str]:
     """Every word in the harness's task definitions and in those of a folder: much faster than reading them as YAML."""
     spec = find_spec("lm_eval")

@@ -299,7 +299,7 @@ def test_the_questions_of_a_group_are_those_of_its_tasks_in_one_order() -> None:
 def test_a_name_that_no_definition_mentions_is_refused_before_anything_is_loaded(task, monkeypatch) -> None:
     monkeypatch.setattr(harness, "task_manager", lambda include: pytest.fail("the index was made"))
     with pytest.raises(EvaluationError, match=r"knows no task helaswag \(near it: .*hellaswag"):
-        harness.refuse_unknown([Choice("helaswag")], None)
+        harness.refuse_unknown([Choice("helaswag")], task[0])
     harness.refuse_unknown([*PAPER, *FURTHER], None)
     monkeypatch.setattr(harness, "task_manager", lambda include: type("Index", (), {"all_tasks": [NAME]}))
     harness.refuse_unknown([Choice(NAME)], task[0])
