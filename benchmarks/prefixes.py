@@ -81,7 +81,7 @@ def run(name: str, seed: int, steps: int, corpus: BuiltinCorpus) -> Row:
         found = measure(
             folder / "model", Path(corpus.valid_prefix), seq_length=LENGTH, features=PREFIXES, max_tokens=TOKENS,
             dtype="float32", device="cpu",
-        )  # fmt: skip
+        ).losses  # fmt: skip
     return {
         "run": name, "objective": objective, "options": own, "seed": str(seed), "steps": str(steps),
         **{f"loss_{part.features}": f"{part.loss:.4f}" for part in found},

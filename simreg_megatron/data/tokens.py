@@ -29,3 +29,12 @@ def open_tokens(prefix: Path) -> np.memmap:
     if code not in _TYPES:
         raise DataError(f"{prefix}.idx says that the .bin holds fractions (number type {code}), which are no tokens")
     return np.memmap(f"{prefix}.bin", dtype=_TYPES[code], mode="r")
+
+
+def document_lengths(prefix: Path) -> np.ndarray:
+    """Tokens of each sequence of `prefix`, in order; they are its documents, unless a tool cut these into several."""
+    import numpy as np
+
+    with Path(f"{prefix}.idx").open("rb") as stream:
+        count = FIXED.unpack(stream.read(FIXED.size))[3]
+        return np.fromfile(stream, dtype=np.int32, count=count)

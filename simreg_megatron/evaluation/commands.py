@@ -78,6 +78,7 @@ def evaluate(
     """
     with _one_sentence():
         _need_packages()
+        from simreg_megatron.evaluation.harness import refuse_unknown
         from simreg_megatron.evaluation.local_data import go_offline
         from simreg_megatron.evaluation.tasks import choose
 
@@ -87,13 +88,16 @@ def evaluate(
         if bos not in ("none", "document"):
             raise EvaluationError(f"--bos takes none or document, not {bos!r}")
         choices = [] if tasks == "none" else choose(tasks.split(","), allow_code=allow_code_execution)
+        protocol = _protocol(bos, dtype, device, batch_size, limit, include, task_data, offline, allow_code_execution)
+        models = _named(model)
+        refuse_unknown(choices, include)
         if not choices and data is None:
             raise EvaluationError("--tasks none goes with --data PREFIX: else there is nothing to measure")
         _run(
-            _named(model),
+            models,
             output,
             choices,
-            _protocol(bos, dtype, device, batch_size, limit, include, task_data, offline, allow_code_execution),
+            protocol,
             tokenizer=tokenizer,
             held_out=_HeldOut(data, seq_length or None, data_tokens or None, _numbers(features, data)),
             paper=_paper_rows(paper, [choice.name for choice in choices]),
@@ -196,7 +200,7 @@ def _run(
     paper: dict[str, dict[str, float]] | None,
     paper_name: str,
 ) -> None:
-    from simreg_megatron.evaluation import results, table
+    from simreg_megatron.evaluation import paired, results, table
     from simreg_megatron.evaluation.plot import draw
 
     output.mkdir(parents=True, exist_ok=True)
@@ -208,15 +212,15 @@ def _run(
         if done is None:
             folder = _as_model(name, path, output, tokenizer)
             _console.print(f"> {name}: {folder}")
-            done = results.ModelResults(
-                name,
-                str(path),
-                _scores(folder, choices, protocol),
-                _perplexities(folder, held_out, protocol),
-            )
+            scores, questions = _scores(folder, choices, protocol)
+            losses, documents = _losses(folder, held_out, protocol)
+            paired.keep(_questions(output, name), questions, documents)
+            done = results.ModelResults(name, str(path), scores, losses)
         found.append(done)
         results.write(output / "results.json", found, settings)
-    page = table.report(found, settings, paper=paper, name=f"paper, {paper_name}")
+    first, *others = (paired.kept(_questions(output, name)) for name in models)
+    pairs = {model.name: paired.pairs_of(other, first) for model, other in zip(found[1:], others, strict=True)}
+    page = table.report(found, settings, paper=paper, name=f"paper, {paper_name}", pairs=pairs)
     (output / "results.md").write_text(page)
     if choices:
         draw(found, output / "results.png")
@@ -261,15 +265,20 @@ def _as_model(name: str, path: Path, output: Path, tokenizer: Path | None) -> Pa
     return folder
 
 
-def _scores(folder: Path, choices: Sequence[Any], protocol: Any) -> dict[str, Any]:
+def _questions(output: Path, name: str) -> Path:
+    """Where the scores by question and the losses by document of a model are kept."""
+    return output / "questions" / f"{name}.npz"
+
+
+def _scores(folder: Path, choices: Sequence[Any], protocol: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     from simreg_megatron.evaluation import harness
 
-    return harness.evaluate(folder, choices, protocol) if choices else {}
+    return harness.evaluate(folder, choices, protocol) if choices else ({}, {})
 
 
-def _perplexities(folder: Path, held_out: _HeldOut, protocol: Any) -> list[Any]:
+def _losses(folder: Path, held_out: _HeldOut, protocol: Any) -> tuple[list[Any], dict[str, Any]]:
     if held_out.data is None:
-        return []
+        return [], {}
     from transformers import AutoConfig
 
     from simreg_megatron.data import DataError

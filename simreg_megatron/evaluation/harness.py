@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model through lm-evaluation-harness, zero-shot: the chosen metric of every task, with its standard error."""
+"""One model through lm-evaluation-harness, zero-shot: the chosen metric of every task, with its standard error, its
+value for every question, and what guessing would score."""
 
 from __future__ import annotations
 
 import functools
+import math
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.local_data import local_datasets
 from simreg_megatron.evaluation.results import Score
-from simreg_megatron.evaluation.tasks import Choice
+from simreg_megatron.evaluation.tasks import FURTHER, PAPER, Choice
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -57,17 +66,23 @@ class Protocol:
         }
 
 
-def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> dict[str, Score]:
-    """The scores of a Hugging Face model folder, by task.
+class Found(NamedTuple):
+    """By task: the score, and its parts [questions] where the harness has them."""
+
+    scores: dict[str, Score]
+    questions: dict[str, np.ndarray]
+
+
+def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> Found:
+    """The scores of a Hugging Face model folder.
 
     Raises:
-        EvaluationError: a task is not known, its data is missing, or it has no such metric.
+        EvaluationError: a task's data is missing, or it has no such metric.
     """
     import lm_eval
     import torch
 
     manager = task_manager(protocol.include)
-    _refuse_unknown(choices, manager.all_tasks)
     if protocol.allow_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     with local_datasets(protocol.task_data, offline=protocol.offline):
@@ -80,7 +95,7 @@ def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> dict
             device=protocol.device or ("cuda" if torch.cuda.is_available() else "cpu"),  # the harness insists on cuda
             limit=protocol.limit,
             task_manager=manager,
-            log_samples=False,
+            log_samples=True,
             confirm_run_unsafe_code=protocol.allow_code,
             random_seed=protocol.seed,
             numpy_random_seed=protocol.seed,
@@ -88,10 +103,67 @@ def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> dict
             fewshot_random_seed=protocol.seed,
         )
     assert found is not None  # of rank 0, the only one
-    counts = {name: int(number["effective"]) for name, number in found.get("n-samples", {}).items()}
-    return {
-        choice.name: _score(choice, found["results"], counts, found.get("group_subtasks", {})) for choice in choices
-    }
+    answers = Answers(found)
+    scores = {choice.name: _score(choice, found["results"], answers) for choice in choices}
+    parts = {choice.name: answers.parts(choice, scores[choice.name]) for choice in choices}
+    return Found(scores, {name: each for name, each in parts.items() if each is not None})
+
+
+class Answers:
+    """The questions of each task, and of a group those of all its tasks, as the harness logged them."""
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self._counts = {name: int(number["effective"]) for name, number in found.get("n-samples", {}).items()}
+        self._groups = found.get("group_subtasks", {})
+        self._kinds = {name: config.get("output_type") for name, config in found.get("configs", {}).items()}
+        self._samples = found.get("samples", {})
+
+    def _tasks(self, name: str) -> list[str]:
+        """The tasks of a group, at whatever depth; of a task, itself."""
+        parts = [] if name in self._counts else self._groups.get(name, ())
+        return [task for part in parts for task in self._tasks(part)] if parts else [name]
+
+    def number(self, name: str) -> int:
+        return sum(self._counts.get(task, 0) for task in self._tasks(name))
+
+    def _of(self, name: str, metric: str) -> list[Mapping[str, Any]]:
+        """In one order for every model; of the first filter that has the metric, which is the task's main one."""
+        found: list[Mapping[str, Any]] = []
+        for task in self._tasks(name):
+            logged = [sample for sample in self._samples.get(task, ()) if metric in sample]
+            main = logged[0].get("filter") if logged else None
+            own = (sample for sample in logged if sample.get("filter") == main)
+            found += sorted(own, key=lambda sample: sample["doc_id"])
+        return found
+
+    def parts(self, choice: Choice, score: Score) -> np.ndarray | None:
+        """The metric of each question; None where it is none of a single question's, as squadv2's."""
+        import numpy as np
+
+        values = [sample[choice.metric] for sample in self._of(choice.name, choice.metric)]
+        if len(values) != score.questions or not all(isinstance(value, int | float) for value in values):
+            return None
+        return choice.scale * np.array(values, dtype=np.float64)
+
+    def chance(self, choice: Choice) -> float | None:
+        """What guessing scores in a multiple choice; where one and the same answer is right clearly more often, as in
+        boolq, what that answer scores."""
+        if {self._kinds.get(task) for task in self._tasks(choice.name)} != {"multiple_choice"}:
+            return None
+        logged = self._of(choice.name, choice.metric)
+        if not logged or choice.metric not in ("acc", "acc_norm"):
+            return None
+        guess = sum(1 / len(sample["filtered_resps"]) for sample in logged) / len(logged)
+        right = Counter(filter(None, map(_right_answer, logged)))
+        share = max(right.values(), default=0) / len(logged)
+        is_lopsided = share - guess > 3 * math.sqrt(guess * (1 - guess) / len(logged))
+        return share if is_lopsided else guess
+
+
+def _right_answer(sample: Mapping[str, Any]) -> str:
+    """Its text; "" where the place of the right one is not logged."""
+    place, asked = sample.get("target"), sample.get("arguments", ())
+    return str(asked[place][1]) if isinstance(place, int) and 0 <= place < len(asked) else ""
 
 
 @functools.cache
@@ -106,21 +178,52 @@ def _batch_size(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def _refuse_unknown(choices: Sequence[Choice], known: Sequence[str]) -> None:
-    unknown = [choice.name for choice in choices if choice.name not in set(known)]
+def refuse_unknown(choices: Sequence[Choice], include: Path | None) -> None:
+    """Before anything is loaded. A name that no definition mentions needs no index of all of them.
+
+    Raises:
+        EvaluationError: a task is not known.
+    """
+    ours = {choice.name for choice in (*PAPER, *FURTHER)}
+    names = [choice.name for choice in choices if choice.name not in ours]
+    if not names:
+        return
+    mentioned = _mentioned(include)
+    unknown = [name for name in names if name not in mentioned]
+    if not unknown:  # a word of another meaning, perhaps
+        known = set(task_manager(include).all_tasks)
+        unknown = [name for name in names if name not in known]
     if unknown:
+        near = _near(unknown[0], ours | mentioned)
+        told = f"{', '.join(unknown)}{f' (near it: {near})' if near else ''}"
         raise EvaluationError(
-            f"lm-evaluation-harness {metadata.version('lm_eval')} knows no task {', '.join(unknown)}: see "
-            "`lm_eval ls tasks`, or give its definition with --include DIR"
+            f"lm-evaluation-harness {metadata.version('lm_eval')} knows no task {told}: see `lm_eval ls tasks`, or "
+            "give its definition with --include DIR"
         )
 
 
-def _score(
-    choice: Choice,
-    results: Mapping[str, Mapping[str, Any]],
-    counts: Mapping[str, int],
-    groups: Mapping[str, Sequence[str]],
-) -> Score:
+def _near(name: str, known: set[str]) -> str:
+    """Names with the same beginning and about as long, which are quickly compared."""
+    alike = sorted(word for word in known if word[:1] == name[:1] and abs(len(word) - len(name)) <= 3)
+    return ", ".join(get_close_matches(name, alike, n=3, cutoff=0.75))
+
+
+_WORD = re.compile(r"[^\s\"'`,\[\]{}]+")
+_DEFINITIONS = ("", ".yaml", ".yml")  # what others include has no ending
+
+
+@functools.cache
+def _mentioned(include: Path | None) -> set[str]:
+    """Every word in the harness's task definitions and in those of a folder: much faster than reading them as YAML."""
+    spec = find_spec("lm_eval")
+    assert spec is not None and spec.submodule_search_locations
+    folders = [Path(spec.submodule_search_locations[0]) / "tasks", *filter(None, [include])]
+    files = (path for root in folders for path in root.rglob("*") if path.suffix in _DEFINITIONS and path.is_file())
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
+    return {word.rstrip(":") for text in texts for word in _WORD.findall(text)}
+
+
+def _score(choice: Choice, results: Mapping[str, Mapping[str, Any]], answers: Answers) -> Score:
     """Metrics are keyed `metric,filter`; of several filters the first one is the task's main one."""
     found = results[choice.name]
     keys = [key for key in found if key.partition(",")[0] == choice.metric]
@@ -137,12 +240,6 @@ def _score(
         metric=metric if filtered in ("none", "") else f"{metric} ({filtered})",
         value=choice.scale * float(found[key]),
         error=choice.scale * error if isinstance(error, float) else None,
-        questions=_questions(choice.name, counts, groups),
+        questions=answers.number(choice.name),
+        chance=answers.chance(choice),
     )
-
-
-def _questions(name: str, counts: Mapping[str, int], groups: Mapping[str, Sequence[str]]) -> int:
-    """Of a group, those of all its tasks."""
-    if name in counts:
-        return counts[name]
-    return sum(_questions(task, counts, groups) for task in groups.get(name, ()))

@@ -7,6 +7,10 @@ A window is n + 1 consecutive tokens of the set, documents one after the other w
 begins at the last one's final token: Megatron's own samples, in the text's order and not in a shuffled one. No target
 is masked and attention crosses documents, as in a Megatron run without masks. SimReg is no part of it.
 
+Bits per byte are that loss over ln 2 and over the bytes of the same text, which do not depend on the tokenizer:
+
+    bits per byte = loss * tokens / (bytes * ln 2)
+
 With `features` the logits come from the first so many features of the final states and of the output layer's rows
 alone: what a prefix is worth by itself, after a training that asked for useful prefixes (`prefixes=` of the objectives
 simreg and mic).
@@ -16,14 +20,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from simreg_megatron.data.tokens import open_tokens
+from simreg_megatron.data.tokens import document_lengths, open_tokens
+from simreg_megatron.evaluation import paired
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.results import Perplexity
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
+
+
+class Measured(NamedTuple):
+    """The losses, of all features first; and by the names of `paired` the sums over each document, of all features."""
+
+    losses: list[Perplexity]
+    documents: dict[str, np.ndarray]
 
 
 def measure(
@@ -36,7 +49,7 @@ def measure(
     batch_size: int = 8,
     dtype: str = "bfloat16",
     device: str | None = None,
-) -> list[Perplexity]:
+) -> Measured:
     """The loss of a Hugging Face model folder on PREFIX.bin and .idx: with all features, then with each of `features`.
 
     Args:
@@ -62,6 +75,7 @@ def measure(
         raise EvaluationError(f"--features: the model has {widths[0]} features, so give numbers from 1 to {widths[0]}")
     head = network.get_output_embeddings().weight
     totals = torch.zeros(len(widths), dtype=torch.float64, device=place)
+    documents = _Documents(prefix, windows * seq_length)
     with torch.inference_mode():
         for batch in _batches(tokens, windows, seq_length, batch_size, network.config.vocab_size, prefix):
             batch = batch.to(place)
@@ -69,10 +83,55 @@ def measure(
             targets = batch[:, 1:].flatten()
             for place_of, width in enumerate(widths):
                 logits = (states[..., :width] @ head[:, :width].T).float().flatten(0, 1)
-                totals[place_of] += torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+                losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+                totals[place_of] += losses.sum(dtype=torch.float64)
+                if place_of == 0:
+                    documents.add(losses.double().cpu().numpy())
     count = windows * seq_length
-    losses = (totals / count).tolist()
-    return [Perplexity(loss, count, seq_length, width) for loss, width in zip(losses, widths, strict=True)]
+    sums = documents.sums(tokens, model)
+    size = int(sums[paired.BYTES].sum()) if paired.BYTES in sums else None
+    means = zip((totals / count).tolist(), widths, strict=True)
+    return Measured([Perplexity(loss, count, seq_length, width, size) for loss, width in means], sums)
+
+
+class _Documents:
+    """Sums over the targets of each document: tokens 1 to `count` of the set, in order."""
+
+    def __init__(self, prefix: Path, count: int) -> None:
+        import numpy as np
+
+        ends = np.cumsum(document_lengths(prefix), dtype=np.int64)
+        self._edges = np.unique(np.clip(np.concatenate([[1], ends, [count + 1]]), 1, count + 1))
+        self._losses = np.zeros(len(self._edges) - 1)
+        self._next = 1
+
+    def add(self, losses: np.ndarray) -> None:
+        """Of the next targets."""
+        import numpy as np
+
+        places = np.arange(self._next, self._next + len(losses))
+        owners = np.searchsorted(self._edges, places, side="right") - 1
+        self._losses += np.bincount(owners, weights=losses, minlength=len(self._losses))
+        self._next += len(losses)
+
+    def sums(self, tokens: Any, model: Path) -> dict[str, np.ndarray]:
+        import numpy as np
+
+        found = {paired.LOSS: self._losses, paired.TOKENS: np.diff(self._edges).astype(np.float64)}
+        spans = list(zip(self._edges[:-1], self._edges[1:], strict=True))
+        sizes = _bytes_of(model, [tokens[start:end].astype(np.int64).tolist() for start, end in spans])
+        return found if sizes is None else {**found, paired.BYTES: np.array(sizes, dtype=np.float64)}
+
+
+def _bytes_of(model: Path, texts: Sequence[list[int]]) -> list[int] | None:
+    """UTF-8 bytes of each; None without a tokenizer beside the model."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
+    return [len(tokenizer.decode(ids, skip_special_tokens=True).encode()) for ids in texts]
 
 
 def _count_windows(prefix: Path, tokens: int, seq_length: int, max_tokens: int | None) -> int:

@@ -16,23 +16,44 @@ from simreg_megatron.evaluation.errors import EvaluationError
 
 @dataclass(frozen=True)
 class Score:
-    """One number of one model on one task, from 0 to 1, and its standard error."""
+    """One number of one model on one task, from 0 to 1, and its standard error.
+
+    chance: what guessing, or giving always the same answer, would score; None where it is not known.
+    """
 
     metric: str
     value: float
     error: float | None
     questions: int
+    chance: float | None = None
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether guessing could have scored it: at most 1.96 standard errors of a guess above chance."""
+        if self.chance is None:
+            return False
+        guess = math.sqrt(self.chance * (1 - self.chance) / max(1, self.questions))
+        return self.value <= self.chance + 1.96 * guess
 
 
 @dataclass(frozen=True)
 class Perplexity:
     """Cross-entropy on a prepared set: nats per token, over `tokens` of them in sequences of `seq_length`, from the
-    first `features` of the final states."""
+    first `features` of the final states.
+
+    bytes: of the same text in UTF-8; None where no tokenizer lies beside the model.
+    """
 
     loss: float
     tokens: int
     seq_length: int
     features: int
+    bytes: int | None = None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The same loss in a unit that does not depend on the tokenizer."""
+        return None if not self.bytes else self.loss * self.tokens / self.bytes / math.log(2)
 
     @property
     def perplexity(self) -> float:

@@ -6,15 +6,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from simreg_megatron.evaluation.paired import Paired, Pairs, mean_of
 from simreg_megatron.evaluation.results import ModelResults, Score, difference
 
 _PERCENT = 100.0
 
 
 def scores_table(
-    models: Sequence[ModelResults], *, paper: Mapping[str, Mapping[str, float]] | None = None, name: str = "paper"
+    models: Sequence[ModelResults],
+    *,
+    paper: Mapping[str, Mapping[str, float]] | None = None,
+    name: str = "paper",
+    pairs: Mapping[str, Pairs] | None = None,
 ) -> str:
-    """Per cent with standard errors; `paper` holds rows by method and task, `name` says of what."""
+    """Per cent with standard errors, a star where guessing could have scored it; differences with the interval of the
+    same questions, or else with the errors of independent ones. `paper` holds rows by method and task, `name` says of
+    what."""
     tasks = list(models[0].scores)
     if not tasks:
         return ""
@@ -24,8 +31,11 @@ def scores_table(
         lines.append(_line(model.name, *(_value(model.scores.get(task)) for task in tasks), _mean(model, tasks)))
     first = models[0]
     for model in models[1:]:
-        cells = [_difference(model.scores.get(task), first.scores.get(task)) for task in tasks]
-        lines.append(_line(f"{model.name} minus {first.name}", *cells, _mean_difference(model, first, tasks)))
+        found = pairs[model.name].tasks if pairs and model.name in pairs else {}
+        cells = [_difference(model.scores.get(task), first.scores.get(task), found.get(task)) for task in tasks]
+        whole = mean_of([found[task] for task in tasks]) if set(tasks) <= set(found) else None
+        mean = _mean_difference(model, first, tasks) if whole is None else _interval(whole)
+        lines.append(_line(f"{model.name} minus {first.name}", *cells, mean))
     for method, values in (paper or {}).items():
         shown = [f"{values[task]:.2f}" if task in values else "" for task in tasks]
         mean = f"{sum(values[task] for task in tasks) / len(tasks):.2f}" if set(tasks) <= set(values) else ""
@@ -37,12 +47,30 @@ def perplexity_table(models: Sequence[ModelResults]) -> str:
     rows = [(model.name, held) for model in models for held in model.perplexities]
     if not rows:
         return ""
-    head = ("model", "features", "validation loss (nats per token)", "perplexity", "tokens", "sequence length")
+    head = (
+        "model", "features", "validation loss (nats per token)", "perplexity", "bits per byte", "tokens",
+        "sequence length",
+    )  # fmt: skip
     lines = [_line(*head), _rule(len(head))]
     for name, held in rows:
-        numbers = (f"{held.loss:.6f}", f"{held.perplexity:.4f}", f"{held.tokens:,}", str(held.seq_length))
+        bits = "-" if held.bits_per_byte is None else f"{held.bits_per_byte:.4f}"
+        numbers = (f"{held.loss:.6f}", f"{held.perplexity:.4f}", bits, f"{held.tokens:,}", str(held.seq_length))
         lines.append(_line(name, str(held.features), *numbers))
     return "\n".join(lines) + "\n"
+
+
+def losses_paired(first: str, pairs: Mapping[str, Pairs]) -> str:
+    """A row for each other model: the difference over the same documents, with its interval."""
+    rows = []
+    for name, found in pairs.items():
+        for each, unit in ((found.nats_per_token, "nats per token"), (found.bits_per_byte, "bits per byte")):
+            if each is not None:
+                told = f"{each.low:+.4f} to {each.high:+.4f}"
+                rows.append(_line(f"{name} minus {first}", unit, f"{each.value:+.4f}", told, f"{each.number:,}"))
+    if not rows:
+        return ""
+    head = ("difference of the validation loss", "unit", "paired by document", "95 % interval", "documents")
+    return "\n".join([_line(*head), _rule(len(head)), *rows]) + "\n"
 
 
 def report(
@@ -51,16 +79,19 @@ def report(
     *,
     paper: Mapping[str, Mapping[str, float]] | None = None,
     name: str = "paper",
+    pairs: Mapping[str, Pairs] | None = None,
 ) -> str:
     """The whole page."""
     parts = ["# Zero-shot evaluation\n"]
     if settings.get("limit") is not None:
         parts.append(f"**Only the first {settings['limit']} questions of each task: a trial, not to be compared.**\n")
-    parts += [scores_table(models, paper=paper, name=name), perplexity_table(models)]
-    if len(models) > 1 and models[0].scores:
+    parts += [scores_table(models, paper=paper, name=name, pairs=pairs), _chances(models)]
+    parts += [perplexity_table(models), losses_paired(models[0].name, pairs or {})]
+    if len(models) > 1:
         parts.append(
-            "Differences are in points; after ± stands one standard error, which takes the models for independent. "
-            "One seed each: the spread between training seeds is not in it.\n"
+            "Differences of scores are in points. In brackets stands the 95 % interval over the same questions or "
+            "documents (bootstrap); after ±, where a task has no score of a single question, one standard error, which "
+            "takes the models for independent. One seed each: the spread between training seeds is not in it.\n"
         )
     parts.append("\n".join(f"- {key}: {value}" for key, value in settings.items() if value is not None) + "\n")
     parts.append("\n".join(f"- {model.name}: {model.path}" for model in models) + "\n")
@@ -79,12 +110,31 @@ def _value(score: Score | None) -> str:
     if score is None:
         return "not run"
     error = f" ± {_PERCENT * score.error:.2f}" if score.error is not None else ""
-    return f"{_PERCENT * score.value:.2f}{error}"
+    return f"{_PERCENT * score.value:.2f}{error}{' *' if score.is_noise else ''}"
 
 
-def _difference(score: Score | None, first: Score | None) -> str:
+def _chances(models: Sequence[ModelResults]) -> str:
+    """What a star means, task by task."""
+    noisy = {task: score for model in models for task, score in model.scores.items() if score.is_noise}
+    told = (f"{task} ({_PERCENT * (score.chance or 0):.1f})" for task, score in noisy.items())
+    return (
+        f"\\* within the noise of chance, so a difference there says nothing: {', '.join(told)}; in brackets what "
+        "guessing, or one and the same answer, scores.\n"
+        if noisy
+        else ""
+    )
+
+
+def _interval(found: Paired) -> str:
+    low, high = (f"{_PERCENT * edge:+.2f}" for edge in (found.low, found.high))
+    return f"{_PERCENT * found.value:+.2f} ({low} to {high})"
+
+
+def _difference(score: Score | None, first: Score | None, found: Paired | None) -> str:
     if score is None or first is None:
         return ""
+    if found is not None:
+        return _interval(found)
     apart = difference(score, first)
     error = f" ± {_PERCENT * apart.error:.2f}" if apart.error is not None else ""
     return f"{_PERCENT * apart.value:+.2f}{error}"

@@ -200,6 +200,7 @@ def _label_ends_of(axes: Axes) -> None:
         axes.annotate(
             format(y, form), (x, y), (6, shown - height), textcoords="offset points", va="center", fontsize=9,
             color=line.get_color(), fontweight="bold", annotation_clip=False, gid="end",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )  # fmt: skip
 
 

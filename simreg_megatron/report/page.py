@@ -32,7 +32,7 @@ figcaption, .says { color: #555; font-size: 0.85rem; margin: 0 }
   body { max-width: none; margin: 0; font-size: 11px } .wide { overflow: visible }
   .wide svg { min-width: 0; max-height: 16cm; width: auto } h2 { margin-top: 1.5rem }
   details::details-content { content-visibility: visible; height: auto }
-  h2, figure, table { break-inside: avoid } h2 { break-after: avoid }
+  h2, figure, table { break-inside: avoid } h2, h2 + p, .says { break-after: avoid }
 }
 """
 _SAFE = re.compile(r"[^\w.-]+")

@@ -71,6 +71,9 @@ def reproduce(
             failed += _run_plan(plan, store, jobs=jobs, threads=threads, quick=quick, dry_run=dry_run)
     if failed:
         raise typer.Exit(1)
+    if not dry_run and not quick:
+        told = f"`simreg-megatron report check {output}`, and as a page `simreg-megatron report page {output}`"
+        _console.print(f"What these results allow to conclude: {told}", markup=False)
 
 
 def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:

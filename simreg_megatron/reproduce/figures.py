@@ -61,7 +61,7 @@ def curves(table: Table, tag: str = "train_loss") -> Figure:
             dash = DASHES[index % len(DASHES)]
             axes.plot(steps[shown], values[shown], dash, color=_colour(index), label=arm.name, linewidth=1.6)
     axes.set_xlabel("training step")
-    axes.set_ylabel(f"{_UNITS.get(tag, tag)}; lower is better")
+    axes.set_ylabel(f"{_UNITS.get(tag, tag)}; lower is better", fontsize=9)
     plain_axes(axes)
     if axes.lines:
         axes.legend(frameon=False, fontsize=9)

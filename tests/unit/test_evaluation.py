@@ -17,8 +17,8 @@ pytest.importorskip("lm_eval")
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.cli import app
 from simreg_megatron.data import BuiltinCorpus
-from simreg_megatron.data.tokens import open_tokens
-from simreg_megatron.evaluation import table
+from simreg_megatron.data.tokens import document_lengths, open_tokens
+from simreg_megatron.evaluation import harness, paired, table
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.harness import task_manager
 from simreg_megatron.evaluation.local_data import local_datasets
@@ -140,6 +140,173 @@ def test_the_perplexity_is_what_a_computation_by_hand_gives(found, models, corpu
         assert result.perplexities[0].loss != pytest.approx(result.perplexities[1].loss, rel=1e-2)
 
 
+def test_each_question_and_each_document_is_kept_and_adds_up(found, corpus, models) -> None:
+    from transformers import AutoTokenizer
+
+    tokens = open_tokens(corpus.valid_prefix)
+    lengths = document_lengths(corpus.valid_prefix)
+    assert lengths.sum() == len(tokens) and len(lengths) > 1
+    for result in read(found[0] / "results.json")[0]:
+        kept = paired.kept(found[0] / "questions" / f"{result.name}.npz")
+        score, whole = result.scores[NAME], result.perplexities[0]
+        assert kept[f"task {NAME}"].shape == (12,) and kept[f"task {NAME}"].mean() == pytest.approx(score.value)
+        assert score.chance == 0.25
+        assert kept[paired.TOKENS].sum() == whole.tokens
+        assert kept[paired.LOSS].sum() == pytest.approx(whole.loss * whole.tokens)
+        first = int(lengths[0])  # its first token is no target
+        assert kept[paired.TOKENS][0] == min(first - 1, whole.tokens)
+        tokenizer = AutoTokenizer.from_pretrained(models[result.name])
+        text = tokenizer.decode(tokens[1 : min(first, whole.tokens + 1)].astype(int).tolist(), skip_special_tokens=True)
+        assert kept[paired.BYTES][0] == len(text.encode()) > 0
+        assert whole.bytes == kept[paired.BYTES].sum()
+        assert whole.bits_per_byte == pytest.approx(whole.loss * whole.tokens / whole.bytes / math.log(2))
+
+
+def test_differences_are_paired_with_their_intervals(found) -> None:
+    first, other = (paired.kept(found[0] / "questions" / f"{name}.npz") for name in ("baseline", "simreg"))
+    pairs = paired.pairs_of(other, first)
+    page = (found[0] / "results.md").read_text()
+    asked = pairs.tasks[NAME]
+    told = f"{100 * asked.value:+.2f} ({100 * asked.low:+.2f} to {100 * asked.high:+.2f})"
+    assert f"| simreg minus baseline | {told} | {told} |" in page, "the task, and the mean over tasks"
+    scores = [model.scores[NAME].value for model in read(found[0] / "results.json")[0]]
+    assert asked.value == pytest.approx(scores[1] - scores[0])
+
+
+def test_the_losses_of_documents_are_those_of_their_own_targets(models, tmp_path: Path) -> None:
+    from simreg_megatron.data.indexed import PairWriter
+
+    ids = np.random.default_rng(0).integers(300, 500, 200).astype(np.uint16)
+    pair = PairWriter(tmp_path / "three", "uint16")
+    pair.append(ids, np.array([70, 30, 100]))
+    pair.commit()
+    losses, documents = measure(models["baseline"], tmp_path / "three", seq_length=64, dtype="float32")
+    assert losses[0].tokens == 192 and documents[paired.TOKENS].tolist() == [69, 30, 93]
+    logits = [logits_of(models["baseline"], ids[at : at + 64].tolist()) for at in (0, 64, 128)]
+    each = [
+        -log_probability(part[place : place + 1], [int(ids[64 * number + place + 1])])
+        for number, part in enumerate(logits)
+        for place in range(64)
+    ]
+    expected = [sum(each[:69]), sum(each[69:99]), sum(each[99:])]
+    assert documents[paired.LOSS] == pytest.approx(expected, rel=1e-5)
+    other = measure(models["simreg"], tmp_path / "three", seq_length=64, dtype="float32")
+    pairs = paired.pairs_of(other.documents, documents)
+    assert pairs.nats_per_token.value == pytest.approx(other.losses[0].loss - losses[0].loss)
+    page = table.losses_paired("baseline", {"simreg": pairs})
+    nats, bits = pairs.nats_per_token, pairs.bits_per_byte
+    assert f"| nats per token | {nats.value:+.4f} | {nats.low:+.4f} to {nats.high:+.4f} | 3 |" in page
+    assert f"| bits per byte | {bits.value:+.4f} |" in page
+
+
+def test_the_paired_interval_is_the_one_of_the_differences() -> None:
+    """Two models that differ in one question of twenty: independent errors would hide it."""
+    draw = np.random.default_rng(0)
+    first = (draw.random(2000) < 0.4).astype(float)
+    other = first.copy()
+    other[np.flatnonzero(first == 0)[:100]] = 1.0
+    got = paired.paired(other, first)
+    error = (other - first).std() / math.sqrt(2000)
+    assert got.value == pytest.approx(0.05) and got.is_clear
+    assert (got.low, got.high) == pytest.approx((0.05 - 1.96 * error, 0.05 + 1.96 * error), abs=0.1 * error)
+    independent = math.hypot(first.std(), other.std()) / math.sqrt(2000)
+    assert independent > 3 * error
+    assert paired.paired(other, first).low == got.low, "the same draws every time"
+    assert paired.paired(other[:-1], first) is None and paired.paired(other[:1], first[:1]) is None
+    mean = paired.mean_of([got, paired.paired(first, first)])
+    assert mean.value == pytest.approx(0.025) and mean.high - mean.low == pytest.approx((got.high - got.low) / 2)
+
+
+def test_losses_are_weighed_by_their_tokens() -> None:
+    tokens = np.array([10.0, 1000.0])
+    first = {paired.LOSS: np.array([50.0, 4000.0]), paired.TOKENS: tokens, paired.BYTES: 4 * tokens}
+    other = first | {paired.LOSS: np.array([60.0, 4100.0])}
+    pairs = paired.pairs_of(other, first)
+    assert pairs.nats_per_token.value == pytest.approx(110 / 1010) and pairs.nats_per_token.value != pytest.approx(0.55)
+    assert pairs.bits_per_byte.value == pytest.approx(110 / 4040 / math.log(2))
+    elsewhere = other | {paired.TOKENS: tokens + 1}
+    assert paired.pairs_of(elsewhere, first).nats_per_token is None, "other documents"
+
+
+@pytest.mark.parametrize(
+    ("value", "chance", "questions", "noise"),
+    [
+        (0.27, 0.25, 500, True),
+        (0.30, 0.25, 500, False),
+        (0.27, 0.25, 50_000, False),
+        (0.2, 0.25, 500, True),
+        (0.3, None, 9, False),
+    ],
+)
+def test_what_guessing_could_have_scored_is_marked(value, chance, questions, noise) -> None:
+    score = Score("acc", value, 0.01, questions, chance)
+    assert score.is_noise == noise
+    page = table.report([ModelResults("a", "x", {"t": score})], {})
+    assert (" * |" in page) == noise and ("within the noise of chance" in page) == noise
+
+
+def sample(number: int, right: str, *, choices: int = 2, answer: int = 0) -> dict:
+    texts = [right if place == answer else f"wrong {number} {place}" for place in range(choices)]
+    asked = [("question", text) for text in texts]
+    return {
+        "doc_id": number,
+        "acc": 1.0,
+        "filter": "none",
+        "target": answer,
+        "arguments": asked,
+        "filtered_resps": asked,
+    }
+
+
+@pytest.mark.parametrize(
+    ("samples", "chance"),
+    [
+        ([sample(number, f"right {number}") for number in range(100)], 0.5),  # always the first: nobody's answer
+        ([sample(number, "yes" if number < 80 else "no") for number in range(100)], 0.8),
+        ([sample(number, "yes" if number < 52 else "no") for number in range(100)], 0.5),
+        ([sample(number, f"{number}", choices=2 + 2 * (number % 2)) for number in range(100)], 0.375),
+    ],
+)
+def test_chance_is_a_guess_or_the_commonest_answer(samples: list[dict], chance: float) -> None:
+    found = {
+        "n-samples": {"t": {"effective": 100}},
+        "configs": {"t": {"output_type": "multiple_choice"}},
+        "samples": {"t": samples},
+    }
+    answers = harness.Answers(found)
+    assert answers.chance(Choice("t", "acc")) == pytest.approx(chance)
+    found["configs"]["t"]["output_type"] = "generate_until"
+    assert harness.Answers(found).chance(Choice("t", "acc")) is None
+
+
+def test_the_questions_of_a_group_are_those_of_its_tasks_in_one_order() -> None:
+    logged = [
+        {"doc_id": place, "acc": float(place), "filter": name} for place in (2, 0, 1) for name in ("none", "other")
+    ]
+    found = {
+        "n-samples": {"one": {"effective": 3}, "two": {"effective": 3}},
+        "group_subtasks": {"all": ["part", "two"], "part": ["one"]},
+        "samples": {"one": logged, "two": logged},
+    }
+    answers = harness.Answers(found)
+    assert answers.number("all") == 6 and answers.number("one") == 3
+    assert answers.parts(Choice("all"), Score("acc", 0, None, 6)).tolist() == [0, 1, 2, 0, 1, 2]
+    for each in logged:
+        each["acc"] = (["a prediction"], 1.0)
+    assert answers.parts(Choice("all"), Score("acc", 0, None, 6)) is None
+
+
+def test_a_name_that_no_definition_mentions_is_refused_before_anything_is_loaded(task, monkeypatch) -> None:
+    monkeypatch.setattr(harness, "task_manager", lambda include: pytest.fail("the index was made"))
+    with pytest.raises(EvaluationError, match=r"knows no task helaswag \(near it: .*hellaswag"):
+        harness.refuse_unknown([Choice("helaswag")], task[0])
+    harness.refuse_unknown([*PAPER, *FURTHER], None)
+    monkeypatch.setattr(harness, "task_manager", lambda include: type("Index", (), {"all_tasks": [NAME]}))
+    harness.refuse_unknown([Choice(NAME)], task[0])
+    with pytest.raises(EvaluationError, match="knows no task dataset_path"):
+        harness.refuse_unknown([Choice("dataset_path")], None)
+
+
 def test_what_is_written_and_that_a_second_start_finds_it(found) -> None:
     output, command, _ = found
     assert (output / "results.png").stat().st_size > 1000
@@ -202,7 +369,8 @@ def test_the_papers_tasks_in_its_order_and_code_only_with_leave() -> None:
 
 
 def test_every_task_is_one_of_the_harness(task) -> None:
-    """Names change between its releases: what we name must be there."""
+    """Names change between its releases: what we name must be there; and the quick look at names overlooks none."""
+    assert set(task_manager(task[0]).all_tasks) <= harness._mentioned(task[0])
     assert {choice.name for choice in (*PAPER, *FURTHER)} <= set(task_manager(task[0]).all_tasks)
 
 

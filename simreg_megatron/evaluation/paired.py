@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two models on the same questions or documents: the difference, and how sure it is.
+
+    difference = sum_i (b_i - a_i) / sum_i w_i,    its interval: the same of resampled i (bootstrap, percentiles)
+
+A question that both answer rightly, or both wrongly, says nothing and adds no noise; the errors of two independent
+scores would count it. w is 1 for questions, and the tokens or bytes of a document for losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DRAWS = 2000
+_AT_A_TIME = 4_000_000  # numbers that are resampled at once
+
+
+@dataclass(frozen=True)
+class Paired:
+    """low, high: the 95 % interval; number: of what was resampled; draws: the difference in each resample [DRAWS]."""
+
+    value: float
+    low: float
+    high: float
+    number: int
+    draws: np.ndarray
+
+    @property
+    def is_clear(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def paired(other: np.ndarray, first: np.ndarray, weights: np.ndarray | None = None) -> Paired | None:
+    """other minus first, question by question [n]; None where they are not of the same questions, or of fewer than two.
+
+    Args:
+        other, first: scores, or sums of losses over documents.
+        weights: what the sums are of; 1 each by default.
+    """
+    import numpy as np
+
+    if other.shape != first.shape or len(first) < 2:
+        return None
+    apart = other - first
+    weights = np.ones_like(apart) if weights is None else weights
+    draw = np.random.default_rng(0)
+    draws = []
+    each = max(1, _AT_A_TIME // len(apart))
+    for start in range(0, DRAWS, each):
+        chosen = draw.integers(0, len(apart), (min(each, DRAWS - start), len(apart)))
+        draws.append(apart[chosen].sum(axis=1) / weights[chosen].sum(axis=1))
+    return _of_draws(float(apart.sum() / weights.sum()), np.concatenate(draws), len(apart))
+
+
+def mean_of(several: Sequence[Paired]) -> Paired:
+    """Of the plain mean over tasks, whose questions are resampled each for itself."""
+    import numpy as np
+
+    value = sum(each.value for each in several) / len(several)
+    return _of_draws(value, np.mean([each.draws for each in several], axis=0), sum(each.number for each in several))
+
+
+def _of_draws(value: float, draws: np.ndarray, number: int) -> Paired:
+    import numpy as np
+
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return Paired(value, float(low), float(high), number, draws)
+
+
+# ---- what is paired, kept beside the results -------------------------------------------------------------------------
+
+LOSS, TOKENS, BYTES = "document loss", "document tokens", "document bytes"  # sums over each document's targets
+_TASK = "task "
+
+
+def keep(path: Path, questions: dict[str, np.ndarray], documents: dict[str, np.ndarray]) -> None:
+    """Scores by task [questions], and sums by document."""
+    import numpy as np
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as stream:
+        np.savez_compressed(stream, **{f"{_TASK}{name}": scores for name, scores in questions.items()}, **documents)
+
+
+def kept(path: Path) -> dict[str, np.ndarray]:
+    """All arrays that were kept; none where there is no such file."""
+    import numpy as np
+
+    if not path.is_file():
+        return {}
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """One model against the first: by task, and of the loss in nats per token and in bits per byte."""
+
+    tasks: dict[str, Paired]
+    nats_per_token: Paired | None
+    bits_per_byte: Paired | None
+
+
+def pairs_of(other: dict[str, np.ndarray], first: dict[str, np.ndarray]) -> Pairs:
+    import numpy as np
+
+    shared = [key for key in first if key in other]
+    tasks = {
+        key.removeprefix(_TASK): found
+        for key in shared
+        if key.startswith(_TASK) and (found := paired(other[key], first[key])) is not None
+    }
+    nats = bits = None
+    if LOSS in shared and np.array_equal(other[TOKENS], first[TOKENS]):
+        nats = paired(other[LOSS], first[LOSS], first[TOKENS])
+        if BYTES in shared and first[BYTES].sum() > 0:
+            bits = paired(other[LOSS] / np.log(2), first[LOSS] / np.log(2), first[BYTES])
+    return Pairs(tasks, nats, bits)
