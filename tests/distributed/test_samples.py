@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels as sums, and labels that ranks move alike: over ranks that share sequences it equals the whole, in values
-and gradients."""
+"""What travels as sums, and labels that ranks move alike: over ranks that share sequences it is as in the whole, in
+values and gradients."""
 
 from __future__ import annotations
 
