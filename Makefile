@@ -2,11 +2,20 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-slurm parity versions lint bench tables stale clean distclean
+TARGETS := help setup demo test test-all test-slurm parity versions lint bench tables stale clean distclean
+.PHONY: $(TARGETS)
+# A folder's name would be a target that is up to date.
+UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
+ifneq ($(UNKNOWN),)
+$(error there is no target $(firstword $(UNKNOWN)): `make` alone lists them)
+endif
 
 PY := .venv/bin/python
 # Shell files that bash alone reads; a launcher that is Python as well as bash is left to its tests.
 SHELL_FILES := $(wildcard tools/*.sh launch/slurm/*.sh) launch/slurm/pretrain.sbatch launch/prepare_data.sh launch/evaluate.sh launch/start.bash .ci/run
+# Options of the demo: make demo STEPS=100, or DEMO_ARGS="--simreg-lambda 3 --output runs/three" (DEMO_ARGS=--help lists them)
+STEPS ?=
+DEMO_ARGS ?=
 # More words for pytest: make test PYTEST_ARGS="-x -k losses"
 PYTEST_ARGS ?=
 # The same for the parity table: make parity PARITY_ARGS="--only CP2", or "--output docs/parity.md" to keep it
@@ -25,7 +34,7 @@ setup: ## make .venv with all that the demo and the tests need (once: 2 to 4 min
 	@bash tools/setup.sh
 
 demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, and compare them
-	$(PY) launch/demo.py
+	$(PY) launch/demo.py $(if $(STEPS),--steps $(STEPS)) $(DEMO_ARGS)
 
 test: setup ## the quick tests
 	$(PYTEST) -m "not slow and not gpu and not slurm" $(PYTEST_ARGS) tests

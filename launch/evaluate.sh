@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The paper's zero-shot table: bash launch/evaluate.sh --model baseline=CKPT --model simreg=CKPT --tokenizer PATH --output DIR
 # The same as `simreg-megatron evaluate` (--help tells all), with the Python of .venv.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)

@@ -93,10 +93,14 @@ environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs."""
 def main(family: str) -> None:
     """Launch from sys.argv: plan, print, prepare the data, run. Errors for the user end with status 2."""
     _alone_without_torchrun()
+    signal.signal(signal.SIGINT, _interrupt_once)
     try:
         _launch(family, sys.argv[1:])
     except LaunchError as error:
         _fail(error)
+    except KeyboardInterrupt:
+        _say("Stopped before training began.")
+        raise SystemExit(130) from None
 
 
 def _launch(family: str, argv: Sequence[str]) -> None:
@@ -174,14 +178,18 @@ def _train(plan: Plan, *, verbose: bool) -> None:
         _stopped(Path(flag_value(plan.flags, "--save") or "/nowhere"))
 
 
+def _interrupt_once(*_: object) -> None:
+    """torchrun passes Ctrl-C on to processes that had it from the terminal already."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _stopped(save: Path) -> NoReturn:
     """After Ctrl-C: which training is kept."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # torchrun passes on what the terminal sent to every process already
     newest = checkpoints.newest_whole(save)
     last = "none was saved" if newest is None else str(checkpoints.path_of(save, newest))
     _say(f"Stopped. Last checkpoint: {last}")
-    raise SystemExit(130)
+    raise SystemExit(130) from None
 
 
 def check_with_megatron(plan: Plan) -> None:

@@ -78,10 +78,11 @@ def check_layout(flags: Sequence[Flag], world_size: int) -> None:
     tensor, pipeline, context = sizes.model_parallel_sizes(flags)
     ranks = tensor * pipeline * context
     if world_size % ranks:
-        fitting = max(world_size // ranks, 1) * ranks
+        mend = f"start {max(world_size // ranks, 1) * ranks} (--nproc-per-node, --nnodes)"
+        smaller = f"give sizes whose product divides {world_size}" if world_size > 1 else "leave these sizes out"
         raise LaunchError(
             f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
-            f"shared out among replicas: start {fitting} ranks, or give sizes whose product divides {world_size}"
+            f"shared out among replicas: {mend}, or {smaller}"
         )
     _check_layers(flags, pipeline)
     _check_heads(flags, tensor)

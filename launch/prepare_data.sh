@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Tokenize text for Megatron: bash launch/prepare_data.sh FOLDER_OR_FILES --tokenizer PATH --out DIR [--help]
 # The same as `simreg-megatron data prepare`, with the Python of .venv.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)

@@ -5,6 +5,7 @@
 #   torchrun launch/pretrain_mixtral.sh --simreg-lambda 10    torchrun runs it as Python on every rank
 # In bash the next line does nothing; in Python it opens a string, which ends below the bash part.
 ''':'
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell: sh launch/pretrain_mixtral.sh
 # shellcheck source=launch/start.bash
 source "$(dirname -- "${BASH_SOURCE[0]}")/start.bash"
 start "${BASH_SOURCE[0]}" "$@" # never returns: torchrun takes the place of this shell

@@ -81,6 +81,15 @@ complete_torchrun() {
   fi
 }
 
+# Several nodes that know no address would wait for each other for ever.
+demand_address() {
+  if ! given --master-addr && ! given --rdzv && ! given --standalone && [[ " ${TORCHRUN[*]} " != *" --nnodes=1 "* ]]; then
+    echo "error: several nodes need the address of the first: give --master-addr HOST and each its --node-rank," \
+      "or --rdzv-backend c10d --rdzv-endpoint HOST:PORT" >&2
+    exit 2
+  fi
+}
+
 count_gpus() {
   "$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))'
 }
@@ -117,5 +126,6 @@ start() {
       plan_alone "$script"
     fi
   done
-  exec "$PYTHON" -m torch.distributed.run "${TORCHRUN[@]}" "$script" "${SCRIPT_WORDS[@]+"${SCRIPT_WORDS[@]}"}"
+  demand_address
+  exec "$PYTHON" "$root/launch/agent.py" "${TORCHRUN[@]}" "$script" "${SCRIPT_WORDS[@]+"${SCRIPT_WORDS[@]}"}"
 }

@@ -138,11 +138,9 @@ def _described_flags() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-_MORE_FLAGS = (
-    "Single objectives, lambda's schedule: [objectives.md](objectives.md). Scope, layouts: [exact.md](exact.md). The\n"
-    "launch scripts' own options: `bash launch/pretrain_llama.sh --help`. With those of Megatron:\n"
-    "`python -m simreg_megatron pretrain_gpt.py --help`."
-)
+_MORE_FLAGS = """Of single objectives, and lambda's schedule: [objectives.md](objectives.md). Scope and layouts:
+[exact.md](exact.md). The launch scripts' own options: `bash launch/pretrain_llama.sh --help`. With those of Megatron:
+`python -m simreg_megatron pretrain_gpt.py --help`."""
 
 
 def _look_at_script(script: Path) -> Iterator[str]:

@@ -3,6 +3,7 @@
 # Submit a run to SLURM as a chain of jobs:
 #   bash launch/slurm/submit.sh --cluster my.env launch/pretrain_llama.sh --model 7b --data PREFIX --tokenizer PATH ...
 # It needs a Python 3.10 or newer and no package, so it works on a login node.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 for python in "${VIRTUAL_ENV:-$root/.venv}/bin/python" "$root/.venv/bin/python" python3; do

@@ -331,7 +331,7 @@ def test_bash_hands_torchrun_its_flags(
     )
     python.chmod(0o755)
     done = run_script("bash", str(SCRIPTS[0]), *words, cwd=tmp_path, **{"VIRTUAL_ENV": str(tmp_path), **variables})
-    started = ["-m", "torch.distributed.run", *shlex.split(expected.replace("SCRIPT", str(SCRIPTS[0])))]
+    started = [str(ROOT / "launch" / "agent.py"), *shlex.split(expected.replace("SCRIPT", str(SCRIPTS[0])))]
     assert done.stdout.splitlines() == started, done.stderr
 
 

@@ -62,6 +62,7 @@ def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             monkeypatch.setenv("WORLD_SIZE", ranks)
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
             monkeypatch.setattr(sys, "argv", [program, *words])
+            monkeypatch.setattr(launcher.signal, "signal", lambda *_: None)  # pytest's own Ctrl-C stays
             try:
                 submit.main() if program == "submit" else launcher.main(program)
                 status = 0
@@ -109,9 +110,9 @@ def refused(ask: Ask, command: str, sentence: str) -> None:
         ("8 llama --tensor-model-parallel-size 8 --num-attention-heads 36", "36 attention heads cannot be shared out "
          "among 8 tensor-parallel ranks: give a --tensor-model-parallel-size of 1, 2, 3, 4, 6, 9, 12, 18 or 36"),
         ("128 llama --pipeline-model-parallel-size 3 --num-layers 33", "one replica takes TP 1 x PP 3 x CP 1 = 3 "
-         "ranks, and 128 cannot be shared out among replicas: start 126 ranks"),
+         "ranks, and 128 cannot be shared out among replicas: start 126 ("),
         ("1 llama --tensor-model-parallel-size 2", "one replica takes TP 2 x PP 1 x CP 1 = 2 ranks, and 1 cannot be "
-         "shared out among replicas: start 2 ranks"),
+         "shared out among replicas: start 2 (--nproc-per-node, --nnodes), or leave these sizes out"),
         ("4 llama --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 3", "3 query groups"),
         ("1 llama --num-attention-heads 7", "--hidden-size 192 cannot be cut into 7 attention heads"),
         ("2 llama --expert-model-parallel-size 2", "--expert-model-parallel-size 2 has no experts to share out"),

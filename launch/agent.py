@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchrun for the bash form of the launch scripts: it ends as its processes ended, and adds nothing to what they said.
+
+torchrun itself reports a failed process by its own log lines and traceback, 35 to 94 lines under the sentence that
+tells the cause. `LOGLEVEL=INFO` in the environment brings its log back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+_IN_USE = "EADDRINUSE"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run torchrun's words; the status is that of the process that failed first, 128 + N where signal N ended it."""
+    from torch.distributed import DistNetworkError, DistStoreError, run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)
+    try:
+        run.run(run.parse_args(list(argv)))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return ended(rank, failure.exitcode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 130
+    except (DistNetworkError, DistStoreError, RendezvousError) as error:
+        print(f"error: {explained(str(error), argv)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def ended(rank: int, exitcode: int) -> int:
+    """The status that stands for a process's end; one that was killed could not tell, so it is told here."""
+    if exitcode >= 0:
+        return exitcode
+    name = signal.Signals(-exitcode).name
+    if name not in ("SIGINT", "SIGTERM"):
+        hint = ", as the system does where memory runs out" if name == "SIGKILL" else ""
+        print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    return 128 - exitcode
+
+
+def explained(message: str, argv: Sequence[str]) -> str:
+    """Why the processes of all machines did not meet."""
+    port = next((word.partition("=")[2] for word in argv if word.startswith(("--master-port=", "--master_port="))), "")
+    if _IN_USE in message:
+        return f"port {port or '29500'} is in use on this machine: give another --master-port, the same on every node"
+    first = (message.strip().splitlines() or ["no word of torch's"])[0]
+    return f"the nodes did not meet ({first}): see that every one runs this command and reaches the first one's address"
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder: its modules are `launch.`'s, and must not stand before anybody else's
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bash form of the launch scripts ends as its processes ended, and adds nothing to their sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import agent
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def started(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch" / "agent.py"), "--standalone", "--nproc-per-node=2", str(script)]
+    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("end", "status", "last"),
+    [
+        pytest.param("print('error: no such file', file=sys.stderr); sys.exit(2)", 2, "error: no such file", id="own"),
+        pytest.param(
+            "os.kill(os.getpid(), 9)", 137,
+            "error: rank 1 was ended by SIGKILL, as the system does where memory runs out", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_it_ends_as_its_processes(end: str, status: int, last: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n")
+    done = started(script)
+    assert (done.returncode, done.stderr.splitlines()) == (status, [last]), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "status", "said"),
+    [
+        (0, 0, ""),
+        (1, 1, ""),
+        (130, 130, ""),
+        (-2, 130, ""),
+        (-15, 143, ""),
+        (-11, 139, "error: rank 3 was ended by SIGSEGV"),
+    ],
+)
+def test_the_status_of_an_end(exitcode: int, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert agent.ended(3, exitcode) == status
+    assert capsys.readouterr().err.strip() == said
+
+
+def test_why_nodes_do_not_meet() -> None:
+    in_use = "The server socket has failed to listen on any local network address. port: 29501, EADDRINUSE"
+    assert agent.explained(in_use, ["--master-port=29501"]).startswith("port 29501 is in use on this machine: give ano")
+    assert agent.explained(in_use, []).startswith("port 29500 is in use")
+    assert "(timed out after 600 s)" in agent.explained("timed out after 600 s\nmore of it", [])
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["--nnodes", "2"], True),
+        (["--nnodes=2", "--node-rank", "1"], True),
+        (["--nnodes=2", "--master-addr", "here"], False),
+        (["--nnodes=1:4", "--rdzv-endpoint", "h:1"], False),
+        (["--nnodes", "1"], False),
+        ([], False),
+    ],
+)
+def test_several_nodes_need_an_address(words: list[str], refused: bool) -> None:
+    """(The functions of start.bash alone: nothing is started.)"""
+    asked = 'source "$1"; shift; count_gpus() { echo 1; }; split_words "$@"; complete_torchrun; demand_address'
+    done = subprocess.run(
+        ["bash", "-c", asked, "bash", str(ROOT / "launch" / "start.bash"), *words], capture_output=True, text=True
+    )
+    assert (done.returncode == 2 and "give --master-addr HOST" in done.stderr) == refused, done.stderr
+    assert done.returncode == (2 if refused else 0)

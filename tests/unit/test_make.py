@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make` with options and wrong words, and the launch scripts under another shell than bash. Nothing is run."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def made(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+class TestMake:
+    @pytest.mark.parametrize("word", ["foo", "docs", "tests", "demos"])
+    def test_a_target_that_is_none(self, word: str) -> None:
+        """Without the rule, a folder's name is a target that is up to date, and nothing happens."""
+        done = made(word)
+        assert done.returncode == 2 and f"there is no target {word}: `make` alone lists them" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "command"),
+        [
+            ((), "launch/demo.py"),
+            (("STEPS=5",), "launch/demo.py --steps 5"),
+            (("STEPS=5", "DEMO_ARGS=--seed 3"), "launch/demo.py --steps 5 --seed 3"),
+        ],
+    )
+    def test_the_demo_takes_its_options(self, words: tuple[str, ...], command: str) -> None:
+        assert made("demo", *words).stdout.split("\n")[-2].strip().endswith(command)
+
+
+@pytest.mark.skipif(shutil.which("dash") is None, reason="no other shell here")
+@pytest.mark.parametrize("script", ["pretrain_llama.sh", "pretrain_mixtral.sh"])
+def test_another_shell_hands_over_to_bash(script: str) -> None:
+    path = ROOT / "launch" / script
+    done = subprocess.run(["dash", str(path), "--nnodes"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: --nnodes needs a value\n")
+
+
+@pytest.mark.parametrize("script", ["evaluate.sh", "prepare_data.sh", "slurm/submit.sh"])
+def test_scripts_of_bash_alone_hand_over_before_they_say_anything_else(script: str) -> None:
+    first = next(line for line in (ROOT / "launch" / script).read_text().splitlines() if not line.startswith("#"))
+    assert first.startswith('[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"')
