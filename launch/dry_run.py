@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from launch import sizes
+from launch import preflight, sizes
 from launch.flags import flag_number, flag_value
 from launch.plan import ROOT, Machine, Plan
 
@@ -31,6 +31,7 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str
         "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
         "tokens": f"{tokens:,} per step, {steps:,} steps, {tokens * steps:,} in all",
         "data": "the built-in corpus (built by the run, not by this)" if plan.builtin_corpus else "yours",
+        "simreg": _simreg(plan),
         "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
         "megatron": megatron_version(environ),
         "script": str(plan.script),
@@ -40,6 +41,20 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str
     lines += [f"# {name:<9} {value}" for name, value in facts.items()]
     lines += [f"# note      {note}" for note in plan.notes]
     return "\n".join([*lines, command(plan, machine, environ=environ)])
+
+
+def _simreg(plan: Plan) -> str:
+    """What it will do here, with the number that auto stands for."""
+    if plan.plain:
+        return "left out, with all of the plugin"
+    config = preflight.check_own_flags(plan.flags)
+    if not config.active:
+        return "off"
+    if not config.trains:
+        return "measured, not trained on"
+    hidden = flag_number(plan.flags, "--hidden-size", 1)
+    auto = {part: " (auto)" if part.lambda_ == "auto" else "" for part in config.parts}
+    return ", ".join(f"{part.objective}, lambda {part.weight(hidden):g}{auto[part]}" for part in config.parts)
 
 
 def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:

@@ -15,10 +15,13 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from launch import sizes
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flatten
+
+if TYPE_CHECKING:
+    from simreg_megatron import SimRegConfig
 
 _OWN = ("--simreg-", "--adagc")
 # With one of these, stages hold unequal numbers of layers, as Megatron itself shares them out.
@@ -42,13 +45,16 @@ class _Refusing(argparse.ArgumentParser):
         raise LaunchError((message or "").strip().removeprefix("error: "))
 
 
-def check_own_flags(flags: Sequence[Flag]) -> None:
+def check_own_flags(flags: Sequence[Flag]) -> SimRegConfig:
     """See that SimReg's and AdaGC's flags exist, and that their values make a configuration, as the run will.
+
+    Returns:
+        The configuration of SimReg.
 
     Raises:
         LaunchError: one does not; the sentence names the flag that was meant.
     """
-    from simreg_megatron.plugin.arguments import add_simreg_arguments
+    from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args
 
     parser = _Refusing(allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)  # two settings of Megatron's that ours are checked with
@@ -56,7 +62,7 @@ def check_own_flags(flags: Sequence[Flag]) -> None:
     add_simreg_arguments(parser)
     own = [flag for flag in flags if _is_own(flag) and flag_name(flag) != "--simreg-cpu"]
     known = [flag for flag in flags if flag_name(flag) in ("--num-layers", "--clip-grad")]
-    parser.parse_known_args(flatten([*own, *known]))
+    return config_from_args(parser.parse_known_args(flatten([*own, *known]))[0])
 
 
 def _is_own(flag: Flag) -> bool:

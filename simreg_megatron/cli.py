@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.metadata
 import importlib.util
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from simreg_megatron import __version__
 from simreg_megatron.checkpoint import commands as checkpoint_commands
@@ -22,7 +25,19 @@ from simreg_megatron.evaluation import commands as evaluation_commands
 from simreg_megatron.reproduce import commands as reproduce_commands
 from simreg_megatron.reproduce.report_commands import app as report_commands
 
+
+class _Commands(TyperGroup):
+    """`simreg-megatron prepare` meant `simreg-megatron data prepare`."""
+
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        for name, group in self.commands.items():
+            if args[0] not in self.commands and args[0] in getattr(group, "commands", {}):
+                context.fail(f"there is no command {args[0]}: did you mean `simreg-megatron {name} {args[0]}`?")
+        return super().resolve_command(context, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     help="SimReg for Megatron-LM: look before you train, prepare text, export and evaluate what came out.",
@@ -34,8 +49,18 @@ reproduce_commands.register(app)
 app.add_typer(report_commands, name="report")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"simreg-megatron {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and stop")
+    ] = False,
+) -> None:
     """SimReg for Megatron-LM: look before you train, prepare text, export and evaluate what came out."""
 
 
@@ -45,15 +70,17 @@ def doctor(
         Path | None,
         typer.Option(help="your training script, such as pretrain_gpt.py: look at the Megatron it would use"),
     ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="[SCRIPT]", help="the same as --script SCRIPT")] = None,
 ) -> None:
     """Tell what is installed, where training would run, and what of Megatron the plugin would wrap.
 
     Exit status 1 where SimReg could not be installed.
     """
-    console = Console(width=max(120, Console().width))
+    console = Console()
+    script = script or file
     if script is not None:
         for sentence in _look_at_script(script):
-            console.print(sentence, soft_wrap=True)
+            console.print(sentence, soft_wrap=True)  # a path in one piece
     console.print(_packages())
     console.print(_device_sentence())
     console.print(_apex_sentence())
@@ -63,6 +90,59 @@ def doctor(
         console.print("SimReg cannot be installed into this Megatron: see the rows marked missing.")
         raise typer.Exit(1)
     console.print("SimReg can be installed: add `-m simreg_megatron` before your script, and --simreg-lambda 10.")
+
+
+@app.command()
+def flags(
+    markdown: Annotated[bool, typer.Option("--markdown", help="as docs/flags.md has them")] = False,
+) -> None:
+    """List the flags that SimReg and AdaGC add to Megatron's, one sentence each."""
+    if markdown:
+        print(flags_page(), end="")
+        return
+    width = min(100, Console().width)
+    for title, found in _described_flags().items():
+        print(f"{title[:1].upper()}{title[1:]}")
+        for name, sentence in found:
+            print(textwrap.fill(f"{name}  {sentence}", width, initial_indent="  ", subsequent_indent="      "))
+
+
+def flags_page() -> str:
+    """docs/flags.md."""
+    lines = [
+        "# Flags",
+        "",
+        "Made by `simreg-megatron flags --markdown` from the parser itself; a test compares the two.",
+    ]
+    for title, found in _described_flags().items():
+        lines += ["", f"## {title[:1].upper()}{title[1:]}", "", "| flag | |", "|---|---|"]
+        lines += [f"| `{name}` | {sentence.replace('|', chr(92) + '|')} |" for name, sentence in found]
+    return "\n".join([*lines, "", _MORE_FLAGS, ""])
+
+
+_VALUES = {None: "", int: " N", float: " NUMBER", str: " VALUE"}
+
+
+def _described_flags() -> dict[str, list[tuple[str, str]]]:
+    """By group: each flag with what it takes, and its sentence, as Megatron's parser gets them."""
+    from simreg_megatron.plugin.arguments import add_simreg_arguments
+
+    parser = add_simreg_arguments(argparse.ArgumentParser(add_help=False))
+    found: dict[str, list[tuple[str, str]]] = {}
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            value = "[=force]" if action.nargs == "?" else _VALUES[action.type]  # type: ignore[index]
+            text = action.help or ""
+            sentence = f"{text[:1].upper()}{text[1:]}."
+            found.setdefault(str(group.description), []).append((action.option_strings[0] + value, sentence))
+    return found
+
+
+_MORE_FLAGS = (
+    "Single objectives, lambda's schedule: [objectives.md](objectives.md). Scope, layouts: [exact.md](exact.md). The\n"
+    "launch scripts' own options: `bash launch/pretrain_llama.sh --help`. With those of Megatron:\n"
+    "`python -m simreg_megatron pretrain_gpt.py --help`."
+)
 
 
 def _look_at_script(script: Path) -> Iterator[str]:
@@ -140,8 +220,8 @@ def _seams() -> tuple[Table, bool]:
 
     _use_cpu_if_alone()
     table = Table(title=f"Megatron {compat.megatron_version()}", title_justify="left")
-    table.add_column("function the plugin wraps", no_wrap=True)
-    table.add_column("found")
+    table.add_column("function the plugin wraps", overflow="fold", min_width=42)
+    table.add_column("found", overflow="fold", max_width=20)
     table.add_column("because", overflow="fold")
     complete = True
     try:
@@ -156,7 +236,7 @@ def _seams() -> tuple[Table, bool]:
         except compat.MegatronSeamError as error:
             found = f"missing: {error}"
             complete = False
-        table.add_row(seam.path, found, seam.purpose)
+        table.add_row(f"{seam.module}\n  {seam.path.removeprefix(seam.module)[1:]}", found, seam.purpose)
     return table, complete
 
 

@@ -68,5 +68,7 @@ def _kind(row: Row) -> tuple[str, ...]:
     objective = given.get("--simreg-objective", "simreg")
     if given.get("--simreg-lambda", "0") == "0" or objective == "none":
         return ("off",)
-    costly = ("--simreg-chunk-size", "--simreg-similarity", "--simreg-layers", "--simreg-impl")
+    costly = (
+        "--simreg-chunk-size", "--simreg-similarity", "--simreg-layers", "--simreg-impl", "--simreg-off-after",
+    )  # fmt: skip
     return (objective, *(f"{name} {given[name]}" for name in costly if name in given))

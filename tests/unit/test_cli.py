@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from simreg_megatron import cli
+from simreg_megatron import __version__, cli
+from simreg_megatron.plugin.arguments import add_simreg_arguments
 
 
 @pytest.mark.megatron
 def test_doctor_finds_the_seams() -> None:
     done = subprocess.run([sys.executable, "-m", "simreg_megatron.cli", "doctor"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80
     assert "GPTModel._postprocess" in done.stdout.replace("\n", "") and "missing" not in done.stdout
     assert "SimReg can be installed" in done.stdout
 
@@ -82,6 +87,38 @@ def test_doctor_refuses_what_is_no_script(content: str | None, tmp_path) -> None
         text=True,
     )
     assert done.returncode == 2 and "cannot read" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_script_without_the_option_is_taken_as_one(tmp_path) -> None:
+    done = CliRunner().invoke(cli.app, ["doctor", str(tmp_path / "train.py")])
+    assert done.exit_code == 2 and "cannot read" in done.stderr
+
+
+def test_a_command_of_a_group_is_found_for_whoever_leaves_the_group_out() -> None:
+    done = CliRunner().invoke(cli.app, ["prepare", "texts", "--out", "x"])
+    assert done.exit_code == 2 and "did you mean `simreg-megatron data prepare`?" in " ".join(done.stderr.split())
+
+
+def test_the_version() -> None:
+    assert CliRunner().invoke(cli.app, ["--version"]).stdout == f"simreg-megatron {__version__}\n"
+
+
+def test_the_page_of_flags_is_the_parsers() -> None:
+    page = (Path(cli.__file__).parents[1] / "docs" / "flags.md").read_text()
+    assert page == cli.flags_page(), "make it again: simreg-megatron flags --markdown > docs/flags.md"
+
+
+def test_every_flag_has_one_sentence() -> None:
+    told = [pair for found in cli._described_flags().values() for pair in found]
+    parser = add_simreg_arguments(argparse.ArgumentParser(add_help=False))
+    assert [name.partition(" ")[0].partition("[")[0] for name, _ in told] == [
+        action.option_strings[0] for group in parser._action_groups for action in group._group_actions
+    ]
+    for name, sentence in told:
+        assert len(sentence) > 20 and sentence[0].isupper() and sentence.endswith(".") and ". " not in sentence, name
+        assert "default" in sentence or name.startswith("--simreg-objective-options"), name
+    said = CliRunner().invoke(cli.app, ["flags"]).stdout
+    assert all(name in said for name, _ in told) and max(map(len, said.splitlines())) <= 100
 
 
 def test_missing_packages_are_named_as_pip_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:

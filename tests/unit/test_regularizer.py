@@ -15,6 +15,7 @@ from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.plugin import compat, hooks, learnable, reporting
 from simreg_megatron.plugin import regularizer as regularizer_module
+from simreg_megatron.plugin.learnable import Scalars
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.reporting import add_to_console
 
@@ -301,7 +302,7 @@ def test_scalars_get_a_gradient_of_zero_when_the_term_is_off(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     hidden, labels, mask, loss = micro_batch()
     config = SimRegConfig(lambda_=3, temperature=0.1, similarity="learnable", off_after=0.5)
-    scalars = SimpleNamespace(query=torch.zeros(1, requires_grad=True), key=torch.zeros(1, requires_grad=True))
+    scalars = Scalars({"query": 0.0, "key": 0.0})
     model = SimpleNamespace(**vars(MODEL), simreg_similarity=scalars)
     regularizer = Regularizer(config)
     for iteration in (0, 7):

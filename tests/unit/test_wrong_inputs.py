@@ -187,6 +187,23 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     assert "--data-path PREFIX" in said[1] and said[-1].endswith("no --data is given")
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "off"),
+        ("--plain", "left out, with all of the plugin"),
+        ("--simreg-objective none", "measured, not trained on"),
+        ("--simreg-lambda auto", "simreg, lambda 4.33013 (auto)"),  # 10 * sqrt(192 / 1024)
+        ("--simreg-objective simreg:auto,sigreg:0.05", "simreg, lambda 4.33013 (auto), sigreg, lambda 0.05"),
+    ],
+)
+def test_a_dry_run_says_what_lambda_comes_to(words: str, sentence: str, ask: Ask, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(launcher, "_say", said.append)
+    assert ask(f"llama --dry-run {words}")[0] == 0
+    assert f"# simreg    {sentence}" in said[0].splitlines()
+
+
 def test_submitting_without_simreg_is_said(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
     off = "> SimReg is off, as no flag asks for it: --simreg-lambda auto, or --recipe paper, turns it on"
     dry = SUBMIT.replace("launch/", "--dry-run launch/", 1)
