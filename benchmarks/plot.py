@@ -17,10 +17,9 @@ from matplotlib.ticker import LogLocator
 from benchmarks import records
 from benchmarks.cases import LOSSES, Size
 from benchmarks.measure import Row
-from simreg_megatron.report.curves import COLOURS, DASHES, MARKERS, plain_axes, spread
+from simreg_megatron.report.curves import COLOURS, DASHES, MARKERS, label_ends, plain_axes
 
 _SHORTEST = 512  # the sizes below are of other shapes
-_POINTS_APART = 11  # of the names at the lines' ends
 _NAMES = {"tiled": "tiled (ours)", "triton": "triton (ours)"}
 _ORDER = sorted(LOSSES, key=lambda name: name not in _NAMES)  # ours in the first colours, with the plainest lines
 
@@ -46,9 +45,7 @@ def draw(rows: Iterable[Row], path: Path, *, title: str) -> Figure:
     figure.suptitle(f"SimReg, forward and backward, width {width}: {title}", fontsize=12)
     if ends := list(_why_they_end(whole, lengths)):
         figure.supxlabel("; ".join(ends), fontsize=9)
-    figure.draw_without_rendering()  # names are placed on the final axes
-    for axes in (time, memory):
-        _name_lines(axes)
+    label_ends(figure, lambda line: str(line.get_label()), colour="0.15")  # no looking to and fro from a legend
     figure.savefig(path)
     return figure
 
@@ -78,19 +75,6 @@ def _name_axes(axes: Axes, lengths: Sequence[int], what: str) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     plain_axes(axes)
-
-
-def _name_lines(axes: Axes) -> None:
-    """Each line's name at its end, so that nobody looks from a legend to a line and back."""
-    points = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
-    ends = [tuple(float(values[-1]) for values in line.get_data()) for line in axes.lines]
-    heights = [points * float(axes.transData.transform(end)[1]) for end in ends]
-    shown = spread(heights, _POINTS_APART)
-    for line, end, height, where in zip(axes.lines, ends, heights, shown, strict=True):
-        axes.annotate(
-            str(line.get_label()), end, (8, where - height), textcoords="offset points", va="center", fontsize=9,
-            color="0.15", annotation_clip=False,
-        )  # fmt: skip
 
 
 def _why_they_end(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[str]:

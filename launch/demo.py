@@ -52,10 +52,8 @@ PLAIN, TIMING = "plain", "timing"  # Megatron without any flag of the plugin; th
 TIMING_TURNS, TIMING_STEPS, TIMING_INTERVAL = 2, 30, 10  # the first interval does not count
 SECONDS_PER_STEP = 1.0  # side by side on two cores, evaluation included
 SECONDS_OF_TEXT, SECONDS_OF_TIMING, SECONDS_OF_PROBES = 100, 60, 40  # guesses, for the bars until the pace is known
-EVALUATIONS = 8  # on the way; at the first one stand the early heat-maps
-
-
-_WEIGHTS_ALONE = ("--no-save-optim", "--no-save-rng")  # nobody goes on from here
+EVALUATIONS = 8  # on the way; the early heat-maps are of the first one
+WEIGHTS_ALONE = ("--no-save-optim", "--no-save-rng")  # nobody goes on from here
 
 
 class DemoError(RuntimeError):
@@ -86,7 +84,7 @@ class Settings:
             "--save-interval": self.early,
             "--data-cache-path": folder / "cache",  # one each: two runs would write the same index files at once
         }
-        return [*_words(flags), *_WEIGHTS_ALONE, "--verbose", *self._objective(name)]
+        return [*_words(flags), *WEIGHTS_ALONE, "--verbose", *self._objective(name)]
 
     @property
     def early(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,8 +84,9 @@ def keep(path: Path, questions: dict[str, np.ndarray], documents: dict[str, np.n
     import numpy as np
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {f"{_TASK}{name}": scores for name, scores in questions.items()} | documents
     with path.open("wb") as stream:
-        np.savez_compressed(stream, **{f"{_TASK}{name}": scores for name, scores in questions.items()}, **documents)
+        np.savez_compressed(stream, **arrays)
 
 
 def kept(path: Path) -> dict[str, np.ndarray]:

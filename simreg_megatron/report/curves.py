@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
@@ -182,24 +184,37 @@ def short_count(number: float) -> str:
     return f"{number:g}"
 
 
-def label_ends(figure: Figure) -> None:
-    """Each line's last value beside its end, moved up or down until no two touch; when all else is drawn."""
+def label_ends(figure: Figure, told: Callable[[Line2D], str] | None = None, *, colour: str | None = None) -> None:
+    """A word beside each line's end, when all else is drawn: moved up or down until no two touch.
+
+    Args:
+        told: the word; by default the last value.
+        colour: by default the line's own.
+    """
     figure.draw_without_rendering()  # the axes have their final places
     for axes in figure.axes:
-        _label_ends_of(axes)
+        _label_ends_of(axes, told or partial(_last_value, is_log=axes.get_yscale() == "log"), colour, 72 / figure.dpi)
 
 
-def _label_ends_of(axes: Axes) -> None:
-    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
-    ends = [(line, *(float(values[-1]) for values in line.get_data())) for line in lines]
-    ends = [end for end in ends if np.isfinite(end[2]) and (end[2] > 0 or axes.get_yscale() != "log")]
-    points = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
-    heights = [points * axes.transData.transform((x, y))[1] for _, x, y in ends]
-    form = ".3g" if axes.get_yscale() == "log" else ".3f"
-    for (line, x, y), height, shown in zip(ends, heights, spread(heights, _POINTS_APART), strict=True):
+def _last_value(line: Line2D, *, is_log: bool) -> str:
+    return format(_end(line)[1], ".3g" if is_log else ".3f")
+
+
+def _end(line: Line2D) -> tuple[float, float]:
+    x, y = np.asarray(line.get_xydata(), dtype=np.float64)[-1]
+    return float(x), float(y)
+
+
+def _label_ends_of(axes: Axes, told: Callable[[Line2D], str], colour: str | None, points: float) -> None:
+    """points: of a pixel."""
+    named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    lines = [line for line in named if np.isfinite(_end(line)[1]) and (_end(line)[1] > 0 or axes.get_yscale() != "log")]
+    heights = [points * float(axes.transData.transform(_end(line))[1]) for line in lines]
+    for line, height, shown in zip(lines, heights, spread(heights, _POINTS_APART), strict=True):
         axes.annotate(
-            format(y, form), (x, y), (6, shown - height), textcoords="offset points", va="center", fontsize=9,
-            color=line.get_color(), fontweight="bold", annotation_clip=False, gid="end",
+            told(line), _end(line), (7, shown - height), textcoords="offset points", va="center", fontsize=9,
+            color=colour or line.get_color(), fontweight="bold" if colour is None else "normal",
+            annotation_clip=False, gid="end",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )  # fmt: skip
 

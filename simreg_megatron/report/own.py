@@ -334,7 +334,7 @@ def _commands(name: str, folder: Path) -> Iterator[str]:
 
 
 def _versions_of_runs(arms: Iterable[Arm]) -> list[str]:
-    found = {}
+    found: dict[str, list[str]] = {}
     for arm in arms:
         for folder in arm.folders:
             for path in sorted(folder.glob("record/*/versions.json")):

@@ -97,8 +97,10 @@ def page(
     results: Annotated[Path, typer.Argument(help="the --output folder of `simreg-megatron reproduce`")],
     output: Annotated[Path, typer.Option(help="the HTML file")] = Path("experiments.html"),
 ) -> None:
-    """Write all experiments as one HTML page that needs no network, and as Markdown: question, verdicts, figures,
-    numbers beside the authors', commands, versions."""
+    """Write all experiments as one HTML page that needs no network, and as Markdown.
+
+    Question, verdicts, figures, numbers beside the authors', commands, versions.
+    """
     from simreg_megatron.reproduce.check import read_tables
     from simreg_megatron.reproduce.page import page_of
 
