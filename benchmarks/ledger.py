@@ -25,7 +25,10 @@ PAGES = (
     "docs/evaluation.md", "docs/evidence.md", "docs/exact.md", "docs/existing-pipeline.md", "docs/objectives.md",
     "docs/performance.md", "patches/README.md",
 )  # fmt: skip
-MADE_PAGES = {"docs/parity.md": "python -m tests.megatron.parity", "docs/versions.md": "python -m tests.versions"}
+MADE_PAGES = {
+    "docs/parity.md": "python -m tests.megatron.parity", "docs/versions.md": "python -m tests.versions",
+    "docs/flags.md": "simreg-megatron flags --markdown",
+}  # fmt: skip
 """Pages that a command writes from beginning to end, and that say so."""
 
 CPU = Source("benchmarks/results/cpu.csv", "make bench BENCH_ARGS='--device cpu --output benchmarks/results'")
@@ -256,6 +259,7 @@ NOT_MEASURED = (
     NotMeasured("README.md", "a Python, not a number", ("| 3.12 (their wheels", "| 3.12 | exact, with one warning")),
     NotMeasured("CONTRIBUTING.md", "about how long one waits",
                 ("root, 15 minutes", "layout: 5 minutes", "Megatron: 30 minutes")),
+    NotMeasured("docs/cluster.md", "the pulse of a run's lock", ("touches it every 10 s",)),
     NotMeasured("docs/cluster.md", "defaults", ("MINUTES` | 10 |", "`--keep N` | 3 |")),
     NotMeasured("docs/cluster.md", "the paper's, and their share of the peak by launch/estimate.py",
                 ("56 GPU hours for 350M and over 2000 for 7B: 14 % and 30 % of the peak",)),
