@@ -46,6 +46,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_MIRRORED", 16)
 
 
+QUICK = ("many blocks, kept", "panels")
+SOME_WAYS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
+"""For tests of what all ways share: Triton's interpreter takes seconds for each."""
+
+
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kept, longest, fits = WAYS[request.param]
@@ -171,6 +176,7 @@ def test_float16() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("way", SOME_WAYS, indirect=True)
 def test_what_is_not_usable_may_hold_anything(way: str) -> None:
     rows, labels = clustered()
     valid = torch.ones_like(labels, dtype=torch.bool)
@@ -204,6 +210,7 @@ def test_a_usable_row_that_is_not_finite_shows() -> None:
 
 @interpreted
 @pytest.mark.parametrize("anchors", [(0, 61), (10, 37), (30, 61)])
+@pytest.mark.parametrize("way", SOME_WAYS, indirect=True)
 def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> None:
     """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]."""
     rows, labels = clustered()

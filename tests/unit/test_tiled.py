@@ -181,6 +181,7 @@ torch.testing.assert_close(compiled(rows), simreg_loss(rows, labels, temperature
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_process_may_be_compiled() -> None:
     """The form is imported where it is first used, which the compiler cannot trace."""
     done = subprocess.run([sys.executable, "-c", _COMPILED_FIRST], capture_output=True, text=True, check=False)
