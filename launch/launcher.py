@@ -132,7 +132,8 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     if options.data:
         _tell(check_data(plan, options))
     _prepare(plan)
-    check_with_megatron(plan)
+    with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
+        check_with_megatron(plan, trains=True)
     with _alone(plan):
         plan = planned(_build_corpus() if plan.builtin_corpus else None)
         if options.auto_resume:
@@ -192,10 +193,11 @@ def _stopped(save: Path) -> NoReturn:
     raise SystemExit(130) from None
 
 
-def check_with_megatron(plan: Plan) -> None:
+def check_with_megatron(plan: Plan, *, trains: bool = False) -> None:
     own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
     # A Megatron-LM tree's script may add flags of its own.
-    preflight.check_with_megatron(plan.flags, options=own, knows_all=not os.environ.get("MEGATRON_PATH"))
+    knows_all = not os.environ.get("MEGATRON_PATH")
+    preflight.check_with_megatron(plan.flags, options=own, knows_all=knows_all, trains=trains)
 
 
 def _record(plan: Plan, stamp: str) -> None:

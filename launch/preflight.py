@@ -170,17 +170,20 @@ def check_output(folder: Path) -> None:
         raise LaunchError(f"--output {folder}: nothing can be written in {there}: name another folder")
 
 
-def check_with_megatron(flags: Sequence[Flag], *, options: Sequence[str], knows_all: bool) -> None:
+def check_with_megatron(flags: Sequence[Flag], *, options: Sequence[str], knows_all: bool, trains: bool) -> None:
     """Let Megatron's own parser read the flags that are its own; where it is not installed, nobody can tell.
 
     Args:
         options: the launcher's own, which may have been meant.
         knows_all: whether the script adds no flags of its own to Megatron's.
+        trains: whether this process goes on to train. Megatron is imported here then, and its log keeps the output
+            that it finds.
 
     Raises:
         LaunchError: Megatron has no such flag, or the flag takes no such value.
     """
-    parser = _megatrons_parser()
+    with contextlib.nullcontext() if trains else _silence():
+        parser = _megatrons_parser()
     if parser is None or "--yaml-cfg" in flag_names(flags):
         return
     _, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
@@ -192,19 +195,18 @@ def check_with_megatron(flags: Sequence[Flag], *, options: Sequence[str], knows_
 
 
 def _megatrons_parser() -> _Refusing | None:
-    with _silence():
-        try:
-            import torch
+    try:
+        import torch
 
-            from simreg_megatron.plugin import cpu_backend
+        from simreg_megatron.plugin import cpu_backend
 
-            if not torch.cuda.is_available():
-                cpu_backend.activate()  # so that Megatron can be imported; this process plans, or is on the CPU anyway
-            from megatron.training.arguments import add_megatron_arguments
-        except Exception:  # what keeps it from being imported is told by the run itself
-            return None
-        parser = _Refusing(allow_abbrev=False)
-        add_megatron_arguments(parser)
+        if not torch.cuda.is_available():
+            cpu_backend.activate()  # so that Megatron can be imported; this process plans, or is on the CPU anyway
+        from megatron.training.arguments import add_megatron_arguments
+    except Exception:  # what keeps it from being imported is told by the run itself
+        return None
+    parser = _Refusing(allow_abbrev=False)
+    add_megatron_arguments(parser)
     return parser
 
 
