@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from launch import launcher, quiet
+from launch import launcher, preflight, quiet
 
 # As a real start printed them; (line, whether it is shown).
 STARTING = (
@@ -81,3 +81,14 @@ def test_prints_logs_and_warnings_alike(verbose: bool, monkeypatch: pytest.Monke
 def test_the_launcher_knows_the_word_and_leaves_it_to_itself() -> None:
     options, words = launcher.make_parser("llama").parse_known_args(["--verbose", "--train-iters", "3"])
     assert options.verbose and words == ["--train-iters", "3"]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_megatron_is_imported_under_the_output_that_its_log_will_keep(
+    trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handlers of a log hold the stream that they find: under a silence that ends, all of it would be lost."""
+    found = []
+    monkeypatch.setattr(preflight, "_megatrons_parser", lambda: found.append(sys.stderr))
+    preflight.check_with_megatron((), options=(), knows_all=True, trains=trains)
+    assert (found == [sys.stderr]) is trains
