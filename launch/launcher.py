@@ -7,6 +7,7 @@ The choices are made in `launch.plan`. Every rank executes this file; only the f
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shlex
 import signal
@@ -88,6 +89,9 @@ Any other flag goes to Megatron and wins over the preset (launch/models/).
 The bash form also takes torchrun's --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port and
 --rdzv-*, or NPROC_PER_NODE (default: the GPUs, or 1), NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT from the
 environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs."""
+
+
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 
 def main(family: str) -> None:
@@ -177,6 +181,14 @@ def _train(plan: Plan, *, verbose: bool) -> None:
             run([str(plan.script), *plan.arguments], plain=plan.plain)
     except KeyboardInterrupt:
         _stopped(Path(flag_value(plan.flags, "--save") or "/nowhere"))
+    except OSError as error:
+        if error.errno not in _OF_A_DISK:
+            raise
+        where = error.filename or flag_value(plan.flags, "--save") or plan.output
+        raise LaunchError(
+            f"{where} could not be written ({error.strerror}): make room or give another --output; what was saved "
+            "before stays, and --auto-resume goes on with it"
+        ) from None
 
 
 def _interrupt_once(*_: object) -> None:

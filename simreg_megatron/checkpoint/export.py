@@ -119,6 +119,7 @@ def export(plan: Plan, save: Path, *, progress: Progress = lambda done, total: N
 
 
 def _write_tensors(plan: Plan, folder: Path, progress: Progress) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shards = _shards(plan)
@@ -133,7 +134,12 @@ def _write_tensors(plan: Plan, folder: Path, progress: Progress) -> None:
             places[target.name] = name
             done += _size(target, plan.dtype)
             progress(done, total)
-        save_file(tensors, str(folder / name), metadata={"format": "pt"})
+        try:
+            save_file(tensors, str(folder / name), metadata={"format": "pt"})
+        except SafetensorError as error:  # its words for a full disk, too, after which nothing is left
+            raise CheckpointError(
+                f"{name} of {total} bytes in all cannot be written ({error}): make room, or name another --save"
+            ) from None
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         _write_json(folder / "model.safetensors.index.json", index)

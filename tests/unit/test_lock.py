@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -161,3 +162,34 @@ def test_a_second_demo_deletes_nothing_of_the_first(tmp_path: Path, monkeypatch:
     with held(tmp_path / "demo"), pytest.raises(LaunchError, match="in use by another run"):
         _run_demo(Settings(output=tmp_path / "demo"), Console(quiet=True))
     assert log.is_file()
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EPIPE, False)])
+def test_a_disk_that_fills_up_while_training_is_one_sentence(
+    number: int, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / "x"))
+
+    monkeypatch.setattr("simreg_megatron.__main__.run", full)
+    options, rest = launcher.make_parser("llama").parse_known_args(["--output", str(tmp_path)])
+    plan = launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
+    with pytest.raises(LaunchError if is_told else OSError) as caught:
+        launcher._train(plan, verbose=True)
+    assert ("could not be written" in str(caught.value)) == is_told
+
+
+def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("simreg_megatron.__main__.run", interrupted)
+    monkeypatch.setenv("RANK", "0")
+    words = ["--output", str(tmp_path), "--save-interval", "2"]
+    options, rest = launcher.make_parser("llama").parse_known_args(words)
+    plan = launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
+    for newest, last in ((None, "none was saved"), (6, f"{tmp_path}/checkpoints/iter_0000006")):
+        monkeypatch.setattr(launcher.checkpoints, "newest_whole", lambda _, newest=newest: newest)
+        with pytest.raises(SystemExit) as ended:
+            launcher._train(plan, verbose=True)
+        assert ended.value.code == 130 and capsys.readouterr().out == f"Stopped. Last checkpoint: {last}\n"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -38,9 +39,11 @@ class TestMake:
 
 @pytest.mark.skipif(shutil.which("dash") is None, reason="no other shell here")
 @pytest.mark.parametrize("script", ["pretrain_llama.sh", "pretrain_mixtral.sh"])
-def test_another_shell_hands_over_to_bash(script: str) -> None:
-    path = ROOT / "launch" / script
-    done = subprocess.run(["dash", str(path), "--nnodes"], cwd=ROOT, capture_output=True, text=True)
+def test_another_shell_hands_over_to_bash(script: str, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to("/bin/true")  # one that can import everything
+    path, environment = ROOT / "launch" / script, {**os.environ, "VIRTUAL_ENV": str(tmp_path)}
+    done = subprocess.run(["dash", str(path), "--nnodes"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "error: --nnodes needs a value\n")
 
 

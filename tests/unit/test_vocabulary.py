@@ -168,3 +168,16 @@ def test_exported_files_have_the_modes_of_the_umask(umask: int, file: int, folde
     assert (run / "model").stat().st_mode & 0o777 == folder
     modes = {path.name: path.stat().st_mode & 0o777 for path in (run / "model").iterdir()}
     assert len(modes) >= 3 and set(modes.values()) == {file}, modes
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    def full(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("Error while serializing: I/O error: Os { code: 28, kind: StorageFull }")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    words = ["export-hf", "--load", str(run / "checkpoints" / "iter_0000002"), "--save", str(run / "model")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and done.stderr.startswith("error: model.safetensors of "), done.output
+    assert "StorageFull" in done.stderr and sorted(path.name for path in run.iterdir()) == ["checkpoints"]
