@@ -33,7 +33,11 @@ KINDS = {
     "SimReg, impl reference": ("--simreg-lambda", "1", "--simreg-impl", "reference"),
 }
 WINDOW = 2 * LOG_INTERVAL
-CLOCKS = {"seconds": "time on the wall", "processor_seconds": "processor time"}
+MEASURES = {  # column, and whether steps count whose line is logged: they measure the geometry, too
+    "time on the wall": ("seconds", True),
+    "processor time": ("processor_seconds", True),
+    "processor time of steps without a log line": ("processor_seconds", False),
+}
 
 
 def main() -> None:
@@ -84,11 +88,11 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield f"In each run every other step is plain Megatron's; windows of {WINDOW} steps."
     yield "`python -m benchmarks.step_pairs`"
     yield ""
-    yield "| run | clock | ms, plain | over plain | 95 % interval | windows |"
+    yield "| run | measure | ms, plain | over plain | 95 % interval | windows |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in dict.fromkeys(line["kind"] for line in lines):
-        for clock, title in CLOCKS.items():
-            plain, other = _windows([line for line in lines if line["kind"] == name], clock)
+        for title, (column, logged) in MEASURES.items():
+            plain, other = _windows([line for line in lines if line["kind"] == name], column, logged)
             found = overhead(plain, other)
             yield (
                 f"| {name} | {title} | {found.base:.1f} | {found.percent:+.1f} % | {found.low:+.1f} to "
@@ -96,13 +100,18 @@ def table(lines: list[Record]) -> Iterator[str]:
             )
 
 
-def _windows(lines: list[Record], clock: str) -> tuple[list[list[float]], list[list[float]]]:
-    """For each whole window the mean step of either kind in ms: of plain Megatron, and with SimReg."""
+def _windows(lines: list[Record], column: str, logged: bool) -> tuple[list[list[float]], list[list[float]]]:
+    """For each whole window the mean step of either kind in ms: of plain Megatron, and with SimReg.
+
+    Args:
+        logged: whether steps with a log line count.
+    """
     found: tuple[list[list[float]], list[list[float]]] = ([], [])
     for first in range(0, len(lines) - WINDOW + 1, WINDOW):
         window = lines[first : first + WINDOW]
         for kind, means in ((1, found[0]), (0, found[1])):
-            times = [1000 * float(line[clock]) for line in window if int(line["plain"]) == kind]
+            counted = [line for line in window if logged or (int(line["step"]) + 1) % LOG_INTERVAL]
+            times = [1000 * float(line[column]) for line in counted if int(line["plain"]) == kind]
             means.append([sum(times) / len(times)])
     return found
 

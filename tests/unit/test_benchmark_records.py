@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import objective_cost, objectives, plot, preprocessing, records, steps
+from benchmarks import objective_cost, objectives, plot, preprocessing, records, step_pairs, steps
+from benchmarks.alternating_run import is_plain
 from benchmarks.cases import Size
 from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
@@ -139,3 +140,19 @@ def test_each_line_of_the_picture_has_its_name_and_the_reason_of_its_end(tmp_pat
     np_time = figure.axes[0].lines[0].get_ydata()
     assert list(np_time) == pytest.approx([1e3] * 3), "microseconds per token"
     assert figure.get_supxlabel() == "triton: needs a GPU; SupConLoss at 2,048 tokens: would take 11 GiB"
+
+
+def test_pairs_of_steps_are_compared_within_their_window() -> None:
+    """A machine that slows down tenfold for a while changes nothing; steps with a log line may be left out."""
+    lines = [
+        {
+            "kind": "SimReg", "step": str(20 + step), "plain": str(int(is_plain(step))), "seconds": str(slow * factor),
+            "processor_seconds": str(factor + (0.5 if step % 10 == 9 and not is_plain(step) else 0)),
+            **WHERE,
+        }
+        for step in range(60)
+        for slow in (10.0 if 20 <= step < 40 else 1.0,)
+        for factor in (1.0 if is_plain(step) else 1.02,)
+    ]  # fmt: skip
+    rows = [row.split(" | ") for row in step_pairs.table(lines) if row.startswith("| SimReg")]
+    assert [row[3] for row in rows] == ["+2.0 %", "+7.0 %", "+2.0 %"] and {row[5] for row in rows} == {"3 |"}
