@@ -74,6 +74,8 @@ def _folder(load: Path, step: int | None) -> Path:
     tracker = load / TRACKER
     if step is None:
         if not tracker.is_file():
+            if (load / "checkpoints" / TRACKER).is_file():
+                raise CheckpointError(f"{load} is the folder of a run: give its checkpoints, {load / 'checkpoints'}")
             if any(load.glob("iter_*")):
                 raise CheckpointError(f"{load} has no {TRACKER}: say which step to take with --ckpt-step")
             return load

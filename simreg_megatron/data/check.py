@@ -59,8 +59,8 @@ def check_dataset(
         )
     manifest = _manifest_of(data)
     if manifest is None:
-        if tokenizer is not None and str(tokenizer).endswith(".model"):
-            describe_tokenizer(str(tokenizer))  # see that it can be read
+        if tokenizer is not None and (str(tokenizer).endswith(".model") or Path(tokenizer).is_file()):
+            describe_tokenizer(str(tokenizer))  # see that it can be read; a folder takes seconds
         return [f"{data.parent} has no {MANIFEST}: nobody can tell whether this tokenizer made {data.name}"]
     _check_manifest(manifest, data, tokenizer, vocab_size)
     return []

@@ -78,6 +78,8 @@ def prepare(
         from simreg_megatron.data.prepare import Task, prepare, workers_here
         from simreg_megatron.data.progress import ConsoleProgress
 
+        if out.exists() and not out.is_dir():
+            raise DataError(f"--out {out} is a file: name a folder")
         place = _shard(shard)
         if bool(tokenizer) == bool(train_tokenizer):
             raise DataError("give --tokenizer (a file, folder or name) or --train-tokenizer (a number of pieces)")

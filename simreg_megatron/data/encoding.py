@@ -108,6 +108,10 @@ def _load_hugging_face(source: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise DataError("a Hugging Face tokenizer needs the transformers library: pip install transformers") from None
+    if Path(source).is_file():
+        raise DataError(
+            f"{source} is a file and no .model: give a sentencepiece .model, or a Hugging Face folder or name"
+        )
     if not Path(source).is_dir() and (Path(source).is_absolute() or source.startswith(".")):
         raise DataError(f"there is no tokenizer folder {source}: give one, a sentencepiece .model file, or a name")
     try:

@@ -149,13 +149,13 @@ def _prepare(task: Task, progress: Progress) -> dict[str, Any] | None:
     settings = _settings(task, recipe, inputs)
     done = read_json(task.output / MANIFEST)
     if done is not None:
-        refuse_other(done.get("settings", {}), settings, task.output)
+        refuse_other(_also_skipping(done.get("settings", {}), task), settings, task.output)
         refuse_other(done.get("budget", {}), task.budget, task.output)
         remove_parts(task.output)
         return done
     begun = read_json(task.output / SETTINGS)
     if begun is not None:
-        refuse_other(begun["settings"], settings, task.output)
+        refuse_other(_also_skipping(begun["settings"], task), settings, task.output)
     (task.output / SETTINGS).parent.mkdir(exist_ok=True)
     told = {"dtype": recipe.tokenizer.dtype, "tokenizer_name": recipe.tokenizer.name}
     write_json(task.output / SETTINGS, {"settings": settings, "budget": task.budget, **told})
@@ -178,6 +178,11 @@ def _settings(task: Task, recipe: Recipe, inputs: dict[str, list[Input]]) -> dic
         "block_bytes": task.block_bytes,
         **{f"{source_set}_sources": [one.identity() for one in inputs[source_set]] for source_set in SETS},
     }
+
+
+def _also_skipping(found: dict[str, Any], task: Task) -> dict[str, Any]:
+    """Parts that were made without leaving anything out are what skipping would have made, too."""
+    return found | {"on_error": task.on_error} if found.get("on_error") == "stop" else found
 
 
 def _make_parts(task: Task, source_set: str, recipe: Recipe, inputs: list[Input], progress: Progress) -> None:

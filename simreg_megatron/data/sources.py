@@ -281,5 +281,6 @@ def _group(paths: Iterable[Path], *, root: Path, source: str) -> list[Input]:
             inputs.append(makers[kind](path, name, size))
     close_texts()
     if not inputs:
-        raise DataError(f"{source} holds nothing that can be read: give {_KINDS}")
+        named = "; .json files are read where they are named themselves" if any(root.rglob("*.json")) else ""
+        raise DataError(f"{source} holds nothing that can be read: give {_KINDS}{named}")
     return inputs

@@ -225,3 +225,36 @@ def test_few_documents_make_no_validation_set_and_that_is_said(ask: Ask, place: 
     refused(ask, f"{few} --split 90,10,0", "data/few/train holds 3 documents, and --split 90,10,0 leaves none")
     refused(ask, f"{few} --split 0,1,1", "data/few/train")
     assert ask(f"{few} --split 2,1,0 --dry-run")[0] == 0 == ask(f"{few} --split 100,0,0 --dry-run")[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("llama --data data/mine/train --tokenizer README.md", "README.md is a file and no .model: give a sentence"),
+        ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file and no "),
+        ("simreg-megatron data prepare few.jsonl --out README.md --tokenizer x.model", "--out README.md is a file"),
+        ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts holds "
+         "nothing that can be read: give a .jsonl (also .jsonl.gz, .jsonl.zst), .parquet or .txt file, a folder of "
+         "them, hf:NAME, or c4; .json files are read where they are named themselves"),
+        ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
+         "checkpoints, out/run/checkpoints"),
+    ],
+)  # fmt: skip
+def test_words_in_the_place_of_others(command: str, sentence: str, ask: Ask, place: Path) -> None:
+    for path in ("facts/a.json", "out/run/checkpoints/latest_checkpointed_iteration.txt"):
+        (place / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / path).write_text("2")
+    refused(ask, command, sentence)
+
+
+def test_skipping_goes_on_with_what_is_done(ask: Ask, place: Path) -> None:
+    """The refusal of a broken line names a way out, and that way must be open."""
+    (place / "broken.jsonl").write_bytes(lines(TEXTS[:40]) + b"{\n" + lines(TEXTS[40:50]))
+    words = (
+        "data prepare broken.jsonl --tokenizer data/mine/tokenizer.model --out data/broken --workers 1 --block-size 1K"
+    )
+    status, line = ask(f"simreg-megatron {words}")
+    assert status == 2 and "or add --on-error skip" in line, line
+    assert any((place / "data" / "broken" / "parts" / "train").iterdir()), "some parts are done"
+    assert ask(f"simreg-megatron {words} --on-error skip")[0] == 0
+    refused(ask, f"simreg-megatron {words}", "data/broken was begun with other settings (on_error")
