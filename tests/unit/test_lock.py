@@ -81,7 +81,11 @@ def test_a_holder_elsewhere_lives_while_its_file_is_touched(tmp_path: Path) -> N
     assert sum(waited) <= 2 * lock.BEAT_SECONDS and path.is_file()
 
 
-@pytest.mark.parametrize("holder", [ELSEWHERE, replace(Holder.here(), machine=""), "", "{"], ids=str)
+@pytest.mark.parametrize(
+    "holder",
+    [ELSEWHERE, replace(Holder.here(), machine=""), "", "{"],
+    ids=["elsewhere", "of a machine without a name", "empty", "torn"],
+)
 def test_a_holder_elsewhere_whose_file_stands_still_is_gone(holder: Holder | str, tmp_path: Path, capsys) -> None:
     """A requeued job, or the next of a chain, goes on by itself, whatever host was killed."""
     put(tmp_path, holder)
