@@ -141,6 +141,11 @@ def demo_sentence() -> list[float]:
     return [abs(apart), *of_demo("simreg", "validation_loss"), *of_demo("cross-entropy", "validation_loss")]
 
 
+def heatmap_means(step: int) -> list[float]:
+    """Of pairs with different next tokens."""
+    return [json_of(DEMO.file)["heatmaps"][f"{run}, step {step}"]["other"] for run in ("cross-entropy", "simreg")]
+
+
 COLUMNS = ("validation_loss", "simreg_loss", "mean_cosine")
 ROW = " ".join("{}" for _ in COLUMNS)
 OF_THE_DEMO = (
@@ -149,8 +154,8 @@ OF_THE_DEMO = (
            lambda: [*of_demo("cross-entropy", *COLUMNS), *of_demo("simreg", *COLUMNS), *demo_difference(*COLUMNS)]),
     Figure("README.md", "simreg ended {} nats per token better than cross-entropy in validation loss ({} and {} nats",
            DEMO, demo_sentence),
-    Figure("README.md", "of one validation text, it went from {} to {},", DEMO,
-           lambda: [json_of(DEMO.file)["heatmap_mean_cosine"][run] for run in ("cross-entropy", "simreg")]),
+    Figure("README.md", "({} with cross-entropy, {} with SimReg at step 50)", DEMO, lambda: heatmap_means(50)),
+    Figure("README.md", "the end ({} and {} at step 400)", DEMO, lambda: heatmap_means(400)),
 )  # fmt: skip
 
 

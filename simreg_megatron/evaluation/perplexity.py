@@ -131,7 +131,7 @@ def _bytes_of(model: Path, texts: Sequence[list[int]]) -> list[int] | None:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError):
         return None
-    return [len(tokenizer.decode(ids, skip_special_tokens=True).encode()) for ids in texts]
+    return [len(str(tokenizer.decode(ids, skip_special_tokens=True)).encode()) for ids in texts]
 
 
 def _count_windows(prefix: Path, tokens: int, seq_length: int, max_tokens: int | None) -> int:

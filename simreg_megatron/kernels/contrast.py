@@ -25,24 +25,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from simreg_megatron.kernels import tiled as _tiled  # noqa: F401  (puts its form into FORMS)
 from simreg_megatron.kernels import walk
 from simreg_megatron.kernels.precision import full_float32
 from simreg_megatron.kernels.walk import FORMS, Form, Given, Span, ratio_of, shared_sums
 
 MODULES = {"tiled": "simreg_megatron.kernels.tiled", "triton": "simreg_megatron.kernels.fused"}
-"""Module by the name of the `impl`. Each is imported where it is first used: not every machine has Triton."""
-
-
-@torch.compiler.assume_constant_result
-def _is_there(impl: str) -> bool:
-    """Apart, as torch.compile cannot trace an import: it calls this while it compiles."""
-    if impl not in FORMS:
-        importlib.import_module(MODULES[impl])
-    return True
+"""Module by the name of the `impl`. Triton's is imported where it is first used, as not every machine has it; the other
+one is here from the start, as torch.compile traces no import."""
 
 
 def form_named(impl: str) -> Form:
-    _is_there(impl)
+    if impl not in FORMS:
+        importlib.import_module(MODULES[impl])
     return FORMS[impl]
 
 
