@@ -160,7 +160,7 @@ def _about_curves(table: Table) -> Iterator[str]:
 
 def _dataset(table: Table) -> Dataset:
     """Where the text lies is of no account, which text it is decides."""
-    return Dataset(Path(), digest=table.rows[0]["data"], bytes_per_token=1.0)
+    return Dataset(Path(), digest=table.rows[0]["data"], bytes_per_token=1.0, validation_tokens=1)
 
 
 def _settings(plan: Plan, tables: dict[str, Table]) -> Tuned:

@@ -27,11 +27,13 @@ class Dataset:
     Attributes:
         digest: of the bytes of all its files.
         bytes_per_token: of the validation text; bits per byte = loss / (ln 2 * bytes_per_token).
+        validation_tokens: how many that text has.
     """
 
     folder: Path
     digest: str
     bytes_per_token: float
+    validation_tokens: int
 
     @property
     def flags(self) -> dict[str, str]:
@@ -75,7 +77,7 @@ def _facts(folder: Path, files: list[Path]) -> Dataset:
             "bytes_per_token": _bytes_per_token(folder),
         }
         write_json(folder / _FACTS, kept)
-    return Dataset(folder, kept["digest"], kept["bytes_per_token"])
+    return Dataset(folder, kept["digest"], kept["bytes_per_token"], len(open_tokens(folder / "valid")))
 
 
 def _bytes_per_token(folder: Path) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 from simreg_megatron.reproduce.dataset import ROOT, Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.outcome import log_tail, outcome
-from simreg_megatron.reproduce.runs import Run
+from simreg_megatron.reproduce.runs import Run, validation_batches
 from simreg_megatron.reproduce.store import FAILED, Store
 
 _ITERATION = re.compile(r"\] iteration +(\d+)/ *\d+ \|")
@@ -58,6 +58,7 @@ class _Worker:
 def command_of(run: Run, folder: Path, dataset: Dataset) -> list[str]:
     """The words that train `run` into `folder`: the launcher's own, ready to be pasted into a shell."""
     flags = dict(run.flags) | dataset.flags | {"output": str(folder), "data-cache-path": str(folder / "cache")}
+    flags = {"eval-iters": str(validation_batches(run, dataset)), **flags}
     if run.steps >= _FEWEST_STEPS_TO_SAVE:
         flags |= {"auto-resume": "", "save-interval": str(run.steps // _SAVES)}
     words = [word for name, value in flags.items() for word in (f"--{name}", value) if word]

@@ -15,7 +15,7 @@ from simreg_megatron.report.runs import ReportError, Run, read_run
 from simreg_megatron.reproduce.dataset import ROOT, Dataset
 from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED
 
-VALIDATION = "lm loss validation-0"  # the first of several sets, as --multiple-validation-sets names it
+VALIDATION = "lm loss validation"
 _CURVES = {
     VALIDATION: "validation_loss",
     "lm loss": "train_loss",

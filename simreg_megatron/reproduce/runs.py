@@ -16,7 +16,6 @@ from simreg_megatron.reproduce.shapes import BATCH, SEQUENCE, Shape, last_rate, 
 Tuned = Callable[[str, int | str], Flags]
 """(arm of the search, size) to the flags of its best trial."""
 
-EVALUATIONS = 1  # on the way, and one at the end: each reads the whole validation text
 _QUICK_STEPS = 6
 _LOG_POINTS = 50
 _FIRST_SEARCH_SEED = 101  # a setting is chosen on other seeds than those it is judged by
@@ -141,18 +140,21 @@ def _multiple(text: str, rate: str | None, plan: str) -> str:
 
 
 def _watch(steps: int) -> Flags:
-    """What is logged and when the whole validation text is read: at points that the last step is none of, as
-    Megatron reads it after the last step in any case."""
-    interval = -(-steps // (EVALUATIONS + 1))
-    while steps % interval == 0 and interval <= steps:
-        interval += 1
+    """What is logged; and that validation text is read once, after the last step, as Megatron does in any case."""
     return {
         "log-interval": str(max(1, steps // _LOG_POINTS)),
-        "eval-interval": str(interval),
-        "full-validation": "",
-        "multiple-validation-sets": "",  # Megatron 0.19.2 cannot read one set whole without it
+        "eval-interval": str(steps + 1),
         "log-timers-to-tensorboard": "",
     }
+
+
+def validation_batches(run: Run, dataset: Dataset) -> int:
+    """All of the validation text, but for the sequences that fill no batch.
+
+    Megatron's own --full-validation goes through it one sequence at a time, which takes several times as long.
+    """
+    sequences = (dataset.validation_tokens - 1) // int(run.value("seq-length") or SEQUENCE)
+    return max(1, sequences // int(run.value("global-batch-size") or BATCH))
 
 
 def distinct(entries: Sequence[Entry]) -> list[Run]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a plan will take, from steps that were measured on this machine at each of its sizes.
 
-    hours = sum over runs (start + steps * t + evaluations * windows / batch * t / 3) / (3600 * jobs)
+    hours = sum over runs (start + steps * t + validation batches * t / 3) / (3600 * jobs)
 
 t is a step's seconds while `jobs` runs are at work; a validation step is a forward pass, a third of a training step.
 """
@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from simreg_megatron.data.settings import read_json, write_json
-from simreg_megatron.data.tokens import open_tokens
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.local import Progress, run_here
-from simreg_megatron.reproduce.runs import EVALUATIONS, Run
-from simreg_megatron.reproduce.shapes import BATCH, SEQUENCE
+from simreg_megatron.reproduce.runs import Run, validation_batches
 from simreg_megatron.reproduce.store import Store
 
 PROBE_STEPS = 20
@@ -55,8 +53,6 @@ def measure(
 def _measured(run: Run, store: Store, dataset: Dataset, jobs: int, threads: int) -> float:
     short = {"train-iters": str(PROBE_STEPS), "lr-warmup-iters": "1", "log-interval": "1", "eval-interval": "1000000"}
     flags = dict(run.flags) | short | {"eval-iters": "1"}
-    for name in ("full-validation", "multiple-validation-sets"):
-        flags.pop(name, None)
     probes = [replace(run, flags=tuple(sorted((flags | {"seed": str(seed)}).items()))) for seed in range(1, jobs + 1)]
     aside = Store(store.folder / "speed")
     run_here(probes, aside, dataset, jobs=jobs, threads=threads, progress=Progress(probes, lambda _: None))
@@ -77,9 +73,8 @@ def estimate(
 ) -> Estimate:
     """Runs, tokens and hours of what has not ended yet."""
     left = [run for run in runs if store.result(run) is None]
-    windows = len(open_tokens(dataset.folder / "valid")) / SEQUENCE / BATCH
     spent = 0.0
     for run in left:
-        evaluation = (EVALUATIONS + 1) * windows * _FORWARD_SHARE
+        evaluation = validation_batches(run, dataset) * _FORWARD_SHARE
         spent += START_SECONDS + seconds[run.size] * (run.steps + evaluation)
     return Estimate(len(runs), len(left), tokens, spent / 3600 / max(1, jobs))

@@ -53,7 +53,10 @@ def loss_of(entry) -> float:
 @pytest.fixture
 def results(tmp_path) -> Path:
     """A folder as `reproduce` leaves it, with losses that are known."""
-    store, dataset = Store(tmp_path / "results"), Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0)
+    store, dataset = (
+        Store(tmp_path / "results"),
+        Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0, validation_tokens=20_481),
+    )
     search, mine = plan_of(SEARCH, where="search"), plan_of(MINE, where="mine")
     searched = entries_of(search, dataset, untuned)
     _fill(store, search, searched)
@@ -284,7 +287,9 @@ RUNTIME = {
 def test_the_seconds_of_the_experiment_runtime_count_before_those_of_the_runs(results, tmp_path, monkeypatch):
     _seconds_of(results, "mine", {"plain": 0.20, "simreg": 0.30})
     plan = plan_of(RUNTIME, where="runtime")
-    entries = entries_of(plan, Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0), untuned)
+    entries = entries_of(
+        plan, Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0, validation_tokens=20_481), untuned
+    )
     monkeypatch.setitem(globals(), "loss_of", lambda entry: 4.0)
     _fill(Store(results), plan, entries)
     _seconds_of(results, "runtime", {"megatron": 0.10, "lambda-1": 0.102, "whole": 0.2})

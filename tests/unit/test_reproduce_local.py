@@ -42,7 +42,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 writer = EventFileWriter(str(folder / "tensorboard"))
 loss = 4 + (float(value("--lr", "0.002")) - 0.004) ** 2 * 1e4 + int(value("--seed")) / 1000
 for step in (3, 6):
-    for tag, scalar in (("lm loss validation-0", loss + (6 - step)), ("lm loss", loss), ("iteration-time", 0.1)):
+    for tag, scalar in (("lm loss validation", loss + (6 - step)), ("lm loss", loss), ("iteration-time", 0.1)):
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=scalar)])
         writer.add_event(Event(step=step, wall_time=step, summary=summary))
 writer.close()
@@ -51,7 +51,7 @@ writer.close()
 
 @pytest.fixture
 def dataset(tmp_path) -> Dataset:
-    return Dataset(tmp_path, digest="0" * 64, bytes_per_token=4.0)
+    return Dataset(tmp_path, digest="0" * 64, bytes_per_token=4.0, validation_tokens=20_481)
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,7 @@ import test_reproduce_local as t
 from simreg_megatron.reproduce import local, stopping
 local._script = lambda family: Path({trainer!r})
 folder = Path({folder!r})
-dataset = t.Dataset(folder, digest="0" * 64, bytes_per_token=4.0)
+dataset = t.Dataset(folder, digest="0" * 64, bytes_per_token=4.0, validation_tokens=20_481)
 entries = t.entries_of(t.plan(nap=1), dataset, t.untuned)
 with stopping.terminated_like_ctrl_c():
     t.run_all(entries, t.Store(folder / "out"), dataset)
