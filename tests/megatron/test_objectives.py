@@ -82,7 +82,7 @@ def test_each_of_several_objectives_has_its_log_line(data_flags: tuple[str, ...]
         "simreg loss:",
         "sigmoid loss:",
         "sigmoid t:",
-        "> SimReg: lambda 2.5,",
+        "> SimReg: lambda 2.5 (auto),",
         "objective sigmoid: lambda 0.001",
     ):
         assert said in done.output, said
