@@ -19,6 +19,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.figures import ROOT, Entry, Figure, Ledger, Made, NotMeasured, Source, complaints, write
+from benchmarks.step_pairs import windows_of
+from simreg_megatron.report.steps import overhead
 
 PAGES = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/checkpoints.md", "docs/cluster.md", "docs/data.md",
@@ -32,6 +34,7 @@ MADE_PAGES = {
 """Pages that a command writes from beginning to end, and that say so."""
 
 CPU = Source("benchmarks/results/cpu.csv", "make bench BENCH_ARGS='--device cpu --output benchmarks/results'")
+PAIRS = Source("benchmarks/results/step_pairs.csv", "python -m benchmarks.step_pairs")
 DEMO = Source("benchmarks/results/demo.json", "make demo && cp runs/demo/result.json benchmarks/results/demo.json")
 SIGMOID = Source("benchmarks/results/sigmoid_synthetic.md", "python -m benchmarks.sigmoid_synthetic")
 
@@ -122,6 +125,15 @@ OF_THE_LOSS = (
     Figure("CHANGELOG.md", "{} to {} times faster than the reference on a CPU from 512 tokens on", CPU,
            lambda: [min(over_tiled("reference")), max(over_tiled("reference"))]),
 )  # fmt: skip
+
+
+def over_plain() -> list[float]:
+    lines = [line for line in csv_of(PAIRS.file) if line["kind"] == "SimReg, chunks"]
+    found = overhead(*windows_of(lines, "processor_seconds", True))
+    return [found.percent, found.low, found.high]
+
+
+OF_THE_STEP = (Figure(PERFORMANCE, "better 2 | {} % more processor time (interval {} to {};", PAIRS, over_plain),)
 
 
 # ---- the demo ------------------------------------------------------------------------------------------------------
@@ -298,6 +310,7 @@ NOT_MEASURED = (
 
 ENTRIES: tuple[Entry, ...] = (
     *OF_THE_LOSS,
+    *OF_THE_STEP,
     *OF_THE_DEMO,
     *OF_OBJECTIVES,
     *OF_THE_CORPUS,

@@ -92,7 +92,7 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in dict.fromkeys(line["kind"] for line in lines):
         for title, (column, logged) in MEASURES.items():
-            plain, other = _windows([line for line in lines if line["kind"] == name], column, logged)
+            plain, other = windows_of([line for line in lines if line["kind"] == name], column, logged)
             found = overhead(plain, other)
             yield (
                 f"| {name} | {title} | {found.base:.1f} | {found.percent:+.1f} % | {found.low:+.1f} to "
@@ -100,7 +100,7 @@ def table(lines: list[Record]) -> Iterator[str]:
             )
 
 
-def _windows(lines: list[Record], column: str, logged: bool) -> tuple[list[list[float]], list[list[float]]]:
+def windows_of(lines: list[Record], column: str, logged: bool) -> tuple[list[list[float]], list[list[float]]]:
     """For each whole window the mean step of either kind in ms: of plain Megatron, and with SimReg.
 
     Args:
