@@ -23,7 +23,6 @@ from rich.console import Console
 
 from benchmarks import records
 from benchmarks.records import RESULTS, ROOT, Record
-from launch.timing import interval_milliseconds
 from simreg_megatron import report
 from simreg_megatron.data import ensure_builtin_corpus
 
@@ -75,10 +74,9 @@ def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "--train-iters": options.steps, **({"--simreg-objective": objective} if objective else {}),
                     **({"--simreg-objective-options": own} if own else {}),
                 }  # fmt: skip
-                run, said = train(Path(folder, f"{seed}-{name}"), words, options.steps)
+                run, _ = train(Path(folder, f"{seed}-{name}"), words, options.steps)
                 values = {tag: "" if (value := run.last(tag)) is None else f"{value:.6g}" for tag in COLUMNS}
-                time = statistics.median(interval_milliseconds(said, LOG_INTERVAL))
-                yield {"objective": name, "weight": objective, "seed": seed, **values, "ms": time, **where}
+                yield {"objective": name, "weight": objective, "seed": seed, **values, **where}
 
 
 def train(folder: Path, words: dict[str, object], steps: int) -> tuple[report.Run, str]:
@@ -109,17 +107,13 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield f"{records.described(lines)}. `python -m benchmarks.objectives --seeds {seeds} --steps {steps}`"
     yield ""
     titles = [title for title, _ in COLUMNS.values()]
-    yield f"| objective | weight | {' | '.join(titles)} | ms per step | over plain |"
-    yield "| --- " * (len(COLUMNS) + 4) + "|"
-    base = {line["seed"]: float(line["ms"]) for line in lines if line["objective"] == PLAIN}
+    yield f"| objective | weight | {' | '.join(titles)} |"
+    yield "| --- " * (len(COLUMNS) + 2) + "|"
     for name in dict.fromkeys(line["objective"] for line in lines):
         runs = [line for line in lines if line["objective"] == name]
         cells = [mean_and_spread([_value(line[tag]) for line in runs], form) for tag, (_, form) in COLUMNS.items()]
-        ratios = [float(line["ms"]) / base[line["seed"]] - 1 for line in runs if line["seed"] in base]
-        over = "" if name == PLAIN or not ratios else mean_and_spread([100 * ratio for ratio in ratios], "+.0f") + " %"
-        spent = statistics.median(float(line["ms"]) for line in runs)
         weight = {"": "", "none": "0"}.get(runs[0]["weight"], runs[0]["weight"])
-        yield f"| {name} | {weight} | {' | '.join(cells)} | {spent:.0f} | {over} |"
+        yield f"| {name} | {weight} | {' | '.join(cells)} |"
 
 
 def _value(text: str) -> float | None:
