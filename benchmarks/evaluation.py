@@ -60,7 +60,7 @@ def _train(folder: Path, corpus: BuiltinCorpus, flags: dict[str, object], steps:
         "--data": corpus.train_prefix, "--tokenizer": corpus.tokenizer_model, "--seed": SEED, "--train-iters": steps,
         "--save": folder / "checkpoints", "--save-interval": steps, **flags,
     }  # fmt: skip
-    loss = train(folder, words, steps)[0].last("lm loss validation")
+    loss = train(folder, words, steps).last("lm loss validation")
     assert loss is not None
     return loss
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import records
+from benchmarks import launched, records
 from benchmarks.records import RESULTS, ROOT, Record
 from simreg_megatron import report
 from simreg_megatron.data import ensure_builtin_corpus
@@ -74,29 +71,21 @@ def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "--train-iters": options.steps, **({"--simreg-objective": objective} if objective else {}),
                     **({"--simreg-objective-options": own} if own else {}),
                 }  # fmt: skip
-                run, _ = train(Path(folder, f"{seed}-{name}"), words, options.steps)
+                run = train(Path(folder, f"{seed}-{name}"), words, options.steps)
                 values = {tag: "" if (value := run.last(tag)) is None else f"{value:.6g}" for tag in COLUMNS}
                 yield {"objective": name, "weight": objective, "seed": seed, **values, **where}
 
 
-def train(folder: Path, words: dict[str, object], steps: int) -> tuple[report.Run, str]:
-    """One run of the tiny LLaMA, logged and evaluated below `folder`, and what it printed; `words` are further flags
-    and their values."""
+def train(folder: Path, words: dict[str, object], steps: int) -> report.Run:
+    """One run of the tiny LLaMA, logged and evaluated below `folder`; `words` are further flags and their values."""
     flags = {"--log-interval": LOG_INTERVAL, "--eval-interval": steps, "--save-interval": 10 * steps, **words}
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-        "launch/pretrain_llama.sh", "--model", "tiny", "--output", folder,
-        *(word for pair in flags.items() for word in pair),
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    own = ("--model", "tiny", "--output", folder, *(word for pair in flags.items() for word in pair))
+    launched.run(launched.PRETRAIN, own, OMP_NUM_THREADS="1")
     run = report.read_run(folder / "tensorboard")
     losses = run.scalars["lm loss"].values
     if not all(map(math.isfinite, losses)):
         raise SystemExit(f"a loss is not finite: {losses}")
-    return run, done.stdout
+    return run
 
 
 def table(lines: list[Record]) -> Iterator[str]:

@@ -76,7 +76,7 @@ def run(name: str, seed: int, steps: int, corpus: BuiltinCorpus) -> Row:
             **({"--simreg-objective": objective} if objective else {}),
             **({"--simreg-objective-options": own} if own else {}),
         }  # fmt: skip
-        logged, _ = train(folder, words, steps)
+        logged = train(folder, words, steps)
         export(plan_export(open_checkpoint(folder / "checkpoints"), dtype="fp32"), folder / "model")
         found = measure(
             folder / "model", Path(corpus.valid_prefix), seq_length=LENGTH, features=PREFIXES, max_tokens=TOKENS,

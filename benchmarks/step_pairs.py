@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import records
+from benchmarks import launched, records
 from benchmarks.alternating_run import LOG_INTERVAL, TIMES
 from benchmarks.records import RESULTS, ROOT, Record
 from simreg_megatron.data import ensure_builtin_corpus
@@ -68,17 +66,11 @@ def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _train(model: str, steps: int, own: tuple[object, ...]) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder, "times.csv")
-        words = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-            ROOT / "benchmarks" / "alternating_run.py", "--model", model, "--output", folder, "--train-iters", steps,
-            "--log-interval", LOG_INTERVAL, "--eval-iters", 1, "--eval-interval", 10 * steps, *own,
-        ]  # fmt: skip
-        done = subprocess.run(
-            [str(word) for word in words], cwd=ROOT, capture_output=True, text=True,
-            env={**os.environ, TIMES: str(times)},
+        words = (
+            "--model", model, "--output", folder, "--train-iters", steps, "--log-interval", LOG_INTERVAL,
+            "--eval-iters", 1, "--eval-interval", 10 * steps, *own,
         )  # fmt: skip
-        if done.returncode:
-            raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        launched.run("benchmarks/alternating_run.py", words, **{TIMES: str(times)})
         with times.open(encoding="utf-8", newline="") as file:
             return [step for step in csv.DictReader(file) if int(step["step"]) >= WINDOW]
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import records
+from benchmarks import launched, records
 from benchmarks.records import RESULTS, ROOT, Record
 from launch.timing import interval_milliseconds
 from simreg_megatron.data import ensure_builtin_corpus
@@ -87,16 +85,11 @@ def _chosen(model: str, words: str) -> dict[str, tuple[str, ...]]:
 def _train(folder: Path, model: str, steps: int, own: tuple[object, ...]) -> str:
     # One micro-batch a step: what a step costs beside it (the optimizer) is the same in all kinds.
     large = ("--make-vocab-size-divisible-by", "32000", "--micro-batch-size", "8", "--global-batch-size", "8")
-    words = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-        "launch/pretrain_llama.sh", "--model", model, "--output", folder, "--train-iters", steps,
-        "--log-interval", LOG_INTERVAL, "--eval-iters", 1, "--save-interval", 10 * steps,
-        *(large if model != "tiny" else ()), *own,
-    ]  # fmt: skip
-    done = subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, env=os.environ)
-    if done.returncode:
-        raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.stdout
+    words = (
+        "--model", model, "--output", folder, "--train-iters", steps, "--log-interval", LOG_INTERVAL, "--eval-iters", 1,
+        "--save-interval", 10 * steps, *(large if model != "tiny" else ()), *own,
+    )  # fmt: skip
+    return launched.run(launched.PRETRAIN, words)
 
 
 def table(lines: list[Record]) -> Iterator[str]:
