@@ -14,7 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def made(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+    """`make -n`, as from a shell: `make test` hands its own level and flags to every make below it."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")
+    }
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
