@@ -94,8 +94,9 @@ def _settings(job: Job) -> Iterator[str]:
         "SAVE_INTERVAL": job.save_interval, "HOST_PYTHON": host_python,
     }.items():  # fmt: skip
         yield f"{name}={shlex.quote(str(value))}"
-    for name, value in {**site.environment, "PYTHON": python, "PYTHONPATH": str(ROOT)}.items():
+    for name, value in {**site.environment, "PYTHON": python}.items():
         yield f"export {name}={shlex.quote(value)}"
+    yield f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"  # what a site puts there stays
     in_srun, in_front = _container(site)
     yield _array("CONTAINER_SRUN", in_srun)
     yield _array("CONTAINER_RUN", in_front)

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launch import preflight, progress, sizes
-from launch.dry_run import ASSUMED_VOCABULARY
-from launch.estimate import PEAK, SHARE_OF_PEAK
+from launch import preflight, progress
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, group_flags
 from launch.launcher import check_data, check_with_megatron, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
-from launch.slurm.chain import STOP, measured_step_seconds
+from launch.slurm import needs
+from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
 
@@ -65,7 +64,7 @@ The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}`
 
 def main() -> None:
     try:
-        job, options, plan = prepare(sys.argv[1:], dict(os.environ))
+        job, options, plan, step, data = prepare(sys.argv[1:], dict(os.environ))
         if job.site.runtime == "venv":  # a container's Megatron may be another one than this machine's
             check_with_megatron(plan)
         text = render(job)
@@ -73,13 +72,25 @@ def main() -> None:
             sys.stdout.write(text)
         else:
             _submit(job, text)
+        for line in needs.told(plan, job, step, data):
+            print(f"> {line}" if options.dry_run else f"  {line}", file=sys.stderr if options.dry_run else sys.stdout)
     except (LaunchError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse.Namespace, Plan]:
-    """The job that a command line asks for, checked as far as the place of submission can, and what it would run.
+class Prepared(NamedTuple):
+    """The job that a command line asks for, and what it would run."""
+
+    job: Job
+    options: argparse.Namespace
+    plan: Plan
+    step: needs.Step | None
+    data: str | None  # prefix of the training text
+
+
+def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
+    """Check what is asked as far as the place of submission can.
 
     Raises:
         LaunchError: it could not run as asked.
@@ -106,11 +117,12 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
     plan = build_plan(family, run_options, rest, machine, environ=environ)
     output = plan.output.absolute()
     time = options.time or site.time
-    _check(plan, options, machine, _Named("--time" if options.time else f"TIME in {options.cluster},", time), rest)
+    step = needs.step_of(plan, machine, options.step_seconds)
+    _check(plan, options, step, _Named("--time" if options.time else f"TIME in {options.cluster},", time), rest)
     _check_data(plan, run_options, site)
     for note in plan.notes:
         print(f"> {note}", file=sys.stderr)
-    return (
+    return Prepared(
         Job(
             name=options.name or _name(output),
             nodes=nodes,
@@ -126,6 +138,8 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse
         ),
         options,
         plan,
+        step,
+        run_options.data,
     )
 
 
@@ -179,7 +193,9 @@ class _Named(NamedTuple):
     value: str
 
 
-def _check(plan: Plan, options: argparse.Namespace, machine: Machine, time: _Named, given: Sequence[str]) -> None:
+def _check(
+    plan: Plan, options: argparse.Namespace, step: needs.Step | None, time: _Named, given: Sequence[str]
+) -> None:
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"--{name} is at least 1, not {getattr(options, name)}")
@@ -199,7 +215,7 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine, time: _Nam
             "longer --time"
         )
     whose = "--save-interval" if "--save-interval" in flag_names(group_flags(given)) else "the preset's --save-interval"
-    _check_save_interval(plan, whose, options.step_seconds, machine, seconds)
+    needs.check_save_interval(plan, whose, step, seconds)
 
 
 def _check_data(plan: Plan, run_options: argparse.Namespace, site: Site) -> None:
@@ -207,30 +223,6 @@ def _check_data(plan: Plan, run_options: argparse.Namespace, site: Site) -> None
     if run_options.data and (site.runtime == "venv" or Path(f"{run_options.data}.idx").exists()):
         for notice in check_data(plan, run_options):
             print(f"> {notice}", file=sys.stderr)
-
-
-def _check_save_interval(plan: Plan, name: str, step: float | None, machine: Machine, slice_seconds: float) -> None:
-    """A slice that crashes before its first save has done nothing, and neither will the next one."""
-    step = step or measured_step_seconds(plan.output)
-    guessed = "" if step else " (guessed; --step-seconds S tells it)"
-    step = step or guess_step_seconds(plan, machine)
-    every = flag_number(plan.flags, "--save-interval", 1)
-    if step is None or every * step < slice_seconds:
-        return
-    most = max(1, int(slice_seconds / step / 4))
-    raise LaunchError(
-        f"{name} {every} takes {every * step / 3600:.1f} h at {step:.1f} s a step{guessed}, and a slice "
-        f"trains {slice_seconds / 3600:.1f} h: give --save-interval {most}, or a longer --time"
-    )
-
-
-def guess_step_seconds(plan: Plan, machine: Machine) -> float | None:
-    """6 FLOPs per active weight and token, at 40 % of the GPUs' peak; None on CPUs."""
-    if plan.on_cpu:
-        return None
-    tokens = flag_number(plan.flags, "--global-batch-size", 1) * flag_number(plan.flags, "--seq-length", 1)
-    weights = sizes.count_parameters(plan.flags, vocabulary=ASSUMED_VOCABULARY, active=True)
-    return 6 * weights * tokens / (machine.world_size * PEAK * SHARE_OF_PEAK)
 
 
 def _submit(job: Job, text: str) -> None:
@@ -244,10 +236,23 @@ def _submit(job: Job, text: str) -> None:
         (folder / "job.sbatch").write_text(text)
     except OSError as error:
         raise LaunchError(f"{error.filename} cannot be written ({error.strerror}): give another --output") from None
-    number = _run(["sbatch", "--parsable", str(folder / "job.sbatch")]).partition(";")[0]
+    try:
+        number = _run(["sbatch", "--parsable", str(folder / "job.sbatch")]).partition(";")[0]
+    except LaunchError as error:
+        raise LaunchError(f"{error}{_advice(str(error), job)}") from None
     print(f"submitted {job.name} as job {number}, at most {job.slices} slices of {job.time} on {job.nodes} nodes")
     print(f"  logs   {folder}/{number}_*.log")
     print(f"  stop   touch {job.output / STOP}   (saves first)      scancel {number}   (at once)")
+
+
+def _advice(refusal: str, job: Job) -> str:
+    """Every task of the array counts as a job of yours, also while it waits for the one before it."""
+    if re.search(r"job array|QOS policy|SubmitJob", refusal):
+        return (
+            f"; the chain is an array of {job.slices} tasks, which this cluster may not allow: give a smaller --slices "
+            "(scontrol show config | grep MaxArraySize; sacctmgr show qos format=name,maxsubmitpu)"
+        )
+    return ""
 
 
 def _run(command: list[str]) -> str:

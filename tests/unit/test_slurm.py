@@ -10,14 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launch import progress
 from launch.flags import LaunchError
 from launch.plan import LAYOUTS, PRESETS, ROOT, TINY
-from launch.slurm import chain, submit
+from launch.slurm import chain, needs, submit
 from launch.slurm.job import render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
+from simreg_megatron.data.indexed import PairWriter
 
 LLAMA = "launch/pretrain_llama.sh"
 CPU_SITE = "GPUS_PER_NODE=0\nTIME=60\n"
@@ -311,3 +313,67 @@ def test_rank_sh_gives_torch_its_names(tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "launch" / "slurm" / "rank.sh"), "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["11", "3", "16", "8", "1"], shlex.join(command)
+
+
+class TestWhatARunTakes:
+    """Told with every submission and dry run."""
+
+    def told(self, *argv: str) -> list[str]:
+        prepared = submit.prepare(argv, dict(os.environ))
+        return list(needs.told(prepared.plan, prepared.job, prepared.step, prepared.data))
+
+    def test_of_a_real_size(self, data: list[str]) -> None:
+        """12,500 steps of 2048 sequences of 2048 tokens; 14 bytes for each of 6.74 billion weights."""
+        reads, takes, disk = self.told(LLAMA, "--model", "7b", *data)
+        assert reads == "reads  52.4 billion tokens in 12,500 iterations"
+        assert takes.startswith("takes  11.4 h on 128 GPUs, 1,459 GPU hours, 3 slices, at 3.28 s a step (guessed")
+        assert disk == "disk   87.86 GiB a checkpoint, 351.4 GiB for 3 and one being written"
+
+    def test_what_is_left_and_how_often_the_text_is_read(self, data: list[str], tmp_path: Path) -> None:
+        pair = PairWriter(tmp_path / "text", "uint16")
+        pair.append(np.arange(2000), np.full(500, 4))
+        pair.commit()
+        checkpoint = tmp_path / "run" / "checkpoints" / "iter_0012000"
+        checkpoint.mkdir(parents=True)
+        for name in ("metadata.json", ".metadata"):
+            (checkpoint / name).write_text("{}")
+        words = ["--model", "7b", *data, "--data", str(tmp_path / "text"), "--save-interval", "100"]
+        reads, takes, _ = self.told("--step-seconds", "3", "--slices", "1", "--time", "20", LLAMA, *words)
+        assert reads == (
+            f"reads  2.1 billion tokens in 500 iterations, of the 2e-06 billion in {tmp_path / 'text'}, "
+            "1,048,576.0 times over"
+        )
+        assert takes.endswith("3 slices, at 3.00 s a step (--step-seconds); --slices 1 ends before that")
+
+    def test_on_cpus_before_the_first_slice(self, data: list[str], tmp_path: Path) -> None:
+        site = site_file(tmp_path, CPU_SITE)
+        reads, disk = self.told("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
+        assert reads == "reads  0.000819 billion tokens in 400 iterations" and disk.startswith("disk   0.")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "advised"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid job array specification", True),
+        ("sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)", True),
+        ("sbatch: error: invalid partition specified: gpus", False),
+    ],
+)
+def test_an_array_that_is_too_long_for_the_cluster(
+    refusal: str, advised: bool, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, text in {"squeue": "", "sbatch": f'echo "{refusal}" >&2\nexit 1\n'}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    job = submit.prepare([LLAMA, "--model", "7b", *data], dict(os.environ)).job
+    with pytest.raises(LaunchError) as caught:
+        submit._submit(job, render(job))
+    assert refusal in str(caught.value) and ("give a smaller --slices" in str(caught.value)) == advised
+
+
+def test_what_a_site_puts_on_the_path_of_modules_stays(data: list[str], tmp_path: Path) -> None:
+    site = site_file(tmp_path, "GPUS_PER_NODE=0\nTIME=60\nexport PYTHONPATH=/site/modules\n")
+    text = text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
+    assert value_of(text, "PYTHONPATH") == [f"{ROOT}:/site/modules"]

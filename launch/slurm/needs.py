@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run will take of its cluster: tokens, hours, slices, disk. Told before hours in a queue are spent on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import checkpoints, sizes
+from launch.dry_run import ASSUMED_VOCABULARY
+from launch.estimate import PEAK, SHARE_OF_PEAK
+from launch.flags import LaunchError, flag_names, flag_number
+from launch.plan import Machine, Plan
+from launch.slurm.chain import measured_step_seconds
+from launch.slurm.job import Job, seconds_of
+from simreg_megatron.data.check import count_tokens
+
+_ADAM = 8  # bytes of a weight: its two averages in float32
+_MASTER = 4  # its float32 value, which a run in 16 bits keeps beside the weight that it trains with
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step, and where the number comes from."""
+
+    seconds: float
+    source: str
+
+    @property
+    def is_guess(self) -> bool:
+        return self.source.startswith("guessed")
+
+
+def step_of(plan: Plan, machine: Machine, given: float | None) -> Step | None:
+    """As the user says, as the run's slices took so far, or as FLOPs tell; None on CPUs before the first slice."""
+    if given:
+        return Step(given, "--step-seconds")
+    measured = measured_step_seconds(plan.output)
+    if measured:
+        return Step(measured, "as its slices took so far")
+    if plan.on_cpu:
+        return None
+    weights = sizes.count_parameters(plan.flags, vocabulary=ASSUMED_VOCABULARY, active=True)
+    seconds = 6 * weights * step_tokens(plan) / (machine.world_size * PEAK * SHARE_OF_PEAK)
+    return Step(seconds, f"guessed at {SHARE_OF_PEAK:.0%} of the peak; --step-seconds S tells it")
+
+
+def step_tokens(plan: Plan) -> int:
+    return flag_number(plan.flags, "--global-batch-size", 1) * flag_number(plan.flags, "--seq-length", 1)
+
+
+def check_save_interval(plan: Plan, name: str, step: Step | None, slice_seconds: float) -> None:
+    """A slice that crashes before its first save has done nothing, and neither will the next one.
+
+    Raises:
+        LaunchError: no save falls into a slice.
+    """
+    every = flag_number(plan.flags, "--save-interval", 1)
+    if step is None or every * step.seconds < slice_seconds:
+        return
+    most = max(1, int(slice_seconds / step.seconds / 4))
+    guessed = " (guessed; --step-seconds S tells it)" if step.is_guess else ""
+    raise LaunchError(
+        f"{name} {every} takes {every * step.seconds / 3600:.1f} h at {step.seconds:.1f} s a step{guessed}, and a "
+        f"slice trains {slice_seconds / 3600:.1f} h: give --save-interval {most}, or a longer --time"
+    )
+
+
+def told(plan: Plan, job: Job, step: Step | None, text: str | None) -> Iterator[str]:
+    """Lines for the one who submits; `text` is the prefix of what the run trains on, where this machine sees it."""
+    steps = _steps_left(plan, job.save)
+    if steps is None:
+        return
+    yield f"reads  {_tokens(steps, step_tokens(plan), text)}"
+    if step is not None:
+        yield _time(job, steps * step.seconds, step)
+    size = checkpoint_bytes(plan)
+    room = (job.keep + 1) * size
+    yield f"disk   {size / 2**30:,.2f} GiB a checkpoint, {room / 2**30:,.1f} GiB for {job.keep} and one being written"
+
+
+def _tokens(steps: int, each: int, text: str | None) -> str:
+    asked = steps * each
+    told = f"{asked / 1e9:,.3g} billion tokens in {steps:,} iterations"
+    if text is None or not Path(f"{text}.idx").exists():
+        return told
+    there = count_tokens(text)
+    again = f", {asked / there:,.1f} times over" if asked > there else ""
+    return f"{told}, of the {there / 1e9:,.3g} billion in {text}{again}"
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Of the weights and Adam's state, as Megatron saves them."""
+    names = flag_names(plan.flags)
+    weight = 2 + _MASTER if names & {"--bf16", "--fp16"} else 4
+    state = 0 if "--no-save-optim" in names else _ADAM
+    if not state and weight != 4:
+        weight = 2
+    return (weight + state) * sizes.count_parameters(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+
+
+def _time(job: Job, seconds: float, step: Step) -> str:
+    useful = seconds_of(job.time) - job.reserve
+    hours, slices = seconds / 3600, math.ceil(seconds / useful)
+    gpus = job.nodes * job.site.gpus_per_node
+    cost = f" on {gpus} GPUs, {hours * gpus:,.0f} GPU hours" if gpus else f" on {job.nodes} nodes"
+    many = f"{slices} slice{'s' if slices > 1 else ''}"
+    short = f"; --slices {job.slices} ends before that" if slices > job.slices else ""
+    return f"takes  {hours:,.1f} h{cost}, {many}, at {step.seconds:.2f} s a step ({step.source}){short}"
+
+
+def _steps_left(plan: Plan, save: Path) -> int | None:
+    """None where the length is given in sequences."""
+    if "--train-samples" in flag_names(plan.flags):
+        return None
+    done = checkpoints.newest_whole(save) or 0
+    return max(0, flag_number(plan.flags, "--train-iters", 0) - done)
