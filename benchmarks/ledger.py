@@ -24,8 +24,8 @@ from simreg_megatron.report.steps import overhead
 
 PAGES = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/checkpoints.md", "docs/cluster.md", "docs/data.md",
-    "docs/evaluation.md", "docs/evidence.md", "docs/exact.md", "docs/existing-pipeline.md", "docs/objectives.md",
-    "docs/performance.md", "patches/README.md",
+    "docs/design.md", "docs/evaluation.md", "docs/evidence.md", "docs/exact.md", "docs/existing-pipeline.md",
+    "docs/objectives.md", "docs/performance.md", "docs/support.md", "patches/README.md",
 )  # fmt: skip
 MADE_PAGES = {
     "docs/parity.md": "python -m tests.megatron.parity", "docs/versions.md": "python -m tests.versions",
@@ -133,7 +133,10 @@ def over_plain() -> list[float]:
     return [found.percent, found.low, found.high]
 
 
-OF_THE_STEP = (Figure(PERFORMANCE, "better 2 | {} % more processor time (interval {} to {};", PAIRS, over_plain),)
+OF_THE_STEP = (
+    Figure("README.md", "what a step costs | {} % more on a CPU", PAIRS, lambda: over_plain()[:1]),
+    Figure(PERFORMANCE, "better 2 | {} % more processor time (interval {} to {};", PAIRS, over_plain),
+)
 
 
 # ---- the demo ------------------------------------------------------------------------------------------------------
@@ -161,7 +164,7 @@ def heatmap_means(step: int) -> list[float]:
 COLUMNS = ("validation_loss", "simreg_loss", "mean_cosine")
 ROW = " ".join("{}" for _ in COLUMNS)
 OF_THE_DEMO = (
-    Figure("README.md", "({} s after the set-up", DEMO, lambda: [json_of(DEMO.file)["seconds"]]),
+    Figure("README.md", "({} s after the set-up;", DEMO, lambda: [json_of(DEMO.file)["seconds"]]),
     Figure("README.md", f"cosine of other labels cross-entropy {ROW} simreg {ROW} difference {ROW}", DEMO,
            lambda: [*of_demo("cross-entropy", *COLUMNS), *of_demo("simreg", *COLUMNS), *demo_difference(*COLUMNS)]),
     Figure("README.md", "simreg ended {} nats per token better than cross-entropy in validation loss ({} and {} nats",
@@ -236,7 +239,7 @@ VERIFY = "simreg_megatron/checkpoint/verify.py"
 STATED = (
     states(OBJECTIVES, "stay alive: {} MiB of them at a time", "simreg_megatron/parallel/truncated_head.py",
            r"_SLAB = (\d+) << 20"),
-    states("README.md", "logits of Megatron's model to {} |", VERIFY, r"LOGIT_TOLERANCE = ([\d.e-]+)"),
+    states("docs/support.md", "logits of Megatron's model to {} |", VERIFY, r"LOGIT_TOLERANCE = ([\d.e-]+)"),
     states("docs/checkpoints.md", "further away than {} of the logits' standard deviation", VERIFY,
            r"LOGIT_TOLERANCE = ([\d.e-]+)"),
     states("docs/checkpoints.md", "differ by less than {} of their value", VERIFY,
@@ -272,14 +275,20 @@ STATED = (
 NOT_MEASURED = (
     NotMeasured("README.md", "the paper's (abstract)", ("over 30 % fewer tokens",)),
     NotMeasured("README.md", "what tools/setup.sh asks for, rounded up", ("7 GB of disk",)),
-    NotMeasured("README.md", "AdaGC's setting", ("1.04 times the moving average",)),
-    NotMeasured("README.md", "a Python, not a number", ("| 3.12 (their wheels", "| 3.12 | exact, with one warning")),
+    NotMeasured("README.md", "defaults", ("`--simreg-temperature` | 0.01 |", "`--simreg-chunk-size` | 1024 |")),
+    NotMeasured("docs/support.md", "a Python, not a number",
+                ("| 3.12 (their wheels", "| 3.12 | exact, with one warning")),
     NotMeasured("CONTRIBUTING.md", "about how long one waits",
                 ("root, 15 minutes", "layout: 5 minutes", "Megatron: 30 minutes")),
     NotMeasured("docs/cluster.md", "the pulse of a run's lock", ("touches it every 10 s",)),
     NotMeasured("docs/cluster.md", "defaults", ("MINUTES` | 10 |", "`--keep N` | 3 |")),
     NotMeasured("docs/cluster.md", "the paper's, and their share of the peak by launch/estimate.py",
                 ("56 GPU hours for 350M and over 2000 for 7B: 14 % and 30 % of the peak",)),
+    NotMeasured("docs/cluster.md", "counted: batch times iterations, at two bytes each, of four characters",
+                ("52.4 billion tokens (the", "105 GB of", "some 200 GB of plain text")),
+    NotMeasured("docs/cluster.md", "what launch/slurm/needs.py prints; tests/unit/test_slurm.py compares it",
+                ("reads  52.4 billion", "of the 53 billion", "1,459 GPU hours", "at 3.28 s a step (guessed at 40% of",
+                 "87.86 GiB a checkpoint, 351.4 GiB for", "has 14 bytes a weight")),
     NotMeasured("docs/cluster.md", "the maker's", ("NVLink carries 400 GB/s",)),
     NotMeasured("docs/data.md", "the paper's share", ("most frequent 2 % of",)),
     NotMeasured("docs/evaluation.md", "of the test's making", ("It asks 500 questions",)),
@@ -315,6 +324,7 @@ ENTRIES: tuple[Entry, ...] = (
     *OF_OBJECTIVES,
     *OF_THE_CORPUS,
     *STATED,
+    Made("docs/cluster.md", "At commit", "python -m launch.estimate"),
     Made("docs/cluster.md", "| model | nodes |", "python -m launch.estimate"),
     *NOT_MEASURED,
 )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch import sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import flag_number
 from launch.launcher import make_parser
@@ -32,13 +33,14 @@ _PAPER_GPU_HOURS = {"llama-350m": 56, "llama-7b": 2000}
 
 @dataclass(frozen=True)
 class Estimate:
-    """One size on its layout; memory in GiB per GPU, time in seconds and hours."""
+    """One size on its layout; memory in GiB per GPU, a checkpoint in GiB, time in seconds and hours."""
 
     model: str
     nodes: int
     args: Any
     weights: float
     activations: float
+    checkpoint: float  # of the whole run
     flops: float  # per step
 
     @property
@@ -70,7 +72,8 @@ def estimate(layout: str, model: str) -> Estimate:
     machine = Machine(_GPUS_PER_NODE, True, world_size=world, local_world_size=_GPUS_PER_NODE)
     words = ["--model", size, "--layout", layout, "--data", "text", "--tokenizer", "tokenizer.model"]
     options, rest = make_parser(family).parse_known_args(words)
-    args = _megatron_args(build_plan(family, options, rest, machine, environ={}).arguments, world)
+    plan = build_plan(family, options, rest, machine, environ={})
+    args = _megatron_args(plan.arguments, world)
 
     from megatron.training.theoretical_memory_usage import report_theoretical_memory
     from megatron.training.training import num_floating_point_operations
@@ -79,7 +82,8 @@ def estimate(layout: str, model: str) -> Estimate:
     with _silence():
         weights, activations, _ = report_theoretical_memory(args, num_microbatches=micro_batches)
         flops = num_floating_point_operations(args, args.global_batch_size)
-    return Estimate(model, nodes, args, weights / 1024, activations / 1024, flops)
+    checkpoint = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+    return Estimate(model, nodes, args, weights / 1024, activations / 1024, checkpoint / 2**30, flops)
 
 
 def _megatron_args(words: list[str], world: int) -> Any:
@@ -112,7 +116,8 @@ def _silence() -> Any:
 
 _COLUMNS = (
     "model", "nodes", "TP x PP x EP, DP", "micro-batch", "recompute", "weights, optimizer (GiB)", "activations (GiB)",
-    "sum (GiB)", "GFLOP per token", "tokens/s per GPU", "step (s)", "GPU hours", "the paper's GPU hours",
+    "sum (GiB)", "checkpoint (GiB)", "tokens (billion)", "tokens/s per GPU", "step (s)", "hours", "GPU hours",
+    "the paper's GPU hours",
 )  # fmt: skip
 
 
@@ -128,9 +133,11 @@ def row(one: Estimate) -> list[str]:
         str(args.micro_batch_size),
         args.recompute_granularity or "none",
         *(f"{gib:.1f}" for gib in (one.weights, one.activations, one.weights + one.activations)),
-        f"{one.flops / one.step_tokens / 1e9:.1f}",
+        f"{one.checkpoint:.1f}",
+        f"{one.step_tokens * args.train_iters / 1e9:.1f}",
         f"{one.step_tokens / one.step_seconds(SHARE_OF_PEAK) / one.gpus:,.0f}",
         f"{one.step_seconds(SHARE_OF_PEAK):.1f}",
+        f"{one.gpu_hours(SHARE_OF_PEAK) / one.gpus:.1f}",
         f"{one.gpu_hours(SHARE_OF_PEAK):,.0f}",
         f"{hours:,}, met at {one.paper_share:.0%} of the peak" if hours else "not stated",
     ]

@@ -82,3 +82,15 @@ def count_parameters(flags: Sequence[Flag], *, vocabulary: int, active: bool = F
     block = attention + feed_forward + 2 * hidden
     tables = 2 if "--untie-embeddings-and-output-weights" in given and not active else 1
     return layers * block + hidden + tables * vocabulary * hidden
+
+
+_ADAM = 8  # bytes of a weight: its two averages in float32
+_MASTER = 4  # its float32 value, which a run in 16 bits keeps beside the weight that it trains with
+
+
+def checkpoint_bytes(flags: Sequence[Flag], *, vocabulary: int) -> int:
+    """Of a checkpoint with the weights and Adam's state, as Megatron saves them."""
+    given = flag_names(flags)
+    in_half = bool(given & {"--bf16", "--fp16"})
+    state = 0 if "--no-save-optim" in given else _ADAM + (_MASTER if in_half else 0)
+    return ((2 if in_half else 4) + state) * count_parameters(flags, vocabulary=vocabulary)

@@ -17,9 +17,6 @@ from launch.slurm.chain import measured_step_seconds
 from launch.slurm.job import Job, seconds_of
 from simreg_megatron.data.check import count_tokens
 
-_ADAM = 8  # bytes of a weight: its two averages in float32
-_MASTER = 4  # its float32 value, which a run in 16 bits keeps beside the weight that it trains with
-
 
 @dataclass(frozen=True)
 class Step:
@@ -76,7 +73,7 @@ def told(plan: Plan, job: Job, step: Step | None, text: str | None) -> Iterator[
     yield f"reads  {_tokens(steps, step_tokens(plan), text)}"
     if step is not None:
         yield _time(job, steps * step.seconds, step)
-    size = checkpoint_bytes(plan)
+    size = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
     room = (job.keep + 1) * size
     yield f"disk   {size / 2**30:,.2f} GiB a checkpoint, {room / 2**30:,.1f} GiB for {job.keep} and one being written"
 
@@ -89,16 +86,6 @@ def _tokens(steps: int, each: int, text: str | None) -> str:
     there = count_tokens(text)
     again = f", {asked / there:,.1f} times over" if asked > there else ""
     return f"{told}, of the {there / 1e9:,.3g} billion in {text}{again}"
-
-
-def checkpoint_bytes(plan: Plan) -> int:
-    """Of the weights and Adam's state, as Megatron saves them."""
-    names = flag_names(plan.flags)
-    weight = 2 + _MASTER if names & {"--bf16", "--fp16"} else 4
-    state = 0 if "--no-save-optim" in names else _ADAM
-    if not state and weight != 4:
-        weight = 2
-    return (weight + state) * sizes.count_parameters(plan.flags, vocabulary=ASSUMED_VOCABULARY)
 
 
 def _time(job: Job, seconds: float, step: Step) -> str:

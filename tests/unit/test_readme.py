@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's support table says something in every cell, and what it names is there."""
+"""The README is short, its snippet runs, what it and the support table name is there, and no cell is empty."""
 
 from __future__ import annotations
 
@@ -13,8 +13,29 @@ from tests.megatron.parity.cells import CELLS
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDES = "\n".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))
-SUPPORT = README[README.index("## What works where") : README.index("## Megatron releases")]
-ROWS = [line for line in SUPPORT.splitlines() if line.startswith("| ") and not line.startswith("| |")]
+SUPPORT = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+TABLE = SUPPORT[: SUPPORT.index("## Megatron releases")]
+ROWS = [line for line in TABLE.splitlines() if line.startswith("| ") and not line.startswith("| |")]
+
+
+def test_it_is_read_in_three_minutes() -> None:
+    assert len(README.splitlines()) < 120
+
+
+@pytest.mark.parametrize("block", re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL))
+def test_its_snippets_run(block: str) -> None:
+    exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        found = page.parent / path if path else page
+        assert found.exists(), target
+        if anchor and found.suffix == ".md":
+            heads = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}, target
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -28,7 +49,9 @@ def test_named_rows_of_the_parity_table_exist(pattern: str) -> None:
     assert any(re.search(pattern, cell.name) for cell in CELLS)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"tests/[\w/.]+\.py|docs/[\w-]+\.(?:md|png)", README))))
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"tests/[\w/.]+\.py|docs/[\w-]+\.(?:md|png)", README + SUPPORT)))
+)
 def test_named_files_exist(path: str) -> None:
     assert (ROOT / path).is_file()
 
