@@ -82,6 +82,11 @@ def tracked(folder: Path) -> int | None:
     return None
 
 
+def is_loadable(folder: Path) -> bool:
+    """Whether Megatron finds something there to begin from."""
+    return newest_whole(folder) is not None or ((folder / TRACKER).is_file() and not _is_no_release(folder))
+
+
 def repair(folder: Path) -> list[str]:
     """Make Megatron's next start find the newest whole checkpoint: delete torn ones, correct the tracker.
 

@@ -39,6 +39,7 @@ from launch.plan import (
     with_stand_ins,
 )
 from simreg_megatron.data.pairs import explain_missing, is_pair
+from simreg_megatron.installed import broken_transformer_engine
 
 
 def make_parser(family: str) -> argparse.ArgumentParser:
@@ -131,13 +132,14 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     for note in plan.notes:
         _say(f"> {note}")
     preflight.check_output(plan.output)
+    preflight.check_load(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
     if options.data:
         _tell(check_data(plan, options))
     _prepare(plan)
     with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
-        check_with_megatron(plan, trains=True)
+        check_with_megatron(plan, machine, trains=True)
     with _alone(plan):
         plan = planned(_build_corpus() if plan.builtin_corpus else None)
         if options.auto_resume:
@@ -154,9 +156,12 @@ def _launch(family: str, argv: Sequence[str]) -> None:
 def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """What a dry run says; text that is not here may lie where this machine does not see it."""
     preflight.check_output(plan.output)
+    preflight.check_load(plan.flags)
     _use_tree(plan)
-    check_with_megatron(plan)
+    objection = check_with_megatron(plan, machine)
     _say(describe(plan, machine, environ=os.environ))
+    if objection:
+        _say(f"# note      on this machine, without a GPU, Megatron would refuse these flags: {objection}")
     given = [prefix for prefix in (options.data, options.valid_data) if prefix]
     missing = [prefix for prefix in given if not is_pair(prefix)]
     if given and not missing:
@@ -205,11 +210,29 @@ def _stopped(save: Path) -> NoReturn:
     raise SystemExit(130) from None
 
 
-def check_with_megatron(plan: Plan, *, trains: bool = False) -> None:
+def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -> str | None:
+    """Ask Megatron about the run's flags.
+
+    Returns:
+        What it has against them where a run on GPUs is planned without one: some of its checks ask the GPU.
+
+    Raises:
+        LaunchError: it would not start.
+    """
+    from torch.cuda import is_available
+
+    from simreg_megatron.plugin import cpu_backend
+
+    pretends = machine.gpus > 0 and (cpu_backend.is_active() or not is_available())
     own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
     # A Megatron-LM tree's script may add flags of its own.
     knows_all = not os.environ.get("MEGATRON_PATH")
-    preflight.check_with_megatron(plan.flags, options=own, knows_all=knows_all, trains=trains)
+    objection = preflight.check_with_megatron(
+        plan.flags, options=own, knows_all=knows_all, trains=trains, world_size=machine.world_size
+    )
+    if objection and not pretends:
+        raise LaunchError(f"Megatron refuses these flags together: {objection}")
+    return objection
 
 
 def _record(plan: Plan, stamp: str) -> None:
@@ -236,19 +259,35 @@ def _go_on(plan: Plan) -> Plan:
 
 
 def look_at_machine() -> Machine:
+    """What this process finds here.
+
+    Raises:
+        LaunchError: there is no torch, or a GPU and a Transformer Engine that cannot be imported.
+    """
     try:
-        import torch
+        gpus = _gpus()
     except ImportError:
         raise LaunchError(
             f"{sys.executable} has no torch: run `make setup`, or activate the right environment"
         ) from None
+    broken = broken_transformer_engine() if gpus else None  # a run on CPUs does without it
+    if broken:
+        raise LaunchError(broken)
     return Machine(
-        gpus=torch.cuda.device_count(),
+        gpus=gpus,
         transformer_engine=util.find_spec("transformer_engine") is not None,
         apex_gradient_kernel=util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
+
+
+def _gpus() -> int:
+    import torch
+
+    from simreg_megatron.plugin import cpu_backend
+
+    return 0 if cpu_backend.is_active() else torch.cuda.device_count()  # its stand-ins would count as GPUs
 
 
 def assume_gpus(machine: Machine, model: str, words: Sequence[str]) -> Machine:

@@ -343,6 +343,7 @@ def _fit_preset(
     """Bring sizes that depend on each other together: FFN and ranks, batch and ranks, warm-up and length."""
     notes: list[str] = []
     preflight.check_layout([*preset, *user], machine.world_size)
+    preflight.check_counts(user)
     preset = _fit_ffn(preset, user, ffn, notes)
     preset = _fit_batch(preset, user, machine, notes, strict=strict)
     preset = _fit_warmup(preset, user, notes)
@@ -410,6 +411,9 @@ def _fit_warmup(preset: list[Flag], user: Sequence[Flag], notes: list[str]) -> l
     name = "--lr-warmup-iters"
     both = [*preset, *user]
     end = flag_number(both, "--lr-decay-iters", flag_number(both, "--train-iters", 1))
+    own = flag_value(user, name) or ""
+    if own.isdecimal() and int(own) >= end and "--train-samples" not in flag_names(user):
+        raise LaunchError(f"{name} {own} leaves nothing of {end} iterations to decay in: give fewer")
     chosen = flag_names(user) & {name, "--lr-warmup-fraction", "--train-samples"}
     if chosen or flag_number(preset, name, 1) < end:
         return preset

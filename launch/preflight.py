@@ -11,14 +11,16 @@ import argparse
 import contextlib
 import difflib
 import io
+import logging
 import os
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from launch import sizes
-from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flatten
+from launch import checkpoints, sizes
+from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten
 
 if TYPE_CHECKING:
     from simreg_megatron import SimRegConfig
@@ -60,6 +62,8 @@ def check_own_flags(flags: Sequence[Flag]) -> SimRegConfig:
     parser.add_argument("--num-layers", type=int)  # two settings of Megatron's that ours are checked with
     parser.add_argument("--clip-grad", type=float)
     add_simreg_arguments(parser)
+    if flag_value(flags, "--simreg-cpu") not in (None, "", "force"):
+        raise LaunchError(f"--simreg-cpu takes no value, or force, not {flag_value(flags, '--simreg-cpu')!r}")
     own = [flag for flag in flags if _is_own(flag) and flag_name(flag) != "--simreg-cpu"]
     known = [flag for flag in flags if flag_name(flag) in ("--num-layers", "--clip-grad")]
     return config_from_args(parser.parse_known_args(flatten([*own, *known]))[0])
@@ -67,6 +71,30 @@ def check_own_flags(flags: Sequence[Flag]) -> SimRegConfig:
 
 def _is_own(flag: Flag) -> bool:
     return flag_name(flag).startswith(_OWN)
+
+
+def check_counts(flags: Sequence[Flag]) -> None:
+    """See that what counts something is a positive number.
+
+    Raises:
+        LaunchError: one is not.
+    """
+    for name in ("--save-interval", "--log-interval", "--seq-length"):
+        flag_number(flags, name, 1)
+
+
+def check_load(flags: Sequence[Flag]) -> None:
+    """See that --load names checkpoints: Megatron would begin anew, and say so in one line of hundreds.
+
+    Raises:
+        LaunchError: it does not.
+    """
+    folder = flag_value(flags, "--load")
+    if folder is None or folder == flag_value(flags, "--save") or checkpoints.is_loadable(Path(folder)):
+        return
+    inside = Path(folder) / "checkpoints"
+    hint = f"give {inside}" if inside.is_dir() else "give the folder that --save named"
+    raise LaunchError(f"--load {folder}: no whole checkpoint is there, {hint}, or leave it out to begin anew")
 
 
 def check_layout(flags: Sequence[Flag], world_size: int) -> None:
@@ -130,12 +158,14 @@ def _check_heads(flags: Sequence[Flag], tensor: int) -> None:
 
 
 def _check_experts(flags: Sequence[Flag], world_size: int, pipeline: int) -> None:
+    experts, chosen = flag_number(flags, "--num-experts", 0), flag_number(flags, "--moe-router-topk", 1)
+    if experts and chosen > experts:
+        raise LaunchError(f"--moe-router-topk {chosen} is more than the {experts} experts: give at most {experts}")
     ranks = flag_number(flags, "--expert-model-parallel-size", 1)
     if ranks == 1:
         return
     if "--num-experts" not in flag_names(flags):
         raise LaunchError(f"--expert-model-parallel-size {ranks} has no experts to share out: leave it out")
-    experts = flag_number(flags, "--num-experts", 1)
     if experts % ranks:
         raise LaunchError(
             f"{experts} experts cannot be shared out among {ranks} ranks: give an --expert-model-parallel-size of "
@@ -170,14 +200,20 @@ def check_output(folder: Path) -> None:
         raise LaunchError(f"--output {folder}: nothing can be written in {there}: name another folder")
 
 
-def check_with_megatron(flags: Sequence[Flag], *, options: Sequence[str], knows_all: bool, trains: bool) -> None:
-    """Let Megatron's own parser read the flags that are its own; where it is not installed, nobody can tell.
+def check_with_megatron(
+    flags: Sequence[Flag], *, options: Sequence[str], knows_all: bool, trains: bool, world_size: int
+) -> str | None:
+    """Let Megatron's own parser and checks read the flags that are its own; where it is missing, nobody can tell.
 
     Args:
         options: the launcher's own, which may have been meant.
         knows_all: whether the script adds no flags of its own to Megatron's.
         trains: whether this process goes on to train. Megatron is imported here then, and its log keeps the output
             that it finds.
+        world_size: ranks of the run.
+
+    Returns:
+        What Megatron says against flags that go together badly.
 
     Raises:
         LaunchError: Megatron has no such flag, or the flag takes no such value.
@@ -185,13 +221,54 @@ def check_with_megatron(flags: Sequence[Flag], *, options: Sequence[str], knows_
     with contextlib.nullcontext() if trains else _silence():
         parser = _megatrons_parser()
     if parser is None or "--yaml-cfg" in flag_names(flags):
-        return
-    _, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
+        return None
+    words = flatten(flag for flag in flags if not _is_own(flag))
+    args, unknown = parser.parse_known_args(words)
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if names and knows_all:
         near = difflib.get_close_matches(names[0], [*parser._option_string_actions, *options], n=1, cutoff=0.7)
         hint = f"did you mean {near[0]}?" if near else "leave it out, or see --help"
         raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
+    if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings
+        return None
+    objection = _objection(args, world_size)
+    if objection is None:
+        _check_own_combinations(flags, args)
+    return objection
+
+
+def _check_own_combinations(flags: Sequence[Flag], args: argparse.Namespace) -> None:
+    """What SimReg itself refuses beside Megatron's flags, which a run tells when it has begun."""
+    from simreg_megatron.plugin import hooks
+
+    config = check_own_flags(flags)
+    if not config.active:
+        return
+    try:
+        hooks.refuse_arguments(args, config)
+    except (ValueError, NotImplementedError) as error:
+        raise LaunchError(str(error)) from None
+
+
+def _objection(args: argparse.Namespace, world_size: int) -> str | None:
+    """The first of the assertions that a run of Megatron begins with and these arguments do not meet."""
+    from megatron.training.arguments import validate_args
+
+    args.rank, args.world_size = 0, world_size
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with _silence():
+            validate_args(args, {})
+    except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return " ".join(str(error).split()) or f"{place.line} ({Path(place.filename).name}, line {place.lineno})"
+    except Exception:  # of what only a run knows
+        return None
+    finally:
+        logging.disable(disabled)
+    return None
 
 
 def _megatrons_parser() -> _Refusing | None:

@@ -22,6 +22,7 @@ from simreg_megatron import __version__
 from simreg_megatron.checkpoint import commands as checkpoint_commands
 from simreg_megatron.data.commands import app as data_commands
 from simreg_megatron.evaluation import commands as evaluation_commands
+from simreg_megatron.installed import broken_transformer_engine
 from simreg_megatron.reproduce import commands as reproduce_commands
 from simreg_megatron.reproduce.report_commands import app as report_commands
 
@@ -84,6 +85,9 @@ def doctor(
     console.print(_packages())
     console.print(_device_sentence())
     console.print(_apex_sentence())
+    broken = broken_transformer_engine()
+    if broken:
+        console.print(broken, soft_wrap=True)
     table, complete = _seams()
     console.print(table)
     if not complete:

@@ -396,7 +396,9 @@ def _checked_lambda(value: float | str) -> float | str:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or number < 0:
-        raise ValueError(f"SimReg lambda must be a finite number of 0 or more, or auto, not {value}")
+        raise ValueError(
+            f"SimReg lambda must be a finite number of 0 or more, or auto, not {value if str(value) else 'empty'}"
+        )
     return number
 
 

@@ -68,7 +68,8 @@ def read_site(path: Path, variables: Mapping[str, str]) -> Site:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"the cluster's settings cannot be read from {path}: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise LaunchError(f"{path} cannot be read ({why}): give a file of settings such as {DEFAULT}") from None
     known = {item.name: item for item in fields(Site) if item.name != "environment"}
     settings: dict[str, str | int] = {}
     environment: dict[str, str] = {}

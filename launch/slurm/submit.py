@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from launch import preflight, progress
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, group_flags
@@ -28,8 +28,15 @@ from launch.slurm.site import DEFAULT, Site, read_site
 _PATHS = ("--data", "--valid-data", "--tokenizer")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Whose complaint is one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message}: see bash launch/slurm/submit.sh --help")
+
+
 def make_submit_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="launch/slurm/submit.sh",
         usage="bash launch/slurm/submit.sh [options] launch/pretrain_{llama|mixtral}.sh [options of that script]",
         description="Submit a run to SLURM as a chain of jobs that resumes, and ends by itself.",
@@ -64,9 +71,11 @@ The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}`
 
 def main() -> None:
     try:
-        job, options, plan, step, data = prepare(sys.argv[1:], dict(os.environ))
+        job, options, plan, machine, step, data = prepare(sys.argv[1:], dict(os.environ))
         if job.site.runtime == "venv":  # a container's Megatron may be another one than this machine's
-            check_with_megatron(plan)
+            objection = check_with_megatron(plan, machine)
+            if objection:
+                print(f"> note: on this machine Megatron would refuse these flags: {objection}", file=sys.stderr)
         text = render(job)
         if options.dry_run:
             sys.stdout.write(text)
@@ -85,6 +94,7 @@ class Prepared(NamedTuple):
     job: Job
     options: argparse.Namespace
     plan: Plan
+    machine: Machine
     step: needs.Step | None
     data: str | None  # prefix of the training text
 
@@ -138,6 +148,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
         ),
         options,
         plan,
+        machine,
         step,
         run_options.data,
     )
@@ -199,6 +210,8 @@ def _check(
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"--{name} is at least 1, not {getattr(options, name)}")
+    if options.step_seconds is not None and options.step_seconds <= 0:
+        raise LaunchError(f"--step-seconds is above 0, not {options.step_seconds:g}")
     if options.reserve < 0.5:
         raise LaunchError(f"--reserve is at least half a minute, not {options.reserve:g}: the last save needs it")
     if re.search(r"[\s%\"'\\]", str(plan.output.absolute())):
@@ -220,6 +233,8 @@ def _check(
 
 def _check_data(plan: Plan, run_options: argparse.Namespace, site: Site) -> None:
     """Before hours in a queue; in a container the paths may be other ones."""
+    if site.runtime == "venv":
+        preflight.check_load(plan.flags)
     if run_options.data and (site.runtime == "venv" or Path(f"{run_options.data}.idx").exists()):
         for notice in check_data(plan, run_options):
             print(f"> {notice}", file=sys.stderr)

@@ -77,7 +77,7 @@ def _read(source: str, group: list[Target], paths: Mapping[str, Path], architect
 def _json(path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no {path}: give the folder of a Hugging Face model") from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): {_COPY}") from None

@@ -124,6 +124,8 @@ def activate(mode: str = "on") -> None:
             "or say --simreg-cpu=force (SIMREG_CPU=force) to leave it idle"
         )
     _state["active"] = True
+    # Megatron takes its norms and its Adam from Transformer Engine wherever that can be imported; they need a GPU.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     # Nobody on a CPU misses the fused layers whose absence Megatron reports once a module.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine|transformer-engine)")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -352,7 +352,7 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
         regularizer = _installation.begin_run()
         _installation.clipping = _begin_clipping(get_args()) if _installation.given_config is None else None
         if regularizer.config.active:
-            _refuse_arguments(get_args(), regularizer.config)
+            refuse_arguments(get_args(), regularizer.config)
         try:
             built = setup_model_and_optimizer(*args, **kwargs)
         except Exception as error:
@@ -377,8 +377,12 @@ def _begin_clipping(args: Any) -> Clipping | None:
     return None if config is None else Clipping(config)
 
 
-def _refuse_arguments(args: Any, config: SimRegConfig) -> None:
-    """Flags of Megatron under which SimReg would be wrong, or silent."""
+def refuse_arguments(args: Any, config: SimRegConfig) -> None:
+    """Refuse flags of Megatron under which SimReg would be wrong, or silent.
+
+    Raises:
+        ValueError, NotImplementedError: there is one; the sentence names it and the way out.
+    """
     interval = config.log_interval
     if interval is not None and interval % args.log_interval:
         raise ValueError(

@@ -124,3 +124,16 @@ def test_without_a_gpu_and_without_asking(tmp_path: Path) -> None:
 def test_a_missing_script_is_named() -> None:
     done = python("", "-m", "simreg_megatron", "nowhere.py")
     assert done.returncode == 2 and "there is no script nowhere.py" in done.stderr
+
+
+@pytest.mark.megatron
+def test_transformer_engine_stays_out_of_it(tmp_path: Path) -> None:
+    """Megatron takes its norm wherever it can be imported, and ends where importing it ends otherwise."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('undefined symbol: cublasLt')")
+    imported = "from megatron.core.models.gpt import gpt_model; print('whole')"
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    hidden = python(f"from simreg_megatron.plugin import cpu_backend as c; c.activate(); {imported}", PYTHONPATH=path)
+    assert hidden.stdout.splitlines()[-1:] == ["whole"], hidden.stderr
+    seen = python(imported, PYTHONPATH=path)
+    assert "undefined symbol" in seen.stderr and "whole" not in seen.stdout

@@ -57,7 +57,8 @@ LAW = {
     "evaluation": room("data checkpoint", "lm_eval datasets transformers torch numpy matplotlib typer rich"),
     "reproduce": room(f"{TOP} data report", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} plugin"),
-    "cli": room(f"{TOP} config plugin data checkpoint evaluation report probe reproduce", "typer rich torch"),
+    "installed": room(packages="transformer_engine"),
+    "cli": room(f"{TOP} config plugin data checkpoint evaluation installed report probe reproduce", "typer rich torch"),
 }
 
 

@@ -55,15 +55,15 @@ def test_what_cannot_be_caught_is_refused(config: dict, flags: dict, sentence: s
     args = SimpleNamespace(log_interval=1, num_layers=8, **flags)
     error = ValueError if "beyond" in sentence else NotImplementedError
     with pytest.raises(error, match=sentence):
-        hooks._refuse_arguments(args, SimRegConfig(lambda_=1, **config))
-    hooks._refuse_arguments(args, SimRegConfig(lambda_=1))
+        hooks.refuse_arguments(args, SimRegConfig(lambda_=1, **config))
+    hooks.refuse_arguments(args, SimRegConfig(lambda_=1))
 
 
 def test_flags_that_leave_layers_alone_are_accepted() -> None:
     flags = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
     for recompute in ("full", "selective"):
         args = SimpleNamespace(log_interval=1, num_layers=8, recompute_granularity=recompute, **flags)
-        hooks._refuse_arguments(args, SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm"))
+        hooks.refuse_arguments(args, SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm"))
 
 
 def block(*layers: int, last: bool = True, **config):

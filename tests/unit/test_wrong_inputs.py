@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import gzip
+import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +21,7 @@ from simreg_megatron.data.encoding import write_dataset
 from simreg_megatron.data.tokenizer import train_tokenizer
 from tests.helpers.preparation import TEXTS, lines
 
+ROOT = Path(__file__).resolve().parents[2]
 Ask = Callable[[str], tuple[int, str]]
 RANKS = {"RANK": "0", "LOCAL_RANK": "0", "SIMREG_CPU": "1"}
 
@@ -258,3 +262,228 @@ def test_skipping_goes_on_with_what_is_done(ask: Ask, place: Path) -> None:
     assert any((place / "data" / "broken" / "parts" / "train").iterdir()), "some parts are done"
     assert ask(f"simreg-megatron {words} --on-error skip")[0] == 0
     refused(ask, f"simreg-megatron {words}", "data/broken was begun with other settings (on_error")
+
+
+VALUES = """
+--train-iters 0 | --train-iters takes a positive whole number, not '0'
+--train-iters ten | --train-iters takes a positive whole number, not 'ten'
+--micro-batch-size 0 | --micro-batch-size takes a positive whole number
+--global-batch-size 0 | --global-batch-size takes a positive whole number
+--num-layers 0 | --num-layers takes a positive whole number
+--seq-length 0 | --seq-length takes a positive whole number
+--output out --save-interval 0 | --save-interval takes a positive whole number
+--lr-warmup-iters 400 | --lr-warmup-iters 400 leaves nothing of 400 iterations to decay in
+--model 13b | argument --model: invalid choice: '13b' (choose from
+--model | argument --model: expected one argument
+--model 7b | --model 7b needs your text
+--data data/mine/train | --data needs --tokenizer PATH
+--tokenizer data/mine/tokenizer.model | --tokenizer goes with --data
+--valid-data data/mine/valid | --valid-data goes with --data PREFIX
+--data data/mine/train --tokenizer none.model | the tokenizer none.model does not exist
+--data data/mine/train --data-path x --tokenizer t | --data and --data-path both name the training text
+--recipe foo | argument --recipe: invalid choice: 'foo' (choose from
+--recipe paper --plain | --plain leaves the plugin out, and --recipe is the plugin's
+--plain --simreg-lambda 1 | --plain leaves the plugin out, and --simreg-lambda is the plugin's
+--recipe simcse --simreg-objective creg | --recipe simcse and --simreg-objective creg both name the objective
+--simreg-lambda | argument --simreg-lambda: expected one argument
+--simreg-lambda -1 | SimReg lambda must be a finite number of 0 or more, or auto, not -1
+--simreg-lambda nan | SimReg lambda must be a finite number of 0 or more, or auto, not nan
+--simreg-lambda inf | SimReg lambda must be a finite number of 0 or more, or auto, not inf
+--simreg-lambda 1,2 | SimReg lambda must be a finite number of 0 or more, or auto, not 1,2
+--simreg-objective simreg: | SimReg lambda must be a finite number of 0 or more, or auto, not empty
+--simreg-objective simreg:-1 | SimReg lambda must be a finite number of 0 or more, or auto, not -1
+--simreg-objective simreg:1,simreg:2 | SimReg objective 'simreg:1,simreg:2' must be one name, or several different ones
+--simreg-objective simreg:1,foo:2 | SimReg objective 'simreg:1,foo:2' must be one name, or several
+--simreg-objective none:1 | SimReg objective 'none:1' must be one name, or several
+--simreg-objective none --simreg-lambda 1 | SimReg lambda 1.0 has no effect with objective none
+--simreg-warmup-iters 10 | a SimReg warm-up has no effect while lambda is 0
+--adagc --adagc-beta 2 | AdaGC's beta must be at least 0 and below 1, not 2.0
+--adagc --adagc-rel 0.5 | there is no flag --adagc-rel
+--adagc --adagc-warmup-iters -1 | AdaGC's warm-up must be 0 or more iterations
+--adagc=yes | argument --adagc: ignored explicit argument 'yes'
+--simreg-cpu=yes | --simreg-cpu takes no value, or force, not 'yes'
+--layout abacus | there is no layout abacus for llama tiny
+--ffn 0 | --ffn takes literal, aligned or a positive number, not '0'
+--ffn big | --ffn takes literal, aligned or a positive number, not 'big'
+--ffn 100 --ffn-hidden-size 200 | --ffn and --ffn-hidden-size name the same size
+--auto-resume | a run that goes on (--auto-resume, and every submitted one) needs --output DIR
+--auto-resume --output out/x | a run that goes on (--auto-resume, and every submitted one) needs --save-interval N
+--load none | --load none: no whole checkpoint is there, give the folder that --save named
+--load out/run | --load out/run: no whole checkpoint is there, give out/run/checkpoints
+--distributed-backend nccl | --distributed-backend nccl needs a GPU and this run has none
+--transformer-impl transformer_engine | --transformer-impl transformer_engine needs a GPU and this run has none
+extra | 'extra' belongs to no flag
+"""
+OF_SIMREG = """
+--simreg-temperature 0 | the SimReg temperature must be a finite number above 0, not 0.0
+--simreg-temperature -0.1 | the SimReg temperature must be a finite number above 0, not -0.1
+--simreg-temperature hot | argument --simreg-temperature: invalid float value: 'hot'
+--simreg-similarity cos | unknown SimReg similarity 'cos': choose from cosine,
+--simreg-scope global | unknown SimReg scope 'global': choose from exact, local
+--simreg-layers 0 | SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not '0'
+--simreg-layers last | SimReg layers must be final, or layer numbers from 1
+--simreg-layers -1 | SimReg layers must be final, or layer numbers from 1
+--simreg-layers , | SimReg layers must be final, or layer numbers from 1
+--simreg-placement before | unknown SimReg placement 'before': choose from post-norm, pre-norm
+--simreg-group-reduce max | unknown SimReg group reduce 'max': choose from sum, mean
+--simreg-self-positive maybe | unknown SimReg self positive 'maybe': choose from
+--simreg-chunk-weight foo | unknown SimReg chunk weight 'foo': choose from
+--simreg-chunk-size 1 | the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1
+--simreg-chunk-size 1.5 | argument --simreg-chunk-size: invalid int value: '1.5'
+--simreg-warmup-iters -5 | the SimReg warm-up must be 0 or more iterations, not -5
+--simreg-lambda-schedule quadratic | the SimReg lambda schedule must be constant, or linear or cosine
+--simreg-lambda-schedule linear | the SimReg lambda schedule must be constant, or linear or cosine
+--simreg-lambda-schedule linear:x | the SimReg lambda schedule linear ends at a finite share of 0 or more, not 'x'
+--simreg-lambda-schedule cosine:-1 | the SimReg lambda schedule cosine ends at a finite share of 0 or more, not '-1'
+--simreg-off-after 2 | SimReg is off after a share of the training above 0 and below 1, not 2
+--simreg-off-after 0 | SimReg is off after a share of the training above 0 and below 1, not 0
+--simreg-off-after half | argument --simreg-off-after: invalid float value: 'half'
+--simreg-impl cuda | unknown SimReg impl 'cuda': choose from auto, reference, tiled, triton
+--simreg-log-interval 0 | the SimReg log interval must be 1 or more iterations, not 0
+--simreg-objective-options foo=1 | unknown option 'foo' of SimReg objective simreg: it has prefixes
+--simreg-objective sigreg --simreg-objective-options form=quick | unknown option 'form' of SimReg objective sigreg
+--simreg-objective sigreg --simreg-similarity dot | SimReg similarity dot has no effect on objective sigreg
+--simreg-document-mask=yes | argument --simreg-document-mask: ignored explicit argument 'yes'
+"""
+COMMANDS = """
+submit | error: name what to run: launch/pretrain_llama.sh or launch/pretrain_mixtral.sh
+submit --cluster none.env launch/pretrain_llama.sh | error: none.env cannot be read (No such file or directory): give
+submit --cluster data launch/pretrain_llama.sh | error: data cannot be read (Is a directory): give a file of settings
+submit --cluster cpu.env launch/pretrain_gpt.sh | error: there is no launch/pretrain_gpt.sh
+submit --cluster cpu.env train.py | error: name what to run
+submit --partition gpu launch/pretrain_llama.sh | error: unrecognized arguments: --partition
+submit --nodes two launch/pretrain_llama.sh | error: argument --nodes: invalid int value: 'two'
+simreg-megatron prepare | there is no command prepare: did you mean `simreg-megatron data prepare`?
+simreg-megatron train | No such command 'train'
+simreg-megatron --versoin | No such option: --versoin
+simreg-megatron data prepare | Missing argument 'sources'
+simreg-megatron data prepare few.jsonl | Missing option '--out'
+simreg-megatron data prepare none.jsonl --out n --tokenizer TOK | error: there is no none.jsonl: give a .jsonl
+simreg-megatron data prepare few.jsonl --out n --tokenizer none.model | error: the tokenizer none.model does not exist
+simreg-megatron data prepare few.jsonl --out n | error: give --tokenizer (a file, folder or name) or --train-tokenizer
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --train-tokenizer 350 | error: give --tokenizer (a file,
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | error: --tokens takes a number such as
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 0 | error: --tokens takes a positive number
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --shard 9/8 | error: --shard takes I/N with I from 1 to N
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --shard 0/8 | error: --shard takes I/N with I from 1 to N
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid-share 2 | error: --valid-share takes a share of
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --block-size 1Q | error: --block-size takes a number
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --on-error ignore | error: --on-error takes stop or skip
+simreg-megatron data prepare few.jsonl --out n --train-tokenizer 5 | error: no tokenizer of 5 pieces could be trained
+simreg-megatron data prepare empty.jsonl --out n2 --tokenizer TOK | error: the sources of n2 hold no text
+simreg-megatron data prepare notes.txt --out notes.txt/x --tokenizer TOK | error: Not a directory (notes.txt/x)
+simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet is not a whole Parquet
+simreg-megatron data prepare cut.jsonl.gz --out n4 --tokenizer TOK | error: cut.jsonl.gz ends too early, at byte 40
+simreg-megatron data prepare cut.jsonl.zst --out n5 --tokenizer TOK | error: cut.jsonl.zst ends too early, at byte 7
+simreg-megatron data prepare photo.png --out n6 --tokenizer TOK | error: photo.png holds nothing that can be read
+simreg-megatron data merge none | error: there is no folder none: give the --out of the shards
+simreg-megatron data merge data/mine | error: data/mine has no parts
+simreg-megatron data tokenizer none.txt --output t.model | error: there is no none.txt: give a .jsonl
+simreg-megatron data histogram | Missing argument 'prefix'
+simreg-megatron export-hf | Missing option '--load'
+simreg-megatron export-hf --load none --save model | error: there is no folder none: give the folder that Megatron's
+simreg-megatron export-hf --load data/mine --save model | error: data/mine holds no Megatron checkpoint
+simreg-megatron export-hf --load notes.txt --save model | error: there is no folder notes.txt
+simreg-megatron export-hf --load data/mine --save model --dtype int8 | for --dtype: int8 is none of fp32, bf16
+simreg-megatron import-hf --model none --save start | error: there is no none/config.json: give the folder of a Hugging
+simreg-megatron import-hf --model notes.txt --save start | error: there is no notes.txt/config.json: give the folder of
+simreg-megatron evaluate | Missing option '--model'
+simreg-megatron evaluate --model none --output scores | error: --model takes NAME=PATH, such as baseline=
+simreg-megatron evaluate --model a=none --output scores | error: --model a: there is no folder none
+simreg-megatron report none | error: none is no folder: name the one that the run got as --tensorboard-dir
+simreg-megatron report data/mine | error: data/mine holds no TensorBoard scalars
+simreg-megatron report check none | error: none holds no results: name the --output folder of `simreg-megatron
+simreg-megatron report page none | error: none holds no results
+simreg-megatron reproduce | Missing argument 'plans'
+simreg-megatron reproduce foo | error: there is no experiment foo: choose from baselines,
+simreg-megatron reproduce none.yaml | error: none.yaml cannot be read as YAML
+simreg-megatron reproduce bad.yaml | error: bad.yaml cannot be read as YAML: while parsing a flow node
+simreg-megatron reproduce list.yaml | error: list.yaml: expected a mapping of name, question, arms
+simreg-megatron reproduce noise --jobs 0 | Invalid value for '--jobs'
+simreg-megatron reproduce noise --seeds -1 | Invalid value for '--seeds'
+simreg-megatron reproduce noise --sizes 65 --dry-run | error: noise has no size 65: its sizes are 64
+simreg-megatron reproduce noise --model 99b --dry-run | error: noise says no number of steps for 99b
+simreg-megatron reproduce noise --data none --dry-run | error: the data set none is not there
+simreg-megatron flags --foo | No such option: --foo
+simreg-megatron doctor none.py | cannot read none.py as Python
+simreg-megatron doctor notes.txt | cannot read notes.txt as Python
+"""
+
+
+def rows(table: str) -> list[tuple[str, ...]]:
+    return [tuple(part.strip() for part in line.split(" | ")) for line in table.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("words", "sentence"), rows(VALUES))
+def test_values_and_pairs_of_flags(words: str, sentence: str, ask: Ask, place: Path) -> None:
+    (place / "out" / "run" / "checkpoints").mkdir(parents=True, exist_ok=True)
+    refused(ask, f"llama {words}", sentence)
+
+
+@pytest.mark.parametrize(("words", "sentence"), rows(OF_SIMREG))
+def test_values_of_simreg(words: str, sentence: str, ask: Ask) -> None:
+    refused(ask, f"llama --simreg-lambda 1 {words}", sentence)
+
+
+@pytest.mark.parametrize(("command", "sentence"), rows(COMMANDS))
+def test_commands(command: str, sentence: str, ask: Ask, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong use of a command's options is told behind its usage, within a frame."""
+    for name, content in {
+        "empty.jsonl": b"", "broken.parquet": b"PAR1abc", "cut.jsonl.zst": b"\x28\xb5\x2f\xfdabc",
+        "cut.jsonl.gz": gzip.compress(b'{"text": "abc"}\n' * 100)[:40], "photo.png": b"\x89PNG", "bad.yaml": b"a: [",
+        "list.yaml": b"- a\n",
+    }.items():  # fmt: skip
+        (place / name).write_bytes(content)
+    monkeypatch.setenv("COLUMNS", "200")
+    status, line = ask(command.replace("TOK", "data/mine/tokenizer.model"))
+    if line.startswith("Usage: "):
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        line = " ".join((done.stdout + done.stderr).split())
+        assert sentence in line and "--help" in line, line
+    assert status == 2 and sentence in line, line
+
+
+TOGETHER = """
+--bf16 --fp16 | Megatron refuses these flags together: assert not args.bf16
+--lr -1 | Megatron refuses these flags together: assert args.min_lr <= args.lr
+--context-parallel-size 2 --seq-length 255 | Megatron refuses these flags together: seq-length should be a multiple of
+--lr abc | argument --lr: invalid float value: 'abc'
+--help-me | Megatron has no flag --help-me: did you mean --help?
+--simreg-lambda 1 --simreg-log-interval 15 | --simreg-log-interval 15 must be a multiple of --log-interval 10
+--simreg-lambda 1 --simreg-objective mic --simreg-objective-options prefixes=48/500 | SimReg objective mic cannot take
+"""
+
+
+def test_what_megatron_itself_would_refuse(tmp_path: Path) -> None:
+    """Its own parser and assertions, and ours that read its arguments; in one process: importing it takes seconds."""
+    script = """
+import os, sys
+from launch import launcher
+for words in sys.stdin.read().splitlines():
+    ranks = "2" if "context-parallel" in words else "1"
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, SIMREG_CPU="1")
+    try:
+        launcher._launch("llama", [*words.split(), "--dry-run"])
+        print("=", words, "was not refused")
+    except launcher.LaunchError as error:
+        print("=", error)
+"""
+    found = rows(TOGETHER)
+    asked = "\n".join([*(words for words, _ in found), "--simreg-lambda 1"])
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=asked, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    answers = [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")]
+    assert len(answers) == len(found) + 1, done.stderr
+    for answer, (_, said) in zip(answers, found, strict=False):
+        assert answer.startswith(said)
+    assert answers[-1] == "--simreg-lambda 1 was not refused"
+
+
+def test_there_are_two_hundred_of_them() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    in_tables = (
+        sum(len(rows(table)) for table in (VALUES, OF_SIMREG, COMMANDS, TOGETHER)) + 3 * len(FLAGS) + 2 * len(PATHS)
+    )
+    assert in_tables + here.count("    refused(ask") >= 200

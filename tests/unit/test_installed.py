@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Transformer Engine that is found and cannot be imported is named, with the way out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import launcher
+from launch.flags import LaunchError
+from simreg_megatron.installed import broken_transformer_engine
+
+
+@pytest.fixture
+def not_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test imports under these names is forgotten again."""
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("not_imported")
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", None),
+        ("raise OSError('lib.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal')", "nvidia-cublas>=13.2"),
+        ("raise ImportError('libcudart.so.12: cannot open shared object file')", "built for another torch or CUDA"),
+        ("raise RuntimeError", "built for another torch or CUDA"),
+    ],
+)
+def test_why(text: str, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "pytorch.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = broken_transformer_engine()
+    assert found is None if sentence is None else sentence in str(found)
+
+
+def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as the CPU backend hides it
+    assert broken_transformer_engine() is None
+
+
+def test_the_launcher_says_so_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "broken_transformer_engine", lambda: "it is broken")
+    monkeypatch.setattr(launcher, "_gpus", lambda: 0)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launcher.look_at_machine().gpus == 0
+    monkeypatch.setattr(launcher, "_gpus", lambda: 1)
+    with pytest.raises(LaunchError, match="it is broken"):
+        launcher.look_at_machine()
