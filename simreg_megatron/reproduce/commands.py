@@ -51,6 +51,14 @@ def reproduce(
     low_priority: Annotated[
         bool, typer.Option("--low-priority", help="run only when nobody else wants the processor")
     ] = False,
+    slurm: Annotated[
+        Path | None,
+        typer.Option(
+            help="settings of a cluster (launch/slurm/cluster.env): submit each run as a chain of jobs, collect what "
+            "has ended, and return",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Run an experiment as its plan says: question, arms, trials and seeds are fixed before the first run.
 
@@ -62,16 +70,21 @@ def reproduce(
     from simreg_megatron.reproduce.store import Store
 
     with _one_sentence(output), terminated_like_ctrl_c():
+        if slurm and low_priority:
+            raise ReproduceError("--low-priority is about this machine, and --slurm runs elsewhere: leave one out")
         chosen = [_chosen(read_plan(name), model, sizes, seeds, data) for name in plans]
-        store = Store(output / "quick" if quick else output)
+        store = Store((output / "quick" if quick else output).absolute())  # runs start in another folder
         if low_priority:
             give_way()
         failed = 0
         for plan in chosen:
-            failed += _run_plan(plan, store, jobs=jobs, threads=threads, quick=quick, dry_run=dry_run)
+            if slurm and not dry_run:
+                failed += _submit_plan(plan, store, slurm, quick=quick)
+            else:
+                failed += _run_plan(plan, store, jobs=jobs, threads=threads, quick=quick, dry_run=dry_run)
     if failed:
         raise typer.Exit(1)
-    if not dry_run and not quick:
+    if not dry_run and not quick and not slurm:
         told = f"`simreg-megatron report check {output}`, and as a page `simreg-megatron report page {output}`"
         _console.print(f"What these results allow to conclude: {told}", markup=False)
 
@@ -110,10 +123,7 @@ def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool,
     dataset = open_dataset(plan.data)
     entries = _entries(plan, dataset, store, quick)
     runs = distinct(entries)
-    _console.print(f"[bold]{plan.name}[/bold]: {plan.question}")
-    for claim in plan.claims:
-        than = claim.than if claim.times == 1 else f"{claim.times:g} times {claim.than}"
-        _console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {than})", markup=False)
+    _introduce(plan)
     if dry_run:
         _print_commands(entries, store, dataset)
         return 0
@@ -128,6 +138,30 @@ def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool,
         run_here(runs, store, dataset, jobs=jobs, threads=threads, progress=progress)
     store.write_tables(plan, entries)
     return _report_failures(runs, store)
+
+
+def _submit_plan(plan: Plan, store: Store, site: Path, *, quick: bool) -> int:
+    """How many of its runs have failed since the last call."""
+    from simreg_megatron.reproduce.cluster import run_on_cluster
+    from simreg_megatron.reproduce.dataset import open_dataset
+    from simreg_megatron.reproduce.runs import distinct, tokens_of
+
+    dataset = open_dataset(plan.data)
+    entries = _entries(plan, dataset, store, quick)
+    runs = distinct(entries)
+    _introduce(plan)
+    _console.print(f"{len(runs)} runs of {sum(map(tokens_of, runs)) / 1e6:.1f} million tokens in all")
+    standing = run_on_cluster(runs, store, dataset, site=site.absolute())
+    store.write_tables(plan, entries)
+    _console.print(standing.sentence)
+    return _report_failures(standing.failed, store)
+
+
+def _introduce(plan: Plan) -> None:
+    _console.print(f"[bold]{plan.name}[/bold]: {plan.question}")
+    for claim in plan.claims:
+        than = claim.than if claim.times == 1 else f"{claim.times:g} times {claim.than}"
+        _console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {than})", markup=False)
 
 
 def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool) -> list[Entry]:

@@ -118,7 +118,7 @@ def _start(run: Run, store: Store, dataset: Dataset, threads: int) -> _Worker | 
         os.close(lock)
         return None
     if not (folder / "checkpoints" / "latest_checkpointed_iteration.txt").is_file():
-        _clear(folder, "tensorboard", "checkpoints", "ended.json", "result.json")
+        clear(folder, "tensorboard", "checkpoints", "ended.json", "result.json")
     number = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
@@ -134,7 +134,8 @@ def _start(run: Run, store: Store, dataset: Dataset, threads: int) -> _Worker | 
     return _Worker(run, process, lock)
 
 
-def _clear(folder: Path, *names: str) -> None:
+def clear(folder: Path, *names: str) -> None:
+    """Remove these files and folders of a run, as far as they are there."""
     for name in names:
         path = folder / name
         if path.is_dir():
@@ -148,7 +149,7 @@ def _finish(worker: _Worker, store: Store, dataset: Dataset) -> None:
     result = outcome(folder, worker.process.returncode, dataset)
     store.keep(worker.run, result)
     if result["status"] != FAILED:
-        _clear(folder, "checkpoints", "cache")
+        clear(folder, "checkpoints", "cache")
     os.close(worker.lock)
 
 
