@@ -18,10 +18,11 @@ from simreg_megatron.data.settings import read_json
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.pace import EXPERIMENT
-from simreg_megatron.reproduce.plan import Flags, Plan, plan_of
+from simreg_megatron.reproduce.plan import Flags, Plan, plan_of, read_plan
+from simreg_megatron.reproduce.presets import is_real
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
 from simreg_megatron.reproduce.store import PLAN, read_csv
-from simreg_megatron.reproduce.tuned import nearest_size, untuned
+from simreg_megatron.reproduce.tuned import nearest_size, settings_of_paper, untuned
 from simreg_megatron.reproduce.verdict import Row
 
 FEWEST_SEEDS = 3
@@ -167,11 +168,13 @@ def _settings(plan: Plan, tables: dict[str, Table]) -> Tuned:
     """The best trials, from the search's own rows."""
     if not plan.tuned_in:
         return untuned
-    if plan.tuned_in not in tables:
-        raise ReproduceError(f"the table of {plan.tuned_in}, where the arms were tuned, is missing")
-    search = tables[plan.tuned_in]
 
     def best(arm: str, size: int | str) -> Flags:
+        if is_real(size):
+            return settings_of_paper(read_plan(plan.tuned_in), arm)
+        if plan.tuned_in not in tables:
+            raise ReproduceError(f"the table of {plan.tuned_in}, where the arms were tuned, is missing")
+        search = tables[plan.tuned_in]
         sizes = [found for found in search.plan.sizes if any(row["size"] == str(found) for row in search.rows)]
         nearest = nearest_size(sizes, size)
         own = [row for row in search.rows if (row["arm"], row["size"]) == (arm, str(nearest))]

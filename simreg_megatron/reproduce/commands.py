@@ -91,6 +91,8 @@ def reproduce(
 
 def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
     """The plan with what the command line replaces."""
+    from simreg_megatron.reproduce.presets import preset
+
     if model and sizes:
         raise ReproduceError("--model and --sizes both choose the models: give one")
     if sizes:
@@ -100,10 +102,9 @@ def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
             raise ReproduceError(f"{plan.name} has no size {unknown[0]}: its sizes are {_listed(plan.sizes)}")
         plan = replace(plan, sizes=tuple(size for size in plan.sizes if str(size) in wanted))
     if model:
-        if model not in plan.steps:
-            raise ReproduceError(
-                f"{plan.name} says no number of steps for {model}: it does for {_listed(plan.steps) or 'no preset'}"
-            )
+        preset(plan.family, model)
+        if not seeds and not isinstance(plan.seeds, int) and model not in plan.seeds:
+            raise ReproduceError(f"{plan.name} says no number of seeds for {model}: give --seeds N")
         plan = replace(plan, sizes=(model,), data="builtin" if model == "tiny" else plan.data)
     return replace(plan, seeds=seeds or plan.seeds, data=data or plan.data)
 

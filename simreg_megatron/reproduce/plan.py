@@ -31,6 +31,8 @@ class Arm:
         tuned_as: the arm of the plan's `tuned_in` whose best trial it takes over.
         trials: the settings that are tried, one run each; empty where an arm is run with its flags as they are.
         trials_at: others for some sizes, which may be fewer.
+        preset: of an arm of a search: its flags beside a real size's preset, which has the paper's settings and which
+            nobody searched.
         length: share of the plan's tokens that it trains on, with a schedule of its own that ends there.
     """
 
@@ -39,6 +41,7 @@ class Arm:
     tuned_as: str = ""
     trials: tuple[Flags, ...] = ()
     trials_at: Mapping[str, tuple[Flags, ...]] = field(default_factory=dict)
+    preset: Flags = field(default_factory=dict)
     length: float = 1.0
 
     def trials_of(self, size: int | str) -> tuple[Flags, ...]:
@@ -68,7 +71,7 @@ class Plan:
         seeds: how many, counted from 1, or how many at each size.
         tuned_in: the experiment whose best trials the arms take over; "" where every arm is run as it is written.
         data: "large", "builtin", or a folder with train, valid and tokenizer.model.
-        steps: of a preset, in the place of tokens_per_parameter.
+        steps: of a preset, where they are not the preset's own.
         source: the figure or table of the paper.
     """
 
@@ -171,7 +174,8 @@ def _known(content: Any, kind: type, where: str) -> dict[str, Any]:
 
 def _arm(name: str, content: Any, where: str) -> Arm:
     entries = _known({"name": name, **content} if isinstance(content, Mapping) else content, Arm, f"{where}: {name}")
-    entries["flags"] = _flags(entries.get("flags", {}))
+    for own in ("flags", "preset"):
+        entries[own] = _flags(entries.get(own) or {})
     entries["trials"] = _trials(entries.get("trials") or (), f"{where}: trials of {name}")
     at = entries.get("trials_at") or {}
     entries["trials_at"] = {str(size): _trials(own, f"{where}: trials of {name} at {size}") for size, own in at.items()}

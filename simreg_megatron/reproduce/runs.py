@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import Arm, Flags, Plan
-from simreg_megatron.reproduce.shapes import BATCH, SEQUENCE, Shape, last_rate, schedule
+from simreg_megatron.reproduce.presets import is_real, preset
+from simreg_megatron.reproduce.shapes import Shape, last_rate, schedule
 
 Tuned = Callable[[str, int | str], Flags]
 """(arm of the search, size) to the flags of its best trial."""
@@ -48,6 +49,20 @@ class Run:
     @property
     def size(self) -> str:
         return self.value("hidden-size") or dict(self.flags)["model"]
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return int(self.value("global-batch-size") or self._preset["global-batch-size"])
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence."""
+        return int(self.value("seq-length") or self._preset["seq-length"])
+
+    @property
+    def _preset(self) -> Flags:
+        return preset(self.family, dict(self.flags)["model"])
 
     @property
     def words(self) -> str:
@@ -121,13 +136,17 @@ def _run(plan: Plan, size: int | str, ratio: float, own: Flags, dataset: Dataset
         flags, steps = shape.flags, shape.steps(ratio)
     else:
         share = ratio / plan.tokens_per_parameter[0]
-        flags, steps = {"model": size}, round(plan.steps.get(size, 0) * share)
+        whole = plan.steps.get(size) or int(preset(plan.family, size)["train-iters"])
+        flags, steps = {"model": size}, round(whole * share)
     steps = _QUICK_STEPS if quick else steps
-    flags = {**flags, **schedule(steps), **own, **_watch(steps)}
+    # A real preset's warm-up is the paper's, and the launcher shortens it where the run is shorter.
+    length = {"train-iters": str(steps)} if is_real(size) else schedule(steps)
+    flags = {**flags, **length, **own, **_watch(steps)}
     if "lr" in own:
         flags["min-lr"] = last_rate(own["lr"])
     if own.get("decoupled-lr", "").endswith("x"):
-        flags["decoupled-lr"] = _multiple(own["decoupled-lr"], own.get("lr"), plan.name)
+        rate = preset(plan.family, str(size)).get("lr") if is_real(size) else None
+        flags["decoupled-lr"] = _multiple(own["decoupled-lr"], own.get("lr", rate), plan.name)
         flags["decoupled-min-lr"] = last_rate(flags["decoupled-lr"])
     return Run(plan.family, tuple(sorted(flags.items())), dataset.digest)
 
@@ -153,8 +172,7 @@ def validation_batches(run: Run, dataset: Dataset) -> int:
 
     Megatron's own --full-validation goes through it one sequence at a time, which takes several times as long.
     """
-    sequences = (dataset.validation_tokens - 1) // int(run.value("seq-length") or SEQUENCE)
-    return max(1, sequences // int(run.value("global-batch-size") or BATCH))
+    return max(1, (dataset.validation_tokens - 1) // run.sequence // run.batch)
 
 
 def distinct(entries: Sequence[Entry]) -> list[Run]:
@@ -163,4 +181,4 @@ def distinct(entries: Sequence[Entry]) -> list[Run]:
 
 
 def tokens_of(run: Run) -> int:
-    return run.steps * int(run.value("global-batch-size") or BATCH) * int(run.value("seq-length") or SEQUENCE)
+    return run.steps * run.batch * run.sequence

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import Flags, Plan
+from simreg_megatron.reproduce.presets import is_real
 from simreg_megatron.reproduce.runs import Entry, Tuned
 from simreg_megatron.reproduce.shapes import Shape
 from simreg_megatron.reproduce.store import Store
@@ -25,6 +26,8 @@ def tuned_in(search: Plan, entries: Sequence[Entry], store: Store) -> Tuned:
     def best(arm: str, size: int | str) -> Flags:
         if arm not in [searched.name for searched in search.arms]:
             raise ReproduceError(f"the experiment {search.name} has no arm {arm} whose best trial could be taken")
+        if is_real(size):
+            return settings_of_paper(search, arm)
         ready = [found for found in search.sizes if _is_complete(arm, found, entries, store)]
         if not ready:
             raise ReproduceError(
@@ -38,9 +41,20 @@ def tuned_in(search: Plan, entries: Sequence[Entry], store: Store) -> Tuned:
     return best
 
 
+def settings_of_paper(search: Plan, arm: str) -> Flags:
+    """At a preset's size, which no search covers: what the preset says, and how the arm differs from it."""
+    return search.arm(arm).flags | search.arm(arm).preset
+
+
 def first_trial_of(search: Plan) -> Tuned:
     """Stands in for the best one where only running matters."""
-    return lambda arm, size: search.arm(arm).flags | search.arm(arm).trials_of(size)[0]
+
+    def first(arm: str, size: int | str) -> Flags:
+        if is_real(size):
+            return settings_of_paper(search, arm)
+        return search.arm(arm).flags | search.arm(arm).trials_of(size)[0]
+
+    return first
 
 
 def nearest_size(sizes: Sequence[int | str], wanted: int | str) -> int | str:

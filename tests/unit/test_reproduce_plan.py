@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from simreg_megatron.cli import app
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import Plan, as_content, plan_names, plan_of, read_plan
 from simreg_megatron.reproduce.runs import Run, distinct, entries_of, tokens_of, validation_batches
 from simreg_megatron.reproduce.shapes import Shape
-from simreg_megatron.reproduce.tuned import first_trial_of, untuned
+from simreg_megatron.reproduce.store import Store
+from simreg_megatron.reproduce.tuned import first_trial_of, tuned_in, untuned
 
 
 @pytest.fixture
@@ -203,3 +206,39 @@ def test_quick_takes_a_few_steps_of_two_seeds(dataset):
 def test_a_run_is_named_after_what_a_person_looks_for():
     run = Run("llama", (("hidden-size", "64"), ("seed", "3"), ("train-iters", "1960")), "0" * 64)
     assert run.name == f"64-seed3-1960-{run.digest[:12]}"
+
+
+class TestRealSizes:
+    """A preset has the paper's settings and its own length; nobody tuned it here."""
+
+    def runs(self, name: str, model: str, dataset: Dataset):
+        plan = replace(read_plan(name), sizes=(model,), seeds=1)
+        search = read_plan(plan.tuned_in)
+        tuned = tuned_in(search, entries_of(search, dataset, untuned), Store(Path("/nonexistent")))
+        return {entry.arm: entry.run for entry in entries_of(plan, dataset, tuned)}
+
+    def test_it_is_as_long_as_the_paper_trains_and_reads_as_much(self, dataset: Dataset) -> None:
+        runs = self.runs("convergence", "350m", dataset)
+        assert {run.steps for run in runs.values()} == {12_500}
+        assert tokens_of(runs["simreg-chunk"]) == 12_500 * 512 * 2048
+        assert validation_batches(runs["simreg-chunk"], dataset) == max(
+            1, (dataset.validation_tokens - 1) // 2048 // 512
+        )
+
+    def test_arms_differ_by_simreg_alone(self, dataset: Dataset) -> None:
+        runs = self.runs("convergence", "7b", dataset)
+        plain, simreg = dict(runs["cross-entropy"].flags), dict(runs["simreg-chunk"].flags)
+        assert simreg == plain | {"simreg-lambda": "auto"}
+        assert not {"lr", "min-lr", "weight-decay", "lr-warmup-iters"} & set(plain), "the preset's"
+
+    def test_a_shorter_arm_is_a_share_of_it(self, dataset: Dataset) -> None:
+        assert self.runs("saving", "350m", dataset)["simreg-70"].steps == 8_750
+
+    def test_there_is_no_other(self, dataset: Dataset) -> None:
+        with pytest.raises(ReproduceError, match=r"no preset 99b of llama: choose from 1\.3b, 350m, 3b, 7b, tiny"):
+            self.runs("convergence", "99b", dataset)
+
+    def test_how_many_seeds_must_be_said(self, tmp_path: Path) -> None:
+        words = ["reproduce", "convergence", "--model", "350m", "--dry-run", "--output", str(tmp_path)]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2 and "convergence says no number of seeds for 350m: give --seeds N" in done.stdout

@@ -402,7 +402,7 @@ simreg-megatron reproduce list.yaml | error: list.yaml: expected a mapping of na
 simreg-megatron reproduce noise --jobs 0 | Invalid value for '--jobs'
 simreg-megatron reproduce noise --seeds -1 | Invalid value for '--seeds'
 simreg-megatron reproduce noise --sizes 65 --dry-run | error: noise has no size 65: its sizes are 64
-simreg-megatron reproduce noise --model 99b --dry-run | error: noise says no number of steps for 99b
+simreg-megatron reproduce noise --model 99b --dry-run | error: there is no preset 99b of llama: choose from
 simreg-megatron reproduce noise --data none --dry-run | error: the data set none is not there
 simreg-megatron flags --foo | No such option: --foo
 simreg-megatron doctor none.py | cannot read none.py as Python
