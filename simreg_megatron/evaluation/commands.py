@@ -148,6 +148,7 @@ def _protocol(
     for name, folder in (("--include", include), ("--task-data", task_data)):
         if folder is not None and not folder.is_dir():
             raise EvaluationError(f"{name}: there is no folder {folder}")
+    _check_device(device)
     return Protocol(
         add_bos=bos == "document",
         dtype=dtype,
@@ -159,6 +160,18 @@ def _protocol(
         offline=offline,
         allow_code=allow_code,
     )
+
+
+def _check_device(name: str) -> None:
+    """Before minutes go into loading a model."""
+    import torch
+
+    try:
+        kind = torch.device(name or "cpu").type
+    except RuntimeError:
+        raise EvaluationError(f"--device takes cpu, cuda or cuda:N, not {name!r}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise EvaluationError(f"--device {name}: torch finds no GPU here, so leave it out to run on the CPU")
 
 
 def _named(words: Sequence[str]) -> dict[str, Path]:

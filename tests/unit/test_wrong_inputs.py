@@ -390,6 +390,8 @@ simreg-megatron import-hf --model notes.txt --save start | error: there is no no
 simreg-megatron evaluate | Missing option '--model'
 simreg-megatron evaluate --model none --output scores | error: --model takes NAME=PATH, such as baseline=
 simreg-megatron evaluate --model a=none --output scores | error: --model a: there is no folder none
+simreg-megatron evaluate --model a=data --tasks none --data x --output s --device cuda | error: --device cuda: torch
+simreg-megatron evaluate --model a=data --tasks none --data x --output s --device gpu | error: --device takes cpu, cuda
 simreg-megatron report none | error: none is no folder: name the one that the run got as --tensorboard-dir
 simreg-megatron report data/mine | error: data/mine holds no TensorBoard scalars
 simreg-megatron report check none | error: none holds no results: name the --output folder of `simreg-megatron
