@@ -10,6 +10,7 @@ import argparse
 import errno
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -21,8 +22,8 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, lock, preflight, progress, quiet, record, signals
-from launch.dry_run import describe
+from launch import checkpoints, lock, preflight, progress, quiet, record, signals, sizes
+from launch.dry_run import ASSUMED_VOCABULARY, describe
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.plan import (
     BUILTIN_CORPUS,
@@ -92,6 +93,7 @@ The bash form also takes torchrun's --nproc-per-node, --nnodes, --node-rank, --m
 environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs."""
 
 
+_KEPT = "make room or give another --output; what was saved before stays, and --auto-resume goes on with it"
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 
@@ -179,6 +181,8 @@ def _alone(plan: Plan) -> AbstractContextManager[None]:
 
 
 def _train(plan: Plan, *, verbose: bool) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from simreg_megatron.__main__ import run
 
     try:
@@ -190,9 +194,16 @@ def _train(plan: Plan, *, verbose: bool) -> None:
         if error.errno not in _OF_A_DISK:
             raise
         where = error.filename or flag_value(plan.flags, "--save") or plan.output
+        raise LaunchError(f"{where} could not be written ({error.strerror}): {_KEPT}") from None
+    except CheckpointException:  # torch's writer says "unexpected pos" where the disk is full
+        folder = Path(flag_value(plan.flags, "--save") or plan.output)
+        free = shutil.disk_usage(folder).free
+        need = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+        if free > need:
+            raise
         raise LaunchError(
-            f"{where} could not be written ({error.strerror}): make room or give another --output; what was saved "
-            "before stays, and --auto-resume goes on with it"
+            f"a checkpoint in {folder} could not be written: {free / 2**20:,.0f} MiB are free there, and it takes "
+            f"some {need / 2**20:,.0f}: {_KEPT}"
         ) from None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -97,3 +99,30 @@ def test_the_same_command_goes_on_and_ends(text, tmp_path: Path) -> None:
     assert re.findall(r"iteration +(\d+)/ +4 \|", again.output) == ["3", "4"]
     done = runs.torchrun([*command, "--auto-resume"])
     assert done.status == 0 and "4 iterations are done, so there is nothing to do" in done.output
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_room_is_enough_to_go_on(text, tmp_path: Path, small_disk: Path) -> None:
+    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(small_disk)]
+    command = [LLAMA, "--simreg-lambda", "1", *SHORT, *own, "--save-interval", "1", "--auto-resume"]
+    done = runs.torchrun(command)
+    assert done.status != 0
+    sentence = (
+        rf"error: (a checkpoint in )?{small_disk}/checkpoints\S* could not be written.*: make room or give another"
+    )
+    assert re.search(sentence, done.output), done.output[-4000:]
+    subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+    again = runs.torchrun(command)
+    assert again.status == 0, again.output[-4000:]
+    assert "was never finished: deleted" in again.output and "iteration        2/       2" in again.output
