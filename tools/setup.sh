@@ -167,16 +167,32 @@ make_venv() {
       "(on Debian and Ubuntu: apt install python3.12-venv), or name another interpreter with PYTHON=."
 }
 
+# pip is silent while it unpacks what it has fetched, for half of the time.
+tell_size() {
+  local used
+  command -v du >/dev/null && command -v sleep >/dev/null || return 0
+  while sleep 10 >/dev/null 2>&1; do
+    used=$(du -sm "$venv" 2>/dev/null) || continue
+    say "${used%%[!0-9]*} of about 6200 MB are there"
+  done
+}
+
 install() {
-  local installed
+  local installed teller
   installed=$(recipe) # before, so that an edit made meanwhile is seen the next time
   rm -f "$stamp"
   say "installing the packages: 2 to 4 minutes and 6.2 GB of disk, most of it torch with CUDA"
+  tell_size 9>&- & # without the lock, which a sleep would hold for ten seconds more
+  teller=$!
+  # shellcheck disable=SC2064 # the number, as the name is gone by then
+  trap "kill $teller 2>/dev/null || :" EXIT
   # PIP_USER would send the packages out of .venv; everything else that pip was told stays.
   PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$root/constraints.txt" \
     --editable "${root}[demo,dev]" ||
     fail "pip could not install the packages (its own words are above): check the network or the mirror" \
       "(PIP_INDEX_URL) and the free disk (7 GB), and run 'make setup' again."
+  kill "$teller" 2>/dev/null || :
+  trap - EXIT
   printf '%s\n' "$installed" >"$stamp"
   say "done in $SECONDS s"
 }
