@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm parity versions lint bench tables stale clean distclean
+TARGETS := help setup demo test test-all test-slurm parity versions lint bench cost tables stale clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -61,6 +61,9 @@ lint: setup ## ruff (rules and format), mypy, shellcheck
 
 bench: setup ## what SimReg costs, as ratios of one run
 	$(PY) -m benchmarks $(BENCH_ARGS)
+
+cost: setup ## what SimReg launches on a GPU, counted without one (10 seconds)
+	$(PY) -m benchmarks.launches
 
 tables: setup ## make generated tables again that are older than their code (all: an hour on 2 cores that are otherwise idle)
 	PARITY_ARGS="$(PARITY_ARGS)" VERSIONS_ARGS="$(VERSIONS_ARGS)" $(PY) -m tools.tables --make $(ONLY)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.launches [--output FOLDER]`: what SimReg adds to a micro-batch on a GPU, without one.
+
+The plugin's own code runs forward and backward on tensors that have a device (CUDA) and no memory; every operator that
+reaches the device is counted, with the bytes that it reads and writes and the multiplications that it makes. Operators
+that only look at memory differently, or reserve it, are left out; one that launches several kernels (a sort, say)
+counts as one. From that follows a time, by a model and not by a clock:
+
+    time = sum over operators of max(bytes / BANDWIDTH, FLOPs / RATE) + LAUNCH for each
+
+and its share of the micro-batch's own time, 6 FLOPs a weight and token at SHARE_OF_PEAK. Real kernels are slower than
+these limits and launches overlap: the shares are for comparing one version with another.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks import records
+from benchmarks.records import RESULTS, ROOT, Record
+from launch import sizes
+from launch.dry_run import ASSUMED_VOCABULARY
+from launch.estimate import PEAK, SHARE_OF_PEAK
+from launch.flags import Flag, flag_number
+from launch.plan import PRESETS
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.kernels import walk
+from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.plugin.regularizer import Regularizer
+
+BANDWIDTH, RATE, LAUNCH = 2.5e12, 600e12, 3e-6  # bytes/s, FLOP/s and seconds a kernel, of an H800 in bf16
+_RESERVES = ("empty", "new_empty", "_local_scalar_dense", "_assert_async")
+_LOOKS = (
+    "prim.",
+    "aten.promote_types",
+    "aten.detach",
+    "aten.lift_fresh",
+    "aten._unsafe_view",
+    "aten.alias",
+    "aten._reshape_alias",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A micro-batch of a preset on one GPU."""
+
+    name: str
+    batch: int
+    length: int
+    width: int
+    chunk: int
+    weights: int = 0  # that a token meets, where a preset has so many
+    logs: bool = False
+
+
+@dataclass
+class Trace(TorchDispatchMode):
+    """Operators that reach the device."""
+
+    names: Counter[str] = field(default_factory=Counter)
+    moved: int = 0  # bytes
+    multiplied: int = 0  # FLOPs
+    seconds: float = 0.0
+    syncs: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = kwargs.get("out")
+        found = out if func is torch.ops.aten.baddbmm.dtype_out else func(*args, **kwargs)  # whose fake fails
+        name = str(func)
+        if "_local_scalar_dense" in name or name.startswith("aten.nonzero"):
+            self.syncs += 1
+        if not _reaches_the_device(func, name):
+            return found
+        tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)}
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        count = flop_registry.get(func.overloadpacket)
+        flops = int(count(*args, **kwargs, out_val=found)) if count and out is None else _flops_of_product(args, name)
+        self.names[name] += 1
+        self.moved += moved
+        self.multiplied += flops
+        self.seconds += max(moved / BANDWIDTH, flops / RATE) + LAUNCH
+        return found
+
+    @property
+    def launches(self) -> int:
+        return self.names.total()
+
+
+def _reaches_the_device(func: Any, name: str) -> bool:
+    if any(word in name for word in _RESERVES) or name.startswith(_LOOKS):
+        return False
+    aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
+    return not aliases or any(alias.is_write for alias in aliases)
+
+
+def _flops_of_product(args: Any, name: str) -> int:
+    """Of a product into a given tensor, which torch's own table does not know."""
+    if not name.startswith(("aten.bmm", "aten.mm", "aten.baddbmm", "aten.addmm")):
+        return 0
+    left, right = [leaf for leaf in args if isinstance(leaf, Tensor)][-2:]
+    return 2 * left.numel() * right.shape[-1]
+
+
+def trace(case: Case) -> Trace:
+    """One micro-batch, forward and backward, with the default settings."""
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    model = SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=False, hidden_size=case.width),
+        pg_collection=SimpleNamespace(tp=group, cp=group, dp_cp=group),
+    )
+    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk))
+    regularizer.metrics.wants_geometry = case.logs
+    # The operators inside the walk over the tiles, and not the one that torch.compile sees in their place.
+    plain = mock.patch.dict(walk.FORMS, {"tiled": walk.plain_form(form_named("tiled").tiles)})
+    with FakeTensorMode(), plain:
+        cuda = {"device": "cuda"}
+        hidden = torch.empty(case.length, case.batch, case.width, dtype=torch.bfloat16, **cuda).requires_grad_()
+        labels = torch.empty(case.batch, case.length, dtype=torch.int64, **cuda)
+        mask = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda)
+        loss = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda).requires_grad_()
+        regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
+        with Trace() as counted:
+            result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+            _backward(result, torch.ones_like(result))
+        counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
+    return counted
+
+
+def _backward(result: Tensor, grad: Tensor) -> None:
+    """Autograd's own engine refuses a device that is not here; its nodes do not."""
+    root = result.grad_fn
+    assert root is not None
+    users: Counter[Any] = Counter()
+    waiting, seen = [root], {root}
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None:
+                users[node] += 1
+                if node not in seen:
+                    seen.add(node)
+                    waiting.append(node)
+    arrived: dict[Any, dict[int, Tensor]] = {root: {result.output_nr: grad}}
+    ready = [root]
+    while ready:
+        node = ready.pop()
+        grads = arrived.pop(node, {})
+        if node.name().endswith("AccumulateGrad"):
+            continue
+        outputs = max(grads, default=0) + 1
+        run = node.apply if isinstance(node, BackwardCFunction) else node
+        found = run(*(grads.get(number) for number in range(outputs)))
+        found = found if isinstance(found, tuple) else (found,)
+        for (after, number), value in zip(node.next_functions, found, strict=False):
+            if after is None:
+                continue
+            if value is not None:
+                own = arrived.setdefault(after, {})
+                own[number] = own[number] + value if number in own else value
+            users[after] -= 1
+            if not users[after]:
+                ready.append(after)
+
+
+def cases() -> Iterator[Case]:
+    """The paper's sizes, the micro-batch of their layouts on 8 H800, and two sizes beyond."""
+    for name in ("llama-350m", "llama-1.3b", "llama-3b", "llama-7b", "mixtral-8x1b"):
+        flags = [*_flags(PRESETS / f"{name}.args"), *_flags(ROOT / "launch" / "layouts" / "h800" / f"{name}.args")]
+        length, width = flag_number(flags, "--seq-length", 1), flag_number(flags, "--hidden-size", 1)
+        weights = sizes.count_parameters(flags, vocabulary=ASSUMED_VOCABULARY, active=True)
+        own = name, flag_number(flags, "--micro-batch-size", 1), length, width
+        yield Case(*own, chunk=1024, weights=weights)
+        yield Case(*own, chunk=0, weights=weights)
+        yield Case(*own, chunk=1024, weights=weights, logs=True)
+    yield Case("longer sequences", 4, 4096, 4096, chunk=1024)
+    yield Case("one long sequence", 1, 32768, 4096, chunk=1024)
+
+
+def _flags(path: Any) -> list[Flag]:
+    lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines())
+    return [tuple(words) for words in lines if words]
+
+
+def share(case: Case, seconds: float) -> float | None:
+    """Of the micro-batch's own time."""
+    if not case.weights:
+        return None
+    return seconds * PEAK * SHARE_OF_PEAK / (6 * case.weights * case.batch * case.length)
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for case in cases():
+        found = trace(case)
+        part = share(case, found.seconds)
+        yield {
+            "preset": case.name, "batch": case.batch, "tokens": case.length, "width": case.width,
+            "chunk": case.chunk or "whole", "log_step": "yes" if case.logs else "no", "launches": found.launches,
+            "moved_mib": f"{found.moved / 2**20:.0f}", "gflop": f"{found.multiplied / 1e9:.1f}", "syncs": found.syncs,
+            "model_ms": f"{found.seconds * 1e3:.3f}", "share": "" if part is None else f"{part:.4f}",
+        }  # fmt: skip
+
+
+def table(lines: list[Record]) -> Iterator[str]:
+    yield f"{records.described(lines)}. `python -m benchmarks.launches`"
+    yield ""
+    yield "| preset | micro-batch | chunk | log step | launches | MiB moved | GFLOP | model, ms | of the micro-batch |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for line in lines:
+        size = f"{line['batch']} x {line['tokens']} x {line['width']}"
+        part = f"{100 * float(line['share']):.2f} %" if line["share"] else ""
+        cells = (
+            line["preset"],
+            size,
+            *(line[name] for name in ("chunk", "log_step", "launches", "moved_mib", "gflop")),
+        )
+        yield f"| {' | '.join(cells)} | {line['model_ms']} | {part} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.launches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    records.add_options(parser, RESULTS / "launches.csv")
+    options = parser.parse_args()
+    where = records.surroundings(threads=1)
+    found = ({**row, **where} for row in rows())
+    records.finish(
+        options.source or options.output, None if options.source else found, table,
+        page=ROOT / "docs" / "performance.md",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SimReg launches on a GPU is counted rightly, and does not grow unseen."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from benchmarks import launches
+from benchmarks.launches import Trace, cases, share, trace
+from benchmarks.records import RESULTS
+
+KEPT = list(csv.DictReader((RESULTS / "launches.csv").open()))
+SOME = ("llama-350m", "llama-7b")
+
+
+def test_what_counts() -> None:
+    with FakeTensorMode():
+        a = torch.empty(4, 8, device="cuda")
+        with Trace() as counted:
+            torch.empty(3, device="cuda")
+            a.t().reshape(2, 16)[0].view(4, 4)  # transposed: one copy
+        assert counted.launches == 1 and counted.moved == 2 * 4 * 8 * 4
+        with Trace() as counted:
+            b = a @ a.t()
+            b += 1
+        assert dict(counted.names) == {"aten.mm.default": 1, "aten.add_.Tensor": 1}
+        assert counted.multiplied == 2 * 4 * 8 * 4 and counted.syncs == 0
+        assert counted.seconds == pytest.approx(2 * launches.LAUNCH, rel=1e-3)
+
+
+def test_what_goes_back_to_the_host_is_seen() -> None:
+    """A number that the host reads, as `.item()` and a mask's positions do."""
+    shapes = ShapeEnv()
+    shapes.create_unbacked_symint = lambda: 1  # type: ignore[method-assign,assignment]
+    with FakeTensorMode(shape_env=shapes), Trace() as counted:
+        torch.empty(4, dtype=torch.int64, device="cuda").sum().item()
+    assert counted.syncs == 1
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in cases() if case.name in SOME], ids=lambda case: f"{case.name}, {case.chunk}, {case.logs}"
+)
+def test_no_change_adds_launches(case: launches.Case) -> None:
+    """After one that takes some away: `python -m benchmarks.launches`."""
+    own = case.name, str(case.chunk or "whole"), "yes" if case.logs else "no"
+    (kept,) = [row for row in KEPT if (row["preset"], row["chunk"], row["log_step"]) == own]
+    found = trace(case)
+    assert found.launches <= int(kept["launches"]), found.names.most_common(12)
+    assert found.moved / 2**20 <= float(kept["moved_mib"]) + 1
+    assert found.syncs == 0, "nothing waits for the GPU"
+
+
+def test_the_share_is_of_a_micro_batch() -> None:
+    """7B: 6 x 6.6e9 x 4096 FLOPs at 40 % of 989 TFLOP/s are 0.41 s."""
+    case = launches.Case("7b", 2, 2048, 4096, 1024, weights=6_600_000_000)
+    assert share(case, 0.00411) == pytest.approx(0.01, rel=0.01)
