@@ -184,6 +184,11 @@ def build_plan(
     if options.layout:
         layout = without(read_layout(options.layout, family, model), {"--nodes"})  # the job's to keep
         preset = [*without(preset, flag_names(layout)), *layout]
+    if machine.gpus and not on_cpu and model != TINY and not machine.apex_gradient_kernel:
+        notes.append(
+            "NVIDIA Apex's kernel that adds weight gradients in place is not installed here: steps are slower without "
+            "it (build github.com/NVIDIA/apex with --cuda_ext; never `pip install apex`)"
+        )
     preset, size_notes = _fit_preset(preset, user, options.ffn, machine, strict=model != TINY)
     output = options.output or _default_output(family, model, user, stamp)
     if options.auto_resume:
@@ -458,6 +463,16 @@ def _without_idle_simreg(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]
     return without(preset, idle)
 
 
+_OF_LONG_RUNS = (
+    ("--cross-entropy-loss-fusion",),  # Megatron's own: fewer copies of the logits in fp32
+    # Python collects garbage on all ranks in the same step, and not on one while the others wait for it.
+    ("--manual-gc",),
+    ("--manual-gc-interval", "100"),
+    # Indexing a large text, or compiling, keeps the first rank from the others for longer than Megatron's 10 minutes.
+    ("--distributed-timeout-minutes", "30"),
+)
+
+
 def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, large: bool) -> list[Flag]:
     if on_cpu:
         from simreg_megatron.plugin.cpu_backend import MEGATRON_FLAGS
@@ -468,8 +483,10 @@ def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, la
         chosen.append(("--no-gradient-accumulation-fusion",))
     if machine.transformer_engine:
         chosen.append(("--transformer-impl", "transformer_engine"))
+        chosen.append(("--no-create-attention-mask-in-dataloader",))  # its kernels know the causal mask
         if "--num-experts" in flag_names(flags):
-            chosen.append(("--moe-grouped-gemm",))  # one kernel for all experts of a rank
+            # One kernel for all experts of a rank, and one to sort their tokens.
+            chosen += [("--moe-grouped-gemm",), ("--moe-permute-fusion",)]
     else:
         if "--sequence-parallel" in flag_names(flags):
             raise LaunchError(
@@ -479,6 +496,8 @@ def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, la
         # Megatron's local layers find these kernels in Apex or Transformer Engine only.
         fusions = ("--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion")
         chosen += [("--transformer-impl", "local"), *((flag,) for flag in fusions)]
+    if large:
+        chosen += _OF_LONG_RUNS
     if large and not flag_names(flags) & _FSDP:
         # The optimizer's state is shared out over the replicas; the numbers stay the same.
         chosen += [("--use-distributed-optimizer",), ("--overlap-grad-reduce",), ("--overlap-param-gather",)]

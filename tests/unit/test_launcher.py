@@ -9,13 +9,14 @@ import secrets
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch import progress, record, sizes
 from launch.dry_run import command, describe
-from launch.flags import LaunchError, flag_name, flag_number, flag_value, flatten, group_flags, read_preset
+from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags, read_preset
 from launch.launcher import make_parser
 from launch.plan import BUILTIN_CORPUS, PRESETS, RECIPES, Machine, Plan, PlannedCorpus, build_plan, resumed
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh")]
 CPU = Machine()
 GPU = Machine(gpus=8, transformer_engine=True, world_size=8, local_world_size=8)
+WHOLE = replace(GPU, apex_gradient_kernel=True)
 OWN = ("--data", "text", "--tokenizer", "tokenizer.model")
 OFF = ("SimReg is off, as no flag asks for it: --simreg-lambda auto, or --recipe paper, turns it on",)
 
@@ -164,17 +166,17 @@ def test_what_cannot_run_is_refused(words: tuple[str, ...], machine: Machine, se
 def test_ffn_sizes_that_do_not_split_name_those_that_do() -> None:
     split = ("--tensor-model-parallel-size", "2")
     with pytest.raises(LaunchError, match=r"2371 cannot be split .* --ffn aligned \(2432\), --ffn 2432 or --ffn 2304"):
-        plan("--model", "350m", *OWN, *split, machine=GPU)
-    assert values(plan("--model", "350m", *OWN, *split, "--ffn", "2736", machine=GPU), "--ffn-hidden-size") == ["2736"]
-    aligned = plan("--model", "1.3b", *OWN, *split, "--ffn", "aligned", machine=GPU)
+        plan("--model", "350m", *OWN, *split, machine=WHOLE)
+    assert values(plan("--model", "350m", *OWN, *split, "--ffn", "2736", machine=WHOLE), "--ffn-hidden-size") == ["2736"]
+    aligned = plan("--model", "1.3b", *OWN, *split, "--ffn", "aligned", machine=WHOLE)
     assert values(aligned, "--ffn-hidden-size") == ["5504"] and aligned.notes == OFF
 
 
 def test_ffn_sizes_off_the_tensor_cores_grid_are_kept_and_said() -> None:
-    made = plan("--model", "1.3b", *OWN, machine=GPU)
+    made = plan("--model", "1.3b", *OWN, machine=WHOLE)
     assert values(made, "--ffn-hidden-size") == ["5461"]
     assert len(made.notes) == 2 and "--ffn aligned takes 5504" in made.notes[1]
-    assert plan("--model", "7b", *OWN, machine=GPU).notes == OFF
+    assert plan("--model", "7b", *OWN, machine=WHOLE).notes == OFF
 
 
 @pytest.mark.parametrize("size", [2371, 5461, 8640, 11008, 512])
@@ -579,3 +581,34 @@ class TestRecord:
         assert hush not in "".join(path.read_text() for path in folder.iterdir())
         assert json.loads((folder / "versions.json").read_text())["packages"]["torch"]
         assert flatten(group_flags(shlex.split((folder / "flags.txt").read_text()))) == made.arguments
+
+
+class TestLongRunsOnGpus:
+    WORDS = ("--model", "7b", "--data", "text", "--tokenizer", "tokenizer.model")
+
+    def test_they_waste_no_kernel_and_wait_for_the_first_rank(self) -> None:
+        made = plan(*self.WORDS, machine=GPU)
+        names = flag_names(made.flags)
+        assert {"--cross-entropy-loss-fusion", "--manual-gc", "--no-create-attention-mask-in-dataloader"} <= names
+        assert values(made, "--distributed-timeout-minutes") == ["30"]
+        assert values(
+            plan(*self.WORDS, "--distributed-timeout-minutes", "5", machine=GPU), "--distributed-timeout-minutes"
+        ) == ["5"]
+        assert not {"--cross-entropy-loss-fusion", "--manual-gc"} & flag_names(plan(machine=GPU).flags), "the tiny one"
+
+    def test_local_layers_are_given_their_mask(self) -> None:
+        machine = replace(GPU, transformer_engine=False)
+        assert "--no-create-attention-mask-in-dataloader" not in flag_names(plan(*self.WORDS, machine=machine).flags)
+
+    def test_experts(self) -> None:
+        words = ("--model", "8x1b", *self.WORDS[2:])
+        made = build_plan("mixtral", *make_parser("mixtral").parse_known_args(words), GPU, environ={})
+        assert {"--moe-grouped-gemm", "--moe-permute-fusion"} <= flag_names(made.flags)
+        assert values(made, "--moe-router-dtype") == ["fp32"]
+
+    def test_a_missing_kernel_of_apex_is_said(self) -> None:
+        assert any("NVIDIA Apex" in note for note in plan(*self.WORDS, machine=GPU).notes)
+        with_it = plan(*self.WORDS, machine=WHOLE)
+        assert not any("NVIDIA Apex" in note for note in with_it.notes)
+        assert "--no-gradient-accumulation-fusion" not in flag_names(with_it.flags)
+        assert not any("NVIDIA Apex" in note for note in plan().notes), "nor on a CPU"
