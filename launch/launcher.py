@@ -35,6 +35,7 @@ from launch.plan import (
     Plan,
     build_plan,
     layout_names,
+    missing_kernels,
     model_names,
     resumed,
     with_stand_ins,
@@ -131,7 +132,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     if options.auto_resume and progress.has_ended(plan):
         _say(f"> {plan.output}: {progress.length(plan)} are done, so there is nothing to do")
         return
-    for note in plan.notes:
+    for note in (*plan.notes, *missing_kernels(plan, machine)):
         _say(f"> {note}")
     preflight.check_output(plan.output)
     preflight.check_load(plan.flags)

@@ -184,11 +184,6 @@ def build_plan(
     if options.layout:
         layout = without(read_layout(options.layout, family, model), {"--nodes"})  # the job's to keep
         preset = [*without(preset, flag_names(layout)), *layout]
-    if machine.gpus and not on_cpu and model != TINY and not machine.apex_gradient_kernel:
-        notes.append(
-            "NVIDIA Apex's kernel that adds weight gradients in place is not installed here: steps are slower without "
-            "it (build github.com/NVIDIA/apex with --cuda_ext; never `pip install apex`)"
-        )
     preset, size_notes = _fit_preset(preset, user, options.ffn, machine, strict=model != TINY)
     output = options.output or _default_output(family, model, user, stamp)
     if options.auto_resume:
@@ -215,6 +210,16 @@ def build_plan(
         notes=(*notes, *size_notes),
         plain=options.plain,
     )
+
+
+def missing_kernels(plan: Plan, machine: Machine) -> list[str]:
+    """What would make the steps of a real size faster and is not on the machine that runs them."""
+    if plan.on_cpu or plan.model == TINY or machine.apex_gradient_kernel:
+        return []
+    return [
+        "NVIDIA Apex's kernel that adds weight gradients in place is not installed: steps are slower without it (build "
+        "github.com/NVIDIA/apex with --cuda_ext; never `pip install apex`)"
+    ]
 
 
 def _refuse_contradiction(recipe: str | None, asked: Sequence[Flag]) -> None:
