@@ -36,6 +36,7 @@ MADE_PAGES = {
 CPU = Source("benchmarks/results/cpu.csv", "make bench BENCH_ARGS='--device cpu --output benchmarks/results'")
 PAIRS = Source("benchmarks/results/step_pairs.csv", "python -m benchmarks.step_pairs")
 DEMO = Source("benchmarks/results/demo.json", "make demo && cp runs/demo/result.json benchmarks/results/demo.json")
+PREFIXES = Source("benchmarks/results/prefixes.csv", "python -m benchmarks.prefixes")
 SIGMOID = Source("benchmarks/results/sigmoid_synthetic.md", "python -m benchmarks.sigmoid_synthetic")
 
 
@@ -183,8 +184,19 @@ def margins() -> list[tuple[float, float, float]]:
     return [tuple(map(float, row)) for row in re.findall(r"^\| (-?[\d.]+) \| ([\d.]+) \| (-?[\d.]+) \|", table, re.M)]
 
 
+def gains_of_three_seeds() -> list[float]:
+    """Smallest and largest difference in validation loss, each between two runs of one seed."""
+    by_run = {name: column(PREFIXES, "validation_loss", run=name) for name in ("cross-entropy alone", "SimReg")}
+    gains = [plain - ours for plain, ours in zip(*by_run.values(), strict=True)]
+    assert len(gains) == 3
+    return [min(gains), max(gains)]
+
+
 OBJECTIVES = "docs/objectives.md"
 OF_OBJECTIVES = (
+    Figure("README.md", "| {} to {} nats in three seeds of the tiny model", PREFIXES, gains_of_three_seeds),
+    Figure("docs/evidence.md", "not tuned: {} to {} nats per token in three seeds", PREFIXES, gains_of_three_seeds),
+    Figure(OBJECTIVES, "then the loss of {} validation tokens", PREFIXES, lambda: [column(PREFIXES, "tokens")[0]]),
     states(OBJECTIVES, "is {} and that of a total collapse", "tests/unit/test_sigreg.py", r'"mean", 768, "([\d.]+)"'),
     states(OBJECTIVES, "total collapse {}, and", "tests/unit/test_sigreg.py", r'"unit", 768, ([\d.]+)\)'),
     states(OBJECTIVES, "With it: {} and", "tests/unit/test_sigreg.py", r'"mean", 768, "[\d.]+", ([\d.e-]+)\)'),

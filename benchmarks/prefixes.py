@@ -15,12 +15,12 @@ import argparse
 import csv
 import os
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
+from benchmarks import records
 from benchmarks.objectives import ROOT, mean_and_spread, train
 from simreg_megatron.checkpoint.export import export, plan_export
 from simreg_megatron.checkpoint.source import open_checkpoint
@@ -41,7 +41,8 @@ FIELDS = {
     f"loss_{WIDTH}": f"all {WIDTH}",
     "validation_loss": "validation loss",
 }
-COLUMNS = ("run", "objective", "options", "seed", "steps", *FIELDS, "tokens", "seconds", "torch")
+SURROUNDINGS = ("date", "commit", "machine", "cores", "threads", "python", "torch", "megatron_core")
+COLUMNS = ("run", "objective", "options", "seed", "steps", *FIELDS, "tokens", *SURROUNDINGS)
 Row = dict[str, str]
 
 
@@ -67,7 +68,6 @@ def main() -> None:
 def run(name: str, seed: int, steps: int, corpus: BuiltinCorpus) -> Row:
     """Train, export, measure."""
     objective, own = RUNS[name]
-    started = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         words = {
@@ -86,7 +86,7 @@ def run(name: str, seed: int, steps: int, corpus: BuiltinCorpus) -> Row:
         "run": name, "objective": objective, "options": own, "seed": str(seed), "steps": str(steps),
         **{f"loss_{part.features}": f"{part.loss:.4f}" for part in found},
         "validation_loss": f"{logged.last('lm loss validation'):.4f}", "tokens": str(found[0].tokens),
-        "seconds": f"{time.monotonic() - started:.0f}", "torch": torch.__version__,
+        **{column: str(value) for column, value in records.surroundings(threads=1).items()},
     }  # fmt: skip
 
 
@@ -108,14 +108,20 @@ def append(path: Path, row: Row) -> None:
 
 
 def write_table(path: Path) -> None:
-    path.with_suffix(".md").write_text("\n".join(table(read(path))) + "\n", encoding="utf-8")
+    text = "\n".join(table(read(path))) + "\n"
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    records.quote(path, text, ROOT / "docs" / "objectives.md")
 
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
     """Markdown: a line for each objective and number of steps, over as many seeds as are there."""
     of_run: dict[tuple[str, ...], list[Row]] = {}
+    rows = list(rows)
     for row in rows:
         of_run.setdefault(_settings(row), []).append(row)
+    yield "Nats per token; means over the seeds, and in brackets the largest less the smallest."
+    yield f"{records.described(rows)}. `python -m benchmarks.prefixes`"
+    yield ""
     yield f"| objective | weight | steps | seeds | {' | '.join(FIELDS.values())} |"
     yield "| --- " * (4 + len(FIELDS)) + "|"
     for (name, weight, _, steps), found in of_run.items():

@@ -87,9 +87,15 @@ def finish(
         write(path, measured)
     text = "\n".join(table(read(path))) + "\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    if page is not None and path.resolve().parent == RESULTS:
-        page.write_text(_with_quote(page.read_text(encoding="utf-8"), path.stem, text), encoding="utf-8")
+    if page is not None:
+        quote(path, text, page)
     Console(width=max(120, Console().width)).print(Markdown(text))
+
+
+def quote(path: Path, text: str, page: Path) -> None:
+    """Put the table of a file that is kept in `benchmarks/results` into a page of the documentation."""
+    if path.resolve().parent == RESULTS:
+        page.write_text(_with_quote(page.read_text(encoding="utf-8"), path.stem, text), encoding="utf-8")
 
 
 def quoted(page: str, name: str) -> str:
