@@ -20,7 +20,12 @@ from pathlib import Path
 from launch.flags import flag_value
 from launch.plan import ROOT, Plan
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_SECRET = re.compile(
+    r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|BEARER|WEBHOOK|PRIVATE|SIGNATURE|SESSION|(^|_)(PAT|DSN|PIN|OTP|SAS)(_|$)|_PWD$",
+    re.IGNORECASE,
+)
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password of an address
+_OF_FLAG = re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])(\S+)", re.IGNORECASE)
 _GIT_SECONDS = 20  # a source tree on a slow disk must not hold up a job
 
 
@@ -29,9 +34,9 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
     job = environ.get("SLURM_JOB_ID")
     folder = plan.output / "record" / (f"{stamp}-{job}" if job else stamp)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "command.txt").write_text(shlex.join([sys.executable, *sys.argv]) + "\n")
-    (folder / "flags.txt").write_text("".join(f"{shlex.join(flag)}\n" for flag in plan.flags))
-    (folder / "environment.txt").write_text("".join(f"{name}={environ[name]}\n" for name in shown(environ)))
+    (folder / "command.txt").write_text(masked(shlex.join([sys.executable, *sys.argv])) + "\n")
+    (folder / "flags.txt").write_text("".join(f"{masked(shlex.join(flag))}\n" for flag in plan.flags))
+    (folder / "environment.txt").write_text("".join(f"{name}={masked(environ[name])}\n" for name in shown(environ)))
     facts = {
         "python": sys.version,
         "script": str(plan.script),
@@ -64,6 +69,11 @@ def _write_tokenizer(folder: Path, plan: Plan) -> None:
 def shown(environ: Mapping[str, str]) -> list[str]:
     """The names of variables whose values may be kept."""
     return sorted(name for name in environ if not _SECRET.search(name))
+
+
+def masked(text: str) -> str:
+    """Without what logs somebody in: in addresses, and behind flags that are called so."""
+    return _OF_FLAG.sub(r"\1***", _IN_ADDRESS.sub("***", text))
 
 
 def packages() -> dict[str, str]:

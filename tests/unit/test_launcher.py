@@ -621,3 +621,36 @@ class TestLongRunsOnGpus:
         assert "NVIDIA Apex" in missing_kernels(without, GPU)[0] and not missing_kernels(whole, WHOLE)
         assert "--no-gradient-accumulation-fusion" in flag_names(without.flags) - flag_names(whole.flags)
         assert not missing_kernels(plan(), CPU)
+
+
+NAMES_OF_SECRETS = """
+AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AZURE_CLIENT_SECRET AZURE_STORAGE_KEY AZURE_STORAGE_SAS_TOKEN
+BLOB_SAS GOOGLE_APPLICATION_CREDENTIALS GCP_PRIVATE_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY COMET_API_KEY
+MLFLOW_TRACKING_PASSWORD NEPTUNE_API_TOKEN OPENAI_API_KEY ANTHROPIC_API_KEY GITHUB_TOKEN GH_PAT GITLAB_PAT GITLAB_TOKEN
+CI_JOB_TOKEN DOCKER_AUTH_CONFIG DOCKER_PASSWORD REGISTRY_PASS NGC_API_KEY NPM_TOKEN TWINE_PASSWORD PYPI_TOKEN PGPASSWORD
+PGPASSFILE MYSQL_PWD REDIS_PASSWORD MONGO_PASS DATABASE_DSN SENTRY_DSN SLACK_WEBHOOK SLACK_BOT_TOKEN DISCORD_WEBHOOK_URL
+TELEGRAM_TOKEN SSH_AUTH_SOCK SSH_PRIVATE_KEY GPG_PASSPHRASE VAULT_TOKEN CONSUL_HTTP_AUTH JWT_SECRET SESSION_COOKIE
+BEARER_HEADER SIGNATURE_V4 LOGIN_PIN USER_OTP
+"""
+
+
+class TestRecordsKeepNoSecrets:
+    def test_by_name(self) -> None:
+        secrets_there = NAMES_OF_SECRETS.split()
+        assert len(secrets_there) >= 50
+        kept = ["HOME", "PATH", "PWD", "OLDPWD", "SLURM_JOB_ID", "NCCL_IB_HCA", "CUDA_HOME", "SPATIAL", "PYTHONPATH"]
+        assert record.shown(dict.fromkeys([*secrets_there, *kept], "x")) == sorted(kept)
+
+    @pytest.mark.parametrize(
+        ("text", "kept"),
+        [
+            ("https://me:hunter2@host.example/simple", "https://***@host.example/simple"),
+            ("http_proxy=http://user:p%40ss@proxy:3128", "http_proxy=http://***@proxy:3128"),
+            ("--wandb-api-key abc123 --lr 1", "--wandb-api-key *** --lr 1"),
+            ("--hub-token=abc", "--hub-token=***"),
+            ("s3://bucket/a@b https://host/x@y", "s3://bucket/a@b https://host/x@y"),
+            ("--tokenizer-model t.model", "--tokenizer-model t.model"),
+        ],
+    )
+    def test_by_shape(self, text: str, kept: str) -> None:
+        assert record.masked(text) == kept
