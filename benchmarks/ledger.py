@@ -25,7 +25,8 @@ from simreg_megatron.report.steps import overhead
 PAGES = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/checkpoints.md", "docs/cluster.md",
     "docs/data.md", "docs/design.md", "docs/evaluation.md", "docs/evidence.md", "docs/exact.md",
-    "docs/existing-pipeline.md", "docs/objectives.md", "docs/performance.md", "docs/support.md", "patches/README.md",
+    "docs/existing-pipeline.md", "docs/first-hour.md", "docs/objectives.md", "docs/performance.md", "docs/support.md",
+    "patches/README.md",
 )  # fmt: skip
 MADE_PAGES = {
     "docs/parity.md": "python -m tests.megatron.parity", "docs/versions.md": "python -m tests.versions",
@@ -305,6 +306,7 @@ NOT_MEASURED = (
     NotMeasured("docs/data.md", "the paper's share", ("most frequent 2 % of",)),
     NotMeasured("docs/evaluation.md", "of the test's making", ("It asks 500 questions",)),
     NotMeasured("docs/evaluation.md", "about how long one waits", ("two CPU cores, 20 minutes",)),
+    NotMeasured("docs/first-hour.md", "about the size of .venv", ("6 GB of packages",)),
     NotMeasured("docs/evidence.md", "what a plan asks, and the protocol",
                 ("with 30 % fewer tokens", "SimReg with 70 % of the tokens", "its 95 % interval")),
     NotMeasured("docs/exact.md", "numbers of four bytes, and of two, counted", ("(8 bytes)", "16 bytes a token",
