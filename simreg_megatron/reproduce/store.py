@@ -117,8 +117,20 @@ def _number(value: float | None) -> str:
 def _curves(found: Iterable[tuple[Entry, Mapping[str, Any]]]) -> Iterable[dict[str, Any]]:
     for run, result in {entry.run: result for entry, result in found}.items():
         for tag, points in result["curves"].items():
-            for step, value in points:
+            for step, value in thinned(points):
                 yield {"run": run.digest[:16], "tag": tag, "step": step, "value": f"{value:.5g}"}
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int = 200) -> list[tuple[int, float]]:
+    """At most so many points of a curve: means over windows of equal length, each at its last step.
+
+    Megatron's TensorBoard has the training loss of every step, which would be megabytes an experiment.
+    """
+    width = -(-len(points) // most)
+    if width <= 1:
+        return list(points)
+    windows = [points[max(0, end - width) : end] for end in range(len(points), 0, -width)][::-1]
+    return [(window[-1][0], sum(value for _, value in window) / len(window)) for window in windows]
 
 
 def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import plan_of
 from simreg_megatron.reproduce.runs import distinct, entries_of
-from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, Store
+from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, Store, thinned
 from simreg_megatron.reproduce.tuned import tuned_in, untuned
 
 # It writes what Megatron writes, one loss for each learning rate, and counts its starts.
@@ -255,3 +255,11 @@ def test_without_the_launch_scripts_it_says_where_they_are(tmp_path, dataset, mo
     monkeypatch.undo()
     with pytest.raises(ReproduceError, match="run this from a clone"):
         local._script("nobodys-family")
+
+
+def test_long_curves_are_thinned_and_end_where_they_ended():
+    points = [(step, float(step)) for step in range(1, 1967)]
+    few = thinned(points)
+    assert len(few) <= 200 and few[-1] == (1966, sum(range(1957, 1967)) / 10)
+    assert sum(step for step, _ in few) and all(one[0] < other[0] for one, other in zip(few, few[1:], strict=False))
+    assert thinned(points[:200]) == points[:200] and thinned([]) == []
