@@ -16,6 +16,8 @@ from launch.plan import Machine, Plan
 from launch.slurm.chain import measured_step_seconds
 from launch.slurm.job import Job, seconds_of
 from simreg_megatron.data.check import count_tokens
+from simreg_megatron.data.assemble import MANIFEST
+from simreg_megatron.data.settings import read_json
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def told(plan: Plan, job: Job, step: Step | None, text: str | None) -> Iterator[
     yield f"reads  {_tokens(steps, step_tokens(plan), text)}"
     if step is not None:
         yield _time(job, steps * step.seconds, step)
-    size = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+    size = sizes.checkpoint_bytes(plan.flags, vocabulary=_vocabulary(text))
     room = (job.keep + 1) * size
     yield f"disk   {size / 2**30:,.2f} GiB a checkpoint, {room / 2**30:,.1f} GiB for {job.keep} and one being written"
 
@@ -86,6 +88,12 @@ def _tokens(steps: int, each: int, text: str | None) -> str:
     there = count_tokens(text)
     again = f", {asked / there:,.1f} times over" if asked > there else ""
     return f"{told}, of the {there / 1e9:,.3g} billion in {text}{again}"
+
+
+def _vocabulary(text: str | None) -> int:
+    """Of the tokenizer that made the text, where its manifest says so."""
+    manifest = read_json(Path(text).parent / MANIFEST) if text else None
+    return int((manifest or {}).get("vocab_size") or ASSUMED_VOCABULARY)
 
 
 def _time(job: Job, seconds: float, step: Step) -> str:

@@ -345,6 +345,12 @@ class TestWhatARunTakes:
         )
         assert takes.endswith("3 slices, at 3.00 s a step (--step-seconds); --slices 1 ends before that")
 
+    def test_a_checkpoint_has_the_vocabulary_of_its_text(self, data: list[str], tmp_path: Path) -> None:
+        """32,000 where nobody says, which is 2 x 4096 x 16,000 x 14 bytes more than half of it."""
+        (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 16_000}))
+        *_, disk = self.told(LLAMA, "--model", "7b", *data, "--data", str(tmp_path / "text"))
+        assert disk.startswith(f"disk   {87.859 - 2 * 4096 * 16_000 * 14 / 2**30:.2f} GiB a checkpoint")
+
     def test_on_cpus_before_the_first_slice(self, data: list[str], tmp_path: Path) -> None:
         site = site_file(tmp_path, CPU_SITE)
         reads, disk = self.told("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
