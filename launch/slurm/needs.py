@@ -15,8 +15,8 @@ from launch.flags import LaunchError, flag_names, flag_number
 from launch.plan import Machine, Plan
 from launch.slurm.chain import measured_step_seconds
 from launch.slurm.job import Job, seconds_of
-from simreg_megatron.data.check import count_tokens
 from simreg_megatron.data.assemble import MANIFEST
+from simreg_megatron.data.check import count_tokens
 from simreg_megatron.data.settings import read_json
 
 
