@@ -81,7 +81,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["simreg_megatron", "simreg_megatron.*"]),
-    package_data={"simreg_megatron": ["py.typed", "reproduce/plans/*.yaml", "data/large/lock.json"]},
+    package_data={
+        "simreg_megatron": ["py.typed", "reproduce/plans/*.yaml", "reproduce/results/*", "data/large/lock.json"]
+    },
     python_requires=">=3.10",
     install_requires=["torch>=2.6", "typer>=0.15,<1", "rich>=13,<16"],
     extras_require=EXTRAS,

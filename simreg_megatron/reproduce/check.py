@@ -71,7 +71,7 @@ def violations(name: str, tables: dict[str, Table]) -> list[str]:
     if found:  # what follows would only repeat it in other words
         return found
     try:
-        expected = entries_of(table.plan, _dataset(table), _settings(table.plan, tables))
+        expected = entries_of(table.plan, _dataset(table), settings_of(table.plan, tables))
     except ReproduceError as error:
         return [f"{name}: {error}"]
     return [*_about_the_set(table, expected), *_about_curves(table)]
@@ -164,7 +164,7 @@ def _dataset(table: Table) -> Dataset:
     return Dataset(Path(), digest=table.rows[0]["data"], bytes_per_token=1.0, validation_tokens=1)
 
 
-def _settings(plan: Plan, tables: dict[str, Table]) -> Tuned:
+def settings_of(plan: Plan, tables: dict[str, Table]) -> Tuned:
     """The best trials, from the search's own rows."""
     if not plan.tuned_in:
         return untuned

@@ -166,8 +166,10 @@ def _introduce(plan: Plan) -> None:
 
 
 def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool) -> list[Entry]:
+    from simreg_megatron.reproduce.check import settings_of
     from simreg_megatron.reproduce.plan import read_plan
     from simreg_megatron.reproduce.runs import entries_of
+    from simreg_megatron.reproduce.shipped import put_beside, shipped_search
     from simreg_megatron.reproduce.tuned import first_trial_of, tuned_in, untuned
 
     if not plan.tuned_in:
@@ -176,6 +178,15 @@ def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool) -> list[En
     if quick:
         return entries_of(plan, dataset, first_trial_of(search), quick=True)
     searched = entries_of(search, dataset, untuned)
+    shipped = shipped_search(search.name)
+    if shipped is not None and not any(store.result(entry.run) for entry in searched):
+        put_beside(search.name, store.folder)
+        _console.print(
+            f"Settings: the best of {search.name} as it ships with the package; to search with your own text, "
+            f"`simreg-megatron reproduce {search.name}` first, with another --output",
+            markup=False,
+        )
+        return entries_of(plan, dataset, settings_of(plan, {search.name: shipped}))
     return entries_of(plan, dataset, tuned_in(search, searched, store))
 
 
