@@ -311,7 +311,7 @@ NOT_MEASURED = (
                 ("52.4 billion tokens (the", "105 GB of", "some 200 GB of plain text")),
     NotMeasured("docs/cluster.md", "what launch/slurm/needs.py prints; tests/unit/test_slurm.py compares it",
                 ("reads  52.4 billion", "of the 53 billion", "1,459 GPU hours", "at 3.28 s a step (guessed at 40% of",
-                 "87.86 GiB a checkpoint, 351.4 GiB for", "has 14 bytes a weight")),
+                 "87.9 GiB a checkpoint, 351.4 GiB for", "has 14 bytes a weight")),
     NotMeasured("docs/cluster.md", "the maker's", ("NVLink carries 400 GB/s",)),
     NotMeasured("docs/data.md", "the paper's share", ("most frequent 2 % of",)),
     NotMeasured("docs/evaluation.md", "of the test's making", ("It asks 500 questions",)),

@@ -77,17 +77,28 @@ def told(plan: Plan, job: Job, step: Step | None, text: str | None) -> Iterator[
         yield _time(job, steps * step.seconds, step)
     size = sizes.checkpoint_bytes(plan.flags, vocabulary=_vocabulary(text))
     room = (job.keep + 1) * size
-    yield f"disk   {size / 2**30:,.2f} GiB a checkpoint, {room / 2**30:,.1f} GiB for {job.keep} and one being written"
+    yield f"disk   {_size(size)} a checkpoint, {_size(room)} for {job.keep} and one being written"
 
 
 def _tokens(steps: int, each: int, text: str | None) -> str:
     asked = steps * each
-    told = f"{asked / 1e9:,.3g} billion tokens in {steps:,} iterations"
+    told = f"{_count(asked)} tokens in {steps:,} iterations"
     if text is None or not Path(f"{text}.idx").exists():
         return told
     there = count_tokens(text)
     again = f", {asked / there:,.1f} times over" if asked > there else ""
-    return f"{told}, of the {there / 1e9:,.3g} billion in {text}{again}"
+    return f"{told}, of the {_count(there)} in {text}{again}"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= unit:
+            return f"{number / unit:,.3g} {name}"
+    return f"{number:,}"
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"
 
 
 def _vocabulary(text: str | None) -> int:
