@@ -35,8 +35,8 @@ from benchmarks.records import RESULTS, ROOT, Record
 from launch import sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.estimate import PEAK, SHARE_OF_PEAK
-from launch.flags import Flag, flag_number
-from launch.plan import PRESETS
+from launch.flags import flag_number, read_preset
+from launch.plan import LAYOUTS, PRESETS
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import walk
 from simreg_megatron.kernels.contrast import form_named
@@ -183,7 +183,7 @@ def _backward(result: Tensor, grad: Tensor) -> None:
 def cases() -> Iterator[Case]:
     """The paper's sizes, the micro-batch of their layouts on 8 H800, and two sizes beyond."""
     for name in ("llama-350m", "llama-1.3b", "llama-3b", "llama-7b", "mixtral-8x1b"):
-        flags = [*_flags(PRESETS / f"{name}.args"), *_flags(ROOT / "launch" / "layouts" / "h800" / f"{name}.args")]
+        flags = [*read_preset(PRESETS / f"{name}.args"), *read_preset(LAYOUTS / "h800" / f"{name}.args")]
         length, width = flag_number(flags, "--seq-length", 1), flag_number(flags, "--hidden-size", 1)
         weights = sizes.count_parameters(flags, vocabulary=ASSUMED_VOCABULARY, active=True)
         own = name, flag_number(flags, "--micro-batch-size", 1), length, width
@@ -192,11 +192,6 @@ def cases() -> Iterator[Case]:
         yield Case(*own, chunk=1024, weights=weights, logs=True)
     yield Case("longer sequences", 4, 4096, 4096, chunk=1024)
     yield Case("one long sequence", 1, 32768, 4096, chunk=1024)
-
-
-def _flags(path: Any) -> list[Flag]:
-    lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines())
-    return [tuple(words) for words in lines if words]
 
 
 def share(case: Case, seconds: float) -> float | None:

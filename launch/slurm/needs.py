@@ -26,10 +26,7 @@ class Step:
 
     seconds: float
     source: str
-
-    @property
-    def is_guess(self) -> bool:
-        return self.source.startswith("guessed")
+    is_guess: bool = False
 
 
 def step_of(plan: Plan, machine: Machine, given: float | None) -> Step | None:
@@ -43,7 +40,7 @@ def step_of(plan: Plan, machine: Machine, given: float | None) -> Step | None:
         return None
     weights = sizes.count_parameters(plan.flags, vocabulary=ASSUMED_VOCABULARY, active=True)
     seconds = 6 * weights * step_tokens(plan) / (machine.world_size * PEAK * SHARE_OF_PEAK)
-    return Step(seconds, f"guessed at {SHARE_OF_PEAK:.0%} of the peak; --step-seconds S tells it")
+    return Step(seconds, f"guessed at {SHARE_OF_PEAK:.0%} of the peak; --step-seconds S tells it", is_guess=True)
 
 
 def step_tokens(plan: Plan) -> int:
