@@ -16,8 +16,9 @@ from launch.plan import Machine, Plan
 from launch.slurm.chain import measured_step_seconds
 from launch.slurm.job import Job, seconds_of
 from simreg_megatron.data.assemble import MANIFEST
-from simreg_megatron.data.check import count_tokens
+from simreg_megatron.data.pairs import is_pair
 from simreg_megatron.data.settings import read_json
+from simreg_megatron.data.tokens import open_tokens
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ def told(plan: Plan, job: Job, step: Step | None, text: str | None) -> Iterator[
 def _tokens(steps: int, each: int, text: str | None) -> str:
     asked = steps * each
     told = f"{_count(asked)} tokens in {steps:,} iterations"
-    if text is None or not Path(f"{text}.idx").exists():
+    if text is None or not is_pair(text):
         return told
-    there = count_tokens(text)
+    there = len(open_tokens(Path(text)))
     again = f", {asked / there:,.1f} times over" if asked > there else ""
     return f"{told}, of the {_count(there)} in {text}{again}"
 

@@ -87,16 +87,6 @@ def check_split(prefix: str | os.PathLike[str], split: str) -> None:
             )
 
 
-def count_tokens(prefix: str | os.PathLike[str]) -> int:
-    """Tokens of a whole set, ends of documents included.
-
-    Raises:
-        DataError: its index cannot be read.
-    """
-    size, item = _expected_bytes(Path(f"{os.fspath(prefix)}.idx"))
-    return size // item
-
-
 def _expected_bytes(index: Path) -> tuple[int, int]:
     """The size of the .bin that an index describes, and of one token in it."""
     with index.open("rb") as stream:
