@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process as any rank of a run of any size: its process groups, and the collectives that it makes.
+
+torch's fake process group answers at once and moves nothing; with tensors that have a device and no memory around it,
+a rank's whole micro-batch is gone through without its GPU and without its partners.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from simreg_megatron.parallel.layout import Rank
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run lies over its ranks, numbered as Megatron numbers them: tensor, context, data, pipeline."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def ranks_of_a_sequence(self) -> list[Rank]:
+        """(context rank, tensor rank) of those that share the sequences of a micro-batch."""
+        return list(itertools.product(range(self.context), range(self.tensor)))
+
+    def number(self, rank: Rank, data: int = 0, pipeline: int = -1) -> int:
+        """The rank of the whole run; pipeline stages may be counted from the last one, where the loss is."""
+        stage = pipeline % self.pipeline
+        return rank[1] + self.tensor * (rank[0] + self.context * (data + self.data * stage))
+
+    def __str__(self) -> str:
+        sizes = {"CP": self.context, "PP": self.pipeline, "DP": self.data}
+        first = [f"TP{self.tensor}{' SP' if self.sequence_parallel else ''}"] if self.tensor > 1 else []
+        return " x ".join([*first, *(f"{name}{size}" for name, size in sizes.items() if size > 1)])
+
+
+@contextlib.contextmanager
+def as_rank(layout: Layout, rank: Rank, *, data: int = 0) -> Iterator[SimpleNamespace]:
+    """The groups of one rank of the last pipeline stage, as Megatron's models carry them: tp, cp, tp_cp, dp_cp.
+
+    Raises:
+        RuntimeError: this process is a rank of a run already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process has a process group: end it first")
+
+    def group_of(members: list[Rank]) -> dist.ProcessGroup:
+        return dist.new_group([layout.number(member, data) for member in members])
+
+    context, tensor = rank
+    dist.init_process_group("fake", rank=layout.number(rank, data), world_size=layout.num_ranks, store=FakeStore())
+    try:
+        replicas = itertools.product(range(layout.context), range(layout.data))
+        yield SimpleNamespace(
+            tp=group_of([(context, other) for other in range(layout.tensor)]),
+            cp=group_of([(other, tensor) for other in range(layout.context)]),
+            tp_cp=group_of(layout.ranks_of_a_sequence),
+            dp_cp=dist.new_group(sorted(layout.number((other, tensor), replica) for other, replica in replicas)),
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as one rank makes it.
+
+    Attributes:
+        kind: all-gather, all-to-all, ...
+        ranks: of its group.
+        size: bytes of the tensor that this rank hands in; of an all-to-all, to all ranks.
+        received: bytes that come from other ranks, where each part is sent once (rings).
+        sends: of an all-to-all, bytes to each rank of the group; else empty.
+        receives: likewise, from each.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    size: int
+    received: int
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+
+
+class Collectives(TorchDispatchMode):
+    """Keeps every collective that is made inside, on whatever way it reaches torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.calls.append(_call(func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _call(func: Any, args: Any) -> Call:
+    name = func.overloadpacket.__name__
+    if name not in _KINDS:
+        raise NotImplementedError(f"the collective {name} is new here: say in {__name__} what it sends")
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    group = dist.ProcessGroup.unbox(given["process_group"])
+    return _KINDS[name](given, tuple(dist.get_process_group_ranks(group)))
+
+
+def _all_reduce(given: dict[str, Any], ranks: tuple[int, ...]) -> Call:
+    size = _bytes(given["tensors"])
+    return Call("all-reduce", ranks, size, 2 * size * (len(ranks) - 1) // len(ranks))
+
+
+def _all_gather(given: dict[str, Any], ranks: tuple[int, ...]) -> Call:
+    size = _bytes(given["input_tensor"])
+    return Call("all-gather", ranks, size, size * (len(ranks) - 1))
+
+
+def _reduce_scatter(given: dict[str, Any], ranks: tuple[int, ...]) -> Call:
+    size = _bytes(given["input_tensor"])
+    return Call("reduce-scatter", ranks, size, size * (len(ranks) - 1) // len(ranks))
+
+
+def _all_to_all(given: dict[str, Any], ranks: tuple[int, ...]) -> Call:
+    sends = _in_bytes(given["input"], given["input_split_sizes"])
+    receives = _in_bytes(given["output"], given["output_split_sizes"])
+    own = ranks.index(dist.get_rank())
+    return Call("all-to-all", ranks, _bytes(given["input"]), sum(receives) - receives[own], sends, receives)
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], tuple[int, ...]], Call]] = {
+    "allreduce_": _all_reduce,
+    "_allgather_base_": _all_gather,
+    "_reduce_scatter_base_": _reduce_scatter,
+    "alltoall_base_": _all_to_all,
+}
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
+
+
+def _in_bytes(tensor: Tensor, split_sizes: list[int]) -> tuple[int, ...]:
+    """Of each part of the rows."""
+    row = tensor[:1].nbytes if len(tensor) else 0
+    return tuple(size * row for size in split_sizes)
+
+
+class HostTensors(TorchDispatchMode):
+    """Names of operators that read or make a tensor of the host: its numbers would have to cross to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, found))
+        if any(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves):
+            self.names.append(str(func))
+        return found

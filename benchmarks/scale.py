@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.scale [--output FILE.csv]`: what ranks of large runs send for SimReg, without the ranks.
+
+The plugin's own code runs a micro-batch forward and backward as every rank that shares its sequences, one after the
+other, on tensors that have a device (CUDA) and no memory, in process groups of up to 1024 ranks that move nothing.
+Every collective is kept with its bytes, and compared with those of its partners. Bytes received are those that come
+from other ranks where each part is sent once (a ring's); memory is the most that the step has allocated at once beside
+the model's own tensors, the gradient of the rank's rows with it, of the rank that receives most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks import records
+from benchmarks.emulation import LiveBytes
+from benchmarks.fake_ranks import Call, Collectives, HostTensors, Layout, as_rank
+from benchmarks.launches import Trace, _backward
+from benchmarks.partners import disagreements, mismatches
+from benchmarks.records import RESULTS, ROOT, Record
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.kernels import contrast, walk
+from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, ShardLayout, row_plan
+from simreg_megatron.plugin.regularizer import Regularizer
+
+LAYOUTS = (
+    Layout(tensor=8),
+    Layout(tensor=8, sequence_parallel=True),
+    Layout(context=2, data=4),
+    Layout(context=8),
+    Layout(tensor=2, context=2, data=2, sequence_parallel=True),
+    Layout(tensor=4, context=2),
+    Layout(tensor=8, context=8, sequence_parallel=True),
+    Layout(tensor=8, context=2, data=16, pipeline=4, sequence_parallel=True),
+)
+SIZES = ((16, 2048, 1024), (2, 2048, 4096), (1, 8192, 4096), (1, 32768, 8192), (1, 131072, 8192))
+"""Sequences, tokens, width; the first two are the presets' micro-batches of 350M and 7B."""
+CHUNKS = (1024, 0)
+BETWEEN = 8192
+"""Tokens in a chunk, where sequences are long enough to ask for something between the two."""
+VOCABULARY = 32000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A micro-batch in a layout."""
+
+    layout: Layout
+    batch: int
+    length: int
+    width: int
+    chunk: int
+    logs: bool = False
+
+    @property
+    def shard(self) -> ShardLayout:
+        rows_split = self.layout.sequence_parallel and self.layout.tensor > 1
+        return ShardLayout(self.length, self.layout.context, self.layout.tensor, rows_split)
+
+    def __str__(self) -> str:
+        chunk = f"chunk {self.chunk or 'whole'}{', log step' if self.logs else ''}"
+        return f"{self.layout}, {self.batch} x {self.length} x {self.width}, {chunk}"
+
+
+class Sent(NamedTuple):
+    """The collectives of one rank in a micro-batch."""
+
+    forward: list[Call]
+    backward: list[Call]
+
+    @property
+    def calls(self) -> list[Call]:
+        return [*self.forward, *self.backward]
+
+    @property
+    def received(self) -> int:
+        """Bytes."""
+        return sum(call.received for call in self.calls)
+
+
+class Cost(NamedTuple):
+    """What else SimReg does on one rank in a micro-batch."""
+
+    memory: int  # bytes
+    launches: int
+    flops: int
+    syncs: int
+    host: list[str]  # operators that touch a tensor of the host
+
+
+def sent_by(case: Case, rank: Rank, *, data: int = 0) -> Sent:
+    with as_rank(case.layout, rank, data=data) as groups, _tiles_shut(), FakeTensorMode():
+        add = _regularized(case, rank, groups)
+        with Collectives() as forward:
+            result = add()
+        with Collectives() as backward:
+            _backward(result, torch.ones_like(result))
+    return Sent(forward.calls, backward.calls)
+
+
+def cost_of(case: Case, rank: Rank, *, tiles: bool = True) -> Cost:
+    """Without its tiles, whose number grows with that of the pairs, only what is outside them is looked at."""
+    with as_rank(case.layout, rank) as groups, _tiles_open() if tiles else _tiles_shut(), FakeTensorMode():
+        add = _regularized(case, rank, groups)
+        with LiveBytes() as live, HostTensors() as host, Trace() as counted:
+            result = add()
+            _backward(result, torch.ones_like(result))
+        counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
+    return Cost(live.most, counted.launches, counted.multiplied, counted.syncs, host.names)
+
+
+def _regularized(case: Case, rank: Rank, groups: SimpleNamespace) -> Callable[[], Tensor]:
+    """The plugin's step of a micro-batch, ready to run."""
+    hidden, labels, mask, loss = _micro_batch(case, rank)
+    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk))
+    regularizer.metrics.wants_geometry = case.logs
+    regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
+    model = _model(case, groups)
+    return partial(regularizer.add_to, loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+
+
+def _micro_batch(case: Case, rank: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = sum(last - first for first, last in case.shard.held(rank))
+    per_token = case.batch, case.shard.context_tokens
+    cuda: dict[str, Any] = {"device": "cuda"}
+    hidden = torch.empty(rows, case.batch, case.width, dtype=torch.bfloat16, **cuda).requires_grad_()
+    labels = torch.empty(per_token, dtype=torch.int64, **cuda)
+    return hidden, labels, torch.empty(per_token, **cuda), torch.empty(per_token, **cuda).requires_grad_()
+
+
+def _model(case: Case, groups: SimpleNamespace) -> SimpleNamespace:
+    """What SimReg reads of a GPTModel."""
+    head = torch.empty(VOCABULARY // case.layout.tensor, case.width, dtype=torch.bfloat16, device="cuda")
+    return SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=case.layout.sequence_parallel, hidden_size=case.width),
+        pg_collection=groups,
+        output_layer=SimpleNamespace(weight=head),
+    )
+
+
+def _tiles_open() -> contextlib.AbstractContextManager[Any]:
+    """The operators inside the walk over the tiles, and not the one that torch.compile sees in their place."""
+    return mock.patch.dict(walk.FORMS, {"tiled": walk.plain_form(form_named("tiled").tiles)})
+
+
+def _tiles_shut() -> contextlib.AbstractContextManager[Any]:
+    """Sums that ranks share come from nowhere; all other tiles are inside one operator already."""
+
+    def sums(tiles: Any, given: walk.Given, *rest: Any) -> Tensor:
+        return given.names.new_zeros(2, *given.names.shape, dtype=torch.float64)
+
+    return mock.patch.object(contrast, "shared_sums", sums)
+
+
+def cases() -> Iterator[Case]:
+    for layout in LAYOUTS:
+        for batch, length, width in SIZES:
+            chunks = (*CHUNKS, BETWEEN) if length > 8 * BETWEEN else CHUNKS
+            for chunk in chunks:
+                yield Case(layout, batch, length, width, chunk)
+
+
+def plans_of(case: Case) -> dict[Rank, RowPlan]:
+    return {rank: row_plan(case.shard, rank, Cutting(case.chunk)) for rank in case.layout.ranks_of_a_sequence}
+
+
+def sent_by_all(case: Case) -> dict[Rank, Sent]:
+    """By every rank that shares the sequences, after their plans and their collectives were found to fit.
+
+    Raises:
+        RuntimeError: two ranks do not fit together.
+    """
+    sent = {rank: sent_by(case, rank) for rank in case.layout.ranks_of_a_sequence}
+    wrong = [*disagreements(case.shard, plans_of(case))]
+    wrong += mismatches({case.layout.number(rank): found.calls for rank, found in sent.items()})
+    if len({tuple(described(case, rank, found.calls, sizes=False)) for rank, found in sent.items()}) > 1:
+        wrong.append("ranks make their collectives in different orders")
+    if wrong:
+        raise RuntimeError(f"{case}: {wrong[0]}")
+    return sent
+
+
+def described(case: Case, rank: Rank, calls: Iterable[Call], *, sizes: bool = True) -> Iterator[str]:
+    """Kind, group and bytes received of each."""
+    layout, (context, tensor) = case.layout, rank
+    named = {
+        tuple(layout.number(member) for member in layout.ranks_of_a_sequence): "TP x CP",
+        tuple(layout.number((other, tensor)) for other in range(layout.context)): "CP",
+        tuple(layout.number((context, other)) for other in range(layout.tensor)): "TP",
+    }
+    for call in calls:
+        yield f"{call.kind} over {named[call.ranks]}" + (f": {call.received}" if sizes else "")
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """Of the rank that receives most."""
+    by_rank = sent_by_all(case)
+    rank = max(by_rank, key=lambda each: by_rank[each].received)
+    sent, cost = by_rank[rank], cost_of(case, rank)
+    log_step = replace(case, logs=True)
+    in_log_step, log_cost = sent_by(log_step, rank), cost_of(log_step, rank, tiles=False)
+    in_view = sum(last - first for first, last in plans_of(case)[rank].needs)
+    return {
+        "layout": str(case.layout), "ranks": case.layout.num_ranks, "batch": case.batch, "tokens": case.length,
+        "width": case.width, "chunk": case.chunk or "whole", "context_rank": rank[0], "tensor_rank": rank[1],
+        "collectives": len(sent.calls), "bytes_received": sent.received,
+        "forward": "; ".join(described(case, rank, sent.forward)),
+        "backward": "; ".join(described(case, rank, sent.backward)),
+        "log_collectives": len(in_log_step.calls), "log_bytes_received": in_log_step.received,
+        "rows_in_view_mib": f"{in_view * case.batch * case.width * 2 / 2**20:.1f}",
+        "memory_mib": f"{cost.memory / 2**20:.1f}", "launches": cost.launches, "gflop": f"{cost.flops / 1e9:.1f}",
+        "syncs": cost.syncs + log_cost.syncs, "host_tensors": len(cost.host) + len(log_cost.host),
+    }  # fmt: skip
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for case in cases():
+        print(case, file=sys.stderr, flush=True)
+        yield row_of(case)
+
+
+def table(lines: list[Record]) -> Iterator[str]:
+    yield f"{records.described(lines)}. `python -m benchmarks.scale`"
+    yield ""
+    yield "Collectives are those of the forward + those of the backward."
+    yield ""
+    columns = "collectives | MiB received | MiB of memory | launches"
+    yield f"| layout | ranks | micro-batch | chunks of 1024: {columns} | whole sequences: {columns} |"
+    yield "| --- " * 11 + "|"
+    by_size: dict[tuple[str, ...], dict[str, Record]] = {}
+    for line in lines:
+        size = f"{line['batch']} x {line['tokens']} x {line['width']}"
+        by_size.setdefault((line["layout"], line["ranks"], size), {})[line["chunk"]] = line
+    for size, by_chunk in by_size.items():
+        cells = [cell for chunk in ("1024", "whole") for cell in _cells(by_chunk[chunk])]
+        yield f"| {' | '.join((*size, *cells))} |"
+
+
+def _cells(line: Record) -> tuple[str, ...]:
+    forward, backward = (len(list(filter(None, line[name].split(";")))) for name in ("forward", "backward"))
+    received = int(line["bytes_received"]) / 2**20
+    return f"{forward} + {backward}", f"{received:.1f}", f"{float(line['memory_mib']):.0f}", line["launches"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    records.add_options(parser, RESULTS / "scale.csv")
+    options = parser.parse_args()
+    where = records.surroundings(threads=1)
+    found = ({**row, **where} for row in rows())
+    records.finish(
+        options.source or options.output, None if options.source else found, table, page=ROOT / "docs" / "scale.md"
+    )
+
+
+if __name__ == "__main__":
+    main()
