@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm parity versions lint bench cost tables stale clean distclean
+TARGETS := help setup demo test test-all test-slurm parity versions lint docs bench cost tables stale clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -58,6 +58,15 @@ lint: setup ## ruff (rules and format), mypy, shellcheck
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy simreg_megatron
 	.venv/bin/shellcheck $(SHELL_FILES)
+
+docs: build/docs-venv/stamp ## build the documentation as a site into build/site (first: 190 MB of tools, no torch)
+	build/docs-venv/bin/mkdocs build --strict
+
+build/docs-venv/stamp: setup.py tools/extra.py
+	$(or $(PYTHON),python3) -m venv --clear build/docs-venv
+	build/docs-venv/bin/python tools/extra.py DOCS >build/docs-venv/requirements.txt
+	build/docs-venv/bin/pip install --quiet --disable-pip-version-check -r build/docs-venv/requirements.txt
+	touch $@
 
 bench: setup ## what SimReg costs, as ratios of one run
 	$(PY) -m benchmarks $(BENCH_ARGS)

@@ -46,6 +46,13 @@ EVALUATION = [*HF, "lm-eval[hf]>=0.4.12,<0.5"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 # Experiments: plans are YAML, verdicts are scipy's tests.
 REPRODUCE = [*REPORT, "sentencepiece>=0.2,<0.3", "pyyaml>=6", "scipy>=1.11,<2"]
+# The documentation as a site; `make docs` installs these alone (tools/extra.py), into a venv of their own.
+DOCS = [
+    "mkdocs>=1.6,<2",
+    "mkdocs-material>=9.5,<10",
+    "mkdocstrings[python]>=1,<2",
+    "ruff>=0.14,<0.18",  # wraps the signatures
+]
 EXTRAS = {
     "megatron": MEGATRON,
     "gpu": ["transformer-engine[pytorch]>=2"],
@@ -54,6 +61,7 @@ EXTRAS = {
     "eval": [*EVALUATION, *REPORT],
     "report": REPORT,
     "reproduce": REPRODUCE,
+    "docs": DOCS,
     "demo": [*MEGATRON, *DATA, *REPORT],
     "dev": [
         *EVALUATION,

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of code of the pages: Python runs, commands and their flags exist, and shown output is what is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import commands, complaints
+from tests.helpers.pages import PAGES, ROOT, Block, blocks, name_of, spans
+
+LANGUAGES = {"bash", "console", "python", "text", "yaml"}
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+NOT_RUN = {
+    (
+        "docs/existing-pipeline.md",
+        "from megatron.bridge",
+    ): "Megatron-Bridge's loop needs a GPU; tests/megatron runs the callback's protocol",
+}
+"""Blocks of Python that are only compiled: page and first words, and why."""
+ALONE = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "SIMREG_CPU": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+def at(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+def of(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=at)
+def test_a_block_says_what_it_is(block: Block) -> None:
+    assert block.language in LANGUAGES
+
+
+# ---- Python --------------------------------------------------------------------------------------------------------
+
+RUN = """
+import json, sys, traceback
+import simreg_megatron
+from simreg_megatron.plugin import cpu_backend
+cpu_backend.activate()
+answers = []
+for text, continues in json.loads(sys.stdin.read()):
+    names = names if continues else {}
+    try:
+        exec(compile(text, "block", "exec"), names)
+        answers.append("")
+    except Exception:
+        answers.append(traceback.format_exc())
+    simreg_megatron.uninstall()
+print("\\n" + json.dumps(answers))
+"""
+
+
+def run(given: list[Block]) -> list[str]:
+    """Of each block the traceback, or nothing: in one process without a GPU, each in a namespace of its own."""
+    texts = json.dumps([(textwrap.dedent(block.text), block.continues) for block in given])
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], input=texts, capture_output=True, text=True, timeout=300, cwd=ROOT, env=ALONE
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def is_run(block: Block) -> bool:
+    return not any(block.page == page and block.text.startswith(first) for page, first in NOT_RUN)
+
+
+@pytest.fixture(scope="module")
+def tracebacks() -> dict[str, str]:
+    given = [block for block in of("python") if is_run(block)]
+    return dict(zip(map(at, given), run(given), strict=True))
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("block", [block for block in of("python") if is_run(block)], ids=at)
+def test_python_runs(block: Block, tracebacks: dict[str, str]) -> None:
+    assert not tracebacks[at(block)]
+
+
+@pytest.mark.parametrize(("page", "first"), NOT_RUN)
+def test_python_that_is_not_run_is_there_and_compiles(page: str, first: str) -> None:
+    (block,) = [block for block in of("python") if block.page == page and block.text.startswith(first)]
+    compile(block.text, at(block), "exec")
+
+
+@pytest.mark.megatron
+def test_a_wrong_block_is_caught_and_continuing_is_asked_for() -> None:
+    def block(text: str, continues: bool = False) -> Block:
+        return Block("page.md", 1, "python", text, continues)
+
+    one, other, third, wrong = run([block("x = 1"), block("x", True), block("x"), block("import no_such_module")])
+    assert (one, other) == ("", "") and "NameError" in third and "ModuleNotFoundError" in wrong
+
+
+def test_a_comment_lets_a_block_continue_the_one_before(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    fence = "```python\nx\n```\n"
+    page.write_text(f"{fence}\n<!-- continues the block above -->\n{fence}\n{fence}")
+    assert [block.continues for block in blocks(page, tmp_path)] == [False, True, False]
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+FLAGS = """
+import argparse
+from simreg_megatron.plugin import cpu_backend
+cpu_backend.activate()
+from megatron.training.arguments import add_megatron_arguments
+from simreg_megatron.plugin.arguments import add_simreg_arguments
+parser = add_simreg_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+print("\\n" + " ".join(option for action in parser._actions for option in action.option_strings))
+"""
+
+
+@pytest.fixture(scope="module")
+def megatron() -> frozenset[str]:
+    """Megatron's flags and SimReg's, from a process of its own: the stand-ins for CUDA stay out of this one."""
+    done = subprocess.run(
+        [sys.executable, "-c", FLAGS], capture_output=True, text=True, timeout=300, cwd=ROOT, env=ALONE
+    )
+    assert done.returncode == 0, done.stderr
+    return frozenset(done.stdout.splitlines()[-1].split())
+
+
+def shell_of(block: Block) -> str:
+    """A console's commands stand after a $; what they print is left out."""
+    if block.language == "bash":
+        return block.text
+    return "\n".join(line[2:] for line in block.text.splitlines() if line.startswith("$ "))
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("block", of("bash", "console"), ids=at)
+def test_commands_and_flags_of_a_block_exist(block: Block, megatron: frozenset[str]) -> None:
+    found = list(commands(shell_of(block)))
+    assert found, "a block of shell without a command"
+    assert [said for words in found for said in complaints(words, megatron)] == []
+
+
+OURS = ("make ", "simreg-megatron ", ".venv/bin/simreg-megatron ", "python -m ", "bash launch/", "torchrun launch/")
+
+
+def commands_in_words(page: Path) -> Iterator[tuple[int, str]]:
+    for line, text in spans(page):
+        if text.startswith(OURS):
+            yield line, text
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands_in_words(page))], ids=name_of)
+def test_commands_and_flags_between_words_exist(page: Path, megatron: frozenset[str]) -> None:
+    found = [
+        f"{line}: {said}"
+        for line, text in commands_in_words(page)
+        for words in commands(text)
+        for said in complaints(words, megatron)
+    ]
+    assert found == []
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("make tests", "make has no target tests"),
+        ("make demo STEP=3", "the Makefile knows no STEP"),
+        ("make parity PARITY_ARGS='--one CP2'", "python -m tests.megatron.parity has no --one"),
+        ("make demo DEMO_ARGS='--lambda 3'", "launch/demo.py has no --lambda"),
+        ("simreg-megatron data prepar x", "simreg-megatron data has no command prepar"),
+        ("simreg-megatron data prepare x --tokeniser t", "simreg-megatron data prepare has no --tokeniser"),
+        ("simreg-megatron report a=b --out x", "simreg-megatron report runs has no --out"),
+        ("bash launch/train.sh", "there is no file launch/train.sh"),
+        ("bash launch/pretrain_llama.sh --modell 7b", "launch/pretrain_llama.sh has no --modell"),
+        ("torchrun --nprocs 2 launch/pretrain_llama.sh", "torchrun has no --nprocs"),
+        ("torchrun ... -m simreg_megatron x.py --simreg-lamda 1", "Megatron has no --simreg-lamda"),
+        ("<your command> --train-iterations 2", "Megatron has no --train-iterations"),
+        ("bash launch/slurm/submit.sh --node 2 launch/pretrain_llama.sh", "launch/slurm/submit.sh has no --node"),
+        ("python -m benchmarks.step", "there is no benchmarks.step"),
+        ("python -m benchmarks.plot --colour", "python benchmarks.plot has no --colour"),
+        ("bash launch/evaluate.sh --models x", "simreg-megatron evaluate has no --models"),
+        ("deepspeed train.py", "nothing is known of 'deepspeed'"),
+    ],
+)
+def test_a_wrong_command_is_caught(command: str, said: str, megatron: frozenset[str]) -> None:
+    (words,) = commands(command)
+    (found,) = complaints(words, megatron)
+    assert said in found
+
+
+def test_how_a_block_of_shell_is_read() -> None:
+    text = "make setup   # a comment\n\nA=1 make demo \\\n  STEPS=3 && make test\n"
+    assert list(commands(text)) == [["make", "setup"], ["A=1", "make", "demo", "STEPS=3"], ["make", "test"]]
+
+
+# ---- output --------------------------------------------------------------------------------------------------------
+
+
+def sessions(block: Block) -> Iterator[tuple[str, str]]:
+    """Each command of a console with what the page shows below it; `...` stands for any lines."""
+    for part in block.text.split("$ ")[1:] if block.text.startswith("$ ") else []:
+        command, _, shown = part.partition("\n")
+        yield command, shown
+
+
+def is_shown(shown: str, printed: str) -> bool:
+    """Whether the page's lines are the printed ones, a line of ... standing for any number of them."""
+    rest, lines = [line.rstrip() for line in printed.strip("\n").splitlines()], shown.rstrip("\n").splitlines()
+    pieces = "\n".join(lines).split("\n...\n") if "..." in lines else ["\n".join(lines)]
+    text, place = "\n".join(rest), 0
+    if len(pieces) == 1:
+        return text == pieces[0]
+    for piece in pieces:
+        found = text.find(piece, place)
+        if found < 0:
+            return False
+        place = found + len(piece)
+    return True
+
+
+CONSOLES = [(block, command, shown) for block in of("console") for command, shown in sessions(block)]
+
+
+@pytest.mark.parametrize(("block", "command", "shown"), CONSOLES, ids=[f"{at(b)} {c}" for b, c, _ in CONSOLES])
+def test_output_is_what_the_command_prints(block: Block, command: str, shown: str) -> None:
+    environment = {name: value for name, value in ALONE.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    words = shlex.split(command.replace(".venv/bin/", ""))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    assert is_shown(shown, done.stdout + done.stderr), done.stdout + done.stderr
+
+
+def test_every_console_block_has_a_session() -> None:
+    assert CONSOLES and all(list(sessions(block)) for block in of("console"))
+
+
+def test_other_output_is_caught() -> None:
+    assert is_shown("a\nb\n", "a\nb\n") and not is_shown("a\n", "a\nb\n") and not is_shown("a\nc\n", "a\nb\n")
+    assert is_shown("a\n...\nd\n", "a\nb\nc\nd\n") and not is_shown("a\n...\nb\n", "b\na\n")

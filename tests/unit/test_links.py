@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links of the pages lead to files and headings that are there, and the site keeps them. Nothing is fetched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.helpers.pages import PAGES, ROOT, anchors, links, name_of, slug_of
+from tools.docs_parameters import each_alone
+from tools.docs_site import listing, place, rewritten, targets
+
+_OUTSIDE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)")
+
+
+def broken(page: Path, root: Path = ROOT) -> Iterator[str]:
+    """What is wrong with the page's relative links, a sentence each."""
+    for link in links(page):
+        if _OUTSIDE.match(link.target):
+            continue
+        path, _, anchor = link.target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        here = f"{name_of(page, root)}:{link.line}: {link.target}"
+        if path.startswith("/") or not found.is_relative_to(root):
+            yield f"{here} leads out of the repository"
+        elif not found.exists():
+            yield f"{here} leads to no file"
+        elif anchor and found.suffix == ".md" and anchor not in anchors(found):
+            yield f"{here} names no heading of that page"
+        elif anchor and found.suffix != ".md":
+            yield f"{here} has an anchor, which only a page has"
+
+
+def malformed(address: str) -> str | None:
+    """Why an external address is none that a page may have."""
+    parts = urlsplit(address)
+    if parts.scheme != "https":
+        return "is not https"
+    if not re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", parts.netloc):
+        return "has no public host by name alone"
+    if parts.netloc == "arxiv.org" and not re.fullmatch(r"/abs/\d{4}\.\d{5}", parts.path):
+        return "is no paper's abstract (arxiv.org/abs/0000.00000)"
+    return None
+
+
+EXTERNAL = sorted({link.target for page in PAGES for link in links(page) if _OUTSIDE.match(link.target)})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+    assert list(broken(page)) == []
+
+
+@pytest.mark.parametrize("address", EXTERNAL)
+def test_an_external_link_is_https_and_well_formed(address: str) -> None:
+    assert malformed(address) is None
+
+
+def test_links_were_found() -> None:
+    """A pattern that finds nothing would let every link pass."""
+    assert len(EXTERNAL) >= 3
+    assert sum(len(links(page)) for page in PAGES) >= 100
+
+
+DOCTORED = """\
+# What `--verify` compares
+## Twice
+## Twice
+
+[good](#what---verify-compares) [good](#twice-1) [good](folder/code.py) [good](folder) ![good](folder/code.py "title")
+{link}
+
+```bash
+echo '[shown](only.md)'
+```
+`[shown](only.md)`
+"""
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        ("", None),
+        ("[x](#twice-2)", "names no heading"),
+        ("[x](#what-verify-compares)", "names no heading"),
+        ("[x](#What---verify-compares)", "names no heading"),
+        ("[x](missing.md)", "leads to no file"),
+        ("![x](missing.png)", "leads to no file"),
+        ("[x]\n\n[x]: missing.md", "leads to no file"),
+        ('<img src="missing.png">', "leads to no file"),
+        ("[x](folder/code.py#L3)", "has an anchor"),
+        ("[x](../page.md)", "leads out of the repository"),
+        ("[x](/page.md)", "leads out of the repository"),
+    ],
+)
+def test_a_doctored_page_is_caught(link: str, said: str | None, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "code.py").touch()
+    page = tmp_path / "page.md"
+    page.write_text(DOCTORED.format(link=link))
+    found = list(broken(page, tmp_path))
+    assert (found == []) if said is None else (len(found) == 1 and said in found[0] and "page.md:" in found[0])
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://arxiv.org/abs/2605.08809", "https://arxiv.org/pdf/2605.08809", "https://localhost/x", "https://u:p@a.org"],
+)
+def test_a_doctored_address_is_caught(address: str) -> None:
+    assert malformed(address)
+
+
+# ---- the site ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_site_keeps_every_link(page: Path) -> None:
+    """Rewritten links, resolved in the site, are the places of what the page links to."""
+    name, text = name_of(page), page.read_text(encoding="utf-8")
+    here = Path("/", place(name)).parent
+    there = [str(Path("/", place(target))) for target in targets(name, text)]
+    found = [
+        str((here / link.partition("#")[0]).resolve())
+        for link in re.findall(r"\]\(([^)\s]+)\)", rewritten(name, text))
+        if not _OUTSIDE.match(link) and not link.startswith("#")
+    ]
+    assert found == there
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "there"),
+    [
+        ("README.md", "docs/exact.md#scope-local", "exact.md#scope-local"),
+        ("docs/exact.md", "../README.md", "index.md"),
+        ("docs/exact.md", "../SECURITY.md", "security.md"),
+        ("docs/exact.md", "../patches/README.md", "source/patches/README.md"),
+        ("docs/exact.md", "../patches", "source/patches/README.md"),
+        ("docs/exact.md", "../launch", "source/launch/index.md"),
+        ("docs/exact.md", "../setup.py", "source/setup.py.txt"),
+        ("docs/exact.md", "../benchmarks/results/cpu.png", "source/benchmarks/results/cpu.png"),
+        ("patches/README.md", "main.patch", "main.patch.txt"),
+        ("patches/README.md", "../docs/versions.md", "../../versions.md"),
+    ],
+)
+def test_where_a_link_leads_in_the_site(page: str, link: str, there: str) -> None:
+    assert rewritten(page, f"see [this]({link})") == f"see [this]({there})"
+
+
+def test_a_folder_of_the_source_is_a_page() -> None:
+    assert "| [creg.py](creg.py) | " in listing("simreg_megatron/losses")
+
+
+def test_every_page_is_in_the_sites_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1].split("\n\n")[0]
+    named = set(re.findall(r"[\w/-]+\.md", menu))
+    pages = {place(name_of(page)) for page in PAGES} | {f"api/{page.name}" for page in ROOT.glob("docs/api/*.md")}
+    assert named == pages, "enter the new page in mkdocs.yml"
+
+
+def test_parameters_that_share_an_entry_get_one_each() -> None:
+    entry = "{}: [n], what is\n        added.\n    "
+    docstring = "Adds.\n\nArgs:\n    {}c: scale.\n\n    x, y: an equation"
+    written = docstring.format(entry.format("a, b"))
+    assert each_alone(written, {"a", "b", "c"}) == docstring.format(entry.format("a") + entry.format("b"))
+
+
+def test_githubs_slugs() -> None:
+    assert slug_of("4. Layouts, and what to expect") == "4-layouts-and-what-to-expect"
+    assert slug_of("What [`--verify`](x.md) compares") == "what---verify-compares"
