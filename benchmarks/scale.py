@@ -26,8 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import records
 from benchmarks.emulation import LiveBytes
+from benchmarks.fake_autograd import backward
 from benchmarks.fake_ranks import Call, Collectives, HostTensors, Layout, as_rank
-from benchmarks.launches import Trace, _backward
+from benchmarks.launches import Trace
 from benchmarks.partners import disagreements, mismatches
 from benchmarks.records import RESULTS, ROOT, Record
 from simreg_megatron.config import SimRegConfig
@@ -104,11 +105,11 @@ class Cost(NamedTuple):
 def sent_by(case: Case, rank: Rank, *, data: int = 0) -> Sent:
     with as_rank(case.layout, rank, data=data) as groups, _tiles_shut(), FakeTensorMode():
         add = _regularized(case, rank, groups)
-        with Collectives() as forward:
+        with Collectives() as in_forward:
             result = add()
-        with Collectives() as backward:
-            _backward(result, torch.ones_like(result))
-    return Sent(forward.calls, backward.calls)
+        with Collectives() as in_backward:
+            backward(result, torch.ones_like(result))
+    return Sent(in_forward.calls, in_backward.calls)
 
 
 def cost_of(case: Case, rank: Rank, *, tiles: bool = True) -> Cost:
@@ -117,7 +118,7 @@ def cost_of(case: Case, rank: Rank, *, tiles: bool = True) -> Cost:
         add = _regularized(case, rank, groups)
         with LiveBytes() as live, HostTensors() as host, Trace() as counted:
             result = add()
-            _backward(result, torch.ones_like(result))
+            backward(result, torch.ones_like(result))
         counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
     return Cost(live.most, counted.launches, counted.multiplied, counted.syncs, host.names)
 
@@ -125,7 +126,7 @@ def cost_of(case: Case, rank: Rank, *, tiles: bool = True) -> Cost:
 def _regularized(case: Case, rank: Rank, groups: SimpleNamespace) -> Callable[[], Tensor]:
     """The plugin's step of a micro-batch, ready to run."""
     hidden, labels, mask, loss = _micro_batch(case, rank)
-    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk))
+    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl="tiled"))
     regularizer.metrics.wants_geometry = case.logs
     regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
     model = _model(case, groups)
@@ -250,9 +251,9 @@ def table(lines: list[Record]) -> Iterator[str]:
 
 
 def _cells(line: Record) -> tuple[str, ...]:
-    forward, backward = (len(list(filter(None, line[name].split(";")))) for name in ("forward", "backward"))
+    in_forward, in_backward = (len(list(filter(None, line[name].split(";")))) for name in ("forward", "backward"))
     received = int(line["bytes_received"]) / 2**20
-    return f"{forward} + {backward}", f"{received:.1f}", f"{float(line['memory_mib']):.0f}", line["launches"]
+    return f"{in_forward} + {in_backward}", f"{received:.1f}", f"{float(line['memory_mib']):.0f}", line["launches"]
 
 
 def main() -> None:
