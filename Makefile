@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm parity versions lint docs bench cost tables stale clean distclean
+TARGETS := help setup demo test test-all test-slurm parity versions lint docs bench gpu cost tables stale clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -22,6 +22,8 @@ PYTEST_ARGS ?=
 PARITY_ARGS ?=
 # And for the releases of Megatron: make versions VERSIONS_ARGS="--sources ../sources" (docs/versions.md)
 VERSIONS_ARGS ?=
+# And for the report of a GPU: make gpu GPU_ARGS="--quick --output runs/quick"
+GPU_ARGS ?=
 # Tables to make again, stale or not: make tables ONLY="parity versions"
 ONLY ?=
 # Two workers, one file each at a time: whole runs of Megatron are made once a file and shared by its tests.
@@ -70,6 +72,9 @@ build/docs-venv/stamp: setup.py tools/extra.py
 
 bench: setup ## what SimReg costs, as ratios of one run
 	$(PY) -m benchmarks $(BENCH_ARGS)
+
+gpu: setup ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (GPU_ARGS=--quick is shorter)
+	$(PY) -m benchmarks.gpu $(GPU_ARGS)
 
 cost: setup ## what SimReg launches on a GPU, counted without one (10 seconds)
 	$(PY) -m benchmarks.launches

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -57,6 +59,7 @@ class Alternating:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._originals.close()  # the log of the step before was that step's, too
+        torch.cuda.synchronize()  # so are its last kernels; without a GPU its stand-in does nothing
         now = time.perf_counter(), time.process_time()
         if self._step:
             taken = (f"{end - begin:.6f}" for begin, end in zip(self._begun, now, strict=True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="a preset of launch/models (default: tiny)")
     parser.add_argument("--steps", type=int, default=620, help="of each run; the first twenty do not count")
     parser.add_argument("--kinds", default="", metavar="WORDS", help="only those whose name holds one: chunks,whole")
+    launched.add_options(parser)
     records.add_options(parser, RESULTS / "step_pairs.csv")
     options = parser.parse_args()
     measured = None if options.source else _measured(options)
@@ -51,9 +53,9 @@ def main() -> None:
 
 def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
-    own = ("--data", corpus.train_prefix, "--tokenizer", corpus.tokenizer_model)
+    own = ("--data", corpus.train_prefix, "--tokenizer", corpus.tokenizer_model, *options.flags)
     threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    where = records.surroundings(threads=threads, model=options.model)
+    where = records.surroundings(threads=threads, model=options.model, flags=shlex.join(options.flags))
     wanted = [word for word in options.kinds.split(",") if word]
     for name, flags in KINDS.items():
         if wanted and not any(word in name for word in wanted):
@@ -68,7 +70,7 @@ def _train(model: str, steps: int, own: tuple[object, ...]) -> list[Record]:
         times = Path(folder, "times.csv")
         words = (
             "--model", model, "--output", folder, "--train-iters", steps, "--log-interval", LOG_INTERVAL,
-            "--eval-iters", 1, "--eval-interval", 10 * steps, *own,
+            "--eval-iters", 1, "--eval-interval", 10 * steps, *launched.of_model(model), *own,
         )  # fmt: skip
         launched.run("benchmarks/alternating_run.py", words, **{TIMES: str(times)})
         with times.open(encoding="utf-8", newline="") as file:
@@ -78,7 +80,7 @@ def _train(model: str, steps: int, own: tuple[object, ...]) -> list[Record]:
 def table(lines: list[Record]) -> Iterator[str]:
     yield f"A step of --model {lines[0]['model']}. {records.described(lines)}."
     yield f"In each run every other step is plain Megatron's; windows of {WINDOW} steps."
-    yield "`python -m benchmarks.step_pairs`"
+    yield f"`python -m benchmarks.step_pairs{launched.flags_of(lines)}`"
     yield ""
     yield "| run | measure | ms, plain | over plain | 95 % interval | windows |"
     yield "| --- | --- | --- | --- | --- | --- |"

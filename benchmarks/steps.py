@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="turns of all kinds (default: 6)")
     parser.add_argument("--steps", type=int, default=60, help="steps of a run; the first ten do not count")
     parser.add_argument("--kinds", default="", metavar="WORDS", help="only those whose name holds one: chunks,AdaGC")
+    launched.add_options(parser)
     records.add_options(parser)
     options = parser.parse_args()
     measured = None if options.source else _measured(options)
@@ -57,9 +59,11 @@ def main() -> None:
 def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kinds = _chosen(options.model, options.kinds)
     corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
-    own = ("--data", corpus.train_prefix, "--tokenizer", corpus.tokenizer_model)
+    own = ("--data", corpus.train_prefix, "--tokenizer", corpus.tokenizer_model, *options.flags)
     threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    where = records.surroundings(threads=threads, model=options.model, steps=options.steps)
+    where = records.surroundings(
+        threads=threads, model=options.model, steps=options.steps, flags=shlex.join(options.flags)
+    )
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(options.rounds):
@@ -83,11 +87,9 @@ def _chosen(model: str, words: str) -> dict[str, tuple[str, ...]]:
 
 
 def _train(folder: Path, model: str, steps: int, own: tuple[object, ...]) -> str:
-    # One micro-batch a step: what a step costs beside it (the optimizer) is the same in all kinds.
-    large = ("--make-vocab-size-divisible-by", "32000", "--micro-batch-size", "8", "--global-batch-size", "8")
     words = (
         "--model", model, "--output", folder, "--train-iters", steps, "--log-interval", LOG_INTERVAL, "--eval-iters", 1,
-        "--save-interval", 10 * steps, *(large if model != "tiny" else ()), *own,
+        "--save-interval", 10 * steps, *launched.of_model(model), *own,
     )  # fmt: skip
     return launched.run(launched.PRETRAIN, words)
 
@@ -99,7 +101,7 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield f"A step of --model {model}. {records.described(lines)}."
     yield f"Runs of {lines[0]['steps']} steps, {number} turn{'s' if number > 1 else ''}, one run at a time;"
     yield f"ms per step, median of logged intervals of {LOG_INTERVAL} steps."
-    yield f"`python -m benchmarks.steps --model {model}`"
+    yield f"`python -m benchmarks.steps --model {model}{launched.flags_of(lines)}`"
     yield ""
     yield "| run | ms | over plain | 95 % interval | intervals | peak MB |"
     yield "| --- | --- | --- | --- | --- | --- |"

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one part under its time limit, and keep how it ended; a part that ran to its end is not run again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from benchmarks.gpu.parts import Part
+from benchmarks.records import ROOT
+
+ENDED, FAILED, TOO_LONG = "ended", "failed", "time limit"
+_TO_TIDY_UP = 30  # seconds: pytest writes down what it has
+_OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
+_MARK = "SIMREG_GPU_PART"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended.
+
+    Attributes:
+        state: ENDED, FAILED or TOO_LONG.
+        of: what it belongs to: commit, GPUs and commands; another one is another part.
+        kept: whether an earlier call made it.
+    """
+
+    name: str
+    state: str
+    status: int
+    seconds: float
+    of: str
+    kept: bool = False
+
+
+def outcome_file(part: Part, output: Path) -> Path:
+    return output / f"{part.name}.outcome.json"
+
+
+def kept(part: Part, output: Path, of: str) -> Outcome | None:
+    """The outcome of an earlier call, if the part ran to its end there and nothing else is asked now."""
+    try:
+        found = Outcome(**json.loads(outcome_file(part, output).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return Outcome(**{**asdict(found), "kept": True}) if (found.state, found.of) == (ENDED, of) else None
+
+
+def run(part: Part, output: Path, of: str) -> Outcome:
+    """Run the part; it never raises for what the part does.
+
+    Raises:
+        KeyboardInterrupt: of the user's; nothing of the part is left running.
+    """
+    started, log = time.monotonic(), output / f"{part.name}.log"
+    for stale in (output / f"{part.name}.xml", output / f"{part.name}.csv"):
+        stale.unlink(missing_ok=True)
+    status: int | None = 1
+    for command in part.command_lines():
+        with log.open("w", encoding="utf-8") as file:
+            file.write(f"$ {shlex.join(command)}\n")
+            file.flush()
+            status = _status(command, part, 60 * part.minutes - (time.monotonic() - started), file)
+        if status in part.fine or not _is_out_of_memory(log):
+            break
+    state = TOO_LONG if status is None else ENDED if status in part.fine else FAILED
+    seconds = round(time.monotonic() - started, 1)
+    outcome = Outcome(part.name, state, -1 if status is None else status, seconds, of)
+    outcome_file(part, output).write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    return outcome
+
+
+def _status(command: Sequence[str], part: Part, seconds: float, log: IO[str]) -> int | None:
+    """None where it did not end in time."""
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, **part.environment, _MARK: mark, "PYTHONUNBUFFERED": "1"}
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        log.write(f"{error}\n")
+        return 1
+    try:
+        return process.wait(max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(process, mark)
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """First as by Ctrl-C; then whatever is left of it, ranks in sessions of their own among them, with their memory."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_TO_TIDY_UP)
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # of another user, or gone
+            if f"{_MARK}={mark}".encode() in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
+    process.wait()
+
+
+def _is_out_of_memory(log: Path) -> bool:
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return any(words in text for words in _OUT_OF_MEMORY)
