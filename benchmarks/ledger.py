@@ -271,7 +271,7 @@ STATED = (
            r"SHARD_BYTES = (\d+) << 30"),
     states("docs/cluster.md", "a guess at {} % of the peak", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
     states("docs/cluster.md", "assumes {} % of", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
-    states("docs/cluster.md", "rather than on {} % there", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
+    states("docs/cluster.md", "share rather than {} %.", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
     states("docs/cluster.md", "of {} TFLOP/s", "launch/estimate.py", r"PEAK = (\d+)e12"),
     states("docs/data.md", "else {} % of the documents", "simreg_megatron/data/commands.py",
            r"default: (0[\d.]+);", 100),
