@@ -5,7 +5,9 @@ The plugin's own code runs a micro-batch forward and backward as every rank that
 other, on tensors that have a device (CUDA) and no memory, in process groups of up to 1024 ranks that move nothing.
 Every collective is kept with its bytes, and compared with those of its partners. Bytes received are those that come
 from other ranks where each part is sent once (a ring's); memory is the most that the step has allocated at once beside
-the model's own tensors, the gradient of the rank's rows with it, of the rank that receives most.
+the model's own tensors, the gradient of the rank's rows with it, of the rank that receives most. Where a rank has more
+than MOST_PAIRS pairs its tiles are left out: launches are not counted, and memory lacks what tiles take, which the
+budget in simreg_megatron/kernels/walk.py bounds.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ CHUNKS = (1024, 0)
 BETWEEN = 8192
 """Tokens in a chunk, where sequences are long enough to ask for something between the two."""
 VOCABULARY = 32000
+MOST_PAIRS = 1 << 30
+"""Of a rank, whose tiles are gone through one by one in a minute."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,9 @@ def row_of(case: Case) -> dict[str, Any]:
     """Of the rank that receives most."""
     by_rank = sent_by_all(case)
     rank = max(by_rank, key=lambda each: by_rank[each].received)
-    sent, cost = by_rank[rank], cost_of(case, rank)
+    pairs = case.batch * case.shard.context_tokens // case.layout.tensor * (case.chunk or case.length)
+    walks = pairs <= MOST_PAIRS
+    sent, cost = by_rank[rank], cost_of(case, rank, tiles=walks)
     log_step = replace(case, logs=True)
     in_log_step, log_cost = sent_by(log_step, rank), cost_of(log_step, rank, tiles=False)
     in_view = sum(last - first for first, last in plans_of(case)[rank].needs)
@@ -222,7 +228,8 @@ def row_of(case: Case) -> dict[str, Any]:
         "backward": "; ".join(described(case, rank, sent.backward)),
         "log_collectives": len(in_log_step.calls), "log_bytes_received": in_log_step.received,
         "rows_in_view_mib": f"{in_view * case.batch * case.width * 2 / 2**20:.1f}",
-        "memory_mib": f"{cost.memory / 2**20:.1f}", "launches": cost.launches, "gflop": f"{cost.flops / 1e9:.1f}",
+        "tiles": "yes" if walks else "no", "memory_mib": f"{cost.memory / 2**20:.1f}",
+        "launches": cost.launches if walks else "", "gflop": f"{cost.flops / 1e9:.1f}" if walks else "",
         "syncs": cost.syncs + log_cost.syncs, "host_tensors": len(cost.host) + len(log_cost.host),
     }  # fmt: skip
 
