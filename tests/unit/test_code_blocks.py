@@ -237,7 +237,8 @@ def test_output_is_what_the_command_prints(block: Block, command: str, shown: st
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     words = shlex.split(command.replace(".venv/bin/", ""))
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
-    assert is_shown(shown, done.stdout + done.stderr), done.stdout + done.stderr
+    printed = done.stdout + done.stderr
+    assert is_shown(shown, printed), f"{at(block)} shows something else; it should be\n{printed}"
 
 
 def test_every_console_block_has_a_session() -> None:
