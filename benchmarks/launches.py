@@ -4,7 +4,8 @@
 The plugin's own code runs forward and backward on tensors that have a device (CUDA) and no memory; every operator that
 reaches the device is counted, with the bytes that it reads and writes and the multiplications that it makes. Operators
 that only look at memory differently, or reserve it, are left out; one that launches several kernels (a sort, say)
-counts as one. From that follows a time, by a model and not by a clock:
+counts as one. A kernel in Triton counts as one, and reads and writes each of its tensors once. From that follows a
+time, by a model and not by a clock:
 
     time = sum over operators of max(bytes / BANDWIDTH, FLOPs / RATE) + LAUNCH for each
 
@@ -15,6 +16,7 @@ these limits and launches overlap: the shares are for comparing one version with
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,10 +40,12 @@ from launch.estimate import PEAK, SHARE_OF_PEAK
 from launch.flags import flag_number, read_preset
 from launch.plan import LAYOUTS, PRESETS
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.kernels import walk
+from simreg_megatron.kernels import fused, gemm, walk
+from simreg_megatron.kernels import rows as row_kernels
 from simreg_megatron.kernels.contrast import form_named
 from simreg_megatron.plugin.regularizer import Regularizer
 
+FORMS = ("tiled", "gemm")
 BANDWIDTH, RATE, LAUNCH = 2.5e12, 600e12, 3e-6  # bytes/s, FLOP/s and seconds a kernel, of an H800 in bf16
 _RESERVES = ("empty", "new_empty", "_local_scalar_dense", "_assert_async")
 _LOOKS = (
@@ -66,6 +70,10 @@ class Case:
     chunk: int
     weights: int = 0  # that a token meets, where a preset has so many
     logs: bool = False
+    form: str = "tiled"
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.chunk}, {self.form}{', logged' if self.logs else ''}"
 
 
 @dataclass
@@ -94,11 +102,19 @@ class Trace(TorchDispatchMode):
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         count = flop_registry.get(func.overloadpacket)
         flops = int(count(*args, **kwargs, out_val=found)) if count and out is None else _flops_of_product(args, name)
+        self._count(name, moved, flops)
+        return found
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """In the place of `kernels.rows.run`."""
+        tensors = {id(given): given for given in arguments if isinstance(given, Tensor)}
+        self._count(kernel.__name__, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()), 0)
+
+    def _count(self, name: str, moved: int, flops: int) -> None:
         self.names[name] += 1
         self.moved += moved
         self.multiplied += flops
         self.seconds += max(moved / BANDWIDTH, flops / RATE) + LAUNCH
-        return found
 
     @property
     def launches(self) -> int:
@@ -121,28 +137,38 @@ def _flops_of_product(args: Any, name: str) -> int:
 
 
 def trace(case: Case) -> Trace:
-    """One micro-batch, forward and backward, with the default settings."""
+    """One micro-batch, forward and backward, with the default settings but for the form."""
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     model = SimpleNamespace(
         config=SimpleNamespace(sequence_parallel=False, hidden_size=case.width),
         pg_collection=SimpleNamespace(tp=group, cp=group, dp_cp=group),
     )
-    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk))
+    regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl=case.form))
     regularizer.metrics.wants_geometry = case.logs
     # The operators inside the walk over the tiles, and not the one that torch.compile sees in their place.
-    plain = mock.patch.dict(walk.FORMS, {"tiled": walk.plain_form(form_named("tiled").tiles)})
-    with FakeTensorMode(), plain:
+    plain = mock.patch.dict(walk.FORMS, {case.form: walk.plain_form(form_named(case.form).tiles)})
+    trace = Trace()
+    with FakeTensorMode(), plain, _kernels_launched_by(trace):
         cuda = {"device": "cuda"}
         hidden = torch.empty(case.length, case.batch, case.width, dtype=torch.bfloat16, **cuda).requires_grad_()
         labels = torch.empty(case.batch, case.length, dtype=torch.int64, **cuda)
         mask = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda)
         loss = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda).requires_grad_()
         regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
-        with Trace() as counted:
+        with trace as counted:
             result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
             _backward(result, torch.ones_like(result))
         counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
     return counted
+
+
+@contextlib.contextmanager
+def _kernels_launched_by(trace: Trace) -> Iterator[None]:
+    """Triton's own launcher wants a GPU."""
+    with contextlib.ExitStack() as patches:
+        for module in (row_kernels, gemm, fused):
+            patches.enter_context(mock.patch.object(module, "run", trace.launch))
+        yield
 
 
 def _backward(result: Tensor, grad: Tensor) -> None:
@@ -187,11 +213,13 @@ def cases() -> Iterator[Case]:
         length, width = flag_number(flags, "--seq-length", 1), flag_number(flags, "--hidden-size", 1)
         weights = sizes.count_parameters(flags, vocabulary=ASSUMED_VOCABULARY, active=True)
         own = name, flag_number(flags, "--micro-batch-size", 1), length, width
-        yield Case(*own, chunk=1024, weights=weights)
-        yield Case(*own, chunk=0, weights=weights)
+        for form in FORMS:
+            yield Case(*own, chunk=1024, weights=weights, form=form)
+            yield Case(*own, chunk=0, weights=weights, form=form)
         yield Case(*own, chunk=1024, weights=weights, logs=True)
-    yield Case("longer sequences", 4, 4096, 4096, chunk=1024)
-    yield Case("one long sequence", 1, 32768, 4096, chunk=1024)
+    for form in FORMS:
+        yield Case("longer sequences", 4, 4096, 4096, chunk=1024, form=form)
+        yield Case("one long sequence", 1, 32768, 4096, chunk=1024, form=form)
 
 
 def share(case: Case, seconds: float) -> float | None:
@@ -207,24 +235,25 @@ def rows() -> Iterator[dict[str, Any]]:
         part = share(case, found.seconds)
         yield {
             "preset": case.name, "batch": case.batch, "tokens": case.length, "width": case.width,
-            "chunk": case.chunk or "whole", "log_step": "yes" if case.logs else "no", "launches": found.launches,
-            "moved_mib": f"{found.moved / 2**20:.0f}", "gflop": f"{found.multiplied / 1e9:.1f}", "syncs": found.syncs,
-            "model_ms": f"{found.seconds * 1e3:.3f}", "share": "" if part is None else f"{part:.4f}",
+            "chunk": case.chunk or "whole", "impl": case.form, "log_step": "yes" if case.logs else "no",
+            "launches": found.launches, "moved_mib": f"{found.moved / 2**20:.0f}",
+            "gflop": f"{found.multiplied / 1e9:.1f}", "syncs": found.syncs, "model_ms": f"{found.seconds * 1e3:.3f}",
+            "share": "" if part is None else f"{part:.4f}",
         }  # fmt: skip
 
 
 def table(lines: list[Record]) -> Iterator[str]:
     yield f"{records.described(lines)}. `python -m benchmarks.launches`"
     yield ""
-    yield "| preset | micro-batch | chunk | log step | launches | MiB moved | GFLOP | model, ms | of the micro-batch |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    yield "| preset | micro-batch | chunk | impl | log step | launches | MiB moved | GFLOP | model, ms | share |"
+    yield "| --- " * 10 + "|"
     for line in lines:
         size = f"{line['batch']} x {line['tokens']} x {line['width']}"
         part = f"{100 * float(line['share']):.2f} %" if line["share"] else ""
         cells = (
             line["preset"],
             size,
-            *(line[name] for name in ("chunk", "log_step", "launches", "moved_mib", "gflop")),
+            *(line[name] for name in ("chunk", "impl", "log_step", "launches", "moved_mib", "gflop")),
         )
         yield f"| {' | '.join(cells)} | {line['model_ms']} | {part} |"
 

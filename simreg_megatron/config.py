@@ -20,7 +20,7 @@ GROUP_REDUCTIONS = ("sum", "mean")
 SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
 ADAGC_VARIANTS = ("clipped", "raw", "global")
-IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
+IMPLEMENTATIONS = ("auto", "reference", "tiled", "gemm", "triton")
 
 TEMPERATURES = {
     "simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "sigmoid": 0.1, "placebo": 0.01,
@@ -173,7 +173,7 @@ class SimRegConfig:
             raise ValueError(
                 "SimReg similarity learnable has nothing to learn from with objective none: drop one of them"
             )
-        if self.impl in ("tiled", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"):
+        if self.impl in ("tiled", "gemm", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"):
             raise ValueError(
                 f"SimReg impl {self.impl} knows similarity cosine and self positive always only: use impl reference, "
                 "or auto"

@@ -28,11 +28,15 @@ from torch import Tensor
 from simreg_megatron.kernels import tiled as _tiled  # noqa: F401  (puts its form into FORMS)
 from simreg_megatron.kernels import walk
 from simreg_megatron.kernels.precision import full_float32
-from simreg_megatron.kernels.walk import FORMS, Form, Given, Span, ratio_of, shared_sums
+from simreg_megatron.kernels.walk import FORMS, Form, Given, Span, shared_sums
 
-MODULES = {"tiled": "simreg_megatron.kernels.tiled", "triton": "simreg_megatron.kernels.fused"}
-"""Module by the name of the `impl`. Triton's is imported where it is first used, as not every machine has it; the other
-one is here from the start, as torch.compile traces no import."""
+MODULES = {
+    "tiled": "simreg_megatron.kernels.tiled",
+    "gemm": "simreg_megatron.kernels.gemm",
+    "triton": "simreg_megatron.kernels.fused",
+}
+"""Module by the name of the `impl`. Those with Triton are imported where they are first used, as not every machine has
+it; the other one is here from the start, as torch.compile traces no import."""
 
 
 def form_named(impl: str) -> Form:
@@ -88,24 +92,31 @@ class Kept(NamedTuple):
 
 def measure(tokens: Tokens, anchors: Span, temperature: float, impl: str, *, keep: bool) -> Kept:
     """The forward pass, outside autograd; `keep` for a gradient to come."""
-    names = token_names(tokens.labels, tokens.usable)
-    given = tokens.rows, names, tokens.documents
-    return Kept(tokens.documents, names, *form_named(impl).anchor_sums(*given, *anchors, temperature, keep))
+    form = form_named(impl)
+    names = token_names(tokens.labels, tokens.usable, as_labels=form.tiles.compares_labels)
+    return Kept(
+        tokens.documents,
+        names,
+        *form.anchor_sums(tokens.rows, names, tokens.documents, *anchors, temperature, keep),
+    )
 
 
 def measure_part(
     tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float, impl: str
 ) -> tuple[Given, Tensor]:
     """As `walk.shared_sums`, for those who share the pairs of a chunk; `finish` once all parts are added up."""
-    tiles, names = form_named(impl).tiles, token_names(tokens.labels, tokens.usable)
+    tiles = form_named(impl).tiles
+    names = token_names(tokens.labels, tokens.usable, as_labels=tiles.compares_labels)
     given = Given(tokens.rows, names, tiles.inverse_norms(tokens.rows, names), tokens.documents)
     with full_float32():
         return given, shared_sums(tiles, given, anchors, rectangles, temperature)
 
 
-def finish(given: Given, sums: Tensor, anchors: Span) -> Kept:
+def finish(given: Given, sums: Tensor, anchors: Span, impl: str) -> Kept:
     """What `measure` returns, from the sums [2, b, c, p] over all tokens that the anchors meet."""
-    return Kept(given.documents, given.names, given.scale, *ratio_of(sums, given, anchors), given.rows.new_empty(0))
+    own = slice(*anchors)
+    ratios = form_named(impl).tiles.ratio_of(sums, given.names[..., own], given.scale[..., own])
+    return Kept(given.documents, given.names, given.scale, *ratios, given.rows.new_empty(0))
 
 
 def pull_back(
@@ -142,20 +153,25 @@ class _ContrastRatio(torch.autograd.Function):
         kept = Kept(*saved)
         anchors, temperature, impl = ctx.options
         pull = torch.zeros(2, *kept.names.shape, dtype=kept.scale.dtype, device=rows.device)  # of no anchor: 0
-        pull[..., slice(*anchors)] = anchor_pull(grads[0], kept, temperature)
+        pull[..., slice(*anchors)] = anchor_pull(grads[0], kept, temperature, impl)
         grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
         pull_back(rows, kept, pull, anchors, (0, rows.shape[2]), temperature, impl, grad)
         return grad, None, None, None, None, None, None, None
 
 
-def anchor_pull(grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
+def anchor_pull(grad_ratio: Tensor, kept: Kept, temperature: float, impl: str) -> Tensor:
     """(a, b) of the anchors, [2, b, c, p]: how strongly each pulls at its negatives and at its positives."""
-    of_negatives = torch.where(kept.ratio > 0, grad_ratio / (kept.total * temperature), 0.0)
-    return torch.stack([of_negatives, of_negatives * kept.ratio])
+    return form_named(impl).tiles.anchor_pull(grad_ratio, kept.total, kept.ratio, temperature)
 
 
-def token_names(labels: Tensor, usable: Tensor) -> Tensor:
-    """Labels [..., k] as small numbers, equal where labels are, exact in float32; -1 for tokens not usable."""
+def token_names(labels: Tensor, usable: Tensor, *, as_labels: bool = False) -> Tensor:
+    """Labels [..., k] as small numbers, equal where labels are, exact in float32; -1 for tokens not usable.
+
+    Args:
+        as_labels: the labels themselves will do, which needs no sort.
+    """
     known = torch.where(usable, labels, -1).contiguous()
+    if as_labels:
+        return known
     ranks = torch.searchsorted(known.sort(dim=-1).values, known)
-    return torch.where(usable, ranks, -1).float()
+    return ranks.float().masked_fill_(~usable, -1.0)

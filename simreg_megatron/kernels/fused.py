@@ -17,7 +17,6 @@ mask; products are summed BK features at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from simreg_megatron.kernels import halves
-from simreg_megatron.kernels.walk import Given, Slab, Span, Tiles, add_form
+from simreg_megatron.kernels.rows import INTERPRETS, TritonTiles, bytes_of_factor, run, weights_of
+from simreg_megatron.kernels.walk import Given, Slab, Span, add_form
 
 TILE = {
     2: {"SIDE": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
@@ -36,7 +36,6 @@ TILE = {
 """Tile of a multiprocessor by bytes of an element: what fits into the registers and shared memory of sm_90."""
 LONGEST_BLOCK = 8192
 _MIRRORED = 64  # side of the tiles that are copied over the diagonal; it divides every SIDE
-_FEATURES = 1024  # of one row at a time, in the kernels that go through rows
 
 
 @triton.jit
@@ -200,90 +199,29 @@ def _mirror_kernel(weights, S, SIDE: tl.constexpr):
         tl.store(block + (tile_j * SIDE).to(tl.int64) * S + tile_i * SIDE + in_tile, tl.trans(tile))
 
 
-@triton.jit
-def _norms_kernel(
-    rows, names, scale, chunks, stride_b, stride_c, stride_k, length, width, FEATURES: tl.constexpr
-):  # fmt: skip
-    """One row: 1 / |e|, or 1 where the row is not usable."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    token = chunk.to(tl.int64) * length + row
-    readable = tl.where(tl.load(names + token) >= 0, width, 0)
-    given = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
-    given += row.to(tl.int64) * stride_k
-    features = tl.arange(0, FEATURES)
-    squares = tl.zeros((FEATURES,), dtype=tl.float64)  # of float32: neither too large nor too small, rounded once
-    for start in range(0, width, FEATURES):
-        numbers = tl.load(given + start + features, mask=features + start < readable, other=0.0).to(tl.float64)
-        squares += numbers * numbers
-    norm = tl.sqrt(tl.sum(squares, axis=0))
-    tl.store(scale + token, tl.where(readable > 0, 1.0 / norm, 1.0).to(tl.float32))
-
-
-@triton.jit
-def _project_kernel(
-    rows, names, scale, chunks, stride_b, stride_c, stride_k, length, width, first,
-    summed, summed_chunk, summed_row, grad, grad_b, grad_c, grad_row, FEATURES: tl.constexpr,
-):  # fmt: skip
-    """One row: g - <g, e^> e^, or 0 where the row is not usable."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    sequence, within = (chunk // chunks).to(tl.int64), (chunk % chunks).to(tl.int64)
-    token = chunk.to(tl.int64) * length + first + row
-    inverse = tl.load(scale + token)
-    readable = tl.where(tl.load(names + token) >= 0, width, 0)  # nothing of a row that is not usable
-    given = rows + sequence * stride_b + within * stride_c + (first + row).to(tl.int64) * stride_k
-    g = summed + chunk.to(tl.int64) * summed_chunk + row.to(tl.int64) * summed_row
-    to = grad + sequence * grad_b + within * grad_c + row.to(tl.int64) * grad_row
-    features = tl.arange(0, FEATURES)
-    radial = tl.zeros((FEATURES,), dtype=tl.float32)
-    for start in range(0, width, FEATURES):
-        inside = features + start < readable
-        unit = tl.load(given + start + features, mask=inside, other=0.0).to(tl.float32) * inverse
-        radial += unit * tl.load(g + start + features, mask=inside, other=0.0)
-    along = tl.sum(radial, axis=0)
-    for start in range(0, width, FEATURES):
-        inside = features + start < readable
-        unit = tl.load(given + start + features, mask=inside, other=0.0).to(tl.float32) * inverse
-        found = tl.load(g + start + features, mask=inside, other=0.0) - along * unit
-        tl.store(to + start + features, found.to(grad.dtype.element_ty), mask=features + start < width)
-
-
-INTERPRETS = not isinstance(_sums_kernel, triton.runtime.JITFunction)
-"""Triton runs its kernels in Python, on the CPU: TRITON_INTERPRET=1 in the environment when it is imported."""
-
-
-class TritonTiles(Tiles):
+class FusedTiles(TritonTiles):
     """Each tile is a block; its pairs never leave the multiprocessor, but for H on its way to the product."""
 
+    impl = "triton"
+
     def __init__(self, given: Given, slab: Slab, temperature: float, side: int) -> None:
-        given = given._replace(rows=_readable(given.rows))
         super().__init__(given, slab, temperature, side)
         if self.documents is not None:
             self.documents = self.documents.int()  # half the registers
-        self._element, self._per_weight = _weights_of(given)
-        self._weights: Tensor | None = None
-        self._held: tuple[Span, tuple[Tensor, ...]] | None = None
 
-    @staticmethod
-    def sides(rows: Tensor) -> Sequence[int]:
-        _check_dtype(rows)
+    @classmethod
+    def sides(cls, rows: Tensor) -> Sequence[int]:
+        cls.check_dtype(rows)
         return range(LONGEST_BLOCK, 0, -_BLOCK_UNIT)
 
     @staticmethod
     def bytes_per_chunk(given: Given, side: int) -> int:
-        length, width = given.rows.shape[2:]
-        element, per_weight = _weights_of(given)
+        element, per_weight = weights_of(given)
         tile = TILE[given.rows.dtype.itemsize]["SIDE"]
-        of_row = width * element.itemsize * (per_weight if given.rows.dtype == torch.float16 else 1)
         # Weights, and four partial sums for each side of a multiprocessor's tile: float32 for two kinds of pairs.
         filled = triton.cdiv(side, tile) * tile
         of_pairs = filled**2 * per_weight * element.itemsize + 2 * 2 * 4 * side * (filled // tile)
-        return of_pairs + (2 if length > side else 1) * side * of_row
-
-    @staticmethod
-    def kept_dtype(rows: Tensor, length: int, by_document: bool) -> torch.dtype | None:
-        if rows.dtype == torch.float32:
-            return torch.float32
-        return halves.kept_dtype(length, rows.shape[-1], by_document)
+        return of_pairs + (2 if given.rows.shape[2] > side else 1) * side * bytes_of_factor(given)
 
     @staticmethod
     def kept_numbers(rows: Tensor, one: Span, other: Span) -> int:
@@ -291,24 +229,14 @@ class TritonTiles(Tiles):
         tiles_i, tiles_j = (triton.cdiv(last - first, side) for first, last in (one, other))
         return _num_tiles(tiles_i, None if one == other else tiles_j) * side**2
 
-    @staticmethod
-    def inverse_norms(rows: Tensor, names: Tensor) -> Tensor:
-        rows = _readable(rows)
-        scale = names.new_empty(names.shape, dtype=torch.float32)
-        num_sequences, num_chunks, length, width = rows.shape
-        if scale.numel():
-            _norms_kernel[(length, num_sequences * num_chunks)](
-                rows, names, scale, num_chunks, *rows.stride()[:3], length, width, FEATURES=_features(width)
-            )
-        return scale
-
     def sums(self, other: Span, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         upper = other == self.one
         num_chunks, height, breadth = self.names.shape[0], self.one[1] - self.one[0], other[1] - other[0]
         tiles_i, tiles_j = (self._filled(length) // self._tile["SIDE"] for length in (height, breadth))
         new = self.scale.new_zeros if upper else self.scale.new_empty  # below the diagonal nothing is written
         of_rows, of_columns = new(2, num_chunks, tiles_j, height), new(2, num_chunks, tiles_i, breadth)
-        _sums_kernel[(_num_tiles(tiles_i, None if upper else tiles_j), num_chunks)](
+        run(
+            _sums_kernel, (_num_tiles(tiles_i, None if upper else tiles_j), num_chunks),
             *self._tokens(), *self.one, *other, self._to_exponent, of_rows, of_columns,
             self.scale if keep is None else keep,
             UPPER=upper, KEEP=keep is not None, **self._constants(),
@@ -317,44 +245,26 @@ class TritonTiles(Tiles):
         return (rows + columns, columns) if upper else (rows, columns)
 
     def add_gradient(
-        self, other: Span, pull: Tensor, kept: Tensor | None, to_one: Tensor, to_other: Tensor | None
+        self, other: Span, pull: Tensor, kept: Tensor | None, to_one: Tensor, to_other: Tensor | None, fresh: bool
     ) -> None:
         num_chunks, height, breadth = self.names.shape[0], self.one[1] - self.one[0], other[1] - other[0]
         filled = self._filled(height), self._filled(breadth)
-        weights = self._new_weights(num_chunks, *filled)
+        weights = self._new_weights(self._filled(self.side) ** 2, *filled)
         upper = other == self.one
         tiles_i, tiles_j = (length // self._tile["SIDE"] for length in filled)
-        grid = _num_tiles(tiles_i, None if upper else tiles_j), num_chunks
-        _weights_kernel[grid](
+        run(
+            _weights_kernel, (_num_tiles(tiles_i, None if upper else tiles_j), num_chunks),
             *self._tokens(), *self.one, *other, self._to_exponent, *pull.contiguous(),
             self.scale if kept is None else kept, weights, *filled,
             UPPER=upper, IS_KEPT=kept is not None, SPLIT=self._per_weight == 2, **self._constants(),
         )  # fmt: skip
         if upper:
             grid = _num_tiles(filled[0] // _MIRRORED, None), self._per_weight * num_chunks
-            _mirror_kernel[grid](weights, filled[0], SIDE=_MIRRORED, num_warps=4)
+            run(_mirror_kernel, grid, weights, filled[0], SIDE=_MIRRORED, num_warps=4)
         weights = weights[..., :height, :breadth]
-        halves.add_products(to_one, weights, self._used(other))
+        halves.add_products(to_one, weights, self._factors(other), fresh=fresh)
         if to_other is not None:
-            halves.add_products(to_other, weights.mT, self._used(self.one))
-
-    def _new_weights(self, num_chunks: int, *filled: int) -> Tensor:
-        """[1 or 2, m, R, S], over those before."""
-        if self._weights is None:
-            most = self._per_weight * num_chunks * self._filled(self.side) ** 2
-            self._weights = self.rows.new_empty(most, dtype=self._element)
-        shape = self._per_weight, num_chunks, *filled
-        return self._weights[: math.prod(shape)].view(shape)
-
-    def project(self, of_unit: Tensor, span: Span, grad: Tensor | None) -> None:
-        names, scale = self.names, self.scale
-        grad = of_unit.unflatten(0, self.rows.shape[:2]) if grad is None else grad
-        _, num_chunks, length, width = self.rows.shape
-        _project_kernel[(span[1] - span[0], names.shape[0])](
-            self.rows, names, scale, num_chunks, *self.rows.stride()[:3], length, width, span[0],
-            of_unit, *of_unit.stride()[:2], grad, *grad.stride()[:3],
-            FEATURES=_features(width),
-        )  # fmt: skip
+            halves.add_products(to_other, weights.mT, self._factors(self.one))
 
     @property
     def _tile(self) -> dict[str, int]:
@@ -363,10 +273,6 @@ class TritonTiles(Tiles):
     def _filled(self, length: int) -> int:
         """Of whole tiles."""
         return triton.cdiv(length, self._tile["SIDE"]) * self._tile["SIDE"]
-
-    @property
-    def _to_exponent(self) -> float:
-        return math.log2(math.e) / self.temperature
 
     def _tokens(self) -> tuple[Any, ...]:
         """What both kernels of pairs are given first."""
@@ -383,25 +289,6 @@ class TritonTiles(Tiles):
             **self._tile,
         }
 
-    def _used(self, span: Span) -> tuple[Tensor, ...]:
-        """Copies [m, r, d] in the weights' type that add up to the rows, 0 where not usable: NaN times 0 is NaN."""
-        if self._held is not None and self._held[0] == span:
-            return self._held[1]
-        rows = self.rows[:, :, slice(*span)]
-        usable = (self.names[:, slice(*span)] >= 0).view(*rows.shape[:3], 1)
-        used = torch.where(usable, rows, 0.0).flatten(0, 1)
-        copies = (used,) if used.dtype == self._element else halves.factors(used, self._per_weight)
-        if span == self.one:
-            self._held = span, copies
-        return copies
-
-
-def _weights_of(given: Given) -> tuple[torch.dtype, int]:
-    """Type of the weights, and how many numbers of it add up to one."""
-    if given.rows.dtype == torch.float32:
-        return torch.float32, 1
-    return torch.bfloat16, halves.numbers_per_weight(*given.rows.shape[2:], given.documents is not None)  # type: ignore[call-arg]
-
 
 _BLOCK_UNIT = 256
 
@@ -411,23 +298,4 @@ def _num_tiles(tiles_i: int, tiles_j: int | None) -> int:
     return tiles_i * (tiles_i + 1) // 2 if tiles_j is None else tiles_i * tiles_j
 
 
-def _features(width: int) -> int:
-    return min(_FEATURES, triton.next_power_of_2(width))
-
-
-def _check_dtype(rows: Tensor) -> None:
-    if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"impl 'triton' computes float16, bfloat16 and float32, not {rows.dtype}: use impl 'tiled'.")
-
-
-def _readable(rows: Tensor) -> Tensor:
-    """The rows, with their features side by side."""
-    _check_dtype(rows)
-    if not (rows.is_cuda or INTERPRETS):
-        raise ValueError(f"impl 'triton' needs a CUDA device, and the rows are on {rows.device}: use impl 'tiled'.")
-    if not halves.BMM_WIDENS:
-        raise ValueError(f"impl 'triton' needs torch 2.8 or newer, this is {torch.__version__}: use impl 'tiled'.")
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-add_form("triton", TritonTiles)
+add_form("triton", FusedTiles)

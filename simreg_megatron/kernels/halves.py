@@ -66,20 +66,21 @@ def widening_bmm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     return torch.bmm(left.to(out.dtype), right.to(out.dtype), out=out)
 
 
-def add_products(to: Tensor, weights: Tensor, rows: tuple[Tensor, ...]) -> None:
+def add_products(to: Tensor, weights: Tensor, rows: tuple[Tensor, ...], *, fresh: bool = False) -> None:
     """Add sum_i weights_i sum_j rows_j to `to` [m, r, d], but for what is smaller than either rounding.
 
     Args:
         weights: [1 or 2, m, r, s].
         rows: one or two of [m, s, d].
+        fresh: `to` holds nothing yet.
     """
     for (i, weight), (j, row) in product(enumerate(weights), enumerate(rows)):
         if i + j < 2:
-            _add_product(to, weight, row)
+            _add_product(to, weight, row, beta=0 if fresh and i + j == 0 else 1)
 
 
-def _add_product(to: Tensor, weights: Tensor, rows: Tensor) -> None:
+def _add_product(to: Tensor, weights: Tensor, rows: Tensor, *, beta: int) -> None:
     if to.is_cuda and weights.dtype != to.dtype:
-        torch.baddbmm(to, weights, rows, out_dtype=to.dtype, out=to)
+        torch.baddbmm(to, weights, rows, out_dtype=to.dtype, out=to, beta=beta)
     else:
-        to.baddbmm_(weights.to(to.dtype), rows.to(to.dtype))
+        to.baddbmm_(weights.to(to.dtype), rows.to(to.dtype), beta=beta)

@@ -29,7 +29,9 @@ class TorchTiles(Tiles):
 
     def __init__(self, given: Given, slab: Slab, temperature: float, side: int) -> None:
         super().__init__(given, slab, temperature, side)
-        self._shift = torch.where(self.names >= 0, 0.0, -math.inf).to(self.scale.dtype)
+        usable = self.names >= 0
+        self._shift = usable.to(self.scale.dtype).log_()  # 0 or -inf
+        self._bits = usable.to(_INTEGERS[self.rows.dtype.itemsize]).neg_()  # all of them or none
         self._halves = halves.multiplies_halves(self.rows)
         self._per_weight = halves.numbers_per_weight(*self.rows.shape[2:], self.documents is not None)  # type: ignore[call-arg]
         self._room = self.names.shape[0] * self.bytes_per_chunk(given, self.side)
@@ -40,8 +42,8 @@ class TorchTiles(Tiles):
         self._left = self._right = self.scale.new_empty(0)
         self._buffers: dict[int, Tensor] = {}
 
-    @staticmethod
-    def sides(rows: Tensor) -> Sequence[int]:
+    @classmethod
+    def sides(cls, rows: Tensor) -> Sequence[int]:
         return range(TILE.get(rows.device.type, TILE["cuda"]), 0, -_SHORTER)
 
     @staticmethod
@@ -61,10 +63,10 @@ class TorchTiles(Tiles):
             return halves.kept_dtype(length, rows.shape[-1], by_document)
         return sum_dtype(rows)
 
-    @staticmethod
-    def inverse_norms(rows: Tensor, names: Tensor) -> Tensor:
+    @classmethod
+    def inverse_norms(cls, rows: Tensor, names: Tensor) -> Tensor:
         dtype = sum_dtype(rows)
-        scale = torch.ones(names.shape, dtype=dtype, device=rows.device)
+        scale = torch.empty(names.shape, dtype=dtype, device=rows.device)
         step = max(1, limits(rows).work // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
         for first, last in cut((0, rows.shape[2]), step):
             given = rows[:, :, first:last]
@@ -75,8 +77,8 @@ class TorchTiles(Tiles):
                 norms = torch.linalg.vector_norm(given / largest, dim=-1) * largest.squeeze(-1)
             else:
                 norms = torch.linalg.vector_norm(given, dim=-1, dtype=torch.float64)
-            scale[:, :, first:last] = torch.where(names[:, :, first:last] >= 0, norms.reciprocal(), 1.0)
-        return scale
+            scale[:, :, first:last] = norms.reciprocal_()
+        return scale.masked_fill_(names < 0, 1.0)
 
     def hold(self, one: Span) -> None:
         self.one = one
@@ -95,21 +97,21 @@ class TorchTiles(Tiles):
         return of_rows, torch.stack([positive.sum(dim=-2), negative.sum(dim=-2)])
 
     def add_gradient(
-        self, other: Span, pull: Tensor, kept: Tensor | None, to_one: Tensor, to_other: Tensor | None
+        self, other: Span, pull: Tensor, kept: Tensor | None, to_one: Tensor, to_other: Tensor | None, fresh: bool
     ) -> None:
         self._right = self._left if other == self.one else self._factor(other)
         weights = self._weights(
             other, pull, self._exponentials(other) if kept is None else kept.view(self._shape(other))
         )
         if not self._halves:
-            to_one.baddbmm_(weights, self._right)
+            to_one.baddbmm_(weights, self._right, beta=0 if fresh else 1)
             if to_other is not None:
                 to_other.baddbmm_(weights.mT, self._left)
             return
         weights.mul_(self.scale[:, slice(*self.one), None]).mul_(self.scale[:, None, slice(*other)])
         parts = self._halves_buffer(1, other)
         halves.split(weights, parts)
-        halves.add_products(to_one, parts, halves.factors(self._right, self._per_weight))
+        halves.add_products(to_one, parts, halves.factors(self._right, self._per_weight), fresh=fresh)
         if to_other is not None:
             halves.add_products(to_other, parts.mT, halves.factors(self._left, self._per_weight))
 
@@ -183,10 +185,8 @@ class TorchTiles(Tiles):
 
     def _used(self, span: Span) -> Tensor:
         """A copy [m, r, d] of the rows, 0 where not usable: by the bits, for a NaN times 0 would still be a NaN."""
-        rows = self.rows[:, :, slice(*span)]
-        integer = _INTEGERS[rows.dtype.itemsize]
-        bits = torch.where(self.names[:, slice(*span)] >= 0, -1, 0).to(integer)
-        masked = rows.view(integer) & bits.view(*rows.shape[:3], 1)
+        rows, bits = self.rows[:, :, slice(*span)], self._bits[:, slice(*span)]
+        masked = rows.view(bits.dtype) & bits.view(*rows.shape[:3], 1)
         return masked.view(rows.dtype).flatten(0, 1)
 
     def _buffer(self, number: int, other: Span) -> Tensor:

@@ -49,6 +49,9 @@ class Given(NamedTuple):
 class Tiles(ABC):
     """The pairs of the chunks in one slab, tile by tile; every tile may be written over the one before."""
 
+    compares_labels = False
+    """Whether `names` may be the labels themselves, as integers; else they are small numbers, exact in float32."""
+
     def __init__(self, given: Given, slab: Slab, temperature: float, side: int) -> None:
         self.rows = given.rows[slab]  # [b, c, k, d]: chunks are merged tile by tile, which costs no copy of all of them
         self.names, self.scale = _merged(given.names, slab), _merged(given.scale, slab)
@@ -57,9 +60,9 @@ class Tiles(ABC):
         self.side = min(side, self.rows.shape[2])
         self.one: Span = (0, 0)
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def sides(rows: Tensor) -> Sequence[int]:
+    def sides(cls, rows: Tensor) -> Sequence[int]:
         """Sides that a tile may have, the best first, which is also the longest."""
 
     @staticmethod
@@ -83,10 +86,27 @@ class Tiles(ABC):
         """How many numbers of that type a tile of one chunk keeps."""
         return (one[1] - one[0]) * (other[1] - other[0])
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def inverse_norms(rows: Tensor, names: Tensor) -> Tensor:
+    def inverse_norms(cls, rows: Tensor, names: Tensor) -> Tensor:
         """1 / |e| [b, c, k], in the type to sum in, 1 where not usable; NaN for a row that is not finite."""
+
+    @classmethod
+    def ratio_of(cls, sums: Tensor, names: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """(S_pos, S_neg / S_pos) [b, c, p] from the sums [2, b, c, p] over all other tokens; 0 where not usable."""
+        positive, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
+        ratio = negative / positive
+        ratio.add_(scale, alpha=0.0)  # NaN for a row that is not finite: one that meets nobody would pass as a 0
+        return positive, ratio.masked_fill_(names < 0, 0.0)
+
+    @classmethod
+    def anchor_pull(cls, grad: Tensor, total: Tensor, ratio: Tensor, temperature: float) -> Tensor:
+        """(a, b) of anchors [b, c, p], from the gradient of their ratio: [2, b, c, p]."""
+        pull = total.new_empty(2, *total.shape)
+        of_negatives = torch.div(grad, total * temperature, out=pull[0])
+        of_negatives.masked_fill_(ratio == 0, 0.0)
+        torch.mul(of_negatives, ratio, out=pull[1])
+        return pull
 
     def hold(self, one: Span) -> None:
         """Choose the rows of the next tiles."""
@@ -102,11 +122,12 @@ class Tiles(ABC):
 
     @abstractmethod
     def add_gradient(
-        self, other: Span, pull: Tensor, kept: Tensor | None, to_one: Tensor, to_other: Tensor | None
+        self, other: Span, pull: Tensor, kept: Tensor | None, to_one: Tensor, to_other: Tensor | None, fresh: bool
     ) -> None:
         """Add H_ij e^_j to `to_one` [m, r, d] and, where given, H_ji e^_i to `to_other` [m, s, d]; pull is [2, m, k].
 
         Where `to_other` is missing, every pair of the tile is another tile's too, and only this side is wanted.
+        `fresh`: nothing was written to `to_one` before, and what memory holds there does not count.
         """
 
     @abstractmethod
@@ -123,6 +144,7 @@ class Way(NamedTuple):
     side: int  # of a tile, at most
     together: int  # chunks that are worked on together
     shares: bool  # whether each tile serves both of its sides on the way back
+    measured: int  # chunks that are worked on together forward, where no gradient takes room
 
 
 def way_through(tiles: type[Tiles], given: Given) -> Way:
@@ -140,13 +162,17 @@ def way_through(tiles: type[Tiles], given: Given) -> Way:
         takes = tiles.bytes_per_chunk(given, min(side, length)) + summed_rows * summed_row
         return limits(given.rows).work // max(1, takes)
 
+    def way(side: int, count: int, shares: bool) -> Way:
+        # Exponentials are kept chunk by chunk where a chunk is one tile: then it does not matter which go together.
+        return Way(side, count, shares, together(side, 0) if side >= length else count)
+
     for side in sides:
         if (in_place or 2 * side >= min(sides[0], length)) and (count := together(side, length)):
-            return Way(side, count, True)
+            return way(side, count, True)
     for side in sides:
         if count := together(side, min(side, length)):
-            return Way(side, count, in_place)
-    return Way(sides[-1], 1, in_place)
+            return way(side, count, in_place)
+    return Way(sides[-1], 1, in_place, 1)
 
 
 def anchor_sums(
@@ -160,7 +186,8 @@ def anchor_sums(
         for one, others in panels(anchors, given.rows, way.side)
     ]
     sums = _sums(tiles, given, way, steps, temperature, shelf)
-    return *ratio_of(sums[..., slice(*anchors)], given, anchors), shelf.flat
+    own = slice(*anchors)
+    return *tiles.ratio_of(sums[..., own], given.names[..., own], given.scale[..., own]), shelf.flat
 
 
 def shared_sums(
@@ -180,14 +207,6 @@ def shared_sums(
     return _sums(tiles, given, way, steps, temperature, _Shelf(given.rows.new_empty(0)))
 
 
-def ratio_of(sums: Tensor, given: Given, anchors: Span) -> tuple[Tensor, Tensor]:
-    """(S_pos, S_neg / S_pos) [b, c, p] from the sums [2, b, c, p] over all other tokens."""
-    scale, own = given.scale, slice(*anchors)
-    positive, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
-    doubt = scale[..., own] * 0.0  # NaN for a row that is not finite: one that meets nobody would pass as a 0
-    return positive, torch.where(given.names[..., own] >= 0, negative / positive + doubt, 0.0)
-
-
 def _sums(
     tiles: type[Tiles],
     given: Given,
@@ -197,19 +216,21 @@ def _sums(
     shelf: _Shelf,
 ) -> Tensor:
     """[2, b, c, k], float64 as many tiles are added up; `steps`: rows, and columns with whether theirs count, too."""
-    sums = torch.zeros(2, *given.names.shape, dtype=torch.float64, device=given.names.device)
-    for slab in _slabs(given.rows, way.together):
+    num_sequences, num_chunks, length = given.names.shape
+    sums = torch.zeros(2, num_sequences * num_chunks, length, dtype=torch.float64, device=given.names.device)
+    first = 0
+    for slab in _slabs(given.rows, way.measured):
         pairs = tiles(given, slab, temperature, way.side)
-        of_slab = sums[(slice(None), *slab)].flatten(1, 2)
+        of_slab = sums[:, first : first + len(pairs.names)]
+        first += len(pairs.names)
         for one, others in steps:
             pairs.hold(one)
             for other, has_both in others:
                 of_rows, of_columns = pairs.sums(other, shelf.next(pairs, other))
-                of_slab[:, :, slice(*one)] += of_rows
+                of_slab[:, :, slice(*one)].add_(of_rows)
                 if has_both:
-                    of_slab[:, :, slice(*other)] += of_columns
-        sums[(slice(None), *slab)] = of_slab.view_as(sums[(slice(None), *slab)])
-    return sums
+                    of_slab[:, :, slice(*other)].add_(of_columns)
+    return sums.view(2, *given.names.shape)
 
 
 def pair_gradient(
@@ -243,16 +264,19 @@ def pair_gradient(
 
 
 def _both_sides(pairs: Tiles, grad: Tensor, pull: Tensor, shelf: _Shelf, anchors: Span, reach: Span) -> None:
-    of_unit, in_place = _zeros_for(grad, pairs.scale.dtype)
+    steps = list(panels(anchors, pairs.rows, pairs.side))
+    fresh = len(steps) == len(steps[0][1]) == 1 and steps[0][0] == reach  # one tile is all there is
+    of_unit, in_place = _room_for(grad, pairs.scale.dtype, zeros=not fresh)
 
     def at(span: Span) -> Tensor:
         return of_unit[:, span[0] - reach[0] : span[1] - reach[0]]
 
-    for one, others in panels(anchors, pairs.rows, pairs.side):
+    for one, others in steps:
         pairs.hold(one)
         for other in others:
             inside = one != other and reach[0] <= other[0] < reach[1]
-            pairs.add_gradient(other, pull, shelf.next(pairs, other), at(one), at(other) if inside else None)
+            kept, to_other = shelf.next(pairs, other), at(other) if inside else None
+            pairs.add_gradient(other, pull, kept, at(one), to_other, fresh)
     pairs.project(of_unit, reach, None if in_place else grad)
 
 
@@ -260,10 +284,10 @@ def _panel_by_panel(pairs: Tiles, grad: Tensor, pull: Tensor, reach: Span) -> No
     side, length = pairs.side, pairs.rows.shape[2]
     for one in cut(reach, side):
         part = grad[:, :, one[0] - reach[0] : one[1] - reach[0]]
-        of_unit, in_place = _zeros_for(part, pairs.scale.dtype)
+        of_unit, in_place = _room_for(part, pairs.scale.dtype, zeros=False)
         pairs.hold(one)
         for other in (one, *cut((0, one[0]), side), *cut((one[1], length), side)):
-            pairs.add_gradient(other, pull, None, of_unit, None)
+            pairs.add_gradient(other, pull, None, of_unit, None, fresh=other == one)
         pairs.project(of_unit, one, None if in_place else part)
 
 
@@ -323,11 +347,12 @@ def _merged(per_token: Tensor, slab: Slab) -> Tensor:
     return per_token[slab].flatten(0, 1).contiguous()
 
 
-def _zeros_for(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """Zeros [m, r, d] to sum in, and whether they are the memory of `grad` [b, c, r, d]: type and strides must fit."""
-    if grad.dtype == dtype and (grad.is_contiguous() or 1 in grad.shape[:2]):
-        return grad.zero_().flatten(0, 1), True
-    return grad.new_zeros(grad.shape[0] * grad.shape[1], *grad.shape[2:], dtype=dtype), False
+def _room_for(grad: Tensor, dtype: torch.dtype, *, zeros: bool) -> tuple[Tensor, bool]:
+    """[m, r, d] to sum in, and whether it is the memory of `grad` [b, c, r, d]: type and strides must fit."""
+    in_place = grad.dtype == dtype and (grad.is_contiguous() or 1 in grad.shape[:2])
+    shape = grad.shape[0] * grad.shape[1], *grad.shape[2:]
+    room = grad.flatten(0, 1) if in_place else grad.new_empty(shape, dtype=dtype)
+    return room.zero_() if zeros else room, in_place
 
 
 def _slabs(rows: Tensor, together: int) -> Iterator[Slab]:

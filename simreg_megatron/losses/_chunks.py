@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,14 +86,23 @@ def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
 
 def zero_rows(embeddings: Tensor) -> Tensor:
     """Which rows [b, n] of [b, n, d] are exactly zero: they have no direction, so no cosine."""
-    # The largest number and not a comparison of each: that would be a copy of all of them, in bool.
-    return torch.linalg.vector_norm(embeddings.detach(), ord=math.inf, dim=-1) == 0
+    return _largest_numbers(embeddings) == 0
+
+
+def _largest_numbers(embeddings: Tensor) -> Tensor:
+    # Not a comparison of each number with 0: that would be a copy of all of them, in bool.
+    return torch.linalg.vector_norm(embeddings.detach(), ord=math.inf, dim=-1)
 
 
 def usable_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor:
     """Bool [b, n]: out are tokens with valid False, with a label below 0 (-100), and with an exactly zero row."""
     wanted = labels >= 0 if valid is None else valid & (labels >= 0)
-    return wanted & ~zero_rows(embeddings)
+    return with_direction(embeddings, wanted)
+
+
+def with_direction(embeddings: Tensor, wanted: Tensor) -> Tensor:
+    """Those of the wanted tokens [b, n] whose row is not exactly zero."""
+    return torch.logical_and(wanted, _largest_numbers(embeddings))  # a NaN counts as true, as any number but 0
 
 
 def chunk_length(num_tokens: int, chunk_size: int) -> int:
@@ -177,6 +186,11 @@ def fold(tokens: Tensor, length: int, fill: float) -> Tensor:
 def unfold(tokens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
     """[m, p] -> [b, n]: undo `fold` and drop the filling."""
     return by_sequence(tokens, num_sequences)[:, :num_tokens]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """[b, n] of several stretches, one after the other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def by_sequence(values: Tensor, num_sequences: int) -> Tensor:

@@ -28,7 +28,6 @@ class TokenRoles(NamedTuple):
     """Per token [b, n]."""
 
     anchor: Tensor  # bool: has a term
-    lonely: Tensor  # bool: an anchor without a negative, so that its term is 0
     offset: Tensor | None  # added to the contrast; None is 0
     weight: Tensor | None  # factor of the term; None is 1
 
@@ -39,7 +38,7 @@ class TokenRoles(NamedTuple):
     def _each(self, change: Callable[[Tensor], Tensor]) -> TokenRoles:
         offset = None if self.offset is None else change(self.offset)
         weight = None if self.weight is None else change(self.weight)
-        return TokenRoles(change(self.anchor), change(self.lonely), offset, weight)
+        return TokenRoles(change(self.anchor), offset, weight)
 
 
 def token_roles(
@@ -62,6 +61,8 @@ def token_roles(
         chunk_size, group_reduce, self_positive, chunk_weight: as in `simreg_loss`.
         dtype: of offset and weight.
     """
+    if (group_reduce, self_positive, chunk_weight) == ("sum", "always", "token"):
+        return TokenRoles(usable, None, None)  # nothing to count
     num_sequences, num_tokens = labels.shape
     length = chunk_length(num_tokens, chunk_size)
     chunks = _Counts.of(
@@ -77,7 +78,7 @@ def token_roles(
         offset = _count_correction(chunks, labels, usable, documents, length, self_positive, dtype)
     if chunk_weight in ("uniform", "pos-neg-ratio", "neg-pos-ratio"):
         weight = _chunk_weights(chunk_weight, chunks, num_sequences)
-    folded = TokenRoles(chunks.anchor, chunks.anchor & (chunks.negative == 0), offset, weight)
+    folded = TokenRoles(chunks.anchor, offset, weight)
     return folded._each(lambda part: unfold(part, num_sequences, num_tokens))
 
 

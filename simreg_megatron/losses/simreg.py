@@ -20,8 +20,8 @@ from simreg_megatron.losses._chunks import (
     Span,
     as_batch,
     block_of,
-    by_sequence,
     check_tokens,
+    joined,
     label_pairs,
     no_autocast,
     self_pairs,
@@ -165,15 +165,15 @@ def simreg_terms(
                 takes = kept_bytes(tokens, stretch.inside, impl)
                 keep, room = takes <= room, room - takes
                 ratio = contrast_ratio(tokens, anchors=stretch.inside, temperature=temperature, impl=impl, keep=keep)
-                parts.append(terms_of_ratio(by_sequence(ratio, labels.shape[0]), own))
+                parts.append(terms_of_ratio(ratio.reshape(own.anchor.shape), own))
             else:
                 block = block_of(stretch, embeddings, labels, usable, documents)
                 logits_of = get_similarity(similarity, exponents)
                 contrast = _contrast(block, logits_of, temperature, self_positive) + _doubt(block)
-                parts.append(_terms(by_sequence(contrast, labels.shape[0]), own))
+                parts.append(_terms(contrast.reshape(own.anchor.shape), own))
     if not parts:  # no tokens, but still a place in the graph
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
-    return torch.cat(parts, dim=1)
+    return joined(parts)
 
 
 def chosen_impl(impl: str, similarity: str = "cosine", self_positive: str = "always") -> str:
@@ -239,10 +239,10 @@ def _doubt(block: Block) -> Tensor:
 
 
 def terms_of_ratio(ratio: Tensor, roles: TokenRoles) -> Tensor:
-    """The same from exp(contrast)."""
+    """The same from exp(contrast), as the fast forms give it."""
     if roles.offset is not None:
         ratio = ratio * roles.offset.exp()
-    terms = torch.where(roles.anchor, torch.log1p(ratio), 0.0)
+    terms = torch.log1p(ratio)  # 0 where it is 0: at tokens that are no anchors
     return terms if roles.weight is None else terms * roles.weight
 
 

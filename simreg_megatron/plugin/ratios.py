@@ -30,7 +30,7 @@ from simreg_megatron.kernels.contrast import (
     pull_back,
 )
 from simreg_megatron.kernels.walk import limits
-from simreg_megatron.losses._chunks import Stretch, stretches
+from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin.views import View
@@ -80,7 +80,7 @@ class _RatiosOverRanks(torch.autograd.Function):
             ]
         ctx.save_for_backward(hidden_states, *(tensor for each in kept for tensor in each))
         ctx.rest = windows, shard, plan, pairs
-        return torch.cat([each.ratio.flatten(1) for each in kept], dim=1)
+        return joined([each.ratio.flatten(1) for each in kept])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -94,9 +94,10 @@ class _RatiosOverRanks(torch.autograd.Function):
         for each in kept:
             last = first + each.ratio[0].numel()
             grad = grads[0][:, first:last].reshape(each.ratio.shape)
-            own.append(anchor_pull(grad, each, pairs.temperature).flatten(2))
+            own.append(anchor_pull(grad, each, pairs.temperature, pairs.impl).flatten(2))
             first = last
-        pull_SB2 = shard.from_all_anchors(torch.cat(own, dim=2).permute(2, 1, 0))
+        pull_2BS = own[0] if len(own) == 1 else torch.cat(own, dim=2)
+        pull_SB2 = shard.from_all_anchors(pull_2BS.permute(2, 1, 0))
         pull = (shard.whole if plan.travels else shard.held)(pull_SB2.transpose(0, 1))
 
         rows = shard.rows_as_they_are(hidden_states, plan)
@@ -141,7 +142,7 @@ def _measured_together(views: Sequence[View], shard: SequenceShard, plan: RowPla
     shard.sum_over_anchors(totals)
     for given, stretch, chunk in parts:
         sums = totals[:, :, slice(*chunk)].view(2, *given.names.shape)
-        yield finish(given, sums[..., slice(*stretch.inside)], stretch.inside)
+        yield finish(given, sums[..., slice(*stretch.inside)], stretch.inside, pairs.impl)
 
 
 def _stretches(views: Sequence[View], chunk_size: int) -> Iterator[tuple[View, Stretch, Tokens]]:

@@ -8,6 +8,7 @@ and per-token loss [B, S] (all tokens of the context rank, also where sequence p
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -248,7 +249,7 @@ class Regularizer:
         views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
         of_views = [objective_terms(config, of_state, tokens.shard, learned, self._iteration) for of_state in views]
-        terms = torch.stack(of_views).sum(dim=0)
+        terms = functools.reduce(torch.add, of_views)
         if config.is_simreg and config.prefixes:
             terms = terms / len(config.prefixes)
         others = config.sends_no_rows or config.objective == "placebo"  # than what the log describes
@@ -384,11 +385,17 @@ def _valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     return valid & (loss_mask.view_as(labels) > 0)
 
 
+def _largest(numbers: Tensor) -> Tensor:
+    """NaN if there is one."""
+    return torch.linalg.vector_norm(numbers.detach(), ord=math.inf)
+
+
 def _stop_hidden_failure(beside: Tensor, terms: list[Tensor]) -> None:
     """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
 
     A loss (or, on an earlier stage, output) that is not finite itself is left to Megatron, which stops or reruns the
     step.
     """
-    sound = torch.stack([torch.isfinite(part).all() for part in terms]).all() | ~torch.isfinite(beside).all()
+    largest = functools.reduce(torch.add, [_largest(part) for part in terms])
+    sound = (largest < math.inf) >= (_largest(beside) < math.inf)
     torch._assert_async(sound, "the SimReg term is not finite while the language-model loss is: the step is stopped")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections import deque
@@ -29,10 +30,10 @@ from simreg_megatron.plugin.views import View
 
 logger = logging.getLogger("simreg_megatron")
 
-_TERM, _TOKENS, _ALL_MASKED, _ONE_LABEL, _ZERO_NORM = range(5)
+_TERM, _TOKENS, _ALL_MASKED, _ZERO_NORM, _ONE_LABEL = range(5)
 _ODDITIES = {
     _ALL_MASKED: "sequences (or a rank's parts of them) whose tokens are all masked",
-    _ONE_LABEL: "tokens in chunks with one label only",
+    _ONE_LABEL: "tokens in chunks with one label only (counted in the steps that are logged)",
     _ZERO_NORM: "hidden states of norm zero",
 }
 _PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
@@ -86,7 +87,7 @@ class Metrics:
             self._sums = self._nothing(valid.device)
         self._tensor_group = shard.tensor_group
         for slot, of_objective in zip(self._term_slots, terms, strict=bool(terms)):
-            self._sums[slot] += of_objective.sum(dtype=torch.float64)
+            self._sums[slot].add_(of_objective.sum(dtype=torch.float64))
 
     def _nothing(self, device: torch.device | int) -> Tensor:
         return torch.zeros(_SLOTS + len(self._term_slots) - 1, dtype=torch.float64, device=device)
@@ -104,21 +105,24 @@ class Metrics:
         valid [B, S], trained scalars. One stage does, that of the last state which the settings name."""
         assert self._sums is not None
         own_valid = shard.own_columns(valid)
-        self._sums[_TOKENS] += own_valid.sum()
-        self._sums[_ALL_MASKED] += (~own_valid.any(dim=1)).sum()
-        if views:  # they leave nothing else out
-            num_usable = torch.stack([view.usable[:, slice(*view.anchors)].sum() for view in views]).sum()
-            self._sums[_ZERO_NORM] += own_valid.sum() - num_usable
+        self._count_tokens(own_valid, [view.usable[:, slice(*view.anchors)] for view in views])
         if self.wants_geometry:
             self._add_norms(_NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
             self._learned = as_logged(learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
-        for view in views:
-            if not self.config.sends_no_rows:  # those do not ask for other labels
-                self._sums[_ONE_LABEL] += view.roles.lonely.sum()
-            if self.wants_geometry:
+            for view in views:
                 self._sums[_PAIRS] += self._pair_sums(view)
                 self._add_pair_norms(view)
+
+    def _count_tokens(self, own_valid: Tensor, usable: list[Tensor]) -> None:
+        """Tokens that count, rows without one, and (where there are views) hidden states of norm zero."""
+        assert self._sums is not None
+        of_rows = own_valid.sum(dim=1, dtype=torch.float64)
+        found = [of_rows.sum(), (of_rows == 0).sum(dtype=torch.float64)]
+        if usable:  # a view leaves nothing else out
+            of_views = [of_view.sum(dtype=torch.float64) for of_view in usable]
+            found.append(functools.reduce(torch.sub, of_views, found[0]))
+        self._sums[_TOKENS : _TOKENS + len(found)].add_(torch.stack(found))
 
     def _add_moments(self, hidden_states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
         """Of every k-th position of the sequence, so that the sample is the same however the sequence is cut."""
@@ -147,10 +151,13 @@ class Metrics:
 
     def _add_pair_norms(self, view: View) -> None:
         """The norm of each own token, once for every anchor that meets it: as often as it meets others itself."""
+        assert self._sums is not None
         own, size = slice(*view.anchors), self.config.chunk_size
         counts = pair_counts(view.labels, view.usable, documents=view.documents, chunk_size=size)
         for slots, count in zip((_SAME_NORMS, _OTHER_NORMS), counts, strict=True):
             self._add_norms(slots, view.embeddings[:, own], count[:, own])
+        if not self.config.sends_no_rows:  # those do not ask for other labels
+            self._sums[_ONE_LABEL] += (view.usable & (counts[1] == 0))[:, own].sum()
         alone = counts[0] == 0
         for slots, members in ((_ONCE_NORMS, view.usable & alone), (_OFTEN_NORMS, view.usable & ~alone)):
             self._add_norms(slots, view.embeddings[:, own], members[:, own])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.contrast import MODULES
-from simreg_megatron.losses._chunks import chunk_length, usable_tokens
+from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
 from simreg_megatron.losses.placebo import permuted_labels
 from simreg_megatron.losses.roles import token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
@@ -45,7 +45,7 @@ def views_of(
     Args:
         hidden_states: [S, B, D] of this rank; their gradient is complete, whichever rank's anchors it came from.
         labels: [B, S] of the same tokens.
-        valid: bool [B, S].
+        valid: bool [B, S]; none with a label below 0.
         documents: who tells the borders of documents; None where tokens of all documents meet.
         sample_length: tokens in a sample, where a row packs several.
         heads: [S, B, D], the output layer's row for each label, where states meet these.
@@ -55,11 +55,10 @@ def views_of(
     """
     scope = "local" if config.sends_no_rows and not for_log else config.scope
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
-    usable = usable_tokens(hidden_states.transpose(0, 1), labels, valid)
+    usable = with_direction(hidden_states.transpose(0, 1), valid)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)
     beyond = plan.travels or (by_domain and config.scope == "exact")
-    pairs = torch.stack([labels.long(), usable.long()], dim=-1)
-    tokens: Located = shard.whole(pairs) if beyond else shard.held(pairs)
+    all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.held, (labels, usable))
     form = fast_form(config)
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
 
@@ -68,8 +67,7 @@ def views_of(
     found = []
     for window in plan.windows:
         stretch = window.domain if by_domain else window.tokens
-        stretch_labels, stretch_usable = tokens.at(stretch).unbind(dim=-1)
-        stretch_usable = stretch_usable.bool()
+        stretch_labels, stretch_usable = all_labels.at(stretch), all_usable.at(stretch)
         numbers = None if documents is None else documents.of(stretch_labels, stretch)
         if config.objective == "placebo" and not for_log:
             stretch_labels = permuted_labels(
@@ -106,8 +104,17 @@ def views_of(
     if not form or for_log:
         return found
     ratios = ratios_over_ranks(hidden_states, found, shard, plan, Pairs(config.chunk_size, config.tau, form))
+    if len(found) == 1:
+        return [found[0]._replace(ratio=ratios)]
     counts = [view.roles.anchor.shape[1] for view in found]
     return [view._replace(ratio=ratio) for view, ratio in zip(found, ratios.split(counts, dim=1), strict=True)]
+
+
+def _gathered(labels: Tensor, usable: Tensor, shard: SequenceShard) -> tuple[Located, Located]:
+    """Of all tokens of the sequence, in one collective."""
+    both = shard.whole(torch.stack([labels.long(), usable.long()], dim=-1))
+    all_labels, all_usable = both.values.unbind(dim=-1)
+    return Located(all_labels, both.runs), Located(all_usable.bool(), both.runs)
 
 
 def fast_form(config: SimRegConfig) -> str | None:
@@ -124,7 +131,7 @@ def terms_of(config: SimRegConfig, views: list[View], exponents: tuple[Tensor, T
     Args:
         exponents: the two scalars of similarity "learnable".
     """
-    return torch.cat([_terms(config, view, exponents) for view in views], dim=1)
+    return joined([_terms(config, view, exponents) for view in views])
 
 
 def _terms(config: SimRegConfig, view: View, exponents: tuple[Tensor, Tensor] | None) -> Tensor:

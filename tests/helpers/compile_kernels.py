@@ -16,23 +16,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from simreg_megatron.kernels import fused
+from simreg_megatron.kernels import fused, gemm, rows
 
 _TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
+def signature_of(kernel: Any, dtype: str, *, is_kept: bool = False) -> dict[str, str]:
     """Types of the arguments as a launch finds them: pointers by name, the rest 32-bit integers."""
     element = dtype if dtype == "fp32" else "bf16"
     pointers = {
         "rows": dtype, "names": "fp32", "scale": "fp32", "documents": "i32", "of_rows": "fp32", "of_columns": "fp32",
-        "keep": element, "kept": element, "pull_a": "fp32", "pull_b": "fp32", "weights": element,
+        "keep": element, "kept": element, "pull_a": "fp32", "pull_b": "fp32", "weights": element, "copies": element,
+        "summed": "fp32", "grad": dtype,
     }  # fmt: skip
+    if kernel in (gemm._sums_kernel, gemm._weights_kernel):
+        pointers |= {"names": "i64", "documents": "i64", "products": "fp32", "sums": "fp64", "pull": "fp32"}
+        pointers |= {"source": element if is_kept else "fp32"}
     found = {}
     for name in kernel.arg_names:
         if name in pointers:
             found[name] = f"*{pointers[name]}"
-        elif name == "to_exponent":
+        elif name in ("to_exponent", "factor"):
             found[name] = "fp32"
         else:
             found[name] = "i32" if name.islower() or name in ("R", "S") else "constexpr"
@@ -50,11 +54,20 @@ def variants() -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield fused._weights_kernel, dtype, {**common, "IS_KEPT": kept, "SPLIT": split, **tile}
     for dtype in ("bf16", "fp32"):
         yield fused._mirror_kernel, dtype, {"SIDE": fused._MIRRORED, "num_warps": 4, "num_stages": 3}
+        for documents, kept in itertools.product((True, False), repeat=2):
+            common = {"HAS_DOCUMENTS": documents, "num_stages": 3, **gemm.BLOCK}
+            yield gemm._sums_kernel, dtype, {"KEEP": kept, **common}
+            yield gemm._weights_kernel, dtype, {"IS_KEPT": kept, "SPLIT": dtype == "bf16" and not kept, **common}
+        of_row = {"FEATURES": rows._FEATURES, "num_warps": 4, "num_stages": 3}
+        yield rows._norms_kernel, dtype, dict(of_row)
+        yield rows._copy_kernel, dtype, {"SPLIT": False, **of_row}
+        yield rows._project_kernel, dtype, dict(of_row)
+    yield rows._copy_kernel, "fp16", {"SPLIT": True, **of_row}
 
 
 def compiled(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    signature = signature_of(kernel, dtype)
+    signature = signature_of(kernel, dtype, is_kept=bool(constants.get("IS_KEPT")))
     # Pointers and strides are multiples of 16, as torch and hidden sizes make them.
     aligned = [
         (index,)

@@ -43,16 +43,30 @@ def test_what_goes_back_to_the_host_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in cases() if case.name in SOME], ids=lambda case: f"{case.name}, {case.chunk}, {case.logs}"
+    "case", [case for case in cases() if case.name in SOME], ids=str
 )
 def test_no_change_adds_launches(case: launches.Case) -> None:
     """After one that takes some away: `python -m benchmarks.launches`."""
-    own = case.name, str(case.chunk or "whole"), "yes" if case.logs else "no"
-    (kept,) = [row for row in KEPT if (row["preset"], row["chunk"], row["log_step"]) == own]
+    own = case.name, str(case.chunk or "whole"), case.form, "yes" if case.logs else "no"
+    (kept,) = [row for row in KEPT if (row["preset"], row["chunk"], row["impl"], row["log_step"]) == own]
     found = trace(case)
     assert found.launches <= int(kept["launches"]), found.names.most_common(12)
     assert found.moved / 2**20 <= float(kept["moved_mib"]) + 1
     assert found.syncs == 0, "nothing waits for the GPU"
+
+
+MOST = {"llama-350m": 0.010, "llama-1.3b": 0.005, "llama-3b": 0.005, "llama-7b": 0.002, "mixtral-8x1b": 0.005}
+"""Of a micro-batch, in the steps that are not logged."""
+
+
+def test_the_fastest_form_costs_no_more_than_we_allow() -> None:
+    rows = [row for row in KEPT if (row["impl"], row["chunk"], row["log_step"]) == ("gemm", "1024", "no")]
+    assert {row["preset"] for row in rows} >= set(MOST)
+    for row in rows:
+        if row["preset"] in MOST:
+            assert float(row["share"]) <= MOST[row["preset"]]
+        if row["preset"] == "longer sequences":
+            assert int(row["launches"]) <= 60
 
 
 def test_the_share_is_of_a_micro_batch() -> None:

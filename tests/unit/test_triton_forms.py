@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton form: its kernels in Triton's interpreter against float64, and compiled for sm_90 without a GPU."""
+"""The forms with Triton: their kernels in its interpreter against float64, and compiled for sm_90 without a GPU."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from simreg_megatron.losses.roles import CHUNK_WEIGHTS
 from tests.helpers.fixtures import fixture_f1
 from tests.helpers.ways import budget, one_side_only
 
-fused = pytest.importorskip("simreg_megatron.kernels.fused", reason="Triton is not installed")
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+fused = pytest.importorskip("simreg_megatron.kernels.fused")
+gemm = pytest.importorskip("simreg_megatron.kernels.gemm")
+row_kernels = pytest.importorskip("simreg_megatron.kernels.rows")
+
 tl = triton.language
-interpreted = pytest.mark.skipif(not fused.INTERPRETS, reason="a GPU is here: tests/gpu runs the kernels on it")
+interpreted = pytest.mark.skipif(not row_kernels.INTERPRETS, reason="a GPU is here: tests/gpu runs the kernels on it")
 
 SMALL = {2: {"SIDE": 16, "BK": 16}, 4: {"SIDE": 32, "BK": 16}}
 WAYS = {  # bytes that may be kept, longest block, whether the whole gradient fits
@@ -44,6 +47,13 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(fused.TILE, size, {**tile, "num_warps": 4, "num_stages": 1})
     monkeypatch.setattr(fused, "_BLOCK_UNIT", 16)
     monkeypatch.setattr(fused, "_MIRRORED", 16)
+    monkeypatch.setattr(gemm, "_TILE_UNIT", 16)
+    monkeypatch.setattr(gemm, "BLOCK", {"ROWS": 8, "COLUMNS": 32, "num_warps": 4})
+
+
+@pytest.fixture(params=["triton", "gemm"])
+def impl(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 QUICK = ("many blocks, kept", "panels")
@@ -56,6 +66,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kept, longest, fits = WAYS[request.param]
     budget(monkeypatch, kept=kept)
     monkeypatch.setattr(fused, "LONGEST_BLOCK", longest)
+    monkeypatch.setattr(gemm, "LONGEST_TILE", longest)
     if not fits:
         one_side_only(monkeypatch)
     return request.param
@@ -89,11 +100,11 @@ def masks(labels: Tensor) -> dict[str, Tensor]:
 
 @interpreted
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 20}, {"chunk_size": 50, "masked": True}], ids=str)
-def test_equals_float64(options: dict[str, Any], way: str) -> None:
+def test_equals_float64(impl: str, options: dict[str, Any], way: str) -> None:
     rows, labels = clustered()
     given = {key: value for key, value in options.items() if key != "masked"}
     given |= masks(labels) if options.get("masked") else {}
-    loss, grad = value_and_gradient(rows, labels, "triton", **given)
+    loss, grad = value_and_gradient(rows, labels, impl, **given)
     expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference", **given)
     assert apart(loss, expected_loss) < 2e-5
     assert apart(grad, expected_grad) < 3e-5
@@ -102,22 +113,22 @@ def test_equals_float64(options: dict[str, Any], way: str) -> None:
 @interpreted
 @pytest.mark.parametrize("chunk_size", [0, 4, 5])
 @pytest.mark.parametrize("temperature", [0.01, 0.05, 0.1, 0.5, 1.0])
-def test_the_fixture_of_the_printed_facts(temperature: float, chunk_size: int) -> None:
+def test_the_fixture_of_the_printed_facts(impl: str, temperature: float, chunk_size: int) -> None:
     """What test_simreg_facts holds the reference to, here in float32."""
     rows, labels = fixture_f1()
     options = {"temperature": temperature, "chunk_size": chunk_size}
-    loss, grad = value_and_gradient(rows.float(), labels, "triton", **options)
+    loss, grad = value_and_gradient(rows.float(), labels, impl, **options)
     expected_loss, expected_grad = value_and_gradient(rows.float().double(), labels, "reference", **options)
     assert apart(loss, expected_loss) < 2e-5 and apart(grad, expected_grad) < 2e-5
 
 
 @interpreted
 @pytest.mark.parametrize("chunk_weight", CHUNK_WEIGHTS)
-def test_every_weight(chunk_weight: str) -> None:
+def test_every_weight(impl: str, chunk_weight: str) -> None:
     rows, labels = clustered(length=40)
     options = {**masks(labels), "chunk_size": 16, "chunk_weight": chunk_weight, "temperature": 0.05}
     for one, other in zip(
-        value_and_gradient(rows, labels, "triton", **options),
+        value_and_gradient(rows, labels, impl, **options),
         value_and_gradient(rows.double(), labels, "reference", **options),
         strict=True,
     ):
@@ -149,12 +160,12 @@ def of_rounded_weights(rows: Tensor, labels: Tensor, rounding: Callable[[Tensor]
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("numbers", [1, 2])
 def test_bfloat16_rounds_the_weights_and_the_result_alone(
-    numbers: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
+    impl: str, numbers: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(halves, "numbers_per_weight", lambda *_: numbers)
     monkeypatch.setattr(halves, "kept_dtype", lambda *_: torch.float32 if keeps else None)
     rows, labels = clustered(length=100, dtype=torch.bfloat16)
-    loss, grad = value_and_gradient(rows, labels, "triton")
+    loss, grad = value_and_gradient(rows, labels, impl)
     assert apart(loss, value_and_gradient(rows.double(), labels, "reference")[0]) < 2e-5
 
     def of(weights: Callable[[Tensor], Tensor], result: Callable[[Tensor], Tensor]) -> Tensor:
@@ -167,9 +178,9 @@ def test_bfloat16_rounds_the_weights_and_the_result_alone(
 
 
 @interpreted
-def test_float16() -> None:
+def test_float16(impl: str) -> None:
     rows, labels = clustered(length=100, dtype=torch.float16)
-    loss, grad = value_and_gradient(rows, labels, "triton")
+    loss, grad = value_and_gradient(rows, labels, impl)
     expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference")
     assert apart(loss, expected_loss) < 2e-5
     assert apart(grad, expected_grad) < 3e-4 + torch.finfo(torch.float16).eps / 2
@@ -177,14 +188,14 @@ def test_float16() -> None:
 
 @interpreted
 @pytest.mark.parametrize("way", SOME_WAYS, indirect=True)
-def test_what_is_not_usable_may_hold_anything(way: str) -> None:
+def test_what_is_not_usable_may_hold_anything(impl: str, way: str) -> None:
     rows, labels = clustered()
     valid = torch.ones_like(labels, dtype=torch.bool)
     valid[0, 5:9] = valid[1, -3:] = False
     rows[1, 20] = 0.0
     expected = value_and_gradient(rows.double(), labels, "reference", valid=valid)
     rows[~valid] = torch.nan
-    loss, grad = value_and_gradient(rows, labels, "triton", valid=valid)
+    loss, grad = value_and_gradient(rows, labels, impl, valid=valid)
     assert apart(loss, expected[0]) < 2e-5 and apart(grad, expected[1]) < 3e-5
     assert (grad[~valid] == 0).all() and (grad[1, 20] == 0).all()
     assert grad[valid].ne(0).any()
@@ -192,54 +203,54 @@ def test_what_is_not_usable_may_hold_anything(way: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("what", ["one label", "all masked", "one token", "no tokens"])
-def test_nothing_to_compare(what: str) -> None:
+def test_nothing_to_compare(impl: str, what: str) -> None:
     rows, labels = clustered(length={"one token": 1, "no tokens": 0}.get(what, 30))
     valid = torch.full(labels.shape, what != "all masked")
     labels = torch.zeros_like(labels) if what == "one label" else labels
-    loss, grad = value_and_gradient(rows, labels, "triton", valid=valid)
+    loss, grad = value_and_gradient(rows, labels, impl, valid=valid)
     assert loss == 0 and grad.shape == rows.shape and (grad == 0).all()
 
 
 @interpreted
-def test_a_usable_row_that_is_not_finite_shows() -> None:
+def test_a_usable_row_that_is_not_finite_shows(impl: str) -> None:
     rows, labels = clustered(length=30)
     rows[0, 7] = torch.nan
-    loss, _ = value_and_gradient(rows, labels, "triton")
+    loss, _ = value_and_gradient(rows, labels, impl)
     assert loss.isnan()
 
 
 @interpreted
 @pytest.mark.parametrize("anchors", [(0, 61), (10, 37), (30, 61)])
 @pytest.mark.parametrize("way", SOME_WAYS, indirect=True)
-def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> None:
+def test_some_anchors_and_any_strides(impl: str, anchors: tuple[int, int], way: str) -> None:
     """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]."""
     rows, labels = clustered()
     grads = []
-    for impl, given in (("triton", rows), ("tiled", rows.double())):
+    for form, given in ((impl, rows), ("tiled", rows.double())):
         leaf = given.transpose(0, 1).contiguous().requires_grad_()
         tokens = Tokens(
             leaf.transpose(0, 1).unsqueeze(1), labels.unsqueeze(1), torch.ones(2, 1, 61, dtype=torch.bool), None
         )
-        ratio = contrast_ratio(tokens, anchors=anchors, temperature=0.1, impl=impl)
+        ratio = contrast_ratio(tokens, anchors=anchors, temperature=0.1, impl=form)
         (ratio * torch.arange(1, ratio.shape[-1] + 1)).sum().backward()
         grads.append(leaf.grad)
     assert apart(*grads) < 2e-6
 
 
 @interpreted
-def test_the_same_bits_twice() -> None:
+def test_the_same_bits_twice(impl: str) -> None:
     rows, labels = clustered(dtype=torch.bfloat16)
-    first, second = (value_and_gradient(rows, labels, "triton", chunk_size=33) for _ in range(2))
+    first, second = (value_and_gradient(rows, labels, impl, chunk_size=33) for _ in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
 @interpreted
-def test_inside_a_compiled_model() -> None:
+def test_inside_a_compiled_model(impl: str) -> None:
     rows, labels = clustered(length=30)
     layer = torch.nn.Linear(40, 40)
 
     def model(given: Tensor) -> Tensor:
-        return simreg_loss(layer(given), labels, temperature=0.1, impl="triton")
+        return simreg_loss(layer(given), labels, temperature=0.1, impl=impl)
 
     grads = []
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
@@ -278,12 +289,13 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         simreg_loss(rows.double(), labels, impl="triton")
     with pytest.raises(ValueError, match="impl 'triton' knows similarity 'cosine'"):
         simreg_loss(rows, labels, impl="triton", similarity="dot")
-    monkeypatch.setattr(fused, "INTERPRETS", False)
+    monkeypatch.setattr(row_kernels, "INTERPRETS", False)
     with pytest.raises(ValueError, match="needs a CUDA device, and the rows are on cpu"):
         simreg_loss(rows, labels, impl="triton")
 
 
-def test_blocks_fit_into_the_budget() -> None:
+@pytest.mark.parametrize("tiles", [fused.FusedTiles, gemm.GemmTiles])
+def test_blocks_fit_into_the_budget(tiles: type[walk.Tiles]) -> None:
     """What is kept, the blocks of one chunk and what sums its gradient: 256 MiB, less 32 for the tokens' numbers."""
     for width in (512, 1024, 2048, 4096, 8192):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -291,10 +303,10 @@ def test_blocks_fit_into_the_budget() -> None:
                 rows = torch.empty(1, 1, length, width, dtype=dtype, device="meta")
                 per_token = torch.empty(1, 1, length, device="meta")
                 given = walk.Given(rows, per_token, per_token, None)
-                way = walk.way_through(fused.TritonTiles, given)
+                way = walk.way_through(tiles, given)
                 side = min(way.side, length)
                 summed = 4 * width * (length if way.shares else side) * (dtype != torch.float32)
-                takes = fused.TritonTiles.bytes_per_chunk(given, side) + summed
+                takes = tiles.bytes_per_chunk(given, side) + summed
                 assert takes + walk.BUDGET["cuda"].kept <= (256 - 32) << 20
                 assert way.side % 16 == 0 and way.side >= 16
 
