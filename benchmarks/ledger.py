@@ -206,7 +206,7 @@ OBJECTIVES = "docs/objectives.md"
 OF_OBJECTIVES = (
     Figure("README.md", "| {} to {} nats in three seeds of the tiny model", PREFIXES, gains_of_three_seeds),
     Figure("docs/evidence.md", "not tuned: {} to {} nats per token in three seeds", PREFIXES, gains_of_three_seeds),
-    Figure(OBJECTIVES, "then the loss of {} validation tokens", PREFIXES, lambda: [column(PREFIXES, "tokens")[0]]),
+    Figure(OBJECTIVES, "then we take the loss of {} validation tokens", PREFIXES, lambda: [column(PREFIXES, "tokens")[0]]),
     states(OBJECTIVES, "is {} and that of a total collapse", "tests/unit/test_sigreg.py", r'"mean", 768, "([\d.]+)"'),
     states(OBJECTIVES, "total collapse {}, and", "tests/unit/test_sigreg.py", r'"unit", 768, ([\d.]+)\)'),
     states(OBJECTIVES, "With it: {} and", "tests/unit/test_sigreg.py", r'"mean", 768, "[\d.]+", ([\d.e-]+)\)'),
@@ -221,7 +221,7 @@ OF_OBJECTIVES = (
     Figure(OBJECTIVES, "margins are within {} of its table 4 from b = -0.7 to 1", SIGMOID,
            lambda: [max(abs(theirs - ours) for bias, theirs, ours in margins() if bias >= -0.7)]),
     Figure(OBJECTIVES, "table 3 (2 to 20 modalities) are within {}.", SIGMOID, lambda: [max(margins_of_modalities())]),
-    Figure(OBJECTIVES, "below, it has none, and we {})", SIGMOID,
+    Figure(OBJECTIVES, "for smaller b it finds no margin, and we {})", SIGMOID,
            lambda: [max(ours for bias, _, ours in margins() if bias < -0.7)]),
 )  # fmt: skip
 
