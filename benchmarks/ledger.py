@@ -206,7 +206,7 @@ OBJECTIVES = "docs/objectives.md"
 OF_OBJECTIVES = (
     Figure("README.md", "| {} to {} nats in three seeds of the tiny model", PREFIXES, gains_of_three_seeds),
     Figure("docs/evidence.md", "not tuned: {} to {} nats per token in three seeds", PREFIXES, gains_of_three_seeds),
-    Figure(OBJECTIVES, "then we take the loss of {} validation tokens", PREFIXES, lambda: [column(PREFIXES, "tokens")[0]]),
+    Figure(OBJECTIVES, "take the loss of {} validation tokens", PREFIXES, lambda: [column(PREFIXES, "tokens")[0]]),
     states(OBJECTIVES, "is {} and that of a total collapse", "tests/unit/test_sigreg.py", r'"mean", 768, "([\d.]+)"'),
     states(OBJECTIVES, "total collapse {}, and", "tests/unit/test_sigreg.py", r'"unit", 768, ([\d.]+)\)'),
     states(OBJECTIVES, "With it: {} and", "tests/unit/test_sigreg.py", r'"mean", 768, "[\d.]+", ([\d.e-]+)\)'),
