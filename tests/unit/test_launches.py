@@ -42,9 +42,7 @@ def test_what_goes_back_to_the_host_is_seen() -> None:
     assert counted.syncs == 1
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in cases() if case.name in SOME], ids=str
-)
+@pytest.mark.parametrize("case", [case for case in cases() if case.name in SOME], ids=str)
 def test_no_change_adds_launches(case: launches.Case) -> None:
     """After one that takes some away: `python -m benchmarks.launches`."""
     own = case.name, str(case.chunk or "whole"), case.form, "yes" if case.logs else "no"
