@@ -26,7 +26,7 @@ PAGES = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/checkpoints.md", "docs/cluster.md",
     "docs/data.md", "docs/design.md", "docs/evaluation.md", "docs/evidence.md", "docs/exact.md",
     "docs/existing-pipeline.md", "docs/first-hour.md", "docs/objectives.md", "docs/performance.md",
-    "docs/sharp-edges.md", "docs/support.md", "patches/README.md",
+    "docs/scale.md", "docs/sharp-edges.md", "docs/support.md", "patches/README.md",
 )  # fmt: skip
 MADE_PAGES = {
     "docs/parity.md": "python -m tests.megatron.parity", "docs/versions.md": "python -m tests.versions",
@@ -139,6 +139,35 @@ OF_THE_STEP = (
     Figure("README.md", "what a step costs | {} % more on a CPU", PAIRS, lambda: over_plain()[:1]),
     Figure(PERFORMANCE, "better 2 | {} % more processor time (interval {} to {};", PAIRS, over_plain),
 )
+
+
+# ---- large layouts -------------------------------------------------------------------------------------------------
+
+SCALE = Source("benchmarks/results/scale.csv", "python -m benchmarks.scale")
+
+
+def of_scale(layout: str, tokens: int, chunk: int | str, *, width: int = 8192) -> list[float]:
+    """MiB received and MiB of memory."""
+    where = {"layout": layout, "batch": 1, "tokens": tokens, "width": width, "chunk": chunk}
+    return [one(SCALE, "bytes_received", **where) / 2**20, one(SCALE, "memory_mib", **where)]
+
+
+def of_longest(chunk: int | str) -> list[float]:
+    return of_scale("TP8 SP x CP8", 131072, chunk)
+
+
+PAGE_OF_SCALE = "docs/scale.md"
+OF_SCALE = (
+    Figure(PAGE_OF_SCALE, "width 4096, TP8 SP: {} MiB received and {} MiB of memory", SCALE,
+           lambda: of_scale("TP8 SP", 8192, "whole", width=4096)),
+    Figure(PAGE_OF_SCALE, "width 8192, TP8 SP: {} MiB received and {} MiB.", SCALE,
+           lambda: of_scale("TP8 SP", 32768, "whole")),
+    Figure(PAGE_OF_SCALE, "TP8 SP x CP8: {} MiB received and {} MiB. Do not.", SCALE, lambda: of_longest("whole")),
+    Figure(PAGE_OF_SCALE, "Chunks of 8192 tokens receive {} MiB and take {} MiB; with chunks of 1024 nothing is sent, "
+           "at {} MiB", SCALE, lambda: [*of_longest(8192), of_longest(1024)[1]]),
+    Figure(PAGE_OF_SCALE, "TP8 alone takes {} MiB with chunks of 1024, and TP8 SP {} MiB", SCALE,
+           lambda: [of_scale(layout, 131072, 1024)[1] for layout in ("TP8", "TP8 SP")]),
+)  # fmt: skip
 
 
 # ---- the demo ------------------------------------------------------------------------------------------------------
@@ -288,6 +317,8 @@ STATED = (
            r'"cpu": Budget\(kept=(\d+) << 20, work=\d+ << 20\), "cuda": Budget\(kept=(\d+) << 20'),
     states(PERFORMANCE, "and {} MiB (CPU) or {} MiB (CUDA) for tiles", WALK,
            r'"cpu": Budget\(kept=\d+ << 20, work=(\d+) << 20\), "cuda": Budget\(kept=\d+ << 20, work=(\d+)'),
+    states(PAGE_OF_SCALE, "what they take, at most {} MiB", WALK,
+           r'"cuda": Budget\(kept=\d+ << 20, work=(\d+) << 20\)'),
     states(PERFORMANCE, "below {}; one rounding to the input's type", "tests/unit/test_tiled.py",
            r"apart\(loss, expected_loss\) < ([\d.e-]+)"),
 )  # fmt: skip
@@ -341,6 +372,9 @@ NOT_MEASURED = (
                 ("reading about 9, leaving out repeats 3.5, the tokenizer and tokenizing 5", "GCIDE) 28.4, Linux 13.0",
                  "glosses 10.0, Qt 9.0, An Anarchist FAQ 7.1, Python 5.7, PostgreSQL 4.8, Perl 4.5, FOLDOC 4.4",
                  "4.2 million characters")),
+    NotMeasured(PAGE_OF_SCALE, "numbers of eight, of four and of two bytes, counted",
+                ("labels (16 bytes a token)", "a token (8 bytes)", "of 16 bytes a token", "x width x 2 bytes",
+                 "hidden states are 32 MiB of that")),
     NotMeasured(PERFORMANCE, "sizes of what is spoken of",
                 ("losses of 1e-8", "less than 1e-30")),
 )  # fmt: skip
@@ -348,6 +382,7 @@ NOT_MEASURED = (
 ENTRIES: tuple[Entry, ...] = (
     *OF_THE_LOSS,
     *OF_THE_STEP,
+    *OF_SCALE,
     *OF_THE_DEMO,
     *OF_OBJECTIVES,
     *OF_THE_CORPUS,

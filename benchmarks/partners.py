@@ -40,14 +40,15 @@ def _positions(held: Sequence[Run], rows: Iterable[Run]) -> list[Run]:
 def _expected(plan: RowPlan) -> Iterator[list[Run]]:
     """Positions that a rank takes what each member sends for, in the order of arrival."""
     placed, offset = [], 0
-    for rows in plan.order:
-        placed.append((rows, list(_slice(plan.needs, offset, offset + rows[1] - rows[0]))))
-        offset += rows[1] - rows[0]
-    placed.sort()
+    for first, last in plan.order:
+        placed.append((first, last, list(_slice(plan.needs, offset, offset + last - first))))
+        offset += last - first
     begin = 0
     for size in plan.receive_sizes:
-        yield _joined(run for rows, runs in placed if begin <= rows[0] < begin + size for run in runs)
-        begin += size
+        end = begin + size
+        parts = (_slice(runs, max(begin, a) - a, min(end, b) - a) for a, b, runs in sorted(placed))
+        yield _joined(run for part in parts for run in part)
+        begin = end
 
 
 def _slice(runs: Sequence[Run], first: int, last: int) -> Iterator[Run]:

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every objective goes forward and backward on CUDA tensors without memory: nothing waits for the device, nothing
+touches the host, and gradients have the type and shape of what they are of.
+
+The rank is one of four that share a sequence, two by tensor and two by context parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from benchmarks.fake_autograd import backward
+from benchmarks.fake_ranks import HostTensors, Layout, as_rank
+from benchmarks.launches import Trace
+from simreg_megatron.config import IMPLEMENTATIONS, OBJECTIVES, SimRegConfig
+from simreg_megatron.kernels import walk
+from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.losses import placebo
+from simreg_megatron.plugin import learnable, samples
+from simreg_megatron.plugin.regularizer import Regularizer
+
+LAYOUT, RANK = Layout(tensor=2, context=2, sequence_parallel=True), (1, 0)
+BATCH, WIDTH, VOCABULARY = 2, 64, 600
+RAGGED, EVEN = 2500, 4096  # tokens of a sequence: with chunks of 1024, the last of 452; with whole ones alone
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+NEED_A_DRIVER = {
+    "sigreg": (samples, "random_directions"),
+    "placebo": (placebo, "_random"),
+}
+"""Objectives that draw from a generator of the device, which is none without its driver: what draws is replaced."""
+NEED_MEMORY = [impl for impl in IMPLEMENTATIONS if impl not in ("auto", "reference", "tiled")]
+"""Forms in Triton, whose launcher asks each tensor where its memory is."""
+
+
+@dataclass(frozen=True)
+class Case:
+    objective: str
+    impl: str = "tiled"
+    dtype: str = "bf16"
+    chunk: int = 1024
+    length: int = RAGGED
+    scope: str = "exact"
+    logs: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.objective, self.dtype, f"{self.length} in {self.chunk or 'one'}", self.scope]
+        return " ".join([*parts, *([self.impl] if self.objective == "simreg" else []), *(["log"] if self.logs else [])])
+
+    @property
+    def config(self) -> SimRegConfig:
+        given: dict[str, Any] = {"lambda_": 0.0 if self.objective == "none" else 1.0, "objective": self.objective}
+        if self.objective == "simreg":
+            given["impl"] = self.impl
+        plain = SimRegConfig(**given)
+        if "chunk_size" not in plain._idle_settings:
+            given["chunk_size"] = self.chunk
+        if "scope" not in plain._idle_settings:
+            given["scope"] = self.scope
+        return SimRegConfig(**given)
+
+
+@dataclass(frozen=True)
+class Found:
+    gradients: list[tuple[Tensor, Tensor]]
+    hidden: Tensor
+    host: list[str]
+    syncs: int
+    launches: int
+
+
+def step(case: Case) -> Found:
+    """A micro-batch of the rank, forward and backward."""
+    config, dtype = case.config, DTYPES[case.dtype]
+    tokens = case.length // LAYOUT.context
+    # The operators inside the walk over the tiles, and not the one that torch.compile sees in their place.
+    inside = mock.patch.dict(walk.FORMS, {"tiled": walk.plain_form(form_named("tiled").tiles)})
+    with as_rank(LAYOUT, RANK) as groups, FakeTensorMode(), inside:
+        with torch.device("cuda"):  # for what Megatron brings, and not in the step itself
+            head = torch.empty(VOCABULARY // LAYOUT.tensor, WIDTH, dtype=dtype, requires_grad=True)
+            model = SimpleNamespace(
+                config=SimpleNamespace(sequence_parallel=True, hidden_size=WIDTH),
+                pg_collection=groups,
+                output_layer=SimpleNamespace(weight=head),
+            )
+            learnable.add_to(model, learnable.wanted(config))
+            hidden = torch.empty(tokens // LAYOUT.tensor, BATCH, WIDTH, dtype=dtype, requires_grad=True)
+            labels, mask = torch.empty(BATCH, tokens, dtype=torch.int64), torch.empty(BATCH, tokens)
+            loss = torch.empty(BATCH, tokens, requires_grad=True)
+        regularizer = Regularizer(config)
+        regularizer.metrics.wants_geometry = case.logs
+        regularizer.set_iteration(3, 10)
+        with HostTensors() as host, Trace() as counted:
+            result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+            gradients = backward(result, torch.ones_like(result)) if config.trains else []
+    return Found(gradients, hidden, host.names, counted.syncs, counted.launches)
+
+
+@contextlib.contextmanager
+def drawn_elsewhere(objective: str) -> Iterator[None]:
+    def drawn(*shape: int, seed: int, iteration: int, device: torch.device) -> Tensor:
+        return torch.empty(shape, device=device)
+
+    with (
+        mock.patch.object(*NEED_A_DRIVER[objective], drawn) if objective in NEED_A_DRIVER else contextlib.nullcontext()
+    ):
+        yield
+
+
+def check(case: Case) -> None:
+    with drawn_elsewhere(case.objective):
+        found = step(case)
+    assert found.host == [] and found.syncs == 0
+    assert case.objective == "none" or found.launches > 0
+    for tensor, gradient in found.gradients:
+        assert (gradient.shape, gradient.dtype, gradient.device) == (tensor.shape, tensor.dtype, tensor.device)
+    assert (case.objective != "none") == any(tensor is found.hidden for tensor, _ in found.gradients)
+
+
+FORMS = [Case("simreg", "reference"), *map(Case, OBJECTIVES)]
+QUICK = [
+    *(replace(case, dtype=dtype, logs=logs) for case in FORMS for dtype in DTYPES for logs in (False, True)),
+    *(replace(case, chunk=chunk, length=length, scope=scope)
+      for case in FORMS for chunk, length, scope in ((0, EVEN, "exact"), (1024, EVEN, "local"))),
+]  # fmt: skip
+ALL = [
+    Case(case.objective, case.impl, dtype, chunk, length, scope, logs)
+    for case, dtype, chunk, length, scope, logs in itertools.product(
+        FORMS, DTYPES, (0, 1024), (RAGGED, EVEN), ("exact", "local"), (False, True)
+    )
+]
+
+
+def distinct(cases: Iterable[Case]) -> list[Case]:
+    """Without those that differ from earlier ones only in what their objective does not know."""
+    found: dict[Any, Case] = {}
+    for case in cases:
+        found.setdefault((case.config, case.dtype, case.length, case.logs), case)
+    return list(found.values())
+
+
+QUICK = distinct([
+    *(replace(case, dtype=dtype, logs=logs) for case in FORMS for dtype in DTYPES for logs in (False, True)),
+    *(replace(case, chunk=chunk, length=EVEN, scope=scope)
+      for case in FORMS for chunk, scope in ((0, "exact"), (1024, "local"))),
+])  # fmt: skip
+ALL = distinct([
+    *QUICK,
+    *(Case(case.objective, case.impl, *rest)
+      for case in FORMS
+      for rest in itertools.product(DTYPES, (1024, 0), (RAGGED, EVEN), ("exact", "local"), (False, True))),
+])  # fmt: skip
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_a_micro_batch_stays_on_the_device(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL[len(QUICK) :], ids=str)
+def test_every_other_combination_does(case: Case) -> None:
+    check(case)
+
+
+NO_DRIVER = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@NO_DRIVER
+@pytest.mark.parametrize("objective", NEED_A_DRIVER)
+def test_what_draws_still_needs_a_driver(objective: str) -> None:
+    """Once this fails, take it out of NEED_A_DRIVER: the cases above then cover it whole."""
+    with pytest.raises(RuntimeError, match="CUDA"):
+        step(Case(objective))
+
+
+@NO_DRIVER
+@pytest.mark.parametrize("impl", NEED_MEMORY)
+def test_forms_in_triton_still_need_memory(impl: str) -> None:
+    """Once this fails, give FORMS the name in NEED_MEMORY. The kernels' own tests interpret them on a CPU."""
+    pytest.importorskip("triton")
+    with pytest.raises(RuntimeError):
+        step(Case("simreg", impl))
+
+
+def test_torch_still_has_no_fake_of_one_operator() -> None:
+    """So `Trace` lets it pass: a sum of products of halves in float32. Once this fails, it can stop that."""
+    with FakeTensorMode():
+        into = torch.empty(1, 4, 4, device="cuda")
+        half = torch.empty(1, 4, 4, dtype=torch.bfloat16, device="cuda")
+        with pytest.raises(TypeError):
+            torch.ops.aten.baddbmm.dtype_out(into, half, half, torch.float32, out=into)
+
+
+def test_what_touches_the_host_is_seen() -> None:
+    shapes = ShapeEnv()
+    shapes.create_unbacked_symfloat = lambda: 1.0  # type: ignore[method-assign,assignment]
+    with FakeTensorMode(shape_env=shapes):
+        one = torch.empty(3, device="cuda")
+        with HostTensors() as host:
+            one * 2 + one.sum()
+        assert host.names == []
+        with HostTensors() as host:
+            one.cpu()
+        assert host.names == ["aten._to_copy.default"]
+        with HostTensors() as host:
+            one + torch.tensor(2.0)
+        assert host.names[-1] == "aten.add.Tensor"
+        with HostTensors() as host, Trace() as counted:
+            one.sum().item()
+        assert counted.syncs == 1
+
+
+def test_the_engine_finds_what_autograds_own_does() -> None:
+    """Broadcasts, several outputs of a node, several uses, another type, and a hook."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(4, 3, generator=generator, requires_grad=True)
+    half = torch.randn(3, generator=generator).bfloat16().requires_grad_()
+    scale = torch.ones(1, requires_grad=True)
+    first, _, last = (rows * half).unbind(dim=1)
+    result = torch.where(first > 0, first * scale, last.exp()).unsqueeze(0) + rows.sum(dim=1)
+    grad = torch.randn(result.shape, generator=generator)
+    seen: list[Tensor] = []
+    rows.register_hook(seen.append)
+    inputs = rows, half, scale
+    expected = torch.autograd.grad(result, inputs, grad, retain_graph=True)
+    found = {id(tensor): gradient for tensor, gradient in backward(result, grad)}
+    assert len(found) == 3
+    for tensor, gradient in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(found[id(tensor)], gradient)
+    assert torch.equal(seen[-1], found[id(rows)])

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large layouts without their machines: all ranks agree about what travels, and it is what docs/scale.md prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import records, scale
+from benchmarks.fake_ranks import Collectives, Layout, as_rank
+from benchmarks.partners import disagreements, mismatches
+from benchmarks.records import RESULTS
+from benchmarks.scale import LAYOUTS, Case, cost_of, described, plans_of, sent_by, sent_by_all
+from simreg_megatron.parallel import shard
+from simreg_megatron.parallel.layout import Rank, RowPlan
+
+CASES = list(scale.cases())
+KEPT = records.read(RESULTS / "scale.csv")
+SMALL = Case(Layout(tensor=2, context=2, data=2, sequence_parallel=True), 2, 2048, 4096, chunk=1024)
+LARGEST = Case(LAYOUTS[-1], 2, 2048, 4096, chunk=1024)
+
+
+def one_of_each_layout() -> list[Case]:
+    return [Case(layout, 2, 2048, 4096, chunk=1024) for layout in LAYOUTS]
+
+
+def kept_line(case: Case) -> dict[str, str]:
+    own = {"layout": case.layout, "batch": case.batch, "tokens": case.length, "width": case.width}
+    own["chunk"] = case.chunk or "whole"
+    found = [line for line in KEPT if all(line[name] == str(value) for name, value in own.items())]
+    assert len(found) == 1, f"the table has {len(found)} lines of {case}: python -m benchmarks.scale"
+    return found[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_rank_expects_what_the_others_send(case: Case) -> None:
+    assert list(disagreements(case.shard, plans_of(case))) == []
+
+
+def shifted(plan: RowPlan) -> RowPlan:
+    """Everything that is sent begins a row later."""
+    return replace(plan, send=tuple(tuple((a + 1, b) for a, b in ranges) for ranges in plan.send))
+
+
+def reordered(plan: RowPlan) -> RowPlan:
+    return replace(plan, order=plan.order[::-1])
+
+
+def short(plan: RowPlan) -> RowPlan:
+    return replace(plan, receive_sizes=tuple(max(0, size - 1) for size in plan.receive_sizes))
+
+
+def stays(plan: RowPlan) -> RowPlan:
+    return replace(plan, travels=False)
+
+
+def forgetful(plan: RowPlan) -> RowPlan:
+    """Its last window is one token longer than what it asks for."""
+    first, last = plan.needs[-1]
+    return replace(plan, needs=(*plan.needs[:-1], (first, last + 1)))
+
+
+@pytest.mark.parametrize("doctored", [shifted, reordered, short, stays, forgetful], ids=lambda change: change.__name__)
+def test_one_rank_with_another_plan_is_found(doctored) -> None:
+    plans: dict[Rank, RowPlan] = plans_of(SMALL)
+    plans[1, 0] = doctored(plans[1, 0])
+    assert list(disagreements(SMALL.shard, plans))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_collectives_and_bytes_are_those_of_the_table(case: Case) -> None:
+    """After a change that means to send something else: `python -m benchmarks.scale`."""
+    kept = kept_line(case)
+    rank = int(kept["context_rank"]), int(kept["tensor_rank"])
+    sent = sent_by(case, rank)
+    found = {name: "; ".join(described(case, rank, calls)) for name, calls in zip(sent._fields, sent, strict=True)}
+    assert found == {name: kept[name] for name in found}, str(case)
+    assert len(sent.calls) == int(kept["collectives"]) and sent.received == int(kept["bytes_received"])
+
+
+def test_one_more_collective_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = shard.gather_tokens
+
+    def gathered_twice(*given):
+        plain(*given)
+        return plain(*given)
+
+    monkeypatch.setattr(shard, "gather_tokens", gathered_twice)
+    with pytest.raises(AssertionError, match="TP2 SP x CP2 x DP2"):
+        test_collectives_and_bytes_are_those_of_the_table(SMALL)
+
+
+@pytest.mark.parametrize("case", one_of_each_layout(), ids=str)
+def test_a_log_step_stays_on_the_device_and_adds_what_the_table_says(case: Case) -> None:
+    kept, log_step = kept_line(case), replace(case, logs=True)
+    rank = int(kept["context_rank"]), int(kept["tensor_rank"])
+    plain, logged = sent_by(case, rank), sent_by(log_step, rank)
+    first = len(plain.forward)
+    assert logged.forward[:first] == plain.forward and logged.backward == plain.backward
+    assert "; ".join(described(case, rank, logged.forward[first:])) == kept["log_step"]
+    for step in (case, log_step):
+        cost = cost_of(step, rank)
+        assert cost.launches > 0 and cost.memory > 0
+        assert cost.syncs == 0 and cost.host == []
+
+
+def test_no_line_of_the_table_waits_for_the_device_or_touches_the_host() -> None:
+    assert len(KEPT) == len(CASES)
+    assert all(line["syncs"] == line["host_tensors"] == "0" for line in KEPT)
+    assert "\n".join(scale.table(KEPT)) + "\n" == (RESULTS / "scale.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("case", [SMALL, replace(SMALL, chunk=0), Case(Layout(4, 2), 16, 2048, 1024, 1024)], ids=str)
+def test_all_ranks_make_matching_collectives(case: Case) -> None:
+    sent = sent_by_all(case)
+    assert len(sent) == case.layout.tensor * case.layout.context
+    assert all(found.calls for found in sent.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_ranks_of_every_layout_do(case: Case) -> None:
+    assert sent_by_all(case)
+
+
+def test_a_rank_with_another_collective_is_found() -> None:
+    calls = {SMALL.layout.number(rank): sent_by(SMALL, rank).calls for rank in SMALL.layout.ranks_of_a_sequence}
+    assert not list(mismatches(calls))
+    gather, rows, *rest = calls[1]
+    for others in (
+        [gather, rows, *rest[:-1]],
+        [rows, gather, *rest],
+        [replace(gather, size=gather.size + 1), rows, *rest],
+        [gather, replace(rows, receives=rows.receives[::-1]), *rest],
+    ):
+        assert list(mismatches({**calls, 1: others})), others
+
+
+def test_data_and_pipeline_parallelism_add_nothing() -> None:
+    """The same collectives among the same ranks of the last stage, in each replica; ranks of one replica alone."""
+    layout, rank = LARGEST.layout, (1, 3)
+    alone = replace(LARGEST, layout=replace(layout, data=1, pipeline=1))
+    expected = sent_by(alone, rank).calls
+    assert len(expected) == 4
+    for replica in (0, 7, layout.data - 1):
+        found = sent_by(LARGEST, rank, data=replica).calls
+        first = layout.number((0, 0), replica)
+        assert first >= layout.num_ranks * (layout.pipeline - 1) // layout.pipeline, "the last stage"
+        assert [replace(call, ranks=tuple(one - first for one in call.ranks)) for call in found] == expected
+
+
+def test_ranks_are_numbered_as_megatron_numbers_them() -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    layout = LARGEST.layout
+    theirs = RankGenerator(
+        tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order="tp-cp-ep-dp-pp"
+    )
+    for rank, data in (((0, 0), 0), ((1, 5), 9), ((1, 7), 15)):
+        with as_rank(layout, rank, data=data) as groups:
+            for name, kind in {"tp": "tp", "cp": "cp", "tp_cp": "tp-cp", "dp_cp": "dp-cp"}.items():
+                ours = dist.get_process_group_ranks(getattr(groups, name))
+                assert ours in theirs.get_ranks(kind), name
+                assert layout.number(rank, data) in ours
+
+
+def test_bytes_of_every_kind_of_collective() -> None:
+    """Of four ranks, as rank 1, which sends (3, 1, 0, 0) rows of 8 bytes and gets (2, 1, 1, 0)."""
+    with as_rank(Layout(tensor=4), (0, 1)) as groups, Collectives() as kept:
+        dist.all_reduce(torch.zeros(8), group=groups.tp)
+        dist.all_gather_into_tensor(torch.zeros(8), torch.zeros(2), group=groups.tp)
+        dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(8), group=groups.tp)
+        dist.all_to_all_single(torch.zeros(4, 2), torch.zeros(4, 2), [2, 1, 1, 0], [3, 1, 0, 0], group=groups.tp)
+    assert [(call.kind, call.size, call.received) for call in kept.calls] == [
+        ("all-reduce", 32, 48), ("all-gather", 8, 24), ("reduce-scatter", 32, 24), ("all-to-all", 32, 24),
+    ]  # fmt: skip
+    assert kept.calls[-1].sends == (24, 8, 0, 0) and kept.calls[-1].receives == (16, 8, 8, 0)
+    assert {call.ranks for call in kept.calls} == {(0, 1, 2, 3)}
+
+
+def test_a_collective_of_another_kind_is_refused() -> None:
+    with as_rank(Layout(tensor=2), (0, 0)) as groups, Collectives(), pytest.raises(NotImplementedError, match="broad"):
+        dist.broadcast(torch.zeros(2), src=0, group=groups.tp)
