@@ -72,12 +72,18 @@ def doctor(
         typer.Option(help="your training script, such as pretrain_gpt.py: look at the Megatron it would use"),
     ] = None,
     file: Annotated[Path | None, typer.Argument(metavar="[SCRIPT]", help="the same as --script SCRIPT")] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="try every form of SimReg on the first GPU: is it right, and how fast?")
+    ] = False,
 ) -> None:
     """Tell what is installed, where training would run, and what of Megatron the plugin would wrap.
 
-    Exit status 1 where SimReg could not be installed.
+    Exit status 1 where SimReg could not be installed, or, with --gpu, where no fast form of it is right.
     """
     console = Console()
+    if gpu:
+        _try_forms(console)
+        return
     script = script or file
     if script is not None:
         for sentence in _look_at_script(script):
@@ -206,6 +212,33 @@ def _device_sentence() -> str:
     if torch.cuda.is_available():
         return f"Device: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}; training runs there."
     return "Device: no GPU; the launch scripts train on the CPU by themselves, your own script does with --simreg-cpu."
+
+
+def _try_forms(console: Console) -> None:
+    """What a run does before its first step, on the shapes of two models of the paper."""
+    import torch
+
+    from simreg_megatron import trial
+
+    if not torch.cuda.is_available():
+        console.print("torch sees no GPU here, so no form of SimReg can be tried on one.")
+        raise typer.Exit(1)
+    console.print(_device_sentence())
+    shapes = {
+        "LLaMA 350M": trial.Shape(16, 2048, 1024, 1024, torch.bfloat16),
+        "LLaMA 7B": trial.Shape(2, 2048, 4096, 1024, torch.bfloat16),
+    }
+    is_right = True
+    for name, shape in shapes.items():
+        trials = trial.try_forms(shape, torch.device("cuda", torch.cuda.current_device()))
+        table = Table("impl", "loss off by", "gradient off by", "ms a micro-batch", "", title=f"{name}: {shape}")
+        for one in trials:
+            time = "" if one.failure else f"{1e3 * one.seconds:.3f}"
+            table.add_row(one.impl, f"{one.loss_error:.1e}", f"{one.gradient_error:.1e}", time, one.failure)
+        console.print(table)
+        is_right &= any(not one.failure for one in trials)
+    if not is_right:
+        raise typer.Exit(1)
 
 
 def _apex_sentence() -> str:

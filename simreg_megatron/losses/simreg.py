@@ -33,6 +33,8 @@ from simreg_megatron.losses.similarity import Similarity, get_similarity
 
 REDUCTIONS = ("mean", "sum", "none")
 IMPLEMENTATIONS = ("auto", "reference", *MODULES)
+AUTO: dict[tuple[str, torch.dtype], str] = {}
+"""The form behind "auto" by kind of device and type of the rows, where one was tried; tiled elsewhere."""
 
 
 def simreg_loss(
@@ -81,7 +83,8 @@ def simreg_loss(
         reduction: "none": [b, n] or [n], 0 at tokens without a term; "sum"; "mean": the sum divided by the
             number of anchors of all sequences, 0 where there are none.
         impl: "reference": a matrix of all pairs of a chunk, every option; "tiled": tile by tile, memory O(n), for
-            similarity "cosine" and self_positive "always"; "auto": tiled where it can.
+            similarity "cosine" and self_positive "always"; "gemm" and "triton": the same on a GPU, with Triton;
+            "auto": tiled where it can, or what `simreg_megatron.trial` has found to be faster.
 
     Returns:
         A tensor of float32 (float64 for float64). A token without negatives has term 0 and gradient 0.
@@ -155,7 +158,7 @@ def simreg_terms(
         documents, chunk_size, temperature, similarity, exponents, self_positive, impl: as in `simreg_loss`.
     """
     anchors = (0, labels.shape[1]) if anchors is None else anchors
-    impl = chosen_impl(impl, similarity, self_positive)
+    impl = chosen_impl(impl, similarity, self_positive, embeddings)
     parts, room = [], limits(embeddings).kept
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
@@ -176,15 +179,21 @@ def simreg_terms(
     return joined(parts)
 
 
-def chosen_impl(impl: str, similarity: str = "cosine", self_positive: str = "always") -> str:
-    """The implementation behind "auto"; ValueError for one that lacks an option."""
+def chosen_impl(
+    impl: str, similarity: str = "cosine", self_positive: str = "always", rows: Tensor | None = None
+) -> str:
+    """The implementation behind "auto", for these rows; ValueError for one that lacks an option."""
     fits = similarity == "cosine" and self_positive == "always"
     if impl in MODULES and not fits:
         raise ValueError(
             f"impl {impl!r} knows similarity 'cosine' and self_positive 'always' only, not {similarity!r} and "
             f"{self_positive!r}: use impl 'reference'."
         )
-    return ("tiled" if fits else "reference") if impl == "auto" else impl
+    if impl != "auto":
+        return impl
+    if not fits:
+        return "reference"
+    return "tiled" if rows is None else AUTO.get((rows.device.type, rows.dtype), "tiled")
 
 
 def _check_options(

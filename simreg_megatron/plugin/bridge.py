@@ -28,7 +28,12 @@ class SimRegCallback:
             RuntimeError: `install(config=...)` was not called before.
             NotImplementedError: the run builds a model whose loss does not pass what SimReg wraps.
         """
-        hooks.begin_foreign_run(context.model)
+        settings = context.state.cfg
+        hooks.begin_foreign_run(
+            context.model,
+            micro_batch_size=getattr(settings.train, "micro_batch_size", None),
+            seq_length=getattr(getattr(settings, "model", None), "seq_length", None),
+        )
 
     def on_train_step_start(self, context: Any) -> None:
         """Tell the iteration: lambda may change with it, and the geometry is measured at log steps alone."""

@@ -12,7 +12,7 @@ import torch
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.sigreg import UNSCALED
-from simreg_megatron.plugin import clipping, compat, heads, inner, learnable, stages
+from simreg_megatron.plugin import clipping, compat, forms, heads, inner, learnable, stages
 from simreg_megatron.plugin.arguments import (
     adagc_from_args,
     add_simreg_arguments,
@@ -160,8 +160,12 @@ def settings() -> SimRegConfig:
     return _current().config
 
 
-def begin_foreign_run(model_chunks: Any) -> None:
+def begin_foreign_run(model_chunks: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
     """For training loops other than Megatron's own: what its wrapped set-up does before the first step.
+
+    Args:
+        micro_batch_size, seq_length: of the run, so that `--simreg-impl auto` can try what is fastest on a GPU; without
+            them it is tiled.
 
     Raises:
         RuntimeError: SimReg is not installed.
@@ -171,7 +175,10 @@ def begin_foreign_run(model_chunks: Any) -> None:
         raise RuntimeError("SimReg is not installed: call install(config=SimRegConfig(lambda_=...)) first")
     config = _installation.begin_run().config
     if config.active:
-        _accept_models(config, model_chunks)
+        _refuse_models(config, model_chunks)
+        if micro_batch_size and seq_length:
+            forms.settle(config, model_chunks, micro_batch_size, seq_length)
+        _begin(config, model_chunks)
 
 
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
@@ -359,7 +366,9 @@ def _refuse_what_cannot_work(setup_model_and_optimizer: Callable[..., Any]) -> C
             learnable.explain(error, regularizer.config)
             raise
         if regularizer.config.active:
-            _accept_models(regularizer.config, built[0])
+            _refuse_models(regularizer.config, built[0])
+            forms.settle(regularizer.config, built[0], get_args().micro_batch_size, get_args().seq_length)
+            _begin(regularizer.config, built[0])
             regularizer.data_of_stages.begin(compat.unwrapped(built[0]))
             if regularizer.config.document_mask:
                 regularizer.end_of_document = _end_of_document()
@@ -464,9 +473,8 @@ def _end_of_document() -> int:
         ) from error
 
 
-def _accept_models(config: SimRegConfig, model_chunks: Any) -> None:
-    """Refuse models that SimReg does not reach, and say what each objective does to the others."""
-    _refuse_models(config, model_chunks)
+def _begin(config: SimRegConfig, model_chunks: Any) -> None:
+    """Open what ranks exchange rows through, and say what each objective does."""
     for model in compat.unwrapped(model_chunks):
         if getattr(model, "post_process", True) or inner.holds_earlier_layers(config, model):
             open_row_group(model)
@@ -524,7 +532,7 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
         return
     chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
-    impl = fast_form(config) or "reference"
+    impl = fast_form(config, forms.rows_like(compat.unwrapped(model_chunks)[0])) or "reference"
     log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}")
 
 

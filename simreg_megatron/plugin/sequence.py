@@ -59,7 +59,7 @@ def views_of(
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)
     beyond = plan.travels or (by_domain and config.scope == "exact")
     all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.held, (labels, usable))
-    form = fast_form(config)
+    form = fast_form(config, hidden_states)
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
 
     head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
@@ -117,11 +117,12 @@ def _gathered(labels: Tensor, usable: Tensor, shard: SequenceShard) -> tuple[Loc
     return Located(all_labels, both.runs), Located(all_usable.bool(), both.runs)
 
 
-def fast_form(config: SimRegConfig) -> str | None:
-    """The form that computes SimReg, or None where the reference does, or where another objective is chosen."""
+def fast_form(config: SimRegConfig, rows: Tensor | None = None) -> str | None:
+    """The form that computes SimReg on these rows, or None where the reference does, or where another objective is
+    chosen."""
     if not config.is_simreg:
         return None
-    impl = chosen_impl(config.impl, config.similarity, config.self_positive)
+    impl = chosen_impl(config.impl, config.similarity, config.self_positive, rows)
     return impl if impl in MODULES else None
 
 

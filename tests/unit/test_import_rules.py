@@ -39,8 +39,9 @@ LAW = {
     "geometry": room("kernels losses", "torch"),
     "magnitude": room(packages="torch"),
     "parallel": room(packages="torch"),
+    "trial": room("kernels losses", "torch"),
     "plugin": room(
-        "config losses kernels adagc geometry magnitude parallel", "torch megatron transformer_engine apex wandb"
+        "config losses kernels adagc geometry magnitude parallel trial", "torch megatron transformer_engine apex wandb"
     ),
     TOP: room("config plugin"),
     "data": room(
@@ -58,7 +59,7 @@ LAW = {
     "reproduce": room(f"{TOP} data report", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} plugin"),
     "installed": room(packages="transformer_engine"),
-    "cli": room(f"{TOP} config plugin data checkpoint evaluation installed report probe reproduce", "typer rich torch"),
+    "cli": room(f"{TOP} config plugin data checkpoint evaluation installed report probe reproduce trial", "typer rich torch"),
 }
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from simreg_megatron import trial
 from simreg_megatron.kernels import halves, walk
-from simreg_megatron.kernels.contrast import Tokens, contrast_ratio
+from simreg_megatron.kernels.contrast import Tokens, anchor_pull, contrast_ratio, finish, measure, measure_part
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS
 from tests.helpers.fixtures import fixture_f1
@@ -235,6 +236,30 @@ def test_some_anchors_and_any_strides(impl: str, anchors: tuple[int, int], way: 
         (ratio * torch.arange(1, ratio.shape[-1] + 1)).sum().backward()
         grads.append(leaf.grad)
     assert apart(*grads) < 2e-6
+
+
+@interpreted
+@pytest.mark.parametrize("way", QUICK[:1], indirect=True)
+def test_ranks_that_share_the_pairs(impl: str, way: str) -> None:
+    """Each pair on one of two ranks, and sums added up: as one that computes all."""
+    rows, labels = clustered()
+    tokens = Tokens(rows.unsqueeze(1), labels.unsqueeze(1), torch.ones(2, 1, 61, dtype=torch.bool), None)
+    first, second = (0, 30), (30, 61)
+    given, sums = measure_part(tokens, first, [(first, second)], 0.1, impl)
+    sums = sums + measure_part(tokens, second, [], 0.1, impl)[1]
+    shared = finish(given, sums[..., 10:37], (10, 37), impl)
+    alone = measure(tokens, (10, 37), 0.1, impl, keep=False)
+    assert apart(shared.ratio, alone.ratio) < 1e-6 and apart(shared.total, alone.total) < 1e-6
+    grad = torch.randn(shared.ratio.shape)
+    pulls = [anchor_pull(grad, shared, 0.1, form) for form in (impl, "tiled")]
+    assert apart(*pulls) < 1e-6
+
+
+@interpreted
+def test_a_form_is_tried_before_it_is_taken(impl: str) -> None:
+    shape = trial.Shape(batch=2, length=40, width=24, chunk_size=20, dtype=torch.float32)
+    (found,) = trial.try_forms(shape, torch.device("cpu"), (impl,))
+    assert not found.failure and 0 < found.gradient_error < 2e-5 and found.seconds > 0
 
 
 @interpreted

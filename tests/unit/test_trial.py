@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `auto` stands for: a form that is right and fast is taken, one that is wrong, slow or broken is not."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typer.testing import CliRunner
+
+from simreg_megatron import SimRegConfig, cli, trial
+from simreg_megatron.kernels import contrast, walk
+from simreg_megatron.kernels.tiled import TorchTiles
+from simreg_megatron.losses import simreg
+from simreg_megatron.plugin import compat, forms
+from simreg_megatron.plugin.sequence import fast_form
+from simreg_megatron.trial import Shape, Trial
+from tests.helpers.processes import run_processes
+
+CPU = torch.device("cpu")
+SHAPE = Shape(batch=2, length=96, width=16, chunk_size=40, dtype=torch.float32)
+Plant = Callable[[str, type[TorchTiles]], None]
+
+
+class Slow(TorchTiles):
+    def hold(self, one: walk.Span) -> None:
+        time.sleep(0.01)
+        super().hold(one)
+
+
+class WrongLoss(TorchTiles):
+    def sums(self, *given: Any) -> tuple[Tensor, Tensor]:
+        rows, columns = super().sums(*given)
+        return rows * torch.tensor([1.0, 1.001]).view(2, 1, 1), columns
+
+
+class WrongGradient(TorchTiles):
+    def project(self, of_unit: Tensor, span: walk.Span, grad: Tensor | None) -> None:
+        of_unit[:, ::5] *= 1.1
+        super().project(of_unit, span, grad)
+
+
+class NotANumber(TorchTiles):
+    def project(self, of_unit: Tensor, span: walk.Span, grad: Tensor | None) -> None:
+        super().project(of_unit.fill_(math.nan), span, grad)
+
+
+class WithoutATile(TorchTiles):
+    """Nothing is lost of the closest pairs."""
+
+    def sums(self, *given: Any) -> tuple[Tensor, Tensor]:
+        self.names[:, 3] = -1.0
+        return super().sums(*given)
+
+
+class Broken(TorchTiles):
+    def hold(self, one: walk.Span) -> None:
+        raise RuntimeError("no such instruction\non this device")
+
+
+class WrongFarAway(TorchTiles):
+    """Right for what the reference is asked to compare."""
+
+    def sums(self, *given: Any) -> tuple[Tensor, Tensor]:
+        rows, columns = super().sums(*given)
+        return (rows * 1.01 if self.rows.shape[2] > 64 else rows), columns
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+    monkeypatch.setattr(simreg, "AUTO", {})
+    monkeypatch.setattr(trial, "AUTO", simreg.AUTO)
+
+    def planted(name: str, tiles: type[TorchTiles]) -> None:
+        monkeypatch.setitem(walk.FORMS, name, walk.plain_form(tiles))
+        monkeypatch.setitem(contrast.MODULES, name, "planted")
+        monkeypatch.setattr(simreg, "IMPLEMENTATIONS", (*simreg.IMPLEMENTATIONS, name))
+
+    return planted
+
+
+def test_a_right_form_is_taken_if_it_is_faster(plant: Plant) -> None:
+    plant("slow", Slow)
+    trials = trial.try_forms(SHAPE, CPU, ("slow", "tiled"))
+    assert not any(one.failure for one in trials)
+    assert all(0 < one.loss_error < trial.LOSS_ERROR and one.gradient_error < trial.GRADIENT_ERROR for one in trials)
+    assert trials[0].seconds > trials[1].seconds + 0.02
+    assert trial.fastest(trials) == "tiled"
+    said = trial.sentence(trials, SHAPE)
+    assert (
+        said.startswith("impl auto is tiled ") and "2 x 96 x 16 (float32, chunks of 40); tried as well: slow " in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("tiles", "why"),
+    [
+        (WrongLoss, r"is wrong \(loss off by 1\.0e-03"),
+        (WrongGradient, r"is wrong \(loss off by .*e-0[678], gradient by \d\.\de-0[123]"),
+        (WithoutATile, r"is wrong"),
+        (NotANumber, r"gradient by nan"),
+        (Broken, r"fails \(RuntimeError: no such instruction\)"),
+    ],
+)
+def test_a_wrong_form_is_left_out_however_fast(plant: Plant, tiles: type[TorchTiles], why: str) -> None:
+    plant("bad", tiles)
+    plant("slow", Slow)
+    trials = trial.try_forms(SHAPE, CPU, ("bad", "slow"))
+    assert re.search(why, trials[0].failure), trials[0]
+    assert trials[0].seconds == math.inf and trial.fastest(trials) == "slow"
+    assert f"tried as well: bad {trials[0].failure}" in trial.sentence(trials, SHAPE)
+
+
+def test_a_long_chunk_is_compared_over_its_whole_length(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_COMPARED", 64)
+    plant("far", WrongFarAway)
+    long = SHAPE._replace(length=200, chunk_size=0)
+    far, tiled = trial.try_forms(long, CPU, ("far", "tiled"))
+    assert "is wrong" in far.failure and not tiled.failure
+    assert not trial.try_forms(long._replace(length=64), CPU, ("far",))[0].failure
+
+
+def test_where_nothing_is_right_the_run_stops(plant: Plant) -> None:
+    plant("bad", WrongLoss)
+    with pytest.raises(RuntimeError, match=r"no fast form of SimReg is right .*bad is wrong.*--simreg-impl reference"):
+        trial.fastest(trial.try_forms(SHAPE, CPU, ("bad",)))
+
+
+def test_a_gpu_that_computes_nothing_any_more_ends_the_run(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    plant("bad", Broken)
+    monkeypatch.setattr(trial, "_wait", dead)
+    with pytest.raises(RuntimeError, match=r"tried impl bad on cpu.*illegal memory access.*--simreg-impl tiled"):
+        trial.try_forms(SHAPE, CPU, ("bad",))
+
+
+def agree_on_one(rank: int) -> None:
+    own = {
+        0: [Trial("tiled", 0, 0, 3.0), Trial("gemm", 0, 0, 1.0), Trial("triton", 0, 0, 0.5)],
+        1: [Trial("tiled", 0, 0, 3.5), Trial("gemm", 0, 0, 2.0), Trial("triton", 0, 0, math.inf, "is wrong")],
+        2: trial.idle(("tiled", "gemm", "triton")),
+    }[rank]
+    agreed = trial.agree(own, dist.group.WORLD, CPU)
+    assert [one.seconds for one in agreed] == [3.5, 2.0, math.inf]
+    assert trial.fastest(agreed) == "gemm"
+    assert agreed[2].failure == ("is wrong" if rank == 1 else "fails on another rank")
+
+
+@pytest.mark.distributed
+def test_all_ranks_take_the_same(tmp_path: Path) -> None:
+    """One rank's own choice would have been triton."""
+    run_processes(agree_on_one, 3, tmp_path)
+
+
+def model(**config: Any) -> Any:
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    made = torch.nn.Linear(2, 2)
+    made.config = SimpleNamespace(hidden_size=16, params_dtype=torch.bfloat16, **config)
+    made.pg_collection = SimpleNamespace(tp=group, cp=group)
+    return made
+
+
+def test_before_the_first_step(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU, and for `auto` alone; the shape is that of one rank."""
+    plant("slow", Slow)
+    monkeypatch.setattr(compat, "unwrapped", list)
+    shapes = []
+
+    def tried(shape: Shape, device: torch.device) -> list[Trial]:
+        shapes.append(shape)
+        return trial.idle(("slow",))
+
+    monkeypatch.setattr(trial, "try_forms", tried)
+    config = SimRegConfig(lambda_=1, chunk_size=64)
+    forms.settle(config, [model()], 4, 512)
+    assert not shapes and fast_form(config, forms.rows_like(model())) == "tiled", "nothing to try on a CPU"
+    monkeypatch.setattr(forms, "_is_worth_trying", lambda device: True)
+    forms.settle(SimRegConfig(lambda_=1, impl="gemm"), [model()], 4, 512)
+    forms.settle(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
+    forms.settle(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
+    assert not shapes
+    forms.settle(config, [model()], 4, 512)
+    assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)]
+    assert fast_form(config, forms.rows_like(model())) == "slow"
+    assert fast_form(config, torch.empty(0)) == "tiled", "rows of another type were not tried"
+    assert "> SimReg: impl auto is slow 0.00 ms a micro-batch of 4 x 128 x 16 (bfloat16, chunks of 64)" in (
+        capsys.readouterr().out
+    )
+    forms.settle(config, [model(fp32_residual_connection=True)], 4, 512)
+    assert shapes[-1].dtype == torch.float32
+
+
+def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = CliRunner().invoke(cli.app, ["doctor", "--gpu"])
+    assert found.exit_code == 1 and "torch sees no GPU here" in found.output
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cli, "_device_sentence", lambda: "Device: one")
+    plant("bad", WrongGradient)
+
+    try_forms = trial.try_forms
+    monkeypatch.setattr(trial, "try_forms", lambda shape, device: try_forms(SHAPE, CPU, ("tiled", "bad")))
+    found = CliRunner().invoke(cli.app, ["doctor", "--gpu"], env={"COLUMNS": "200"})
+    assert found.exit_code == 0, found.output
+    assert "LLaMA 350M: 16 x 2048 x 1024 (bfloat16, chunks of 1024)" in found.output and "is wrong" in found.output
+    monkeypatch.setattr(trial, "try_forms", lambda shape, device: try_forms(SHAPE, CPU, ("bad",)))
+    assert CliRunner().invoke(cli.app, ["doctor", "--gpu"]).exit_code == 1
