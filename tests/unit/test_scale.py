@@ -139,6 +139,17 @@ def test_a_rank_with_another_collective_is_found() -> None:
         assert list(mismatches({**calls, 1: others})), others
 
 
+@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.sequence_parallel or one.tensor == 1], ids=str)
+@pytest.mark.parametrize("length", [2048, 131072])
+def test_nothing_is_sent_with_the_chunks_that_the_page_recommends(layout: Layout, length: int) -> None:
+    parts = layout.tensor * layout.context if layout.sequence_parallel else 2 * layout.context
+    case = Case(layout, 1, length, 1024, chunk=length // parts)
+    assert not any(plan.travels for plan in plans_of(case).values())
+    assert sent_by(case, (0, 0)).calls == []
+    twice = replace(case, chunk=2 * case.chunk)
+    assert all(plan.travels for plan in plans_of(twice).values()), "and it is the largest"
+
+
 def test_data_and_pipeline_parallelism_add_nothing() -> None:
     """The same collectives among the same ranks of the last stage, in each replica; ranks of one replica alone."""
     layout, rank = LARGEST.layout, (1, 3)
