@@ -110,6 +110,8 @@ class SimRegConfig:
         lambda_schedule: "constant"; "linear:F" or "cosine:F" go from lambda to F times lambda over the training.
         off_after: share of the training after which the term is off, and not computed any more; None is never. A
             schedule then ends there.
+        every: the term is computed in each step whose number (from 0) this divides, with so many times the weight:
+            another objective, the same in expectation.
         impl: which implementation computes the loss.
         log_interval: iterations between SimReg's log values; None is Megatron's own interval.
 
@@ -133,6 +135,7 @@ class SimRegConfig:
     warmup_iters: int = 0
     lambda_schedule: str = "constant"
     off_after: float | None = None
+    every: int = 1
     impl: str = "auto"
     log_interval: int | None = None
 
@@ -160,6 +163,8 @@ class SimRegConfig:
             )
         if self.warmup_iters < 0:
             raise ValueError(f"the SimReg warm-up must be 0 or more iterations, not {self.warmup_iters}")
+        if self.every < 1:
+            raise ValueError(f"SimReg can be computed in every step (1) or every K-th one, not every {self.every}")
         if self.log_interval is not None and self.log_interval < 1:
             raise ValueError(f"the SimReg log interval must be 1 or more iterations, not {self.log_interval}")
         self._refuse_settings_without_effect()
@@ -193,6 +198,19 @@ class SimRegConfig:
         if not (self.schedule.is_constant or self.trains):
             what = "warm-up" if self.warmup_iters else "schedule of lambda"
             raise ValueError(f"a SimReg {what} has no effect while lambda is 0: give lambda, or drop the {what}")
+        if self.every > 1:
+            self._refuse_rests()
+
+    def _refuse_rests(self) -> None:
+        if not self.trains:
+            raise ValueError(
+                f"SimReg every {self.every} steps has no effect while lambda is 0: give lambda, or drop it"
+            )
+        if self.trains_scalars:
+            raise ValueError(
+                f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the others: "
+                "compute it in every step, or train none"
+            )
 
     @property
     def _idle_settings(self) -> list[str]:
@@ -299,6 +317,14 @@ class SimRegConfig:
         """How many of the first features count, each number by itself, ascending; empty: the objective's default."""
         text = str(self.options.get("prefixes", ""))
         return tuple(sorted({int(number) for number in text.split("/") if number.isdecimal()}))
+
+    @property
+    def trains_scalars(self) -> bool:
+        """Whether the objective has parameters of its own."""
+        of_sigmoid = self.objective == "sigmoid" and (
+            self.options["trains"] in ("both", "t", "bias") or self.options["adapter"] == "yes"
+        )
+        return of_sigmoid or self.similarity == "learnable" or self.options.get("scale") == "learned"
 
     @property
     def trains(self) -> bool:

@@ -4,7 +4,7 @@
 A form that is right on one GPU, one driver and one release of Triton may not be on the next, and which is fastest
 depends on the shape. So both are found out where the run is, once, before its first step:
 
-* right: loss and gradient of some two thousand tokens, some masked, differ from the reference in float64 by no more than
+* right: loss and gradient of some two thousand tokens, some masked, differ from the reference in float64 by at most
   LOSS_ERROR and GRADIENT_ERROR (and half a unit of the rows' own type); longer chunks are compared with the tiles in
   float32, which were compared with the reference before;
 * fast: forward and backward of the whole shape, the best of a few.

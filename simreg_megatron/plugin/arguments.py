@@ -65,6 +65,8 @@ _FLAGS = (
           "linear:F or cosine:F down (or up) to F times lambda (default constant)"),
     _Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
           "off and no longer computed (default never)"),
+    _Flag("--simreg-every", "every", int, "compute the term in every K-th step alone, with K times the weight: another "
+          "objective, the same in expectation (default 1)"),
     _Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
           "auto, the fastest that fits)"),
     _Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's values in the log, a multiple of "
@@ -181,8 +183,11 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
         )
     if cpu_backend.is_active() and getattr(namespace, "distributed_backend", None) == "nccl":
         raise ValueError("--distributed-backend nccl needs a GPU, and this run is on the CPU: leave the flag out")
-    if cpu_backend.is_active() and namespace.simreg_impl == "triton" and not os.environ.get("TRITON_INTERPRET"):
-        raise ValueError("--simreg-impl triton needs a GPU, and this run is on the CPU: leave the flag out")
+    of_triton = namespace.simreg_impl in ("gemm", "triton") and not os.environ.get("TRITON_INTERPRET")
+    if cpu_backend.is_active() and of_triton:
+        raise ValueError(
+            f"--simreg-impl {namespace.simreg_impl} needs a GPU, and this run is on the CPU: leave the flag out"
+        )
     if adagc_from_args(namespace) is None and of_adagc:
         raise ValueError(f"{', '.join(of_adagc)} has no effect without --adagc: add it, or drop them")
     config = config_from_args(namespace)

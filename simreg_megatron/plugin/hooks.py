@@ -509,6 +509,8 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     hidden_size = get_model_config(model_chunks[0]).hidden_size
     asked = " (auto)" if config.lambda_ == "auto" else ""
     changes = f" {config.schedule}" if str(config.schedule) else ""
+    if config.every > 1:
+        changes += f" times {config.every} in every step of {config.every} (another objective)"
     what = (
         f"lambda {config.weight(hidden_size):g}{asked}{changes}"
         if config.trains

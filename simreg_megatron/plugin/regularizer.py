@@ -64,9 +64,9 @@ class _Part(NamedTuple):
 
 
 _NEEDS_LOOP = (
-    "a SimReg lambda that changes (--simreg-warmup-iters, --simreg-lambda-schedule, --simreg-off-after) needs "
-    "Megatron's training loop to tell the iteration and their number: drop these flags where megatron.training does "
-    "not run"
+    "a SimReg lambda that changes (--simreg-warmup-iters, --simreg-lambda-schedule, --simreg-off-after, "
+    "--simreg-every) needs Megatron's training loop to tell the iteration and their number: drop these flags where "
+    "megatron.training does not run"
 )
 
 
@@ -81,7 +81,7 @@ class Regularizer:
         self.agreement = Agreement()
         self.metrics = Metrics(config, self.agreement)
         self.factor: Tensor | None = None  # of lambda, 0-d on the device; None while lambda is constant
-        self.is_off = False  # from now on, as the schedule says
+        self.is_off = False  # in this step, as the settings say
         self.follows_iterations = False  # set once a training loop tells the iteration
         self.has_met_model = False  # set once a model's loss came by
         self._iteration = 0  # without one: micro-batches so far
@@ -106,6 +106,7 @@ class Regularizer:
         """
         self.follows_iterations = True
         self._iteration = iteration
+        self.is_off = iteration % self.config.every != 0
         schedule = self.config.schedule
         if schedule.is_constant:
             return
@@ -116,7 +117,8 @@ class Regularizer:
             self.factor = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
         self.factor.fill_(factor)
         # Scalars of an objective's own need a gradient in every step, and be it zero: Megatron waits for it.
-        self.is_off = schedule.has_ended(iteration, num_iterations) and not wanted(self.config)
+        has_ended = schedule.has_ended(iteration, num_iterations) and not wanted(self.config)
+        self.is_off = self.is_off or has_ended
 
     def lambdas(self) -> dict[str, Tensor]:
         """The weight of each objective in this step, under the names of the log; empty while all are constant."""
@@ -311,7 +313,9 @@ class Regularizer:
         return EndTokens(self.end_of_document)
 
     def _weight(self, config: SimRegConfig, model: Any) -> Any:
-        weight = config.weight(model.config.hidden_size)
+        weight = self.config.every * config.weight(model.config.hidden_size)
+        if self.config.every > 1 and not self.follows_iterations:
+            raise RuntimeError(_NEEDS_LOOP)
         if self.config.schedule.is_constant:
             return weight
         if self.factor is None:

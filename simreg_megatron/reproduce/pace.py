@@ -70,5 +70,6 @@ def _kind(row: Row) -> tuple[str, ...]:
         return ("off",)
     costly = (
         "--simreg-chunk-size", "--simreg-similarity", "--simreg-layers", "--simreg-impl", "--simreg-off-after",
+        "--simreg-every",
     )  # fmt: skip
     return (objective, *(f"{name} {given[name]}" for name in costly if name in given))

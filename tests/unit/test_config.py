@@ -3,10 +3,12 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
 from simreg_megatron import SimRegConfig
+from simreg_megatron.plugin.learnable import wanted
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,13 @@ from simreg_megatron import SimRegConfig
         ({"objective": "none", "lambda_": 10}, "no effect with objective none"),
         ({"warmup_iters": 10}, "no effect while lambda is 0"),
         ({"lambda_schedule": "linear:0"}, "schedule of lambda has no effect while lambda is 0"),
+        ({"lambda_": 1, "every": 0}, "in every step .1. or every K-th one, not every 0"),
+        ({"objective": "none", "every": 2}, "every 2 steps has no effect while lambda is 0"),
+        ({"lambda_": 1, "every": 2, "similarity": "learnable"}, "leaves scalars that it trains without a gradient"),
+        (
+            {"objective": "simreg:1,sigmoid:1", "objective_options": "sigmoid.trains=t", "every": 2},
+            "leaves scalars",
+        ),
         ({"objective": "none", "off_after": 0.5}, "schedule of lambda has no effect while lambda is 0"),
         ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect with group reduce mean"),
     ],
@@ -116,3 +125,21 @@ def test_impossible_combinations_are_refused(settings: dict, sentence: str) -> N
     with pytest.raises(ValueError, match=sentence) as caught:
         SimRegConfig(**settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"similarity": "learnable"},
+        {"objective": "sigmoid"},
+        {"objective": "sigmoid", "objective_options": "trains=none"},
+        {"objective": "sigmoid", "objective_options": "trains=none,pairs=hidden-head,adapter=yes,self_positive=never"},
+        {"objective": "cpretrain"},
+        {"objective": "cpretrain", "objective_options": "scale=learned"},
+    ],
+    ids=str,
+)
+def test_who_trains_scalars_is_known_alike_to_the_settings_and_the_model(settings: dict[str, Any]) -> None:
+    config = SimRegConfig(lambda_=1, **settings)
+    assert config.trains_scalars == bool(wanted(config))

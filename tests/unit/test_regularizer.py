@@ -297,6 +297,33 @@ def test_a_term_that_is_off_costs_nothing_and_is_still_measured(monkeypatch: pyt
     assert step(9, logs=False) is not loss, "it follows the iteration alone, as a run that goes on from before does"
 
 
+def test_every_third_step_is_three_times_as_strong_and_the_others_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    hidden, labels, mask, loss = micro_batch()
+    settings = {"lambda_": 3, "temperature": 0.1, "chunk_size": 6}
+    regularizer = Regularizer(SimRegConfig(**settings, every=3))
+    with pytest.raises(RuntimeError, match="--simreg-every\\) needs Megatron's training loop"):
+        add(regularizer, hidden, labels, mask, loss)
+
+    def gradient(regularizer: Regularizer, iteration: int, *, logs: bool = False) -> torch.Tensor:
+        regularizer.set_iteration(iteration)
+        regularizer.metrics.wants_geometry = logs
+        hidden.grad = None
+        result = add(regularizer, hidden, labels, mask, loss)
+        assert (result is loss) == (iteration % 3 > 0 and regularizer.config.every == 3)
+        result.sum().backward()
+        return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad.clone()
+
+    whole = gradient(Regularizer(SimRegConfig(**settings)), 0)
+    found = [gradient(regularizer, iteration, logs=iteration == 4) for iteration in range(6)]
+    torch.testing.assert_close(found[0], 3 * whole)
+    assert torch.equal(found[0], found[3]) and not any(found[number].any() for number in (1, 2, 4, 5))
+    means = regularizer.metrics.reduce(One())
+    alone = Regularizer(SimRegConfig(**settings))
+    add(alone, hidden, labels, mask, loss)
+    assert means["simreg loss"] == alone.metrics.reduce(One())["simreg loss"], "of the steps that were computed"
+
+
 def test_scalars_get_a_gradient_of_zero_when_the_term_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's overlapped reduce waits for the gradient of every parameter."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))

@@ -109,18 +109,18 @@ def refused(ask: Ask, command: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("4 llama --pipeline-model-parallel-size 4 --num-layers 33", "33 layers cannot be shared out evenly among 4 "
+        ("4 llama --pipeline-model-parallel-size 4 --num-layers 33", "33 layers cannot be divided evenly among 4 "
          "pipeline stages: give --num-layers 32 or 36, or a --pipeline-model-parallel-size of 1, 3, 11 or 33"),
-        ("8 llama --tensor-model-parallel-size 8 --num-attention-heads 36", "36 attention heads cannot be shared out "
+        ("8 llama --tensor-model-parallel-size 8 --num-attention-heads 36", "36 attention heads cannot be divided "
          "among 8 tensor-parallel ranks: give a --tensor-model-parallel-size of 1, 2, 3, 4, 6, 9, 12, 18 or 36"),
         ("128 llama --pipeline-model-parallel-size 3 --num-layers 33", "one replica takes TP 1 x PP 3 x CP 1 = 3 "
-         "ranks, and 128 cannot be shared out among replicas: start 126 ("),
+         "ranks, and 128 cannot be divided among replicas: start 126 ("),
         ("1 llama --tensor-model-parallel-size 2", "one replica takes TP 2 x PP 1 x CP 1 = 2 ranks, and 1 cannot be "
-         "shared out among replicas: start 2 (--nproc-per-node, --nnodes), or leave these sizes out"),
+         "divided among replicas: start 2 (--nproc-per-node, --nnodes), or leave these sizes out"),
         ("4 llama --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 3", "3 query groups"),
         ("1 llama --num-attention-heads 7", "--hidden-size 192 cannot be cut into 7 attention heads"),
-        ("2 llama --expert-model-parallel-size 2", "--expert-model-parallel-size 2 has no experts to share out"),
-        ("4 mixtral --expert-model-parallel-size 3", "4 experts cannot be shared out among 3 ranks"),
+        ("2 llama --expert-model-parallel-size 2", "--expert-model-parallel-size 2 has no experts to divide"),
+        ("4 mixtral --expert-model-parallel-size 3", "4 experts cannot be divided among 3 ranks"),
         ("4 mixtral --expert-model-parallel-size 4 --pipeline-model-parallel-size 2", "the experts of one model take"),
         ("1 llama --micro-batch-size 3", "each of 1 data-parallel ranks has 8 sequences of the global batch, which "
          "micro-batches of 3 cannot share: give --micro-batch-size 2"),
@@ -139,7 +139,7 @@ def test_sizes_that_stages_share_otherwise_are_megatrons(ask: Ask) -> None:
 PATHS = [
     ("data/mine/train.bin", "data/mine/train.bin is one file of a pair: give the prefix of both, data/mine/train"),
     ("data/mine", "data/mine is a folder, and a prefix is needed: data/mine/train (there is also valid)"),
-    ("data", "data is a folder, and holds no prepared set"),
+    ("data", "data is a folder, and has no prepared set"),
     ("data/mine/trian", "there is no data/mine/trian.bin: did you mean data/mine/train?"),
     ("data/zzz/train", "there is no folder data/zzz"),
     ("data/mine/other", "there is no data/mine/other.bin: data/mine is a folder, and a prefix is needed"),
@@ -161,8 +161,8 @@ def test_prefixes(command: str, path: str, sentence: str, ask: Ask) -> None:
         ("llama --dry-run --output notes.txt", "--output notes.txt: "),
         (f"{SUBMIT} --output notes.txt", "--output notes.txt: "),
         ("llama --save-interval 2", "--save-interval needs --output DIR"),
-        (SUBMIT.replace("--save-interval 5", ""), "a run that goes on (--auto-resume, and every submitted one) needs "
-         "--save-interval N"),
+        (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
+         "needs --save-interval N"),
         (SUBMIT.replace("launch", "--reserve 60 launch"), "TIME in cpu.env, 60 leaves less than a minute besides"),
     ],
 )  # fmt: skip
@@ -181,7 +181,7 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     said: list[str] = []
     monkeypatch.setattr(launcher, "_say", said.append)
     assert ask("llama --dry-run --data data/mine/trian --tokenizer data/mine/tokenizer.model")[0] == 0
-    assert "--train-iters" in said[0] and "SimReg is off, as no flag asks for it" in said[0]
+    assert "--train-iters" in said[0] and "SimReg is off, because no flag turns it on" in said[0]
     assert said[1].startswith(
         "# note      the run itself would be refused on this machine: there is no data/mine/trian"
     )
@@ -196,7 +196,7 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     ("words", "sentence"),
     [
         ("", "off"),
-        ("--plain", "left out, with all of the plugin"),
+        ("--plain", "left out, as is the whole plugin"),
         ("--simreg-objective none", "measured, not trained on"),
         ("--simreg-lambda auto", "simreg, lambda 4.33013 (auto)"),  # 10 * sqrt(192 / 1024)
         ("--simreg-objective simreg:auto,sigreg:0.05", "simreg, lambda 4.33013 (auto), sigreg, lambda 0.05"),
@@ -210,7 +210,7 @@ def test_a_dry_run_says_what_lambda_comes_to(words: str, sentence: str, ask: Ask
 
 
 def test_submitting_without_simreg_is_said(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
-    off = "> SimReg is off, as no flag asks for it: --simreg-lambda auto, or --recipe paper, turns it on"
+    off = "> SimReg is off, because no flag turns it on: --simreg-lambda auto, or --recipe paper, turns it on"
     dry = SUBMIT.replace("launch/", "--dry-run launch/", 1)
     assert ask(dry) == (0, off)
     assert ask(f"{dry} --simreg-lambda 1")[1] != off != ask(f"{dry} --recipe baseline")[1]
@@ -234,12 +234,12 @@ def test_few_documents_make_no_validation_set_and_that_is_said(ask: Ask, place: 
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("llama --data data/mine/train --tokenizer README.md", "README.md is a file and no .model: give a sentence"),
-        ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file and no "),
+        ("llama --data data/mine/train --tokenizer README.md", "README.md is a file, but not a .model: give a"),
+        ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file, but not"),
         ("simreg-megatron data prepare few.jsonl --out README.md --tokenizer x.model", "--out README.md is a file"),
         ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts holds "
          "nothing that can be read: give a .jsonl (also .jsonl.gz, .jsonl.zst), .parquet or .txt file, a folder of "
-         "them, hf:NAME, or c4; .json files are read where they are named themselves"),
+         "them, hf:NAME, or c4; .json files are read only if you name them"),
         ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
          "checkpoints, out/run/checkpoints"),
     ],
@@ -261,7 +261,7 @@ def test_skipping_goes_on_with_what_is_done(ask: Ask, place: Path) -> None:
     assert status == 2 and "or add --on-error skip" in line, line
     assert any((place / "data" / "broken" / "parts" / "train").iterdir()), "some parts are done"
     assert ask(f"simreg-megatron {words} --on-error skip")[0] == 0
-    refused(ask, f"simreg-megatron {words}", "data/broken was begun with other settings (on_error")
+    refused(ask, f"simreg-megatron {words}", "data/broken was started with other settings (on_error")
 
 
 VALUES = """
@@ -306,10 +306,10 @@ VALUES = """
 --ffn 0 | --ffn takes literal, aligned or a positive number, not '0'
 --ffn big | --ffn takes literal, aligned or a positive number, not 'big'
 --ffn 100 --ffn-hidden-size 200 | --ffn and --ffn-hidden-size name the same size
---auto-resume | a run that goes on (--auto-resume, and every submitted one) needs --output DIR
---auto-resume --output out/x | a run that goes on (--auto-resume, and every submitted one) needs --save-interval N
---load none | --load none: no whole checkpoint is there, give the folder that --save named
---load out/run | --load out/run: no whole checkpoint is there, give out/run/checkpoints
+--auto-resume | a run that can resume (--auto-resume, and every submitted one) needs --output DIR
+--auto-resume --output out/x | a run that can resume (--auto-resume, and every submitted one) needs --save-interval N
+--load none | --load none: there is no complete checkpoint, give the folder that --save named
+--load out/run | --load out/run: there is no complete checkpoint, give out/run/checkpoints
 --distributed-backend nccl | --distributed-backend nccl needs a GPU and this run has none
 --transformer-impl transformer_engine | --transformer-impl transformer_engine needs a GPU and this run has none
 extra | 'extra' belongs to no flag
@@ -335,10 +335,12 @@ OF_SIMREG = """
 --simreg-lambda-schedule linear | the SimReg lambda schedule must be constant, or linear or cosine
 --simreg-lambda-schedule linear:x | the SimReg lambda schedule linear ends at a finite share of 0 or more, not 'x'
 --simreg-lambda-schedule cosine:-1 | the SimReg lambda schedule cosine ends at a finite share of 0 or more, not '-1'
+--simreg-every 0 | SimReg can be computed in every step (1) or every K-th one, not every 0
+--simreg-every 2 --simreg-similarity learnable | SimReg every 2 steps leaves scalars that it trains without a gradient
 --simreg-off-after 2 | SimReg is off after a share of the training above 0 and below 1, not 2
 --simreg-off-after 0 | SimReg is off after a share of the training above 0 and below 1, not 0
 --simreg-off-after half | argument --simreg-off-after: invalid float value: 'half'
---simreg-impl cuda | unknown SimReg impl 'cuda': choose from auto, reference, tiled, triton
+--simreg-impl cuda | unknown SimReg impl 'cuda': choose from auto, reference, tiled, gemm, triton
 --simreg-log-interval 0 | the SimReg log interval must be 1 or more iterations, not 0
 --simreg-objective-options foo=1 | unknown option 'foo' of SimReg objective simreg: it has prefixes
 --simreg-objective sigreg --simreg-objective-options form=quick | unknown option 'form' of SimReg objective sigreg
@@ -372,7 +374,7 @@ simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --on-error ignore
 simreg-megatron data prepare few.jsonl --out n --train-tokenizer 5 | error: no tokenizer of 5 pieces could be trained
 simreg-megatron data prepare empty.jsonl --out n2 --tokenizer TOK | error: the sources of n2 hold no text
 simreg-megatron data prepare notes.txt --out notes.txt/x --tokenizer TOK | error: Not a directory (notes.txt/x)
-simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet is not a whole Parquet
+simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet is not a complete Parquet
 simreg-megatron data prepare cut.jsonl.gz --out n4 --tokenizer TOK | error: cut.jsonl.gz ends too early, at byte 40
 simreg-megatron data prepare cut.jsonl.zst --out n5 --tokenizer TOK | error: cut.jsonl.zst ends too early, at byte 7
 simreg-megatron data prepare photo.png --out n6 --tokenizer TOK | error: photo.png holds nothing that can be read
