@@ -3,6 +3,7 @@
 
 MODE is "plain" (the plugin is left out), "plugin", or "compare": then the last step sets SimReg's gradient at the
 hidden states that the model computed there against an autograd reference. What was observed goes to OUT/rank<r>.json.
+With SIMREG_CPU=force in the environment it runs on the CPU, for what a GPU's values are compared with.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from simreg_megatron.plugin import cpu_backend
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Observer:
     num_steps: int
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
     comparison: Comparison | None = None
     model: Any = None
 
@@ -62,10 +66,18 @@ class Observer:
 
         return observed
 
+    def around_log(self, add_to_console: Callable[..., None]) -> Callable[..., None]:
+        def observed(means: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
+            self.logged.append({name: float(value) for name, value in means.items()})
+            add_to_console(means, *args, **kwargs)
+
+        return observed
+
     def save(self) -> None:
         record = {
             "losses": self.losses,
             "norms": self.norms,
+            "logged": self.logged,
             "digest": _digest(self.model) if self.model is not None else "",
             "comparison": asdict(self.comparison) if self.comparison else None,
         }
@@ -136,15 +148,20 @@ def _reference_gradient(hidden_SBD: Tensor, weights_BS: Tensor, given: dict[str,
 
 def main() -> None:
     out, mode, script, *flags = sys.argv[1:]
+    asked = cpu_backend.requested([])
+    if asked:
+        cpu_backend.activate(asked)
     import megatron.training.training as training
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from simreg_megatron import install
+    from simreg_megatron.plugin import hooks
 
     without = GPTModel._postprocess
-    if mode != "plain":
-        install()
     observer = Observer(Path(out), int(flags[flags.index("--train-iters") + 1]))
+    if mode != "plain":
+        hooks.add_to_console = observer.around_log(hooks.add_to_console)
+        install()
     training.train_step = observer.around_step(training.train_step)
     if mode == "compare":
         GPTModel._postprocess = _compare(observer, GPTModel._postprocess, without)

@@ -12,14 +12,17 @@ from pathlib import Path
 
 import torch
 
+from simreg_megatron.kernels.contrast import MODULES
+from simreg_megatron.plugin.cpu_backend import MEGATRON_FLAGS
 from tests.megatron.runs import PRETRAIN, torchrun
 
+IMPLS = tuple(MODULES)  # every fast form of the loss
 STEPS = 6  # layers are captured as CUDA graphs after the third
 MODEL = (
     "--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--ffn-hidden-size", "256",
     "--seq-length", "128", "--max-position-embeddings", "128", "--micro-batch-size", "2", "--global-batch-size", "4",
     "--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope", "--disable-bias-linear",
-    "--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--attention-dropout", "0", "--bf16",
+    "--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--attention-dropout", "0",
     "--lr", "1e-3", "--eval-iters", "1", "--eval-interval", "1000", "--log-interval", "1", "--seed", "7",
     "--no-gradient-accumulation-fusion", "--num-workers", "0", "--train-iters", str(STEPS),
 )  # fmt: skip
@@ -34,6 +37,10 @@ EXPERTS = (
     "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none",
     "--moe-token-dispatcher-type", "alltoall",
 )  # fmt: skip
+# Its scalars are trained from where they begin: the checkpoints are without them.
+LEARNABLE = ("--simreg-similarity", "learnable", "--simreg-temperature", "4", "--dist-ckpt-strictness", "log_all")
+# A limit below the average, so that steps after the warm-up clip many parameters.
+ADAGC = ("--adagc", "--adagc-lambda-rel", "0.9", "--adagc-beta", "0.8", "--adagc-warmup-iters", "2")
 # As reproducible as the kernels allow. FSDP refuses the single connection that tensor parallelism demands.
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -53,6 +60,8 @@ class Run:
         plugin: False leaves SimReg out altogether.
         compares: whether its last step compares SimReg's gradient with an autograd reference.
         connections: CUDA_DEVICE_MAX_CONNECTIONS.
+        half: whether it computes in bf16; else in float32, and TensorFloat-32 is off.
+        on_cpu: it leaves the GPUs idle.
     """
 
     flags: tuple[str, ...]
@@ -60,9 +69,14 @@ class Run:
     plugin: bool = True
     compares: bool = False
     connections: int = 1
+    half: bool = True
+    on_cpu: bool = False
 
     def with_flags(self, *flags: str) -> Run:
         return replace(self, flags=(*self.flags, *flags))
+
+    def on_more(self, processes: int, *flags: str) -> Run:
+        return replace(self.with_flags(*flags), processes=processes)
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,7 @@ class Observed:
         digests: of the trained parameters, rank by rank.
         comparison: see `tests.gpu.rank.Comparison`; None if the run made none.
         log: everything that it printed.
+        logged: SimReg's values in every log line, by name.
     """
 
     losses: list[float]
@@ -82,6 +97,7 @@ class Observed:
     digests: list[str]
     comparison: dict[str, float] | None
     log: str
+    logged: list[dict[str, float]]
 
     def simreg_losses(self) -> list[float]:
         """SimReg's values in Megatron's log lines."""
@@ -99,6 +115,8 @@ def _engine_error() -> str | None:
 
 def why_not(run: Run) -> str | None:
     """Why this machine cannot make the run; None if it can."""
+    if run.on_cpu:
+        return None
     devices = torch.cuda.device_count()
     if devices < run.processes:
         return f"{run.processes} GPUs are needed, {devices} here"
@@ -110,11 +128,17 @@ def why_not(run: Run) -> str | None:
 def observe(run: Run, data_flags: Sequence[str], out: Path) -> Observed:
     """Make the run; it must succeed."""
     mode = "plain" if not run.plugin else "compare" if run.compares else "plugin"
-    flags = [*MODEL, *data_flags, *run.flags]
+    flags = [*MODEL, *(("--bf16",) if run.half else ()), *data_flags, *run.flags]
+    flags += MEGATRON_FLAGS if run.on_cpu else ()
     done = torchrun(
         ["-m", "tests.gpu.rank", str(out), mode, str(PRETRAIN), *flags],
         processes=run.processes,
-        env={**_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": str(run.connections), "SIMREG_CPU": ""},
+        env={
+            **_ENVIRONMENT,
+            "CUDA_DEVICE_MAX_CONNECTIONS": str(run.connections),
+            "SIMREG_CPU": "force" if run.on_cpu else "",
+            **({} if run.half else {"NVIDIA_TF32_OVERRIDE": "0"}),
+        },
     )
     assert done.status == 0, f"status {done.status}\n{done.output[-6000:]}"
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(run.processes)]
@@ -124,6 +148,7 @@ def observe(run: Run, data_flags: Sequence[str], out: Path) -> Observed:
         digests=[rank["digest"] for rank in ranks],
         comparison=ranks[-1]["comparison"],
         log=done.output,
+        logged=next((rank["logged"] for rank in reversed(ranks) if rank["logged"]), []),
     )
 
 

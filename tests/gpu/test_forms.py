@@ -3,54 +3,71 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from simreg_megatron.losses import simreg_loss
+from tests.gpu.runs import IMPLS
+from tests.gpu.tf32 import apart, tokens
 from tests.helpers.ways import budget, one_side_only
+from tests.megatron.runs import ROOT
 
-pytestmark = pytest.mark.parametrize("impl", ["tiled", "triton"])
-
-
-def tokens(length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Losses of some 1e-7 at tau 0.01, as late in training."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, 200, (2, length), generator=generator)
-    centres = torch.randn(200, width, generator=generator) + 1.5
-    rows = centres[labels] + 0.6 * torch.randn(2, length, width, generator=generator)
-    return rows.to("cuda", dtype), labels.cuda()
+pytestmark = pytest.mark.parametrize("impl", IMPLS)
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+def exactly(rows: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, Tensor, float]:
+    """Loss and gradient in float64, and the factor of both that brings the gradient's largest number near 1.
+
+    At tau 0.01 gradients are some 1e-10, which float16 does not have: Megatron's loss scale is for that.
+    """
+    leaf = rows.detach().double().requires_grad_()
+    loss = simreg_loss(leaf, labels, impl="reference", **options)
+    loss.backward()
+    factor = 2.0 ** -math.floor(math.log2(leaf.grad.abs().max().item()))
+    return loss.detach() * factor, leaf.grad * factor, factor
+
+
+def beyond_rounding(grad: Tensor, exact: Tensor) -> float:
+    """How far a gradient was from the exact one before it was rounded to its type.
+
+    That rounding is several times larger in half precision, and independent: its square adds to that of the error.
+    """
+    rounding = apart(exact.to(grad.dtype), exact)
+    return max(0.0, apart(grad, exact) ** 2 - rounding**2) ** 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("length", "width"), [(64, 1024), (511, 512), (1024, 1024), (2500, 512), (4096, 2048)])
+@pytest.mark.parametrize(
+    ("length", "width"), [(64, 1024), (511, 512), (1024, 1024), (1024, 4096), (2048, 4096), (2500, 512), (4096, 2048)]
+)
 def test_close_to_float64(impl: str, dtype: torch.dtype, length: int, width: int) -> None:
     rows, labels = tokens(length, width, dtype)
-    exact = rows.double().requires_grad_()
-    expected = simreg_loss(exact, labels, impl="reference")
-    (expected * 2.0**20).backward()
+    expected, exact, factor = exactly(rows, labels)
     given = rows.requires_grad_()
-    loss = simreg_loss(given, labels, impl=impl)
-    (loss * 2.0**20).backward()
+    loss = simreg_loss(given, labels, impl=impl) * factor
+    loss.backward()
     assert apart(loss, expected) < 1e-5
-    assert apart(given.grad, exact.grad) < 3e-4 + torch.finfo(dtype).eps / 2
+    assert beyond_rounding(given.grad, exact) < 3e-4
 
 
 def test_any_strides_and_anything_where_masked(impl: str) -> None:
     """As Megatron has them: [S, B, D], and padding that may be garbage."""
     rows, labels = tokens(1500, 1024, torch.bfloat16)
     valid = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)).cuda() < 0.8
-    exact = rows.double().requires_grad_()
-    simreg_loss(exact, labels, valid=valid, chunk_size=700, impl="reference").mul(2.0**20).backward()
+    _, exact, factor = exactly(rows, labels, valid=valid, chunk_size=700)
     given = rows.masked_fill(~valid.unsqueeze(-1), torch.nan).transpose(0, 1).contiguous().requires_grad_()
-    simreg_loss(given.transpose(0, 1), labels, valid=valid, chunk_size=700, impl=impl).mul(2.0**20).backward()
+    simreg_loss(given.transpose(0, 1), labels, valid=valid, chunk_size=700, impl=impl).mul(factor).backward()
     grad = given.grad.transpose(0, 1)
     assert (grad[~valid] == 0).all()
-    assert apart(grad, exact.grad) < 3e-4 + torch.finfo(torch.bfloat16).eps / 2
+    assert beyond_rounding(grad, exact) < 3e-4
 
 
 @pytest.mark.parametrize("way", ["kept", "both sides", "panels"])
@@ -60,12 +77,18 @@ def test_every_way_back(impl: str, way: str, monkeypatch: pytest.MonkeyPatch) ->
     if way == "panels":
         one_side_only(monkeypatch)
     rows, labels = tokens(2500, 2048, torch.bfloat16)  # few enough that their exponentials can be kept
-    grads = []
-    for given, form in ((rows.double(), "reference"), (rows, impl)):
-        leaf = given.detach().requires_grad_()
-        simreg_loss(leaf, labels, impl=form).mul(2.0**20).backward()
-        grads.append(leaf.grad)
-    assert apart(*reversed(grads)) < 3e-4 + torch.finfo(torch.bfloat16).eps / 2
+    _, exact, factor = exactly(rows, labels)
+    rows.requires_grad_()
+    simreg_loss(rows, labels, impl=impl).mul(factor).backward()
+    assert beyond_rounding(rows.grad, exact) < 3e-4
+
+
+def test_an_error_of_a_thousandth_is_told(impl: str) -> None:
+    """Half precision rounds the result itself by more than that."""
+    rows, labels = tokens(511, 512, torch.bfloat16)
+    _, exact, _ = exactly(rows, labels)
+    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1), dtype=exact.dtype).to(exact.device)
+    assert beyond_rounding((exact * (1 + 1e-3 * noise)).to(rows.dtype), exact) > 2 * 3e-4
 
 
 def test_nothing_waits_for_the_device(impl: str) -> None:
@@ -100,3 +123,17 @@ def test_the_same_bits_twice(impl: str) -> None:
         simreg_loss(given, labels, impl=impl).backward()
         grads.append(given.grad)
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("allowed", ["setting", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"])
+def test_float32_stays_float32(impl: str, allowed: str) -> None:
+    """Whatever allows TensorFloat-32 to the rest of the process."""
+    words = ("--setting",) if allowed == "setting" else ()
+    environment = os.environ | ({} if words else {allowed: "1"})
+    command = [sys.executable, "-m", "tests.gpu.tf32", impl, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    errors = json.loads(done.stdout.splitlines()[-1])
+    if errors["plain"] < 2e-5:
+        pytest.skip(f"{allowed} allows nothing here: a plain product has an error of {errors['plain']:.0e}")
+    assert max(errors["loss"], errors["gradient"]) < 5e-6, errors

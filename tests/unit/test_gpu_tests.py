@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests/gpu is made of, on a CPU: a first machine with a GPU must not be where its helpers are tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from simreg_megatron.losses import simreg_loss
+from tests.gpu import runs, tf32
+from tests.gpu.runs import LOCAL, SIMREG, Run
+from tests.gpu.test_forms import beyond_rounding, exactly
+from tests.gpu.test_several_gpus import LAYOUTS
+from tests.megatron import text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_bound_sees_through_the_rounding_of_the_result(dtype: torch.dtype) -> None:
+    """Also in float16, which has no numbers as small as these gradients are."""
+    rows, labels = tf32.tokens(256, 256, dtype, "cpu")
+    loss, exact, factor = exactly(rows, labels)
+    assert 1e-8 < loss / factor < 1e-4 and 1 <= exact.abs().max() < 2
+    rows.requires_grad_()
+    simreg_loss(rows, labels, impl="tiled").mul(factor).backward()
+    assert rows.grad is not None and beyond_rounding(rows.grad, exact) < 2e-5
+    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1), dtype=exact.dtype)
+    assert beyond_rounding((exact * (1 + 1e-3 * noise)).to(dtype), exact) > 2 * 3e-4
+
+
+def test_the_errors_that_tensorfloat_is_judged_by() -> None:
+    assert max(tf32.errors("tiled", "cpu").values()) < 5e-6, "as on a GPU, and a plain product is no worse here"
+
+
+def test_layouts_have_the_processes_that_their_flags_need() -> None:
+    for name, layout in LAYOUTS.items():
+        sizes = [int(size) for flag, size in zip(layout.split, layout.split[1:], strict=False)
+                 if flag.endswith("-model-parallel-size") or flag == "--context-parallel-size"]  # fmt: skip
+        product = torch.tensor(sizes or [2]).prod().item()
+        assert layout.processes == product, name
+
+
+@pytest.mark.slow
+def test_a_rank_observes_and_compares(tmp_path: Path) -> None:
+    """Two tiny trainings: the gradient is the reference's, the language-model loss is left alone, the log is there."""
+    pytest.importorskip("megatron.training")
+    corpus = text.make_corpus(tmp_path / "corpus")
+    data = text.flags(corpus, tmp_path / "cache")
+    run = Run((*LOCAL, *SIMREG), compares=True, half=False, on_cpu=True)
+    seen = runs.observe(run, data, tmp_path / "seen")
+    assert seen.comparison is not None and seen.comparison["value"] == 0
+    assert seen.comparison["gradient"] < 1e-4 and seen.comparison["share"] > 0.1
+    assert len(seen.losses) == len(seen.norms) == len(seen.logged) == runs.STEPS
+    assert [line["simreg loss"] for line in seen.logged] == pytest.approx(seen.simreg_losses(), rel=1e-5)
+    wrong = runs.observe(run.with_flags("--simreg-lambda", "20"), data, tmp_path / "wrong")
+    assert runs.largest_gap(seen.norms, wrong.norms) > 0.5
