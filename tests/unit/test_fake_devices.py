@@ -23,17 +23,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from benchmarks.fake_autograd import backward
 from benchmarks.fake_ranks import HostTensors, Layout, as_rank
-from benchmarks.launches import Trace
+from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron.config import IMPLEMENTATIONS, OBJECTIVES, SimRegConfig
 from simreg_megatron.kernels import walk
-from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.kernels.contrast import MODULES, form_named
 from simreg_megatron.losses import placebo
-from simreg_megatron.plugin import learnable, samples
+from simreg_megatron.plugin import learnable
+from simreg_megatron.sharded import samples
 from simreg_megatron.plugin.regularizer import Regularizer
 
 LAYOUT, RANK = Layout(tensor=2, context=2, sequence_parallel=True), (1, 0)
 BATCH, WIDTH, VOCABULARY = 2, 64, 600
-RAGGED, EVEN = 2500, 4096  # tokens of a sequence: with chunks of 1024, the last of 452; with whole ones alone
+RAGGED, EVEN = 2500, 4096  # tokens of a sequence: its last chunk of 1024 has 452 tokens, or all of them
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 NEED_A_DRIVER = {
@@ -42,7 +43,7 @@ NEED_A_DRIVER = {
 }
 """Objectives that draw from a generator of the device, which is none without its driver: what draws is replaced."""
 NEED_MEMORY = [impl for impl in IMPLEMENTATIONS if impl not in ("auto", "reference", "tiled")]
-"""Forms in Triton, whose launcher asks each tensor where its memory is."""
+"""Forms with kernels in Triton, whose launcher asks each tensor where its memory is: each launch is counted instead."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,15 @@ class Found:
     launches: int
 
 
-def step(case: Case) -> Found:
+def step(case: Case, *, replaces_kernels: bool = True) -> Found:
     """A micro-batch of the rank, forward and backward."""
     config, dtype = case.config, DTYPES[case.dtype]
     tokens = case.length // LAYOUT.context
     # The operators inside the walk over the tiles, and not the one that torch.compile sees in their place.
-    inside = mock.patch.dict(walk.FORMS, {"tiled": walk.plain_form(form_named("tiled").tiles)})
-    with as_rank(LAYOUT, RANK) as groups, FakeTensorMode(), inside:
+    inside = {case.impl: walk.plain_form(form_named(case.impl).tiles)} if case.impl in MODULES else {}
+    counted = Trace()
+    kernels = _kernels_launched_by(counted) if replaces_kernels else contextlib.nullcontext()
+    with mock.patch.dict(walk.FORMS, inside), kernels, as_rank(LAYOUT, RANK) as groups, FakeTensorMode():
         with torch.device("cuda"):  # for what Megatron brings, and not in the step itself
             head = torch.empty(VOCABULARY // LAYOUT.tensor, WIDTH, dtype=dtype, requires_grad=True)
             model = SimpleNamespace(
@@ -102,7 +105,7 @@ def step(case: Case) -> Found:
         regularizer = Regularizer(config)
         regularizer.metrics.wants_geometry = case.logs
         regularizer.set_iteration(3, 10)
-        with HostTensors() as host, Trace() as counted:
+        with HostTensors() as host, counted:
             result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
             gradients = backward(result, torch.ones_like(result)) if config.trains else []
     return Found(gradients, hidden, host.names, counted.syncs, counted.launches)
@@ -129,7 +132,7 @@ def check(case: Case) -> None:
     assert (case.objective != "none") == any(tensor is found.hidden for tensor, _ in found.gradients)
 
 
-FORMS = [Case("simreg", "reference"), *map(Case, OBJECTIVES)]
+FORMS = [*(Case("simreg", impl) for impl in ("reference", *NEED_MEMORY)), *map(Case, OBJECTIVES)]
 QUICK = [
     *(replace(case, dtype=dtype, logs=logs) for case in FORMS for dtype in DTYPES for logs in (False, True)),
     *(replace(case, chunk=chunk, length=length, scope=scope)
@@ -188,11 +191,10 @@ def test_what_draws_still_needs_a_driver(objective: str) -> None:
 
 @NO_DRIVER
 @pytest.mark.parametrize("impl", NEED_MEMORY)
-def test_forms_in_triton_still_need_memory(impl: str) -> None:
-    """Once this fails, give FORMS the name in NEED_MEMORY. The kernels' own tests interpret them on a CPU."""
-    pytest.importorskip("triton")
+def test_kernels_in_triton_still_need_memory(impl: str) -> None:
+    """So their launches are replaced. Their own tests interpret them on a CPU."""
     with pytest.raises(RuntimeError):
-        step(Case("simreg", impl))
+        step(Case("simreg", impl), replaces_kernels=False)
 
 
 def test_torch_still_has_no_fake_of_one_operator() -> None:
