@@ -46,7 +46,7 @@ def ended(rank: int, exitcode: int) -> int:
         return exitcode
     name = signal.Signals(-exitcode).name
     if name not in ("SIGINT", "SIGTERM"):
-        hint = ", as the system does where memory runs out" if name == "SIGKILL" else ""
+        hint = ", which the system does when memory runs out" if name == "SIGKILL" else ""
         print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
     return 128 - exitcode
 
@@ -57,7 +57,7 @@ def explained(message: str, argv: Sequence[str]) -> str:
     if _IN_USE in message:
         return f"port {port or '29500'} is in use on this machine: give another --master-port, the same on every node"
     first = (message.strip().splitlines() or ["no word of torch's"])[0]
-    return f"the nodes did not meet ({first}): see that every one runs this command and reaches the first one's address"
+    return f"the nodes did not meet ({first}): check that each runs this command and reaches the first one's address"
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def _is_whole_legacy(checkpoint: Path) -> bool:
 
 
 def newest_whole(folder: Path) -> int | None:
-    """The iteration of the newest whole checkpoint in `folder`."""
+    """The iteration of the newest complete checkpoint in `folder`."""
     known = tracked(folder)
     for number in reversed(iterations(folder)):
         checkpoint = path_of(folder, number)
@@ -88,7 +88,7 @@ def is_loadable(folder: Path) -> bool:
 
 
 def repair(folder: Path) -> list[str]:
-    """Make Megatron's next start find the newest whole checkpoint: delete torn ones, correct the tracker.
+    """Make Megatron's next start find the newest complete checkpoint: delete torn ones, correct the tracker.
 
     Many processes may do this at once, as long as none of them saves.
 
@@ -104,10 +104,10 @@ def repair(folder: Path) -> list[str]:
     if newest is not None and newest != known:
         _write_whole(folder / TRACKER, str(newest))
         found = "was missing or damaged" if known is None else f"named {known}"
-        done.append(f"{folder / TRACKER} {found}: it names {newest}, the newest whole checkpoint")
+        done.append(f"{folder / TRACKER} {found}: it names {newest}, the newest complete checkpoint")
     elif newest is None and (folder / TRACKER).is_file() and _is_no_release(folder):
         (folder / TRACKER).unlink(missing_ok=True)
-        done.append(f"{folder / TRACKER} named a checkpoint and none is whole: the run begins anew")
+        done.append(f"{folder / TRACKER} named a checkpoint, but none is complete: the run starts from scratch")
     return done
 
 

@@ -142,9 +142,9 @@ def read_settings(argv: Sequence[str]) -> Settings:
     parser.add_argument("--output", type=Path, default=Settings.output, help="folder for logs, checkpoints and figures")
     settings = Settings(**vars(parser.parse_args(argv)))
     if settings.steps < 2:
-        parser.error(f"--steps {settings.steps} draws no curve: give at least 2")
+        parser.error(f"--steps {settings.steps} is too few for a curve: give at least 2")
     if not (settings.simreg_lambda > 0 and math.isfinite(settings.simreg_lambda)):
-        parser.error(f"--simreg-lambda {settings.simreg_lambda} compares nothing: give a positive number")
+        parser.error(f"--simreg-lambda {settings.simreg_lambda} leaves nothing to compare: give a positive number")
     return settings
 
 
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
         say(console, f"error: {error}", style="bold red")
         return 1
     except KeyboardInterrupt:
-        say(console, f"Stopped, with all that was running; the logs are in {settings.output}.")
+        say(console, f"Stopped, and so is everything it started; the logs are in {settings.output}.")
         return 130
     return 0
 
@@ -218,7 +218,7 @@ def make_room(settings: Settings) -> None:
         raise DemoError(f"{output} is a file: give another --output")
     if output.is_dir() and any(path.name != lock.NAME for path in output.iterdir()):
         if not (output / MARK).is_file():
-            raise DemoError(f"{output} holds files that are not a demo's: empty it, or give another --output")
+            raise DemoError(f"{output} has files that no demo wrote: empty it, or give another --output")
         for name in (CROSS_ENTROPY, SIMREG, TIMING):
             shutil.rmtree(output / name, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ def _ensure_corpus(settings: Settings, console: Console) -> None:
 
 
 def _train(settings: Settings, console: Console) -> None:
-    _headline(console, 2, "Training: both at once, sharing the cores, so their pace says nothing")
+    _headline(console, 2, "Training: both at once, sharing the cores, so their speed means nothing")
     jobs = [training_job(settings, name) for name in RUNS]
     with Screen(console, "training", SECONDS_PER_STEP * settings.steps) as screen:
         run_side_by_side(jobs, Trainings(screen, jobs, settings.steps))
@@ -323,7 +323,7 @@ def _tell(settings: Settings, found: Findings, console: Console, seconds: float)
     console.print()
     say(console, report.compare_validation(*found.summaries), style="bold")
     say(console, f"In {settings.output}: {PAGE} (all on one page), {CURVES}, {HEATMAPS}, {RESULT}, each run's log.")
-    say(console, f"It took {duration(seconds)}. What of your own training SimReg would reach:")
+    say(console, f"It took {duration(seconds)}. To see what SimReg would wrap in your own training:")
     console.print("  .venv/bin/simreg-megatron doctor --script pretrain_gpt.py", markup=False, highlight=False)
 
 

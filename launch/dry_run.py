@@ -30,7 +30,7 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str
     facts = {
         "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
         "tokens": f"{tokens:,} per step, {steps:,} steps, {tokens * steps:,} in all",
-        "data": "the built-in corpus (built by the run, not by this)" if plan.builtin_corpus else "yours",
+        "data": "the built-in corpus (the run builds it, a dry run does not)" if plan.builtin_corpus else "yours",
         "simreg": _simreg(plan),
         "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
         "megatron": megatron_version(environ),
@@ -46,7 +46,7 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str
 def _simreg(plan: Plan) -> str:
     """What it will do here, with the number that auto stands for."""
     if plan.plain:
-        return "left out, with all of the plugin"
+        return "left out, as is the whole plugin"
     config = preflight.check_own_flags(plan.flags)
     if not config.active:
         return "off"

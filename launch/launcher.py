@@ -72,29 +72,29 @@ def make_parser(family: str) -> argparse.ArgumentParser:
     parser.add_argument("--ffn", metavar="SIZE", default="literal", help="FFN size: literal, aligned or a number")
     parser.add_argument("--output", metavar="DIR", type=Path, help="for TensorBoard and checkpoints (default: runs/)")
     parser.add_argument(
-        "--layout", metavar="NAME", help=f"how the size is spread over such machines: {', '.join(layout_names())}"
+        "--layout", metavar="NAME", help=f"layout of the model for a kind of machine: {', '.join(layout_names())}"
     )
     parser.add_argument(
         "--auto-resume",
         action="store_true",
-        help="go on from the newest whole checkpoint of the run, if there is one; do nothing if the run has ended",
+        help="resume from the newest complete checkpoint of the run, if there is one; do nothing if the run has ended",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the exact command and what would run, and stop")
     parser.add_argument(
-        "--verbose", action="store_true", help="show all that Megatron says, also when the tiny model is trained"
+        "--verbose", action="store_true", help="show everything that Megatron prints, for the tiny model too"
     )
     return parser
 
 
 _EPILOG = """Without --data the tiny model trains on a corpus that is built here, without a download.
---ffn: literal is the preset's size, aligned the nearest that can be split and suits tensor cores.
-Any other flag goes to Megatron and wins over the preset (launch/models/).
+--ffn: literal is the preset's size; aligned is the nearest that can be split and suits tensor cores.
+Any other flag goes to Megatron and overrides the preset (launch/models/).
 The bash form also takes torchrun's --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port and
 --rdzv-*, or NPROC_PER_NODE (default: the GPUs, or 1), NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT from the
 environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs."""
 
 
-_KEPT = "make room or give another --output; what was saved before stays, and --auto-resume goes on with it"
+_KEPT = "free some space or give another --output; earlier checkpoints are kept, and --auto-resume resumes from them"
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 
@@ -251,22 +251,22 @@ def _record(plan: Plan, stamp: str) -> None:
     try:
         record.write(plan, stamp, environ=os.environ)
     except OSError as error:
-        _say(f"> warning: no record of this start in {plan.output} ({error.strerror}); the run goes on without")
+        _say(f"> warning: no record of this start in {plan.output} ({error.strerror}); the run continues without one")
 
 
 def _go_on(plan: Plan) -> Plan:
-    """From the newest whole checkpoint; one rank of each machine brings the folder in order first."""
+    """From the newest complete checkpoint; one rank of each machine brings the folder in order first."""
     folder = Path(flag_value(plan.flags, "--save") or "")
     try:
         sentences = checkpoints.repair(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
     except OSError as error:
-        raise LaunchError(f"{error.filename} cannot be put in order ({error.strerror}): make room there") from None
+        raise LaunchError(f"{error.filename} cannot be repaired ({error.strerror}): free some space there") from None
     for sentence in sentences:
         _say(f"> {sentence}")
     newest = checkpoints.newest_whole(folder)
     if newest is None:
         return plan
-    _say(f"> going on from iteration {newest} in {folder}")
+    _say(f"> resuming from iteration {newest} in {folder}")
     return resumed(plan)
 
 
@@ -307,7 +307,7 @@ def assume_gpus(machine: Machine, model: str, words: Sequence[str]) -> Machine:
     asked_for_cpu = "--simreg-cpu" in words or os.environ.get("SIMREG_CPU", "0") not in ("", "0")
     if machine.gpus or model == TINY or asked_for_cpu:
         return machine
-    _say("# no GPU here: planned as for a node with one a rank and Transformer Engine installed")
+    _say("# no GPU here: planned as if every rank had one and Transformer Engine were installed")
     return replace(machine, gpus=machine.local_world_size, transformer_engine=True)
 
 
@@ -328,7 +328,7 @@ def _refuse_to_overwrite(plan: Plan) -> None:
     if target is None or "--load" in given or not (Path(target) / "latest_checkpointed_iteration.txt").is_file():
         return
     raise LaunchError(
-        f"{target} holds checkpoints of an earlier run: go on with --auto-resume, or give another --output"
+        f"{target} has checkpoints of an earlier run: resume it with --auto-resume, or give another --output"
     )
 
 

@@ -125,12 +125,12 @@ def _remove_if_stale(path: Path, wait: Callable[[float], None]) -> None:
     holder, seen = _read(path), _touched(path)
     gone = holder.is_gone() if holder else None
     if gone is None and seen is not None:
-        print(f"> {path} is of {holder or 'an unknown process'}: looking whether it still lives", flush=True)
+        print(f"> {path} is of {holder or 'an unknown process'}: checking whether it is still running", flush=True)
         gone = _stands_still(path, seen, wait)
     if not gone and _touched(path) is not None:  # it may have been given back meanwhile
         raise LaunchError(
             f"{path.parent} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
-            f"--output; {path} goes with it, and is safe to remove if no such process runs"
+            f"--output; {path} is removed when it ends, and is safe to delete if no such process is running"
         )
     _remove(path, holder)
 

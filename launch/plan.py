@@ -254,13 +254,13 @@ def _check_resumable(options: argparse.Namespace, flags: Sequence[Flag], model: 
     given = flag_names(flags)
     if model == TINY and not _names_folder(options, flags):
         raise LaunchError(
-            "a run that goes on (--auto-resume, and every submitted one) needs --output DIR: by default each tiny run "
-            "has a folder of its own"
+            "a run that can resume (--auto-resume, and every submitted one) needs --output DIR: by default each tiny "
+            "run has a folder of its own"
         )
     if "--save-interval" not in given:
         raise LaunchError(
-            "a run that goes on (--auto-resume, and every submitted one) needs --save-interval N: nothing would be "
-            "saved to go on from"
+            "a run that can resume (--auto-resume, and every submitted one) needs --save-interval N: nothing would be "
+            "saved to resume from"
         )
 
 
@@ -329,7 +329,7 @@ def _say_off(options: argparse.Namespace, asked: Sequence[Flag]) -> list[str]:
     """Whoever starts these scripts most likely wants it; who says 0, or baseline, has chosen."""
     if options.recipe or options.plain or flag_names(asked) & {"--simreg-lambda", "--simreg-objective"}:
         return []
-    return ["SimReg is off, as no flag asks for it: --simreg-lambda auto, or --recipe paper, turns it on"]
+    return ["SimReg is off: no flag turns it on, as --simreg-lambda auto or --recipe paper would"]
 
 
 def _say_default(family: str, options: argparse.Namespace, machine: Machine, *, builtin: bool) -> list[str]:

@@ -94,7 +94,9 @@ def check_load(flags: Sequence[Flag]) -> None:
         return
     inside = Path(folder) / "checkpoints"
     hint = f"give {inside}" if inside.is_dir() else "give the folder that --save named"
-    raise LaunchError(f"--load {folder}: no whole checkpoint is there, {hint}, or leave it out to begin anew")
+    raise LaunchError(
+        f"--load {folder}: there is no complete checkpoint, {hint}, or leave the flag out to start from scratch"
+    )
 
 
 def check_layout(flags: Sequence[Flag], world_size: int) -> None:
@@ -106,11 +108,11 @@ def check_layout(flags: Sequence[Flag], world_size: int) -> None:
     tensor, pipeline, context = sizes.model_parallel_sizes(flags)
     ranks = tensor * pipeline * context
     if world_size % ranks:
-        mend = f"start {max(world_size // ranks, 1) * ranks} (--nproc-per-node, --nnodes)"
+        fix = f"start {max(world_size // ranks, 1) * ranks} (--nproc-per-node, --nnodes)"
         smaller = f"give sizes whose product divides {world_size}" if world_size > 1 else "leave these sizes out"
         raise LaunchError(
             f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
-            f"shared out among replicas: {mend}, or {smaller}"
+            f"divided among replicas: {fix}, or {smaller}"
         )
     _check_layers(flags, pipeline)
     _check_heads(flags, tensor)
@@ -123,7 +125,7 @@ def _check_layers(flags: Sequence[Flag], pipeline: int) -> None:
         return
     if layers % pipeline:
         raise LaunchError(
-            f"{layers} layers cannot be shared out evenly among {pipeline} pipeline stages: give --num-layers "
+            f"{layers} layers cannot be divided evenly among {pipeline} pipeline stages: give --num-layers "
             f"{layers // pipeline * pipeline or pipeline} or {-(-layers // pipeline) * pipeline}, or a "
             f"--pipeline-model-parallel-size of {_divisors(layers)}"
         )
@@ -140,13 +142,13 @@ def _check_heads(flags: Sequence[Flag], tensor: int) -> None:
     heads = flag_number(flags, "--num-attention-heads", tensor)
     if heads % tensor:
         raise LaunchError(
-            f"{heads} attention heads cannot be shared out among {tensor} tensor-parallel ranks: give a "
+            f"{heads} attention heads cannot be divided among {tensor} tensor-parallel ranks: give a "
             f"--tensor-model-parallel-size of {_divisors(heads)}"
         )
     groups = flag_number(flags, "--num-query-groups", tensor)
     if "--group-query-attention" in given and groups % tensor and tensor % groups:
         raise LaunchError(
-            f"{groups} query groups cannot be shared out among {tensor} tensor-parallel ranks: give a "
+            f"{groups} query groups cannot be divided among {tensor} tensor-parallel ranks: give a "
             f"--tensor-model-parallel-size of {_divisors(groups)}"
         )
     hidden = flag_number(flags, "--hidden-size", heads)
@@ -165,10 +167,10 @@ def _check_experts(flags: Sequence[Flag], world_size: int, pipeline: int) -> Non
     if ranks == 1:
         return
     if "--num-experts" not in flag_names(flags):
-        raise LaunchError(f"--expert-model-parallel-size {ranks} has no experts to share out: leave it out")
+        raise LaunchError(f"--expert-model-parallel-size {ranks} has no experts to divide: leave it out")
     if experts % ranks:
         raise LaunchError(
-            f"{experts} experts cannot be shared out among {ranks} ranks: give an --expert-model-parallel-size of "
+            f"{experts} experts cannot be divided among {ranks} ranks: give an --expert-model-parallel-size of "
             f"{_divisors(experts)}"
         )
     together = ranks * sizes.ffn_split(flags) * pipeline

@@ -77,16 +77,16 @@ class Chain:
     def begin(self) -> int:
         """Put the checkpoints in order and note where the slice begins."""
         if (self.output / STOP).exists():
-            return self._end_chain(f"{self.output / STOP} is there, so the chain ends: remove it and submit again")
+            return self._end_chain(f"{self.output / STOP} exists, so the chain ends: remove it and submit again")
         if self._has_ended():
             return self._end_chain("the run has reached its end")
         try:
             for sentence in checkpoints.repair(self.save):
                 self._say(sentence)
         except OSError as error:
-            return self._end_chain(f"error: {error.filename} cannot be put in order ({error.strerror}): the chain ends")
+            return self._end_chain(f"error: {error.filename} cannot be repaired ({error.strerror}): the chain ends")
         iteration = self._iteration()
-        self._say(f"begins at iteration {iteration}" + (", begun anew by SLURM" if self.place["restart"] else ""))
+        self._say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
         return _GO_ON if self._note("begin", iteration, 0) else _CHAIN_ENDS
 
     def watch(self, keep: int, job: str) -> int:
@@ -96,7 +96,7 @@ class Chain:
             for path in checkpoints.prune(self.save, keep):
                 self._say(f"{path} is older than the newest {keep}: deleted")
             if (self.output / STOP).exists() and not told:
-                self._say(f"{self.output / STOP} has appeared: the run saves and stops")
+                self._say(f"{self.output / STOP} was created: the run saves and stops")
                 subprocess.run(["scancel", f"--signal={SAVE_AND_LEAVE}", job], check=False)  # to the step alone
                 told = True
             time.sleep(_WATCH_SECONDS)
@@ -114,23 +114,23 @@ class Chain:
         if not noted:
             return _CHAIN_ENDS
         if iteration > began:
-            self._say(f"ends with status {status} at iteration {iteration}, the next slice goes on there")
+            self._say(f"ends with status {status} at iteration {iteration}, where the next slice resumes")
             if iteration - began < save_interval:
                 self._say(
                     f"warning: a slice of {iteration - began} iterations ends before the first --save-interval of "
-                    f"{save_interval}, so one that crashes has done nothing: save more often"
+                    f"{save_interval}, so a crash loses the whole slice: save more often"
                 )
             return self._last_slice(iteration)
         failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
         if before is not None and before["iteration"] == iteration and before["failed"]:
-            return self._end_chain(f"{failure}, where the slice before it failed too: see to the cause, submit again")
+            return self._end_chain(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
         self._say(f"{failure}: one more try")
         return self._last_slice(iteration)
 
     def _last_slice(self, iteration: int) -> int:
         last = int(os.environ.get("SLURM_ARRAY_TASK_MAX", "0"))
         if self.place["slice"] == last:
-            self._say(f"it was the last of {last} slices, at iteration {iteration}: submit again to go on")
+            self._say(f"it was the last of {last} slices, at iteration {iteration}: submit again to continue")
         return _GO_ON
 
     def _history(self) -> tuple[int, dict[str, Any] | None]:
@@ -164,7 +164,9 @@ class Chain:
             except OSError as error:
                 reason = error.strerror
                 time.sleep(_ATTEMPT_SECONDS if attempt + 1 < _ATTEMPTS else 0)
-        self._say(f"error: {self.book} cannot be written ({reason}): the chain ends; make room, then submit again")
+        self._say(
+            f"error: {self.book} cannot be written ({reason}): the chain ends; free some space, then submit again"
+        )
         return False
 
     def _iteration(self) -> int:

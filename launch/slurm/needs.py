@@ -36,12 +36,12 @@ def step_of(plan: Plan, machine: Machine, given: float | None) -> Step | None:
         return Step(given, "--step-seconds")
     measured = measured_step_seconds(plan.output)
     if measured:
-        return Step(measured, "as its slices took so far")
+        return Step(measured, "as measured in its slices so far")
     if plan.on_cpu:
         return None
     weights = sizes.count_parameters(plan.flags, vocabulary=ASSUMED_VOCABULARY, active=True)
     seconds = 6 * weights * step_tokens(plan) / (machine.world_size * PEAK * SHARE_OF_PEAK)
-    return Step(seconds, f"guessed at {SHARE_OF_PEAK:.0%} of the peak; --step-seconds S tells it", is_guess=True)
+    return Step(seconds, f"guessed at {SHARE_OF_PEAK:.0%} of the peak; --step-seconds S sets it", is_guess=True)
 
 
 def step_tokens(plan: Plan) -> int:
@@ -58,7 +58,7 @@ def check_save_interval(plan: Plan, name: str, step: Step | None, slice_seconds:
     if step is None or every * step.seconds < slice_seconds:
         return
     most = max(1, int(slice_seconds / step.seconds / 4))
-    guessed = " (guessed; --step-seconds S tells it)" if step.is_guess else ""
+    guessed = " (guessed; --step-seconds S sets it)" if step.is_guess else ""
     raise LaunchError(
         f"{name} {every} takes {every * step.seconds / 3600:.1f} h at {step.seconds:.1f} s a step{guessed}, and a "
         f"slice trains {slice_seconds / 3600:.1f} h: give --save-interval {most}, or a longer --time"
@@ -111,7 +111,7 @@ def _time(job: Job, seconds: float, step: Step) -> str:
     gpus = job.nodes * job.site.gpus_per_node
     cost = f" on {gpus} GPUs, {hours * gpus:,.0f} GPU hours" if gpus else f" on {job.nodes} nodes"
     many = f"{slices} slice{'s' if slices > 1 else ''}"
-    short = f"; --slices {job.slices} ends before that" if slices > job.slices else ""
+    short = f"; --slices {job.slices} is too few for that" if slices > job.slices else ""
     return f"takes  {hours:,.1f} h{cost}, {many}, at {step.seconds:.2f} s a step ({step.source}){short}"
 
 

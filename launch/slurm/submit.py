@@ -39,7 +39,7 @@ def make_submit_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="launch/slurm/submit.sh",
         usage="bash launch/slurm/submit.sh [options] launch/pretrain_{llama|mixtral}.sh [options of that script]",
-        description="Submit a run to SLURM as a chain of jobs that resumes, and ends by itself.",
+        description="Submit a run to SLURM as a chain of jobs, each of which resumes, until the run is done.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -47,7 +47,7 @@ def make_submit_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cluster", type=Path, default=DEFAULT, metavar="FILE", help="settings of your cluster")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: those of the model's layout)")
-    parser.add_argument("--time", metavar="TIME", help="length of one slice, as sbatch writes it (default: cluster's)")
+    parser.add_argument("--time", metavar="TIME", help="length of one slice, in sbatch's notation (default: cluster's)")
     parser.add_argument("--slices", type=int, default=100, metavar="N", help="at most so many slices (default: 100)")
     parser.add_argument("--keep", type=int, default=3, metavar="N", help="keep the newest N checkpoints (default: 3)")
     parser.add_argument(
@@ -65,7 +65,7 @@ def make_submit_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_EPILOG = f"""Options of this command stand before the script, the run's own behind it.
+_EPILOG = f"""Options of this command go before the script, the run's own after it.
 The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}` after a last save."""
 
 
@@ -111,7 +111,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     family = _family(script)
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:
-        raise LaunchError("--dry-run stands before the script, where it prints the job")
+        raise LaunchError("put --dry-run before the script: there it prints the job")
     model = run_options.model or TINY
     if run_options.layout is None and site.gpus_per_node and model != TINY and site.layout:
         run_options.layout = site.layout
@@ -209,11 +209,11 @@ def _check(
 ) -> None:
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise LaunchError(f"--{name} is at least 1, not {getattr(options, name)}")
+            raise LaunchError(f"--{name} must be at least 1, not {getattr(options, name)}")
     if options.step_seconds is not None and options.step_seconds <= 0:
-        raise LaunchError(f"--step-seconds is above 0, not {options.step_seconds:g}")
+        raise LaunchError(f"--step-seconds must be above 0, not {options.step_seconds:g}")
     if options.reserve < 0.5:
-        raise LaunchError(f"--reserve is at least half a minute, not {options.reserve:g}: the last save needs it")
+        raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
     if re.search(r"[\s%\"'\\]", str(plan.output.absolute())):
         raise LaunchError(f"sbatch cannot name a log in {plan.output.absolute()}: no spaces, quotes or % in --output")
     preflight.check_output(plan.output)

@@ -21,7 +21,7 @@ def appearing(save: Path) -> Iterator[Path]:
         CheckpointError: the name is taken.
     """
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
-        raise CheckpointError(f"{save} is there already: name a new folder, or remove it first")
+        raise CheckpointError(f"{save} already exists: name a new folder, or remove it first")
     save = save.absolute()
     save.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{save.name}.partial-", dir=save.parent))

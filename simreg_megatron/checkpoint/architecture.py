@@ -226,14 +226,14 @@ def check_weights(architecture: Architecture, found: Mapping[str, Weight]) -> in
         CheckpointError: one is missing, too many, of another shape, or of a type that is not one of floats.
     """
     if weights.EMBEDDING not in found:
-        raise CheckpointError(f"the checkpoint has no {weights.EMBEDDING}: it is not a whole model of Megatron's")
+        raise CheckpointError(f"the checkpoint has no {weights.EMBEDDING}: it is not a complete Megatron model")
     num_rows = found[weights.EMBEDDING].shape[0]
     if num_rows < architecture.vocabulary:
         raise CheckpointError(f"its embedding has {num_rows} rows, fewer than the {architecture.vocabulary} tokens")
     expected = dict(architecture.shapes(num_rows))
     for name, shape in expected.items():
         if name not in found:
-            raise CheckpointError(f"the checkpoint has no {name}: it was not saved whole, or is of another model")
+            raise CheckpointError(f"the checkpoint has no {name}: it was not saved completely, or is of another model")
         if found[name].shape != shape:
             raise CheckpointError(f"{name} has the shape {found[name].shape}, and its arguments say {shape}")
         if not found[name].dtype.is_floating_point or found[name].dtype.itemsize < 2:

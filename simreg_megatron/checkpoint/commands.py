@@ -31,9 +31,9 @@ def export_hf(
     tokenizer: Annotated[
         Path | None, typer.Option(help="the tokenizer of training: a Hugging Face folder or a sentencepiece .model")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; the checkpoint's own where left out")] = None,
-    ckpt_step: Annotated[int | None, typer.Option(help="which step to take; the newest where left out")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="tokens without padding, where no tokenizer tells")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16; the checkpoint's own if left out")] = None,
+    ckpt_step: Annotated[int | None, typer.Option(help="which step to take; the newest if left out")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="tokens without padding, if no tokenizer is given")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="compare the logits with those of Megatron's own model, on the CPU")
     ] = False,
@@ -68,7 +68,7 @@ def import_hf(
     model: Annotated[Path, typer.Option(help="the folder of a Hugging Face LLaMA or Mixtral, in safetensors files")],
     save: Annotated[Path, typer.Option(help="the folder to make, for Megatron's --load")],
 ) -> None:
-    """Write a Hugging Face LLaMA or Mixtral as a Megatron checkpoint, to go on pretraining from it.
+    """Write a Hugging Face LLaMA or Mixtral as a Megatron checkpoint, to continue pretraining from it.
 
     The checkpoint has no optimizer and no step: Megatron starts at step 0 from its weights, in any layout of ranks.
     """

@@ -76,7 +76,7 @@ class Stored:
         if num_read != whole.numel():
             raise CheckpointError(
                 f"the chunks of {self.name} hold {num_read} of its {whole.numel()} numbers: the checkpoint was not "
-                f"saved to its end, or changed; {_COPY}"
+                f"saved completely, or was changed; {_COPY}"
             )
         return whole
 
@@ -148,8 +148,8 @@ class DistCheckpoint:
             prod(chunk.sizes) for chunk in chunks
         ) != prod(shape):
             raise CheckpointError(
-                f"{self.folder / METADATA} covers {name} with gaps or twice: the checkpoint was not saved to its "
-                f"end, or changed; {_COPY}"
+                f"{self.folder / METADATA} covers {name} with gaps or twice: the checkpoint was not saved "
+                f"completely, or was changed; {_COPY}"
             )
         properties = entry.properties
         dtype = properties.state[0] if hasattr(properties, "state") else getattr(properties, "dtype", None)

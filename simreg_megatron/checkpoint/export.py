@@ -138,7 +138,7 @@ def _write_tensors(plan: Plan, folder: Path, progress: Progress) -> None:
             save_file(tensors, str(folder / name), metadata={"format": "pt"})
         except SafetensorError as error:  # its words for a full disk, too, after which nothing is left
             raise CheckpointError(
-                f"{name} of {total} bytes in all cannot be written ({error}): make room, or name another --save"
+                f"{name} of {total} bytes in all cannot be written ({error}): free some space, or name another --save"
             ) from None
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}

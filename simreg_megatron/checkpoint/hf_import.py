@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a Hugging Face LLaMA or Mixtral as a Megatron checkpoint, to go on pretraining from it."""
+"""Write a Hugging Face LLaMA or Mixtral as a Megatron checkpoint, to continue pretraining from it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def open_checkpoint(load: Path, step: int | None = None) -> Checkpoint:
             raise CheckpointError(
                 f"{folder} is in the format {backend}: load it in Megatron and save it with --ckpt-format torch_dist"
             )
-        raise CheckpointError(f"{folder} has no {METADATA}: it was not saved to its end, or not copied whole")
+        raise CheckpointError(f"{folder} has no {METADATA}: it was not saved or not copied completely")
     raise CheckpointError(f"{folder} holds no Megatron checkpoint: neither {METADATA} nor mp_rank_* is there")
 
 
@@ -149,7 +149,7 @@ def _common(folder: Path, stored: DistCheckpoint) -> Any:
         return load_torch(path, path=path)
     place: Place | None = next((p for key, p in stored.objects.items() if key.startswith("common_state/")), None)
     if place is None:
-        raise CheckpointError(f"{folder} has no {_COMMON}: it is not Megatron's, or was not copied whole")
+        raise CheckpointError(f"{folder} has no {_COMMON}: it is not Megatron's, or was not copied completely")
     loaded = place.read()
     return loaded[0] if isinstance(loaded, list) and loaded else loaded
 

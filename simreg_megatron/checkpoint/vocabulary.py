@@ -86,7 +86,7 @@ def check_tokenizer(args: Mapping[str, Any], checkpoint: Path, tokenizer: Tokeni
     trained = _recorded(checkpoint) or _still_there(args)
     given = _facts(tokenizer.path)
     if not trained or given is None:
-        return [f"nobody can tell whether {tokenizer.path} is the tokenizer of training{_named(args)}: no hash of it "
+        return [f"nothing shows whether {tokenizer.path} is the tokenizer of training{_named(args)}: no hash of it "
                 "was recorded, and it is not here"]  # fmt: skip
     if any(given.sha256 == one["sha256"] for one in trained):
         return []

@@ -144,7 +144,7 @@ def _missing(folder: Path, name: str, block: int, limits: Mapping[str, Any]) -> 
         )
     )
     return (
-        f"block {block} of {name} is not among the parts in {folder}: run the shard that makes it again (it goes on "
+        f"block {block} of {name} is not among the parts in {folder}: run the shard that makes it again (it resumes "
         f"where it stopped), and bring the parts of every machine into this one folder{budget}"
     )
 

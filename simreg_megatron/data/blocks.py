@@ -118,7 +118,7 @@ class RowsBlock(Block):
                     yield Record(index, *_text_of({key: text}, key))
                     index += 1
         except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{self.path} is not a whole Parquet file ({error}): copy it again") from None
+            raise DataError(f"{self.path} is not a complete Parquet file ({error}): copy it again") from None
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1} of row group {self.number + 1}"

@@ -61,7 +61,7 @@ def check_dataset(
     if manifest is None:
         if tokenizer is not None and (str(tokenizer).endswith(".model") or Path(tokenizer).is_file()):
             describe_tokenizer(str(tokenizer))  # see that it can be read; a folder takes seconds
-        return [f"{data.parent} has no {MANIFEST}: nobody can tell whether this tokenizer made {data.name}"]
+        return [f"{data.parent} has no {MANIFEST}: nothing shows whether this tokenizer made {data.name}"]
     _check_manifest(manifest, data, tokenizer, vocab_size)
     return []
 
@@ -92,7 +92,7 @@ def _expected_bytes(index: Path) -> tuple[int, int]:
     with index.open("rb") as stream:
         fixed = stream.read(FIXED.size)
         if len(fixed) < FIXED.size or not fixed.startswith(HEADER):
-            raise DataError(f"{index} is not a Megatron index (its first bytes are foreign): {_PREPARE}")
+            raise DataError(f"{index} is not a Megatron index (its first bytes are wrong): {_PREPARE}")
         _, version, code, num_sequences, num_documents = FIXED.unpack(fixed)
         if version != 1 or code not in ITEM_BYTES:
             raise DataError(f"{index} has an unknown version {version} or number type {code}: {_PREPARE}")

@@ -19,7 +19,8 @@ _Out = Annotated[
     Path, typer.Option(help="folder of the set: train.bin, train.idx, valid.bin, valid.idx, manifest.json")
 ]
 _Tokens = Annotated[
-    str, typer.Option(help="most training tokens, such as 20B or 500M: ends with the document that reaches it")
+    str,
+    typer.Option(help="at most so many training tokens, such as 20B or 500M; the document that reaches it is the last"),
 ]
 _ValidTokens = Annotated[str, typer.Option(help="the same for the --valid sources")]
 
@@ -43,7 +44,7 @@ def prepare(
         typer.Option(
             metavar="PIECES",
             show_default=False,
-            help="train one of so many pieces on these sources: OUT/tokenizer.model",
+            help="train one with so many pieces on these sources, into OUT/tokenizer.model",
         ),
     ] = 0,
     tokens: _Tokens = "",
@@ -53,26 +54,27 @@ def prepare(
     valid_share: Annotated[
         float | None,
         typer.Option(
-            help="else the share of documents that validate, chosen by their text (default: 0.005; c4 has its own set)"
+            help="else the share of documents for validation, chosen by their text (default: 0.005; c4 has its own set)"
         ),
     ] = None,
     valid_tokens: _ValidTokens = "",
-    key: Annotated[str, typer.Option(help="where a line or row has its text")] = "text",
+    key: Annotated[str, typer.Option(help="the key or column that has the text")] = "text",
     bos: Annotated[str, typer.Option(help="begin-of-text token: none, or document for one before each")] = "none",
     on_error: Annotated[
-        str, typer.Option(help="at a broken line: stop, or skip (counted, named in the manifest)")
+        str, typer.Option(help="at a broken line: stop, or skip it (counted and listed in the manifest)")
     ] = "stop",
     workers: Annotated[
-        int, typer.Option(show_default=False, help="processes (default: the cores); the bytes do not depend on it")
+        int,
+        typer.Option(show_default=False, help="processes (default: one per core); the output does not depend on it"),
     ] = 0,
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="only the part of machine I of N; then `data merge`")
     ] = "1/1",
     block_size: Annotated[
-        str, typer.Option(help="text of one part; what a kill can lose is one for each worker")
+        str, typer.Option(help="text in one part; a kill loses at most one part for each worker")
     ] = "32M",
 ) -> None:
-    """Tokenize text into training and validation sets. The same command goes on where a killed one stopped."""
+    """Tokenize text into training and validation sets. The same command resumes where a killed one stopped."""
     with _errors():
         from simreg_megatron.data.indexed import DataError
         from simreg_megatron.data.prepare import Task, prepare, workers_here
@@ -135,7 +137,7 @@ def make_tokenizer(
     sources: Annotated[list[str], typer.Argument(help="as of `data prepare`")],
     output: Annotated[Path, typer.Option(help="the .model file to write")],
     vocab_size: Annotated[int, typer.Option(help="pieces")] = 32000,
-    key: Annotated[str, typer.Option(help="where a line or row has its text")] = "text",
+    key: Annotated[str, typer.Option(help="the key or column that has the text")] = "text",
 ) -> None:
     """Train a sentencepiece tokenizer (byte pairs, every byte representable) on a sample of the sources."""
     with _errors():
@@ -144,7 +146,7 @@ def make_tokenizer(
         if output.suffix != ".model":
             raise DataError(f"--output takes a name that ends in .model, not {output.name}")
         if output.exists():
-            raise DataError(f"{output} is there already: give another --output, or remove it")
+            raise DataError(f"{output} already exists: give another --output, or remove it")
         print(_trained(sources, output, vocab_size, key))
 
 
@@ -183,9 +185,9 @@ def histogram(
     output: Annotated[
         Path | None, typer.Option(help="the JSON (default: PREFIX.histogram.json); the plot is put beside it")
     ] = None,
-    share: Annotated[float, typer.Option(help="of the vocabulary, whose part of all labels is told")] = 0.02,
+    share: Annotated[float, typer.Option(help="share of the vocabulary whose part of all labels is printed")] = 0.02,
     vocab_size: Annotated[
-        int, typer.Option(show_default=False, help="(default: the manifest's, else the largest id and one)")
+        int, typer.Option(show_default=False, help="(default: the manifest's, else the largest id plus one)")
     ] = 0,
 ) -> None:
     """Count the labels of a set: how much of the text the most frequent tokens are (the paper's Figure 2a)."""
@@ -277,7 +279,7 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("stopped: the same command goes on with what is done", file=sys.stderr)
+        print("stopped: run the same command to continue", file=sys.stderr)
         raise SystemExit(130) from None
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -86,7 +86,7 @@ def _describe_sentencepiece(source: str) -> TokenizerFacts:
     path = Path(source)
     if not path.is_file() or path.stat().st_size == 0:
         state = "is empty" if path.is_file() else "does not exist"
-        raise DataError(f"the tokenizer {source} {state}: give the model file that the data was or shall be made with")
+        raise DataError(f"the tokenizer {source} {state}: give the model file that the data was or will be made with")
     model = _load_sentencepiece(source)
     if model.eos_id() < 0:
         raise DataError(f"the tokenizer {source} has no end-of-text token, so documents could not be told apart")
@@ -110,7 +110,7 @@ def _load_hugging_face(source: str) -> Any:
         raise DataError("a Hugging Face tokenizer needs the transformers library: pip install transformers") from None
     if Path(source).is_file():
         raise DataError(
-            f"{source} is a file and no .model: give a sentencepiece .model, or a Hugging Face folder or name"
+            f"{source} is a file, but not a .model: give a sentencepiece .model, or a Hugging Face folder or name"
         )
     if not Path(source).is_dir() and (Path(source).is_absolute() or source.startswith(".")):
         raise DataError(f"there is no tokenizer folder {source}: give one, a sentencepiece .model file, or a name")
@@ -118,7 +118,7 @@ def _load_hugging_face(source: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError and the Hub's own
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{source} is no tokenizer that can be loaded ({type(error).__name__}: {reason})") from None
+        raise DataError(f"{source} cannot be loaded as a tokenizer ({type(error).__name__}: {reason})") from None
 
 
 class Encoder:

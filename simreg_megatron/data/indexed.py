@@ -38,11 +38,11 @@ def explain(error: OSError, folder: Path) -> str:
     """The sentence for a file system that refuses."""
     if error.errno in _NO_SPACE:
         return (
-            f"no more can be written to {folder} ({error.strerror}): all whole parts are kept, so free some space "
+            f"no more can be written to {folder} ({error.strerror}): all complete parts are kept, so free some space "
             "(about 4 bytes for each token of uint16, 8 of int32) and give the same command again"
         )
     place = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror or error}{place}: mend that and give the same command again, all whole parts are kept"
+    return f"{error.strerror or error}{place}: fix that and give the same command again; all complete parts are kept"
 
 
 def token_dtype(vocab_size: int) -> str:

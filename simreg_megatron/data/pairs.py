@@ -33,8 +33,8 @@ def explain_missing(prefix: str | os.PathLike[str]) -> str:
         return f"there is no folder {path.parent}: give the prefix of a .bin/.idx pair, without the ending"
     if path.name == "valid" and is_pair(path.with_name("train")) and _has_no_validation(path.parent):
         return (
-            f"the set in {path.parent} has no validation text: leave --valid-data out, and 1 % of --data validates "
-            "where it has documents enough, or prepare it again with --valid SOURCE or a larger --valid-share"
+            f"the set in {path.parent} has no validation text: leave --valid-data out, and 1 % of --data is used "
+            "for validation if it is long enough, or prepare it again with --valid SOURCE or a larger --valid-share"
         )
     near = difflib.get_close_matches(path.name, _prefixes_in(path.parent), n=1)
     hint = (
@@ -46,7 +46,7 @@ def explain_missing(prefix: str | os.PathLike[str]) -> str:
 def _what_is_in(folder: Path) -> str:
     found = [folder / name for name in _prefixes_in(folder)]
     if not found:
-        return "and holds no prepared set: give the prefix of a .bin/.idx pair, without the ending"
+        return "and has no prepared set: give the prefix of a .bin/.idx pair, without the ending"
     more = f" (there is also {', '.join(path.name for path in found[1:4])})" if found[1:] else ""
     return f"and a prefix is needed: {found[0]}{more}"
 

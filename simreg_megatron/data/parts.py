@@ -88,7 +88,7 @@ def read_part(path: Path, *, only_header: bool = False) -> tuple[PartHeader, dic
             arrays = {} if only_header else {name: archive[name] for name in archive.files if name != "header"}
     except (zipfile.BadZipFile, ValueError, KeyError, EOFError, TypeError) as error:
         raise DataError(
-            f"{path} is not a whole part ({error}), as after a copy that was cut off: remove it and give the same "
+            f"{path} is not a complete part ({error}), as after a copy that was cut off: remove it and give the same "
             "command again, or copy it again from where it was made"
         ) from None
     return header, arrays

@@ -205,7 +205,7 @@ def _make_parts(task: Task, source_set: str, recipe: Recipe, inputs: list[Input]
         except BrokenProcessPool:
             raise DataError(
                 "a worker was killed, perhaps because memory ran out: give the same command again, with fewer "
-                "--workers; all whole parts are kept"
+                "--workers; all complete parts are kept"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)

@@ -46,8 +46,8 @@ def refuse_other(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Pa
         if found.get(name) != wanted.get(name):
             before, now = _brief(found.get(name)), _brief(wanted.get(name))
             raise DataError(
-                f"{folder} was begun with other settings ({name}: {before} then, {now} now): "
-                "give another --out, the old settings, or remove that folder to begin anew"
+                f"{folder} was started with other settings ({name}: {before} then, {now} now): "
+                "give another --out, the old settings, or remove that folder to start from scratch"
             )
 
 

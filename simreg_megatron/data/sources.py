@@ -108,7 +108,7 @@ class Parquet(_OneFile):
         try:
             groups = pyarrow.parquet.ParquetFile(self.path).num_row_groups
         except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{self.path} is not a whole Parquet file ({error}): copy it again") from None
+            raise DataError(f"{self.path} is not a complete Parquet file ({error}): copy it again") from None
         for number in range(max(groups, 1)):
             if wanted(number):
                 weight = self.size // max(groups, 1)
@@ -187,7 +187,7 @@ class HubFile:
         except Exception as error:  # the network's, of many kinds
             raise DataError(
                 f"the stream of {self.name} broke off ({type(error).__name__}: {' '.join(str(error).split())}): give "
-                "the same command again, it goes on in this file"
+                "the same command again, and it resumes in this file"
             ) from None
 
     def identity(self) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def open_hub(source: str, split: str) -> Any:
         raise DataError("data sets of the Hub need the datasets library: pip install datasets") from None
     except Exception as error:  # of many kinds: the network's, the Hub's, the library's own
         raise DataError(
-            f"{source} ({split}) cannot be opened ({type(error).__name__}: {' '.join(str(error).split())}): see that "
-            f"the name is right and the network there, or download its files and name the folder"
+            f"{source} ({split}) cannot be opened ({type(error).__name__}: {' '.join(str(error).split())}): check "
+            f"the name and the network, or download its files and name the folder"
         ) from None
 
 
@@ -281,6 +281,6 @@ def _group(paths: Iterable[Path], *, root: Path, source: str) -> list[Input]:
             inputs.append(makers[kind](path, name, size))
     close_texts()
     if not inputs:
-        named = "; .json files are read where they are named themselves" if any(root.rglob("*.json")) else ""
+        named = "; .json files are read only if you name them" if any(root.rglob("*.json")) else ""
         raise DataError(f"{source} holds nothing that can be read: give {_KINDS}{named}")
     return inputs

@@ -116,8 +116,8 @@ def _good_texts(block: Block, recipe: Recipe, header: PartHeader) -> Iterator[st
             header.skip(f"{block.where(index)}: {problem}")
         else:
             raise DataError(
-                f"{block.where(index)}: {problem}; mend it and give the same command again, or add "
-                "--on-error skip, which leaves such records out and counts them; what is done is kept"
+                f"{block.where(index)}: {problem}; fix it and give the same command again, or add "
+                "--on-error skip, which leaves such records out and counts them; finished work is kept"
             )
 
 

@@ -28,7 +28,7 @@ def evaluate(
         list[str],
         typer.Option(
             help="NAME=PATH, once for each: a Hugging Face model folder, or a Megatron checkpoint, which is exported "
-            "first. The first one is what the others are compared with"
+            "first. The others are compared with the first"
         ),
     ],
     output: Annotated[Path, typer.Option(help="folder for results.json, results.md and results.png")],
@@ -50,31 +50,33 @@ def evaluate(
     ] = 0,
     features: Annotated[
         str,
-        typer.Option(show_default=False, help="with --data: also from these first features alone, such as 64,128,256"),
+        typer.Option(show_default=False, help="with --data: also from only so many first features, such as 64,128,256"),
     ] = "",
-    data_tokens: Annotated[int, typer.Option(show_default=False, help="only so many tokens of --data")] = 0,
+    data_tokens: Annotated[int, typer.Option(show_default=False, help="at most so many tokens of --data")] = 0,
     bos: Annotated[
         str, typer.Option(help="begin-of-text token: none or document, as in training (manifest.json of the data)")
     ] = "none",
     dtype: Annotated[str, typer.Option(help="of the weights: bfloat16, float16 or float32")] = "bfloat16",
     batch_size: Annotated[str, typer.Option(help="requests at a time, or auto")] = "auto",
-    device: Annotated[str, typer.Option(show_default=False, help="(default: a GPU where one is)")] = "",
-    limit: Annotated[int, typer.Option(show_default=False, help="first questions of each task: for a trial only")] = 0,
-    include: Annotated[Path | None, typer.Option(help="folder of further task definitions of the harness")] = None,
+    device: Annotated[str, typer.Option(show_default=False, help="(default: a GPU if there is one)")] = "",
+    limit: Annotated[
+        int, typer.Option(show_default=False, help="only the first so many questions of each task: for a trial")
+    ] = 0,
+    include: Annotated[Path | None, typer.Option(help="folder with more task definitions for the harness")] = None,
     task_data: Annotated[
-        Path | None, typer.Option(help="folder with copies of data sets, DIR/OWNER/NAME, taken before the network")
+        Path | None, typer.Option(help="folder with copies of data sets, DIR/OWNER/NAME, used before the network")
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="never ask the network")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="never use the network")] = False,
     paper: Annotated[
-        str, typer.Option(show_default=False, help="put the paper's rows beside, such as llama-350m or mixtral-8x1b")
+        str, typer.Option(show_default=False, help="add the paper's rows, such as llama-350m or mixtral-8x1b")
     ] = "",
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="run what the model writes: humaneval and mbpp need it")
     ] = False,
 ) -> None:
-    """Ask models the paper's zero-shot questions; table them with differences, errors and the paper's rows.
+    """Run the paper's zero-shot tasks and tabulate scores, differences, errors and the paper's rows.
 
-    What was found of a model is kept as soon as it is found; the same command goes on after a stop.
+    The results of each model are kept as soon as they exist; the same command resumes after a stop.
     """
     with _one_sentence():
         _need_packages()
@@ -92,7 +94,7 @@ def evaluate(
         models = _named(model)
         refuse_unknown(choices, include)
         if not choices and data is None:
-            raise EvaluationError("--tasks none goes with --data PREFIX: else there is nothing to measure")
+            raise EvaluationError("--tasks none goes with --data PREFIX: otherwise there is nothing to measure")
         _run(
             models,
             output,

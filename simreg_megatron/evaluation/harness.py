@@ -35,9 +35,9 @@ class Protocol:
         dtype: of the weights: float32, bfloat16 or float16.
         batch_size: requests at a time, or "auto".
         limit: only the first questions of each task: for a trial, never for a table.
-        include: folder of further task definitions of the harness.
+        include: folder with more task definitions for the harness.
         task_data: folder with copies of data sets.
-        offline: never ask the network.
+        offline: never use the network.
         allow_code: run what the model writes, for the tasks that need it.
     """
 

@@ -61,7 +61,7 @@ def _explanation(path: str, copy: Path | None, found: bool, offline: bool, error
     how = f"hf download --repo-type dataset {path} --local-dir"
     if offline:
         return (
-            f"the data set {path} is not on this machine, and --offline forbids to fetch it: where there is a network, "
-            f"`{how} {path}`, then copy that folder to {place}"
+            f"the data set {path} is not on this machine, and --offline forbids downloading it: where there is a "
+            f"network, `{how} {path}`, then copy that folder to {place}"
         )
     return f"the data set {path} could not be fetched ({reason}): `{how} ...` elsewhere and copy it to {place}"

@@ -89,7 +89,7 @@ def report(
     parts += [perplexity_table(models), losses_paired(models[0].name, pairs or {})]
     if len(models) > 1:
         parts.append(
-            "Differences of scores are in points. In brackets stands the 95 % interval over the same questions or "
+            "Differences of scores are in points. In brackets: the 95 % interval over the same questions or "
             "documents (bootstrap); after ±, where a task has no score of a single question, one standard error, which "
             "takes the models for independent. One seed each: the spread between training seeds is not in it.\n"
         )
@@ -118,7 +118,7 @@ def _chances(models: Sequence[ModelResults]) -> str:
     noisy = {task: score for model in models for task, score in model.scores.items() if score.is_noise}
     told = (f"{task} ({_PERCENT * (score.chance or 0):.1f})" for task, score in noisy.items())
     return (
-        f"\\* within the noise of chance, so a difference there says nothing: {', '.join(told)}; in brackets what "
+        f"\\* within the noise of chance, so a difference there means nothing: {', '.join(told)}; in brackets what "
         "guessing, or one and the same answer, scores.\n"
         if noisy
         else ""

@@ -204,12 +204,12 @@ def _verdict(arm: Arm, first: Arm) -> str:
         return f"{pair}: cannot be compared, as no validation loss was logged."
     if min(len(arm.losses), len(first.losses)) < 2:
         apart = np.mean(arm.losses) - np.mean(first.losses)
-        return f"{pair}: {apart:+.4f} nats per token, one seed each: no interval, so nothing to conclude from."
+        return f"{pair}: {apart:+.4f} nats per token, one seed each: no interval, so nothing can be concluded."
     found = welch(arm.losses, first.losses)
     told = f"{found.difference:+.4f} nats per token ({found.low:+.4f} to {found.high:+.4f}, p {found.p_value:.2g})"
     if found.low > 0 or found.high < 0:
         return f"{pair}: {'lower' if found.high < 0 else 'higher'}, {told}."
-    return f"{pair}: not told apart, {told}; {found.detectable:.4f} would have been found four times in five."
+    return f"{pair}: not told apart, {told}; {found.detectable:.4f} would be detected four times in five."
 
 
 def _table_of_ends(arms: Sequence[Arm]) -> Grid:
@@ -242,8 +242,8 @@ def _table_of_savings(arms: Sequence[Arm]) -> Grid:
     says = (
         f"When each one reached the last validation loss of {arms[0].name}"
         f"{'' if loss is None else f' ({loss:.4f})'}: read in the middle of a longer schedule, so an underestimate of "
-        "what a schedule of that length saves. Time as the runs logged it: of runs that shared their cores it is no "
-        "measure."
+        "what a schedule of that length saves. Time is what the runs logged, which means nothing if they shared "
+        "their cores."
     )
     heads = ("run", "at step", "tokens saved", "the authors'", "time of a step", "the authors'", "time saved")
     return Grid(heads, rows, says)

@@ -137,13 +137,13 @@ def _about_the_set(table: Table, expected: Sequence[Entry]) -> Iterator[str]:
         row = rows.pop(place, None)
         who = f"{entry.arm} at size {entry.size}, seed {entry.seed}"
         if row is None:
-            yield f"{name}: {who} is missing: a part of the planned runs is a choice among results, so run the rest"
+            yield f"{name}: {who} is missing: leaving out planned runs selects among results, so run the rest"
         elif int(row["steps"]) != entry.run.steps:
             yield f"{name}: {who} stopped at step {row['steps']}, and the plan says {entry.run.steps}"
         elif row["run"] != entry.run.digest[:16] or row["flags"] != entry.run.words:
-            yield f"{name}: {who} was not run with the settings that the plan and its search lead to"
+            yield f"{name}: {who} was not run with the settings that the plan and its search call for"
     for arm, size, _, seed, _ in rows:
-        yield f"{name}: {arm} at size {size}, seed {seed}, is not in the plan: plan it, or take it out"
+        yield f"{name}: {arm} at size {size}, seed {seed}, is not in the plan: add it to the plan, or remove it"
 
 
 def _about_curves(table: Table) -> Iterator[str]:

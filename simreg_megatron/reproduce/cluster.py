@@ -41,7 +41,7 @@ class Standing:
         if self.failed:
             told += f", {len(self.failed)} failed"
         if self.queued or self.submitted:
-            told += "; the same command again collects what has ended by then"
+            told += "; run the same command again to collect what has ended by then"
         return told
 
 

@@ -31,22 +31,22 @@ def register(app: typer.Typer) -> None:
 
 def reproduce(
     plans: Annotated[list[str], typer.Argument(help="names of experiments that ship with the package, or .yaml files")],
-    output: Annotated[Path, typer.Option(help="folder of runs and results; the same one continues what was begun")] = (
-        Path("runs/reproduce")
-    ),
+    output: Annotated[
+        Path, typer.Option(help="folder of runs and results; the same one continues what was started")
+    ] = (Path("runs/reproduce")),
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time (default: one for each processor)")] = (
         os.cpu_count() or 1
     ),
     threads: Annotated[int, typer.Option(min=1, help="threads of each run")] = 1,
     model: Annotated[
-        str, typer.Option(help="a preset such as tiny or 350m in the place of the plan's sizes", show_default=False)
+        str, typer.Option(help="a preset such as tiny or 350m instead of the plan's sizes", show_default=False)
     ] = "",
     sizes: Annotated[str, typer.Option(help="only these widths, such as 64,96", show_default=False)] = "",
-    seeds: Annotated[int, typer.Option(min=0, help="so many seeds in the place of the plan's", show_default=False)] = 0,
+    seeds: Annotated[int, typer.Option(min=0, help="so many seeds, instead of the plan's", show_default=False)] = 0,
     data: Annotated[
-        str, typer.Option(help="builtin, large or a folder, in the place of the plan's", show_default=False)
+        str, typer.Option(help="builtin, large or a folder, instead of the plan's", show_default=False)
     ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="a few steps of each arm: does everything run?")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="a few steps of each arm, to see that all runs")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the runs and their commands, and stop")] = False,
     low_priority: Annotated[
         bool, typer.Option("--low-priority", help="run only when nobody else wants the processor")
@@ -62,7 +62,7 @@ def reproduce(
 ) -> None:
     """Run an experiment as its plan says: question, arms, trials and seeds are fixed before the first run.
 
-    After a stop or a kill the same command continues; what has ended is never run again.
+    After a stop or a kill the same command continues; finished runs are never repeated.
     """
     from simreg_megatron.reproduce.local import give_way
     from simreg_megatron.reproduce.plan import read_plan
@@ -86,7 +86,7 @@ def reproduce(
         raise typer.Exit(1)
     if not dry_run and not quick and not slurm:
         told = f"`simreg-megatron report check {output}`, and as a page `simreg-megatron report page {output}`"
-        _console.print(f"What these results allow to conclude: {told}", markup=False)
+        _console.print(f"What can be concluded from these results: {told}", markup=False)
 
 
 def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
@@ -224,5 +224,5 @@ def _one_sentence(output: Path) -> Iterator[None]:
         _console.print(f"error: {error}", style="bold red", markup=False)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        _console.print(f"Stopped, with all runs; the same command continues what is in {output}.", markup=False)
+        _console.print(f"Stopped, and so are all runs; the same command continues from {output}.", markup=False)
         raise typer.Exit(130) from None

@@ -64,7 +64,7 @@ def _beside_the_authors(name: str, verdicts: list[Verdict], tables: dict[str, Ta
         )
     says = (
         "Differences are in the unit of the claim's measure, nats per token for a loss. Time saved is unmeasured where "
-        "only the judged runs tell the seconds of a step: of runs that shared their cores that is no measure."
+        "only the judged runs tell the seconds of a step, which means nothing if they shared their cores."
     )
     return Grid(heads, rows, says)
 

@@ -207,7 +207,7 @@ def _check(plan: Plan, where: str) -> None:
             told = ", ".join(f"{name} {count}" for name, count in budgets.items())
             raise ReproduceError(
                 f"{where} gives its arms unequal numbers of trials at size {size} ({told}): a comparison of unequally "
-                "tuned arms says nothing, so give each the same number"
+                "tuned arms means nothing, so give each the same number"
             )
     for claim in plan.claims:
         for name in (claim.arm, claim.than):

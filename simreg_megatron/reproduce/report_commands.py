@@ -30,14 +30,14 @@ class _RunsUnlessNamed(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-_HELP = "What runs say: `report RUN...` compares your own, `check` and `page` are of experiments."
+_HELP = "What runs show: `report RUN...` compares your own, `check` and `page` are for experiments."
 app = typer.Typer(no_args_is_help=True, help=_HELP, cls=_RunsUnlessNamed)
 _console = Console(soft_wrap=True, highlight=False)
 
 
 @app.callback()
 def _root() -> None:
-    """What runs say: `report RUN...` compares your own, `check` and `page` are of experiments."""
+    """What runs show: `report RUN...` compares your own, `check` and `page` are for experiments."""
 
 
 @app.command()
@@ -46,7 +46,7 @@ def runs(
         list[str],
         typer.Argument(
             help="an output folder, a TensorBoard folder or a CSV file (tag, step, value), each PATH or NAME=PATH; "
-            "paths of one name are seeds. The first is what the others are compared with"
+            "paths of one name are seeds. The others are compared with the first"
         ),
     ],
     output: Annotated[Path, typer.Option(help="the HTML file; Markdown and pictures are written beside it")] = Path(
@@ -150,5 +150,5 @@ def _worth(verdict: Verdict) -> str:
 def _saved(tokens: float, speed: Pace | None) -> str:
     told = f"saved: {tokens:.0%} of the tokens"
     if speed is None:
-        return f"{told}; of the time it is not known, as no run logged the seconds of a step"
+        return f"{told}; the share of the time is not known, as no run logged the seconds of a step"
     return f"{told}, {speed.time_saved(tokens):.0%} of the time ({speed.told})"

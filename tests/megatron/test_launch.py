@@ -90,12 +90,12 @@ def test_the_same_command_goes_on_and_ends(text, tmp_path: Path) -> None:
     start = runs.torchrun([*command, "--auto-resume", "--exit-interval", "2"])
     assert start.status == 0 and "exiting program at iteration 2" in start.output, start.output[-3000:]
     refused = runs.torchrun([*command, "--save", str(tmp_path / "checkpoints")])
-    assert refused.status != 0 and "go on with --auto-resume" in refused.output
+    assert refused.status != 0 and "resume it with --auto-resume" in refused.output
     torn = tmp_path / "checkpoints" / "iter_0000003"
     torn.mkdir()
     again = runs.torchrun([*command, "--auto-resume"])
     assert again.status == 0 and f"{torn} was never finished: deleted" in again.output, again.output[-3000:]
-    assert "going on from iteration 2" in again.output
+    assert "resuming from iteration 2" in again.output
     assert re.findall(r"iteration +(\d+)/ +4 \|", again.output) == ["3", "4"]
     done = runs.torchrun([*command, "--auto-resume"])
     assert done.status == 0 and "4 iterations are done, so there is nothing to do" in done.output
@@ -118,9 +118,8 @@ def test_a_full_disk_is_one_sentence_and_room_is_enough_to_go_on(text, tmp_path:
     command = [LLAMA, "--simreg-lambda", "1", *SHORT, *own, "--save-interval", "1", "--auto-resume"]
     done = runs.torchrun(command)
     assert done.status != 0
-    sentence = (
-        rf"error: (a checkpoint in )?{small_disk}/checkpoints\S* could not be written.*: make room or give another"
-    )
+    place = rf"error: (a checkpoint in )?{small_disk}/checkpoints\S*"
+    sentence = rf"{place} could not be written.*: free some space or give another"
     assert re.search(sentence, done.output), done.output[-4000:]
     subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
     again = runs.torchrun(command)

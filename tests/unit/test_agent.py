@@ -26,7 +26,7 @@ def started(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
         pytest.param("print('error: no such file', file=sys.stderr); sys.exit(2)", 2, "error: no such file", id="own"),
         pytest.param(
             "os.kill(os.getpid(), 9)", 137,
-            "error: rank 1 was ended by SIGKILL, as the system does where memory runs out", marks=pytest.mark.slow,
+            "error: rank 1 was ended by SIGKILL, which the system does when memory runs out", marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

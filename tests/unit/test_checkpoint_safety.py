@@ -226,7 +226,7 @@ class TestForeign:
     def test_a_taken_name_is_left_alone(self, checkpoint: Path, save: Path) -> None:
         save.mkdir()
         (save / "precious").write_text("kept")
-        assert "is there already" in refused(checkpoint, save)
+        assert "already exists" in refused(checkpoint, save)
         assert (save / "precious").read_text() == "kept"
 
     def test_no_arguments(self, checkpoint: Path, save: Path) -> None:

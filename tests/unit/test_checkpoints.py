@@ -79,7 +79,7 @@ def test_a_tracker_that_is_behind_or_damaged_is_corrected(text: str, tmp_path: P
         make(tmp_path, iteration)
     track(tmp_path, text)
     (said,) = repair(tmp_path)
-    assert said.endswith("it names 20, the newest whole checkpoint")
+    assert said.endswith("it names 20, the newest complete checkpoint")
     assert (tmp_path / TRACKER).read_text() == "20"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
 

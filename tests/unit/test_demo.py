@@ -345,7 +345,7 @@ def test_being_stopped_stops_the_runs_too(tmp_path, sent):
         process.send_signal(sent)
         rest, _ = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert "Stopped, with all that was running" in rest
+    assert "Stopped, and so is everything it started" in rest
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

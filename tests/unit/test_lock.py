@@ -75,7 +75,7 @@ def test_a_holder_elsewhere_lives_while_its_file_is_touched(tmp_path: Path) -> N
         if sum(waited) > lock.BEAT_SECONDS:
             os.utime(path, (len(waited), len(waited)))  # a clock far behind ours is no matter
 
-    sentence = r"process 17 on node7, since 2026-01-01 .* is safe to remove if no such"
+    sentence = r"process 17 on node7, since 2026-01-01 .* is safe to delete if no such"
     with pytest.raises(LaunchError, match=sentence), held(tmp_path, wait=beats_after_a_while):
         pass
     assert sum(waited) <= 2 * lock.BEAT_SECONDS and path.is_file()
@@ -92,7 +92,7 @@ def test_a_holder_elsewhere_whose_file_stands_still_is_gone(holder: Holder | str
     waited: list[float] = []
     with held(tmp_path, wait=waited.append):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
-    assert sum(waited) == 60 and "looking whether it still lives" in capsys.readouterr().out
+    assert sum(waited) == 60 and "checking whether it is still running" in capsys.readouterr().out
 
 
 def test_a_lock_that_is_given_back_meanwhile_is_taken(tmp_path: Path) -> None:

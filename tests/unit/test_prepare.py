@@ -407,7 +407,7 @@ def test_a_part_cut_off_is_seen(folder: Path, tokenizer: Path, whole: Path, tmp_
     data = part.read_bytes()
     for damaged in (data[:-40], data.replace(data[-600:-560], bytes(40))):
         part.write_bytes(damaged)
-        with pytest.raises(DataError, match="is not a whole part"):
+        with pytest.raises(DataError, match="is not a complete part"):
             make(tmp_path, folder, tokenizer=tokenizer, valid_share=0.1, shard=(1, 2))
             merge(tmp_path)
     part.unlink()
@@ -468,7 +468,7 @@ def test_a_source_cut_off_is_never_a_shorter_one(
     folder: Path, tokenizer: Path, tmp_path: Path, here: None, name: str
 ) -> None:
     (tmp_path / name).write_bytes((folder / name).read_bytes()[:-30])
-    with pytest.raises(DataError, match=f"{name} (ends too early|is damaged|is not a whole Parquet file)"):
+    with pytest.raises(DataError, match=f"{name} (ends too early|is damaged|is not a complete Parquet file)"):
         make(tmp_path / "out", tmp_path / name, tokenizer=tokenizer, on_error="skip")
 
 

@@ -156,7 +156,7 @@ def _further_run(rows):
         (_other_text, "2 different texts"),
         (_before_the_end, "before the end of the decay"),
         (_longer_decay, "before the end of the decay"),
-        (_without_the_worst, "a choice among results"),
+        (_without_the_worst, "selects among results"),
         (_better_settings, "not run with the settings"),
         (_better_loss, "its curve ends at"),
         (_further_run, "seed 6, is not in the plan"),
@@ -183,7 +183,7 @@ def test_a_search_that_would_have_chosen_otherwise_is_noticed(results):
         return rows
 
     rewrite(results / "search.csv", change)
-    assert "not run with the settings that the plan and its search lead to" in check(results).output
+    assert "not run with the settings that the plan and its search call for" in check(results).output
 
 
 @pytest.mark.parametrize(("seeds", "words"), [(2, "2 seeds at size 64 are too few"), (4, "rests on 4 seeds")])
@@ -263,7 +263,7 @@ def _seconds_of(results, name, seconds):
 
 def test_time_is_saved_less_than_tokens_where_steps_are_longer(results):
     said = check(results).output
-    assert "of the tokens; of the time it is not known" in said
+    assert "of the tokens; the share of the time is not known" in said
     _seconds_of(results, "mine", {"plain": 0.20, "simreg": 0.22})
     tables = read_tables(results)
     (first, _), rows = judge(tables["mine"].plan, tables["mine"].rows), tables["mine"].rows

@@ -95,7 +95,7 @@ def test_each_run_is_submitted_once_and_collected_once(tmp_path: Path, dataset: 
     standing = call()
     assert counts(standing) == (1, 1, 0, 0)
     assert standing.sentence == (
-        "1 ended, 1 in the queue, 0 submitted now; the same command again collects what has ended by then"
+        "1 ended, 1 in the queue, 0 submitted now; run the same command again to collect what has ended by then"
     )
     site.leave(store, second)
     assert counts(call()) == counts(call()) == (2, 0, 0, 0)

@@ -142,10 +142,10 @@ def test_times_are_read_as_sbatch_does(time: str, seconds: int) -> None:
         pytest.param(("--time", "15"), ("--save-interval", "5"), "leaves less than a minute|", id="time"),
         pytest.param(("--time", "10"), (), "leaves less than a minute", id="reserve"),
         pytest.param(("--time", "tomorrow"), (), "takes minutes", id="no-time"),
-        pytest.param(("--nodes", "0"), (), "--nodes is at least 1", id="nodes"),
+        pytest.param(("--nodes", "0"), (), "--nodes must be at least 1", id="nodes"),
         pytest.param(("--nodes", "3"), (), "cannot be shared by 24 data-parallel ranks", id="batch"),
-        pytest.param(("--keep", "0"), (), "--keep is at least 1", id="keep"),
-        pytest.param((), ("--dry-run",), "stands before the script", id="dry-run"),
+        pytest.param(("--keep", "0"), (), "--keep must be at least 1", id="keep"),
+        pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
     ],
 )
@@ -342,7 +342,7 @@ class TestWhatARunTakes:
         assert reads == (
             f"reads  2.1 billion tokens in 500 iterations, of the 2,000 in {tmp_path / 'text'}, 1,048,576.0 times over"
         )
-        assert takes.endswith("3 slices, at 3.00 s a step (--step-seconds); --slices 1 ends before that")
+        assert takes.endswith("3 slices, at 3.00 s a step (--step-seconds); --slices 1 is too few for that")
 
     def test_a_checkpoint_has_the_vocabulary_of_its_text(self, data: list[str], tmp_path: Path) -> None:
         """Half of the 32,000 where nobody says: 2 x 4096 x 16,000 x 14 bytes, 1.7 GiB, less."""

@@ -181,7 +181,7 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     said: list[str] = []
     monkeypatch.setattr(launcher, "_say", said.append)
     assert ask("llama --dry-run --data data/mine/trian --tokenizer data/mine/tokenizer.model")[0] == 0
-    assert "--train-iters" in said[0] and "SimReg is off, because no flag turns it on" in said[0]
+    assert "--train-iters" in said[0] and "SimReg is off: no flag turns it on" in said[0]
     assert said[1].startswith(
         "# note      the run itself would be refused on this machine: there is no data/mine/trian"
     )
@@ -210,7 +210,7 @@ def test_a_dry_run_says_what_lambda_comes_to(words: str, sentence: str, ask: Ask
 
 
 def test_submitting_without_simreg_is_said(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
-    off = "> SimReg is off, because no flag turns it on: --simreg-lambda auto, or --recipe paper, turns it on"
+    off = "> SimReg is off: no flag turns it on, as --simreg-lambda auto or --recipe paper would"
     dry = SUBMIT.replace("launch/", "--dry-run launch/", 1)
     assert ask(dry) == (0, off)
     assert ask(f"{dry} --simreg-lambda 1")[1] != off != ask(f"{dry} --recipe baseline")[1]

@@ -137,7 +137,7 @@ def _existing(directory: Path, plan: _Plan) -> dict[str, Any] | None:
         path = directory / name
         if not path.exists() or path.stat().st_size != manifest["files"][name]["bytes"]:
             raise DataError(
-                f"{path} is not the file that {MANIFEST} tells of: remove {directory}, and it is built again"
+                f"{path} is not the file that {MANIFEST} describes: remove {directory}, and it is built again"
             )
     return manifest
 
@@ -153,7 +153,7 @@ def _build(directory: Path, cache: Path, plan: _Plan, workers: int, progress: bo
     say: Callable[[str], None] = (lambda text: print(f"> corpus: {text}", flush=True)) if progress else (lambda _: None)
     facts = read_json(work / "facts.json")
     if facts is None:
-        say("leaving out what repeats (some minutes)")
+        say("leaving out repeats (some minutes)")
         facts = _write_sides(_read_prose(files), work)
         write_json(work / "facts.json", facts)
     tokenizer = work / "tokenizer.model"
