@@ -49,5 +49,5 @@ def run(script: str, words: Iterable[object], **environment: str) -> str:
     command = [str(word) for word in (*torchrun, script, *words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
     if done.returncode:
-        raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise SystemExit(f"a run ended with status {done.returncode}:\n{done.stdout[-8000:]}{done.stderr[-8000:]}")
     return done.stdout

@@ -15,6 +15,7 @@ from simreg_megatron.report.steps import overhead
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 AIM_OF_STEP = 0.5  # percent over plain Megatron
+_TORCHRUN = "distributed/elastic/multiprocessing/api.py"  # its first line; a screen of others follows
 _RESULTS = {"failure": FAIL, "error": FAIL, "skipped": SKIP}
 
 
@@ -94,8 +95,10 @@ def slow_steps(name: str, found: list[Record]) -> Iterator[Slow]:
 
 
 def tail(path: Path, count: int = 40) -> str:
-    """The last lines of a log, without what progress bars wrote over."""
+    """The last lines of a log, without what progress bars wrote over and what torchrun says of a rank that failed."""
     if not path.exists():
         return "no log"
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    text = path.read_bytes().decode("utf-8", errors="replace")  # read as text, a return would be a new line
+    before, failed, _ = text.partition(_TORCHRUN)
+    text = (before.rpartition("\n")[0] if failed else text).strip()
     return "\n".join(line.rpartition("\r")[2][:300] for line in text.split("\n")[-count:])

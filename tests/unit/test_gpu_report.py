@@ -303,6 +303,15 @@ def test_forms_slower_than_the_products_of_their_pairs_are_told(tmp_path: Path) 
     assert "| triton | 4 x 1024 x 4096 | forward |  |  |  |  |  | failed: OutOfMemoryError |" in page
 
 
+def test_the_end_of_a_log_is_the_ranks_own(tmp_path: Path) -> None:
+    log = tmp_path / "steps.log"
+    torchruns = "E1122 12:17 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)\n" + "=\n" * 60
+    log.write_text(f"round 1\nbar 1%\rbar 99%\nOutOfMemoryError: CUDA out of memory.\n{torchruns}")
+    assert results.tail(log) == "round 1\nbar 99%\nOutOfMemoryError: CUDA out of memory."
+    log.write_text("line\n" * 99)
+    assert results.tail(log) == "\n".join(["line"] * 40)
+
+
 def test_lines_of_a_part_that_broke_off_are_in_the_report(tmp_path: Path) -> None:
     records.write(tmp_path / "forms-gemm.csv.other", [line_of("gemm", "forward", 0.5e-3)])
     os.replace(tmp_path / "forms-gemm.csv.other", tmp_path / "forms-gemm.csv.part")
