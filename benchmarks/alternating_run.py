@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch.launcher import main  # noqa: E402  (the root is on the path first)
-from simreg_megatron.plugin import hooks  # noqa: E402
+from simreg_megatron.plugin import hooks, installation  # noqa: E402
 
 LOG_INTERVAL = 10
 TIMES = "SIMREG_STEP_TIMES"  # the file to write
@@ -76,7 +76,7 @@ def _install_and_alternate(install: Callable[..., None], file: Any) -> Callable[
         install(*args, **kwargs)
         from megatron.training import training
 
-        training.train_step = Alternating(hooks._installation._originals, file)
+        training.train_step = Alternating(installation.current()._originals, file)
 
     return installed
 

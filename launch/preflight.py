@@ -241,13 +241,13 @@ def check_with_megatron(
 
 def _check_own_combinations(flags: Sequence[Flag], args: argparse.Namespace) -> None:
     """What SimReg itself refuses beside Megatron's flags, which a run tells when it has begun."""
-    from simreg_megatron.plugin import hooks
+    from simreg_megatron.plugin import refusals
 
     config = check_own_flags(flags)
     if not config.active:
         return
     try:
-        hooks.refuse_arguments(args, config)
+        refusals.refuse_arguments(args, config)
     except (ValueError, NotImplementedError) as error:
         raise LaunchError(str(error)) from None
 

@@ -45,7 +45,8 @@ class Table:
 
 _PLUGIN = (
     "simreg_megatron/__init__.py", "simreg_megatron/config.py", "simreg_megatron/adagc.py",
-    *(f"simreg_megatron/{room}/**/*.py" for room in ("kernels", "losses", "parallel", "plugin")),
+    "simreg_megatron/notices.py", "simreg_megatron/trial.py",
+    *(f"simreg_megatron/{room}/**/*.py" for room in ("kernels", "losses", "parallel", "sharded", "plugin")),
 )  # fmt: skip
 _MODULES = ("compare", "driver", "expected", "inputs", "loops", "measure", "pretrain", "record", "releases", "tiny")
 TABLES = {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from simreg_megatron import trial
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.simreg import AUTO, chosen_impl
+from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat, inner
-from simreg_megatron.plugin.reporting import log_once
 
 
 def settle(config: SimRegConfig, model_chunks: Any, micro_batch_size: int, seq_length: int) -> None:

@@ -16,20 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.agreement import Agreement
-from simreg_megatron.plugin.documents import Documents, EndTokens, PackedLengths
 from simreg_megatron.plugin.heads import head_terms, label_rows
 from simreg_megatron.plugin.inner import InnerStates, State
 from simreg_megatron.plugin.learnable import learned_scalars, wanted
-from simreg_megatron.plugin.objectives import objective_terms
-from simreg_megatron.plugin.reporting import Metrics, log_once
-from simreg_megatron.plugin.sequence import views_of
+from simreg_megatron.plugin.reporting import Metrics
 from simreg_megatron.plugin.stages import DataOfStages, MicroBatch
-from simreg_megatron.plugin.views import View
+from simreg_megatron.sharded.documents import Documents, EndTokens, PackedLengths
+from simreg_megatron.sharded.objectives import objective_terms
+from simreg_megatron.sharded.sequence import views_of
+from simreg_megatron.sharded.views import View
 
 
 class _Given(NamedTuple):
@@ -250,7 +251,10 @@ class Regularizer:
             return _Part(terms, self._views_for_log(config, tokens, states[-1]), {})
         views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
-        of_views = [objective_terms(config, of_state, tokens.shard, learned, self._iteration) for of_state in views]
+        of_views = [
+            objective_terms(config, of_state, tokens.shard, learned, self._iteration, compat.data_group)
+            for of_state in views
+        ]
         terms = functools.reduce(torch.add, of_views)
         if config.is_simreg and config.prefixes:
             terms = terms / len(config.prefixes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -20,13 +19,14 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
+from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.quantiles import quantiles_over
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin.agreement import Agreement
-from simreg_megatron.plugin.every_kth import EveryKth
 from simreg_megatron.plugin.heads import has_whole_head, margins
 from simreg_megatron.plugin.learnable import as_logged
-from simreg_megatron.plugin.views import View
+from simreg_megatron.sharded.every_kth import EveryKth
+from simreg_megatron.sharded.views import View
 
 logger = logging.getLogger("simreg_megatron")
 
@@ -362,22 +362,3 @@ def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
             tensorboard.add_scalar(name, value, iteration)
         if wandb:
             wandb.log({name: value}, iteration)
-
-
-_said: set[str] = set()
-
-
-def log_once(message: str) -> None:
-    """Say it once per process group, on the rank whose console Megatron's training log uses."""
-    if message in _said:
-        return
-    _said.add(message)
-    ready = dist.is_available() and dist.is_initialized()
-    if not ready or dist.get_rank() == dist.get_world_size() - 1:
-        print(f"> {message}", flush=True)
-
-
-def warn(message: str) -> None:
-    """A warning on the first rank."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        warnings.warn(message, stacklevel=3)

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.plugin import compat, inner
 from simreg_megatron.plugin.learnable import wanted
-from simreg_megatron.plugin.reporting import log_once
 
 
 class MicroBatch(NamedTuple):

@@ -20,9 +20,9 @@ from simreg_megatron.magnitude import norm_sums
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import compat, reporting
-from simreg_megatron.plugin.objectives import objective_terms
-from simreg_megatron.plugin.sequence import views_of
+from simreg_megatron.plugin import reporting
+from simreg_megatron.sharded.objectives import objective_terms
+from simreg_megatron.sharded.sequence import views_of
 from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, WIDTH, groups, pick, sample
 from tests.helpers.processes import run_processes
 
@@ -35,7 +35,7 @@ def whole(config: SimRegConfig, given: dict[str, Tensor]) -> tuple[Tensor, Tenso
     rows = given["embeddings"].transpose(0, 1).clone().requires_grad_()
     shard = SequenceShard(ALONE)
     views = views_of(config, shard, rows, given["labels"], given["valid"])
-    terms = objective_terms(config, views, shard, {}, ITERATION)
+    terms = objective_terms(config, views, shard, {}, ITERATION, lambda: dist.group.WORLD)
     (terms * given["weights"]).sum().backward()
     assert terms.abs().sum() > 0
     return terms.detach(), rows.grad.transpose(0, 1)
@@ -47,7 +47,7 @@ def check_rank(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
     given, held = sample(), layout.held(rank)
     local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
     views = views_of(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    terms = objective_terms(config, views, shard, {}, ITERATION)
+    terms = objective_terms(config, views, shard, {}, ITERATION, lambda: dist.group.WORLD)
     context = layout.held(rank) if not layout.rows_split else replace(layout, rows_split=False).held(rank)
     base = torch.zeros(len(terms), layout.context_tokens, dtype=torch.float64, requires_grad=True)
     (add_gradient(base, terms, start=shard.start) * pick(given["weights"], context)).sum().backward()
@@ -69,11 +69,10 @@ def check_rank(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
 def check_replica(rank: int, config: SimRegConfig) -> None:
     """Each rank holds a sequence of its own; together they are one batch, which a mean of gradients then equals."""
     given = {name: values[:2] for name, values in sample().items()}
-    compat.data_group = lambda: dist.group.WORLD
     shard, own = SequenceShard(ALONE), {name: values[rank : rank + 1] for name, values in given.items()}
     rows = own["embeddings"].transpose(0, 1).clone().requires_grad_()
     views = views_of(config, shard, rows, own["labels"], own["valid"])
-    terms = objective_terms(config, views, shard, {}, ITERATION)
+    terms = objective_terms(config, views, shard, {}, ITERATION, lambda: dist.group.WORLD)
     (terms * own["weights"]).sum().backward()
     expected_terms, expected_grad = whole(_alone(config), given)
     torch.testing.assert_close(terms.detach(), expected_terms[rank : rank + 1], **TIGHT)

@@ -20,10 +20,10 @@ from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import ratios
-from simreg_megatron.plugin.documents import EndTokens, PackedLengths
-from simreg_megatron.plugin.sequence import terms_of, views_of
-from simreg_megatron.plugin.views import View
+from simreg_megatron.sharded import ratios
+from simreg_megatron.sharded.documents import EndTokens, PackedLengths
+from simreg_megatron.sharded.sequence import terms_of, views_of
+from simreg_megatron.sharded.views import View
 from tests.helpers.processes import run_processes
 
 LENGTH, BATCH, WIDTH = 32, 3, 8

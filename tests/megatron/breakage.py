@@ -203,18 +203,18 @@ def overwritten_wrapper() -> None:
 
 def other_model_class() -> None:
     """A model that never passes through the wrapped function."""
-    from simreg_megatron.plugin import hooks
+    from simreg_megatron.plugin import loop_hooks
 
     class OtherModel(torch.nn.Module):
         post_process = True
 
-    refuse = hooks._refuse_models
-    hooks._refuse_models = lambda config, chunks: refuse(config, [OtherModel()])
+    refuse = loop_hooks.refuse_models
+    loop_hooks.refuse_models = lambda config, chunks, known: refuse(config, [OtherModel()], known)
 
 
 def adagc_local_norms() -> None:
     """Norms of a rank's own shards in the place of whole parameters."""
-    from simreg_megatron.plugin import clipping
+    from simreg_megatron.plugin.clip import clipping
     from tests.megatron import watch
 
     clip = clipping.Clipping.clip
@@ -229,14 +229,14 @@ def adagc_local_norms() -> None:
 
 def adagc_replicas_counted_twice() -> None:
     """What all tensor-parallel ranks hold counts once for each of them, and the check at the start does not look."""
-    from simreg_megatron.plugin import clipping
+    from simreg_megatron.plugin.clip import clipping
 
     adagc_replicas_counted_twice_and_checked()
     clipping._refuse_miscounted = lambda *args: None
 
 
 def adagc_replicas_counted_twice_and_checked() -> None:
-    from simreg_megatron.plugin import parameters
+    from simreg_megatron.plugin.clip import parameters
     from tests.megatron import watch
 
     watch.adagc()
@@ -245,7 +245,7 @@ def adagc_replicas_counted_twice_and_checked() -> None:
 
 def adagc_instances_counted_twice() -> None:
     """What every instance of the distributed optimizer holds counts once for each of them."""
-    from simreg_megatron.plugin import clipping
+    from simreg_megatron.plugin.clip import clipping
     from tests.megatron import watch
 
     watch.adagc()

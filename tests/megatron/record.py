@@ -82,7 +82,7 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
     import megatron.training.training as training
 
     from simreg_megatron import install
-    from simreg_megatron.plugin import hooks
+    from simreg_megatron.plugin import loop_hooks
     from simreg_megatron.plugin.cpu_backend import connections
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections(flags)
@@ -91,7 +91,7 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
     training.finalize_model_grads = recorder.wrap_finalize(training.finalize_model_grads)
     training.train_step = recorder.wrap_step(training.train_step)
     if not plain:
-        hooks.add_to_console = recorder.wrap_log(hooks.add_to_console)
+        loop_hooks.add_to_console = recorder.wrap_log(loop_hooks.add_to_console)
         install()  # above the recorder, so that a patch may uninstall it
     if patch:
         module, function = patch.split(":")

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from simreg_megatron.config import AdaGCConfig
-from simreg_megatron.plugin import clipping, compat, gradients
-from simreg_megatron.plugin.clipping import Clipping, loading, saving
-from simreg_megatron.plugin.parameters import _counted_experts, _whole
+from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.clip import clipping, gradients
+from simreg_megatron.plugin.clip.clipping import Clipping, loading, saving
+from simreg_megatron.plugin.clip.parameters import _counted_experts, _whole
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 

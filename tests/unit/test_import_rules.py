@@ -40,8 +40,11 @@ LAW = {
     "magnitude": room(packages="torch"),
     "parallel": room(packages="torch"),
     "trial": room("kernels losses", "torch"),
+    "notices": room(packages="torch"),
+    "sharded": room("config losses kernels parallel notices", "torch"),
     "plugin": room(
-        "config losses kernels adagc geometry magnitude parallel trial", "torch megatron transformer_engine apex wandb"
+        "config losses kernels adagc geometry magnitude parallel sharded trial notices",
+        "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),
     "data": room(
@@ -59,7 +62,9 @@ LAW = {
     "reproduce": room(f"{TOP} data report", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} plugin"),
     "installed": room(packages="transformer_engine"),
-    "cli": room(f"{TOP} config plugin data checkpoint evaluation installed report probe reproduce trial", "typer rich torch"),
+    "cli": room(
+        f"{TOP} config plugin data checkpoint evaluation installed report probe reproduce trial", "typer rich torch"
+    ),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import compat, hooks, inner
+from simreg_megatron.plugin import compat, inner, refusals
 from simreg_megatron.plugin.regularizer import Regularizer
 
 
@@ -55,15 +55,15 @@ def test_what_cannot_be_caught_is_refused(config: dict, flags: dict, sentence: s
     args = SimpleNamespace(log_interval=1, num_layers=8, **flags)
     error = ValueError if "beyond" in sentence else NotImplementedError
     with pytest.raises(error, match=sentence):
-        hooks.refuse_arguments(args, SimRegConfig(lambda_=1, **config))
-    hooks.refuse_arguments(args, SimRegConfig(lambda_=1))
+        refusals.refuse_arguments(args, SimRegConfig(lambda_=1, **config))
+    refusals.refuse_arguments(args, SimRegConfig(lambda_=1))
 
 
 def test_flags_that_leave_layers_alone_are_accepted() -> None:
     flags = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
     for recompute in ("full", "selective"):
         args = SimpleNamespace(log_interval=1, num_layers=8, recompute_granularity=recompute, **flags)
-        hooks.refuse_arguments(args, SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm"))
+        refusals.refuse_arguments(args, SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm"))
 
 
 def block(*layers: int, last: bool = True, **config):
@@ -112,9 +112,9 @@ def test_layers_inside_a_group_that_is_recomputed_as_one_are_refused(size, metho
 def test_stages_that_hold_named_layers_must_have_met_simreg() -> None:
     decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=2)])
     earlier = SimpleNamespace(post_process=False, decoder=decoder)
-    hooks._refuse_silence(Regularizer(SimRegConfig(lambda_=1, layers=3)), [earlier])
+    refusals.refuse_silence(Regularizer(SimRegConfig(lambda_=1, layers=3)), [earlier])
     with pytest.raises(compat.MegatronSeamError, match="without passing the function"):
-        hooks._refuse_silence(Regularizer(SimRegConfig(lambda_=1, layers=2)), [earlier])
+        refusals.refuse_silence(Regularizer(SimRegConfig(lambda_=1, layers=2)), [earlier])
 
 
 @pytest.mark.megatron

@@ -17,7 +17,7 @@ from simreg_megatron.losses import prefixes_ce_loss
 from simreg_megatron.losses._prefixes import default_prefixes
 from simreg_megatron.parallel import truncated_head
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
-from simreg_megatron.plugin import heads, hooks
+from simreg_megatron.plugin import heads, refusals
 from simreg_megatron.plugin.regularizer import Regularizer
 from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, micro_batch
 
@@ -281,12 +281,12 @@ def test_layers_of_another_objective_are_refused_beside_it() -> None:
 
 def test_what_megatron_holds_in_its_own_way_is_refused() -> None:
     config = SimRegConfig(lambda_=1, objective="prefixes-ce", objective_options="prefixes=2/5")
-    hooks.refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=8), config)
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=8), config)
     for flag in ("use_torch_fsdp2", "use_megatron_fsdp"):
         with pytest.raises(NotImplementedError, match=f"prefixes-ce needs .* --{flag.replace('_', '-')} scatters them"):
-            hooks.refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=8, **{flag: True}), config)
+            refusals.refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=8, **{flag: True}), config)
     with pytest.raises(ValueError, match="cannot take 5 features of states of width 5: give prefixes of at most 4"):
-        hooks.refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=5), config)
+        refusals.refuse_arguments(SimpleNamespace(log_interval=1, hidden_size=5), config)
     layer = nn.Parameter(torch.zeros(VOCABULARY, WIDTH))
     heads.refuse_second_use(model(layer), "prefixes-ce")
     for setting, sentence in (

@@ -12,7 +12,7 @@ import torch
 from simreg_megatron import SimRegConfig
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import hooks, learnable
+from simreg_megatron.plugin import learnable, loop_hooks, refusals
 from simreg_megatron.plugin.regularizer import _main_hidden_states, shard_of
 from simreg_megatron.plugin.reporting import write_scalars
 
@@ -45,10 +45,10 @@ def test_another_loss_than_megatrons_is_refused(
     context_ranks: int, given: dict, loss: torch.Tensor, sentence: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=sentence) as caught:
-        hooks._refuse_unknown_loss(model_on(context_ranks), {"labels": LABELS, **given}, loss)
+        refusals.refuse_unknown_loss(model_on(context_ranks), {"labels": LABELS, **given}, loss)
     assert "--simreg-lambda 0" in str(caught.value), "the way out"
-    hooks._refuse_unknown_loss(model_on(2), {"labels": LABELS}, torch.zeros(2, 8))
-    hooks._refuse_unknown_loss(model_on(1), {"labels": LABELS, "packed_seq_params": object()}, torch.zeros(2, 8))
+    refusals.refuse_unknown_loss(model_on(2), {"labels": LABELS}, torch.zeros(2, 8))
+    refusals.refuse_unknown_loss(model_on(1), {"labels": LABELS, "packed_seq_params": object()}, torch.zeros(2, 8))
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_another_loss_than_megatrons_is_refused(
 def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) -> None:
     config = SimRegConfig(lambda_=1)
     with pytest.raises(NotImplementedError, match=sentence) as caught:
-        hooks.refuse_arguments(SimpleNamespace(log_interval=1, **flags), config)
+        refusals.refuse_arguments(SimpleNamespace(log_interval=1, **flags), config)
     assert "--simreg-lambda 0" in str(caught.value)
     unpacked = dict.fromkeys(flags, False) | {"context_parallel_size": 2}
-    hooks.refuse_arguments(SimpleNamespace(log_interval=1, **unpacked), config)
-    hooks.refuse_arguments(SimpleNamespace(log_interval=1, sft=True, context_parallel_size=1), config)
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1, **unpacked), config)
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1, sft=True, context_parallel_size=1), config)
 
 
 @pytest.mark.parametrize(
@@ -82,19 +82,19 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
 )
 def test_sequences_that_cannot_be_compared_are_refused(flags: dict, sentence: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
-        hooks.refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="simcse"))
-    hooks.refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="creg"))
+        refusals.refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="simcse"))
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="creg"))
 
 
 def test_sequences_of_other_ranks_are_enough() -> None:
     config = SimRegConfig(lambda_=1, objective="simcse", objective_options="gather=yes")
     args = SimpleNamespace(log_interval=1, micro_batch_size=1, data_parallel_size=2)
-    hooks.refuse_arguments(args, config)
+    refusals.refuse_arguments(args, config)
     args.data_parallel_size = 1
     with pytest.raises(
         ValueError, match="of all data-parallel ranks, of which there is one, and --micro-batch-size is 1"
     ):
-        hooks.refuse_arguments(args, config)
+        refusals.refuse_arguments(args, config)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ def test_sequences_of_other_ranks_are_enough() -> None:
 )
 def test_prefixes_wider_than_the_states_are_refused(settings: dict, name: str, enough: int) -> None:
     config, args = SimRegConfig(**settings), SimpleNamespace(log_interval=1, hidden_size=enough)
-    hooks.refuse_arguments(args, config)
+    refusals.refuse_arguments(args, config)
     args.hidden_size = enough - 1
     sentence = f"objective {name} cannot take 64 features of states of width {enough - 1}: give prefixes of at most 63"
     with pytest.raises(ValueError, match=sentence):
-        hooks.refuse_arguments(args, config)
+        refusals.refuse_arguments(args, config)
 
 
 def test_states_that_are_not_this_ranks_tokens_are_refused() -> None:
@@ -165,9 +165,9 @@ def test_a_document_mask_without_document_ends_is_refused(
     monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     with pytest.raises(ValueError, match="no end-of-document token: use another tokenizer, or drop it"):
-        hooks._end_of_document()
+        loop_hooks.end_of_document()
     tokenizer.eod = 7
-    assert hooks._end_of_document() == 7
+    assert loop_hooks.end_of_document() == 7
 
 
 @pytest.mark.parametrize(
@@ -180,24 +180,24 @@ def test_a_document_mask_without_document_ends_is_refused(
 )
 def test_full_iteration_graphs_are_refused(graphs: dict) -> None:
     with pytest.raises(NotImplementedError, match="full-iteration CUDA graphs"):
-        hooks.refuse_arguments(SimpleNamespace(log_interval=1, **graphs), SimRegConfig(lambda_=1))
+        refusals.refuse_arguments(SimpleNamespace(log_interval=1, **graphs), SimRegConfig(lambda_=1))
     layers = SimpleNamespace(log_interval=1, cuda_graph_impl="local", cuda_graph_scope="attn")
-    hooks.refuse_arguments(layers, SimRegConfig(lambda_=1))
+    refusals.refuse_arguments(layers, SimRegConfig(lambda_=1))
 
 
 def test_a_training_must_be_long_enough_to_be_on_and_off() -> None:
     config = SimRegConfig(lambda_=1, off_after=0.25)
-    hooks.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=4), config)
-    hooks.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=None), config)
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=4), config)
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=None), config)
     with pytest.raises(ValueError, match=r"--simreg-off-after 0\.25 of 1 iterations is no iteration"):
-        hooks.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=1), config)
+        refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=1), config)
 
 
 def test_log_interval_must_fit_megatrons() -> None:
     args = SimpleNamespace(log_interval=10)
     with pytest.raises(ValueError, match="15 must be a multiple of --log-interval 10"):
-        hooks.refuse_arguments(args, SimRegConfig(lambda_=1, log_interval=15))
-    hooks.refuse_arguments(args, SimRegConfig(lambda_=1, log_interval=20))
+        refusals.refuse_arguments(args, SimRegConfig(lambda_=1, log_interval=15))
+    refusals.refuse_arguments(args, SimRegConfig(lambda_=1, log_interval=20))
 
 
 class Writer:

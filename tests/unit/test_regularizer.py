@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from simreg_megatron import SimRegConfig, geometry
+from simreg_megatron import SimRegConfig, geometry, notices
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.plugin import compat, hooks, learnable, reporting
+from simreg_megatron.plugin import compat, learnable, refusals, reporting
 from simreg_megatron.plugin import regularizer as regularizer_module
 from simreg_megatron.plugin.learnable import Scalars
 from simreg_megatron.plugin.regularizer import Regularizer
@@ -43,7 +43,7 @@ MODEL = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def _fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "_said", set())
+    monkeypatch.setattr(notices, "_said", set())
 
 
 def micro_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -136,11 +136,11 @@ def test_a_model_that_bypasses_the_wrapper_is_found_out(config: SimRegConfig) ->
     regularizer = Regularizer(config)
     regularizer.metrics.wants_geometry = False
     earlier, last = SimpleNamespace(post_process=False), SimpleNamespace(post_process=True)
-    hooks._refuse_silence(regularizer, [earlier])
+    refusals.refuse_silence(regularizer, [earlier])
     with pytest.raises(compat.MegatronSeamError, match="computed its loss without passing the function"):
-        hooks._refuse_silence(regularizer, [earlier, last])
+        refusals.refuse_silence(regularizer, [earlier, last])
     add(regularizer, *micro_batch())
-    hooks._refuse_silence(regularizer, [last])
+    refusals.refuse_silence(regularizer, [last])
 
 
 def test_log_values_are_means_over_the_interval() -> None:

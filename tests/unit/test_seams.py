@@ -13,7 +13,8 @@ import pytest
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.hooks import _Installation, install, uninstall
+from simreg_megatron.plugin.hooks import install, uninstall
+from simreg_megatron.plugin.installation import Installation
 
 
 class OldModel:
@@ -67,7 +68,7 @@ def test_a_package_that_megatron_lacks_is_named(monkeypatch: pytest.MonkeyPatch,
 
 def test_wrapped_functions_come_back(module: ModuleType) -> None:
     original = FitModel._postprocess
-    installation = _Installation(None)
+    installation = Installation(None, lambda config: ())
     installation.wrap(seam("FitModel"), lambda inner: lambda *args, **kwargs: "wrapped " + inner(*args, **kwargs))
     assert FitModel()._postprocess(None, None) == "wrapped own"
     installation.unwrap_all()
@@ -76,7 +77,7 @@ def test_wrapped_functions_come_back(module: ModuleType) -> None:
 
 def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FitModel._postprocess
-    installation = _Installation(None)
+    installation = Installation(None, lambda config: ())
     installation.wrap(seam("FitModel"), lambda inner: lambda *args: inner(*args))
     monkeypatch.setattr(FitModel, "_postprocess", original)
     monkeypatch.setattr(OddModel, "_postprocess", OddModel._postprocess)  # so that it comes back
@@ -90,7 +91,7 @@ def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.
 
 def test_a_restarted_run_begins_anew() -> None:
     """Megatron can restart a run inside the process, with new groups: nothing of the old run may be left."""
-    installation = _Installation(SimRegConfig(lambda_=1))
+    installation = Installation(SimRegConfig(lambda_=1), lambda config: ())
     first = installation.regularizer()
     assert installation.regularizer() is first
     second = installation.begin_run()

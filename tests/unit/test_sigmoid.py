@@ -15,7 +15,7 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.losses import sigmoid, sigmoid_loss
 from simreg_megatron.losses.similarity import unit_rows
-from simreg_megatron.plugin import hooks, learnable
+from simreg_megatron.plugin import learnable, refusals
 from simreg_megatron.plugin.heads import label_rows
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.unit.test_simreg_facts import assert_prints
@@ -331,9 +331,9 @@ def test_rows_of_the_output_layer_for_each_label(shares: bool) -> None:
 
 def test_scattered_rows_are_refused() -> None:
     config = SimRegConfig(lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head")
-    hooks.refuse_arguments(SimpleNamespace(log_interval=1), config)
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1), config)
     with pytest.raises(NotImplementedError, match="--use-torch-fsdp2 scatters them"):
-        hooks.refuse_arguments(SimpleNamespace(log_interval=1, use_torch_fsdp2=True), config)
+        refusals.refuse_arguments(SimpleNamespace(log_interval=1, use_torch_fsdp2=True), config)
 
 
 @pytest.mark.parametrize(("margin", "bias", "alpha"), [(0.1, 0.0, 0.636364), (0.2, 0.1, 0.384615), (0.3, 0.2, 0.2)])

@@ -22,7 +22,7 @@ from simreg_megatron.kernels import contrast, walk
 from simreg_megatron.kernels.tiled import TorchTiles
 from simreg_megatron.losses import simreg
 from simreg_megatron.plugin import compat, forms
-from simreg_megatron.plugin.sequence import fast_form
+from simreg_megatron.sharded.sequence import fast_form
 from simreg_megatron.trial import Shape, Trial
 from tests.helpers.processes import run_processes
 

@@ -20,9 +20,9 @@ from simreg_megatron.losses.roles import token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
 from simreg_megatron.parallel.layout import Cutting, Run
 from simreg_megatron.parallel.shard import Located, SequenceShard
-from simreg_megatron.plugin.documents import Documents
-from simreg_megatron.plugin.ratios import Pairs, ratios_over_ranks
-from simreg_megatron.plugin.views import View
+from simreg_megatron.sharded.documents import Documents
+from simreg_megatron.sharded.ratios import Pairs, ratios_over_ranks
+from simreg_megatron.sharded.views import View
 
 
 def views_of(

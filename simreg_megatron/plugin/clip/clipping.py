@@ -17,10 +17,10 @@ from torch import Tensor
 
 from simreg_megatron.adagc import AdaGC, Clipped
 from simreg_megatron.config import AdaGCConfig
+from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.gradients import gradient_of, refuse_hidden, stepped_on
-from simreg_megatron.plugin.parameters import Named, named_parameters
-from simreg_megatron.plugin.reporting import log_once
+from simreg_megatron.plugin.clip.gradients import gradient_of, refuse_hidden, stepped_on
+from simreg_megatron.plugin.clip.parameters import Named, named_parameters
 
 STATE_KEY = "simreg_adagc"
 """Where the state lies in the learning-rate scheduler's part of a checkpoint, which every format of Megatron keeps."""

@@ -29,10 +29,9 @@ from simreg_megatron.losses.sce import sce_terms
 from simreg_megatron.losses.sigmoid import sigmoid_terms, with_heads
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.samples import mic_terms, own_tokens, sigreg_terms, sum_over_sequence
-from simreg_megatron.plugin.sequence import terms_of
-from simreg_megatron.plugin.views import View
+from simreg_megatron.sharded.samples import Replicas, mic_terms, own_tokens, sigreg_terms, sum_over_sequence
+from simreg_megatron.sharded.sequence import terms_of
+from simreg_megatron.sharded.views import View
 
 _BLOCK_TERMS: dict[str, Callable[..., BlockTerms]] = {
     "cpretrain": cpretrain_terms,
@@ -46,20 +45,26 @@ _SEEN_HERE = ("level", "scale", "trains", "pairs", "adapter")
 
 
 def objective_terms(
-    config: SimRegConfig, views: list[View], shard: SequenceShard, learned: Mapping[str, Tensor], iteration: int
+    config: SimRegConfig,
+    views: list[View],
+    shard: SequenceShard,
+    learned: Mapping[str, Tensor],
+    iteration: int,
+    replicas: Replicas,
 ) -> Tensor:
     """term_i of every anchor of this rank, [B, A], in the order of its rows. A collective for those by sequence or sum.
 
     Args:
         learned: the scalars that the settings train, by name.
         iteration: of the training loop, from 0.
+        replicas: who tells the ranks with other sequences.
     """
     if config.objective == "sigreg":
-        return sigreg_terms(config, views, shard, iteration)
+        return sigreg_terms(config, views, shard, iteration, replicas)
     if config.objective == "mic":
         return mic_terms(config, views, shard)
     if config.by_sequence:
-        return _by_sequence(config, views, shard, learned.get("log_scale"))
+        return _by_sequence(config, views, shard, learned.get("log_scale"), replicas)
     if config.objective not in _BLOCK_TERMS:
         exponents = (learned["query"], learned["key"]) if "query" in learned else None
         return terms_of(config, views, exponents)
@@ -86,14 +91,16 @@ def objective_terms(
     )
 
 
-def _by_sequence(config: SimRegConfig, views: list[View], shard: SequenceShard, log_scale: Tensor | None) -> Tensor:
+def _by_sequence(
+    config: SimRegConfig, views: list[View], shard: SequenceShard, log_scale: Tensor | None, replicas: Replicas
+) -> Tensor:
     """Every usable token carries the loss of its sequence, so a sequence weighs as much as it has tokens."""
     view = str(config.options.get("view", "halves"))
     first, second, takes_part = two_views(_pooled(config, view, views, shard), view)
     temperature = scaled(config.tau, log_scale)
     place, others = 0, (first, second, takes_part)
     if config.options.get("gather") == "yes":
-        place, others = _of_all_replicas(first, second, takes_part)
+        place, others = _of_all_replicas(first, second, takes_part, replicas())
     losses = sequence_losses(first, others[1], takes_part, others[2], place, temperature)
     if config.objective == "cpretrain":  # symmetric
         back = sequence_losses(second, others[0], takes_part, others[2], place, temperature)
@@ -115,12 +122,13 @@ def _pooled(config: SimRegConfig, view: str, views: list[View], shard: SequenceS
     return Pooled._make(sum_over_sequence(part, shard) for part in parts)
 
 
-def _of_all_replicas(first: Tensor, second: Tensor, takes_part: Tensor) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+def _of_all_replicas(
+    first: Tensor, second: Tensor, takes_part: Tensor, group: dist.ProcessGroup
+) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
     """Where this rank's sequences lie among those of all data-parallel ranks, and all of them [s, ...].
 
     Backward: every replica's loss reaches the sequences of every other.
     """
-    group = compat.data_group()
     place = group.rank() * len(first)
 
     def gathered(own: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ Shapes: B micro-batch, A anchors of this rank, D hidden; s samples in each seque
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
@@ -23,11 +25,13 @@ from simreg_megatron.losses.sigreg import (
     statistic,
     wave_sums,
 )
+from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.reporting import log_once
-from simreg_megatron.plugin.views import View
+from simreg_megatron.sharded.views import View
+
+Replicas = Callable[[], dist.ProcessGroup]
+"""Asked for the ranks with other sequences, by those objectives alone that compare them."""
 
 
 class OwnTokens(NamedTuple):
@@ -56,7 +60,9 @@ def sum_over_sequence(part: Tensor, shard: SequenceShard) -> Tensor:
     return part
 
 
-def sigreg_terms(config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int) -> Tensor:
+def sigreg_terms(
+    config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int, replicas: Replicas
+) -> Tensor:
     """T of the sample of each anchor, [B, A]; 0 where a token is in none. A collective where a sample spans ranks.
 
     Directions follow from the iteration: all micro-batches of a step share them, however a step is cut into these.
@@ -79,7 +85,7 @@ def sigreg_terms(config: SimRegConfig, views: list[View], shard: SequenceShard, 
     sums = sum_over_sequence(wave_sums(rows, members, directions, estimator), shard)
     counts = sum_over_sequence(members.sum(dim=-1), shard)
     if sample == "replicas":
-        sums, counts = (sum_over(part, compat.data_group()) for part in (sums, counts))
+        sums, counts = (sum_over(part, replicas()) for part in (sums, counts))
     return spread(statistic(sums, counts, estimator), members).reshape(tokens.usable.shape)
 
 

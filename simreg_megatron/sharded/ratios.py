@@ -33,7 +33,7 @@ from simreg_megatron.kernels.walk import limits
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin.views import View
+from simreg_megatron.sharded.views import View
 
 
 class Pairs(NamedTuple):

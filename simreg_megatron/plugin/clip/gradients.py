@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.parameters import is_expert
+from simreg_megatron.plugin.clip.parameters import is_expert
 
 _ELSEWHERE = (
     "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"

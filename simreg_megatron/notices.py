@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said once, by one rank."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch.distributed as dist
+
+_said: set[str] = set()
+
+
+def log_once(message: str) -> None:
+    """Say it once per process group, on the rank whose console Megatron's training log uses."""
+    if message in _said:
+        return
+    _said.add(message)
+    ready = dist.is_available() and dist.is_initialized()
+    if not ready or dist.get_rank() == dist.get_world_size() - 1:
+        print(f"> {message}", flush=True)
+
+
+def warn(message: str) -> None:
+    """A warning on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=3)

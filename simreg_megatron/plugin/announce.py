@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line in the log for each objective: with what weight it trains, on which chunks, in which form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses.sigreg import UNSCALED
+from simreg_megatron.notices import log_once, warn
+from simreg_megatron.plugin import compat, forms, inner
+from simreg_megatron.plugin.regularizer import open_row_group
+from simreg_megatron.sharded.sequence import fast_form
+
+
+def begin(config: SimRegConfig, model_chunks: Any) -> None:
+    """Open what ranks exchange rows through, and say what each objective does."""
+    for model in compat.unwrapped(model_chunks):
+        if getattr(model, "post_process", True) or inner.holds_earlier_layers(config, model):
+            open_row_group(model)
+    for part in config.parts:
+        _announce(part, model_chunks)
+
+
+def _announce(config: SimRegConfig, model_chunks: Any) -> None:
+    from megatron.core.utils import get_model_config
+
+    hidden_size = get_model_config(model_chunks[0]).hidden_size
+    asked = " (auto)" if config.lambda_ == "auto" else ""
+    changes = f" {config.schedule}" if str(config.schedule) else ""
+    if config.every > 1:
+        changes += f" times {config.every} in every step of {config.every} (another objective)"
+    what = (
+        f"lambda {config.weight(hidden_size):g}{asked}{changes}"
+        if config.trains
+        else "measured only, in log steps, not trained on"
+    )
+    options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
+    if config.options.get("normalize") == "unit":
+        warn(f"SimReg objective {config.objective}: {UNSCALED}")
+    if config.objective == "placebo":
+        warn(
+            "SimReg objective placebo: labels are moved around inside each chunk; this is a control and should not help"
+        )
+    if config.by_sequence:
+        log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
+        return
+    if config.through_head:
+        log_once(f"SimReg objective {config.objective}: {what}{options}")
+        return
+    if config.sums_up:
+        log_once(f"SimReg objective {config.objective}: {what}, chunk size {config.chunk_size}{options}")
+        return
+    chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
+    name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
+    impl = fast_form(config, forms.rows_like(compat.unwrapped(model_chunks)[0])) or "reference"
+    log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}")

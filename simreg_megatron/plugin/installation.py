@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrapped in this process, and with which settings: the state that all hooks share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.arguments import config_from_args
+from simreg_megatron.plugin.clip.clipping import Clipping
+from simreg_megatron.plugin.regularizer import Regularizer
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+InnerWrappers = Callable[[SimRegConfig], Iterable[tuple[compat.Seam, Wrapper]]]
+"""What is wrapped inside the decoder, for settings that ask for it."""
+
+
+class Installation:
+    """What is wrapped in this process, and with which settings."""
+
+    def __init__(self, config: SimRegConfig | None, inside: InnerWrappers) -> None:
+        self.given_config = config
+        self._inside = inside
+        self._regularizer: Regularizer | None = None
+        self.clipping: Clipping | None = None
+        self.has_met_forward = False
+        self._originals: list[tuple[Any, str, Any, Any]] = []
+        self.model_classes: tuple[Any, ...] = ()
+
+    def regularizer(self) -> Regularizer:
+        """Made at first use: Megatron's flags are parsed by then."""
+        if self._regularizer is None:
+            self._regularizer = Regularizer(self.given_config or _config_of_megatron())
+            self._look_inside_if_asked(self._regularizer.config)
+        return self._regularizer
+
+    def begin_run(self) -> Regularizer:
+        """A fresh regularizer: a run that Megatron restarts inside the process has new groups and counts anew."""
+        self._regularizer = None
+        return self.regularizer()
+
+    def _look_inside_if_asked(self, config: SimRegConfig) -> None:
+        """The decoder is wrapped only for settings that name states inside it."""
+        if not (config.active and config.looks_inside):
+            return
+        wrapped = {(holder.__name__, name) for holder, name, _, _ in self._originals}
+        for seam, wrapper in self._inside(config):
+            if (seam.holder().__name__, seam.name) not in wrapped:
+                self.wrap(seam, wrapper)
+
+    def wrap(self, seam: compat.Seam, wrapper: Wrapper) -> None:
+        holder = seam.holder()
+        original = getattr(holder, seam.name)
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(holder, seam.name, wrapped)
+        self._originals.append((holder, seam.name, original, wrapped))
+
+    def unwrap_all(self) -> None:
+        """All of them, or none where someone wrapped one again since."""
+        for holder, name, _, wrapped in self._originals:
+            if getattr(holder, name) is not wrapped:
+                raise RuntimeError(
+                    f"{getattr(holder, '__name__', holder)}.{name} was wrapped again after SimReg: undo that first"
+                )
+        while self._originals:
+            holder, name, original, _ = self._originals.pop()
+            setattr(holder, name, original)
+
+
+_installation: Installation | None = None
+
+
+def installed() -> Installation | None:
+    return _installation
+
+
+def current() -> Installation:
+    assert _installation is not None
+    return _installation
+
+
+def keep(new: Installation | None) -> None:
+    """Of now on; None is none."""
+    global _installation
+    _installation = new
+
+
+def regularizer() -> Regularizer:
+    return current().regularizer()
+
+
+def clipping_in_force() -> Clipping | None:
+    return None if _installation is None else _installation.clipping
+
+
+def _config_of_megatron() -> SimRegConfig:
+    from megatron.training.global_vars import get_args
+
+    return config_from_args(get_args())

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrapped around Megatron's training loop: flags, set-up, the step's number, the log and the resume."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from simreg_megatron.notices import log_once
+from simreg_megatron.plugin import compat, forms, installation, learnable
+from simreg_megatron.plugin.announce import begin
+from simreg_megatron.plugin.arguments import adagc_from_args, add_simreg_arguments, differences_to_checkpoint
+from simreg_megatron.plugin.clip.clipping import Clipping
+from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence
+from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.reporting import add_to_console, write_scalars
+
+
+def add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda parser: add_simreg_arguments(add_megatron_arguments(parser))
+
+
+def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse what cannot work, before and after Megatron has built its models; make all ready for the first step."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        here = installation.current()
+        regularizer = here.begin_run()
+        here.clipping = _clipping_of(get_args()) if here.given_config is None else None
+        if regularizer.config.active:
+            refuse_arguments(get_args(), regularizer.config)
+        try:
+            built = setup_model_and_optimizer(*args, **kwargs)
+        except Exception as error:
+            learnable.explain(error, regularizer.config)
+            raise
+        models, optimizer = built[:2]
+        if regularizer.config.active:
+            _make_ready(regularizer, models, get_args())
+        if optimizer is None:  # --skip-train
+            here.clipping = None
+        if here.clipping is not None:
+            here.clipping.attach(optimizer, models)
+        return built
+
+    return checked
+
+
+def _make_ready(regularizer: Regularizer, models: Any, args: Any) -> None:
+    config = regularizer.config
+    refuse_models(config, models, installation.current().model_classes)
+    forms.settle(config, models, args.micro_batch_size, args.seq_length)
+    begin(config, models)
+    regularizer.data_of_stages.begin(compat.unwrapped(models))
+    if config.document_mask:
+        regularizer.end_of_document = end_of_document()
+
+
+def _clipping_of(args: Any) -> Clipping | None:
+    config = adagc_from_args(args)
+    return None if config is None else Clipping(config)
+
+
+def end_of_document() -> int:
+    """Token id that ends a document in Megatron's data sets."""
+    from megatron.training.global_vars import get_tokenizer
+
+    try:
+        return int(get_tokenizer().eod)
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            "--simreg-document-mask has no effect with a tokenizer that has no end-of-document token: "
+            "use another tokenizer, or drop it"
+        ) from error
+
+
+def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
+    """Before step `iteration`, counted from 0, of a training of so many; `measures` the geometry of its hidden states
+    for the log.
+
+    With objective none, and where a schedule has ended, all that is computed is computed in these steps.
+    """
+    installation.regularizer().set_iteration(iteration, num_iterations)
+    installation.regularizer().metrics.wants_geometry = measures
+
+
+def tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(train_step)
+
+    def with_iteration(*args: Any, **kwargs: Any) -> Any:
+        regularizer = installation.regularizer()
+        if not regularizer.config.active:
+            return train_step(*args, **kwargs)
+        given = compat.named_arguments(signature, *args, **kwargs)
+        iteration = given.get("iteration")
+        iteration = _iteration_of_args() if iteration is None else iteration
+        is_first = not regularizer.follows_iterations  # Megatron prints a line after it, in a resumed run, too
+        measures = is_first or _is_log_step(iteration + 1)
+        begin_step(iteration, measures=measures, num_iterations=_iterations_of_args())
+        result = train_step(*args, **kwargs)
+        refuse_silence(regularizer, given["model"])
+        return result
+
+    return with_iteration
+
+
+def _iteration_of_args() -> int:
+    from megatron.training.global_vars import get_args
+
+    return int(getattr(get_args(), "curr_iteration", 0))
+
+
+def _iterations_of_args() -> int | None:
+    """Of the whole training; Megatron counts them, too, where it is given samples."""
+    from megatron.training.global_vars import get_args
+
+    iterations: int | None = getattr(get_args(), "train_iters", None)
+    return iterations
+
+
+def _is_log_step(iteration: int) -> bool:
+    from megatron.training.global_vars import get_args
+
+    return iteration % (installation.regularizer().config.log_interval or get_args().log_interval) == 0
+
+
+def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(training_log)
+
+    def with_simreg(*args: Any, **kwargs: Any) -> Any:
+        given = compat.named_arguments(signature, *args, **kwargs)
+        first, iteration = bool(given.get("is_first_iteration")), given["iteration"]
+        adaptive = installation.clipping_in_force()
+        if not (installation.regularizer().config.active or adaptive) or not (first or _is_log_step(iteration)):
+            return training_log(*args, **kwargs)
+        total_loss_dict = given["total_loss_dict"]
+        means = reduced_means(reset=not first) if installation.regularizer().config.active else {}
+        if adaptive is not None:
+            means |= adaptive.means(reset=not first)
+        add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
+        if not first:
+            write_scalars(means, iteration)
+        result = training_log(*args, **kwargs)
+        for name in means:  # interval means, not sums: Megatron must not go on adding to them
+            total_loss_dict.pop(name, None)
+        return result
+
+    return with_simreg
+
+
+def reduced_means(*, reset: bool = True) -> dict[str, Any]:
+    """Of all ranks: a collective on those that saw SimReg, and on all where earlier stages may have.
+
+    Where SimReg only measures, the values are of a log step alone, and gone afterwards in any case.
+    """
+    regularizer = installation.regularizer()
+    pipeline = compat.pipeline_group() if regularizer.config.layer_numbers else None
+    several = pipeline if pipeline is not None and pipeline.size() > 1 else None
+    means = regularizer.metrics.reduce(_data_group(), several, reset=reset or not regularizer.trains)
+    return means | regularizer.lambdas() if means else {}
+
+
+def _data_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:
+    def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        for difference in differences_to_checkpoint(checkpoint_args, get_args()):
+            log_once(f"SimReg: {difference}")
+        return check_checkpoint_args(checkpoint_args, *args, **kwargs)
+
+    return compared

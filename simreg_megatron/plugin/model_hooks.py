@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrapped around the model: its loss, its birth, and its decoder where a state inside it is asked for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.plugin import compat, inner, installation, learnable, stages
+from simreg_megatron.plugin.installation import Wrapper
+from simreg_megatron.plugin.refusals import refuse_unknown_loss
+
+
+def inside(config: SimRegConfig) -> Iterator[tuple[compat.Seam, Wrapper]]:
+    """For settings that name states inside the decoder."""
+    yield compat.DECODER_SEAM, catch_inner_states
+    if config.layer_numbers:
+        yield compat.STAGE_SEAM, add_terms_of_stage
+        if compat.training_loop() is not None:
+            yield compat.DATA_SEAM, build_data_of_stages
+
+
+def regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """For models that are handed their final hidden states and the labels in one call."""
+    signature = inspect.signature(postprocess)
+
+    def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = postprocess(model, *args, **kwargs)
+        installation.current().has_met_forward = True
+        if not _trains(model):
+            return loss
+        given = compat.named_arguments(signature, model, *args, **kwargs)
+        return _add_to(loss, model, given, given["hidden_states"])
+
+    return with_simreg
+
+
+def refuse_own_postprocess(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Some frameworks give a model, and not its class, another function in the place of the wrapped one."""
+
+    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if compat.MODEL_SEAM.name not in vars(model) or not _is_on(model):
+            return forward(model, *args, **kwargs)
+        installation.current().has_met_forward = False
+        found = forward(model, *args, **kwargs)
+        if not installation.current().has_met_forward:
+            raise NotImplementedError(
+                f"this {type(model).__name__} has a {compat.MODEL_SEAM.name} of its own, which hides the one "
+                "that SimReg wraps: let it call the class's, or set --simreg-lambda 0"
+            )
+        return found
+
+    return checked
+
+
+def regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """For models that compute their loss inside `forward`: the decoder's output is caught on the way."""
+    signature = inspect.signature(forward)
+
+    def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_on(model):
+            return forward(model, *args, **kwargs)
+        caught: list[Any] = []
+        handle = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
+        try:
+            loss = forward(model, *args, **kwargs)
+        finally:
+            handle.remove()
+        given = compat.named_arguments(signature, model, *args, **kwargs)
+        hidden_states = caught[-1]
+        return _add_to(loss, model, given, hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states)
+
+    return with_simreg
+
+
+def add_parameters(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters that an objective trains belong to the model from its birth on, before anyone wraps or loads it."""
+
+    def with_parameters(model: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(model, *args, **kwargs)
+        if _wants_parameters():
+            learnable.add_to(model, learnable.wanted(installation.regularizer().config))
+
+    return with_parameters
+
+
+def _wants_parameters() -> bool:
+    """Whether the settings ask for any; without settings, or before Megatron knows its own, none are asked for."""
+    if installation.current().given_config is None and not compat.has_parsed_arguments():
+        return False
+    config = installation.regularizer().config
+    return config.active and bool(learnable.wanted(config))
+
+
+def _is_on(model: Any) -> bool:
+    return _trains(model) and installation.regularizer().config.active
+
+
+def _trains(model: Any) -> bool:
+    return bool(model.post_process and model.training and torch.is_grad_enabled())
+
+
+def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) -> Any:
+    labels = given.get("labels")
+    if labels is None or given.get("inference_context") is not None or not installation.regularizer().config.active:
+        return loss
+    refuse_unknown_loss(model, given, loss)
+    return installation.regularizer().add_to(
+        loss,
+        model,
+        hidden_states=hidden_states,
+        labels=labels,
+        loss_mask=given.get("loss_mask"),
+        packed_seq_params=given.get("packed_seq_params"),
+    )
+
+
+def catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def caught(decoder: Any, *args: Any, **kwargs: Any) -> Any:
+        states = installation.regularizer().inner_states
+        if not (installation.regularizer().computes and inner.wants(states.config, decoder)):
+            return forward(decoder, *args, **kwargs)
+        return states.catch(forward, decoder, *args, **kwargs)
+
+    return caught
+
+
+def add_terms_of_stage(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """One micro-batch of one part of the model, as Megatron's pipeline schedules run it."""
+    signature = inspect.signature(forward_step)
+
+    def with_terms(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        (model,) = compat.unwrapped(given["model"])
+        trains = model.training and torch.is_grad_enabled() and not given.get("collect_non_loss_data")
+        regularizer = installation.regularizer()
+        if trains and inner.holds_earlier_layers(regularizer.config, model):
+            given["forward_step_func"] = stages.with_terms(
+                given["forward_step_func"], regularizer.add_to_stage, given["config"], given["num_microbatches"]
+            )
+        return forward_step(*bound.args, **bound.kwargs)
+
+    return with_terms
+
+
+def build_data_of_stages(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
+    def built(provider: Any, *args: Any, **kwargs: Any) -> Any:
+        return installation.regularizer().data_of_stages.build(build_iterators, provider, *args, **kwargs)
+
+    return built

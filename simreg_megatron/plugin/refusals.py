@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings, flags of Megatron and models under which SimReg would be wrong, or silent: refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.plugin import compat, heads, inner, stages
+from simreg_megatron.plugin.regularizer import Regularizer
+
+PACKED_AND_SPLIT = (
+    "SimReg does not follow how packed sequences are cut over context-parallel ranks: train them with "
+    "--context-parallel-size 1, or unpacked (drop --sft and --dataloader-inter-document-masking), "
+    "or set --simreg-lambda 0"
+)
+
+
+def refuse_arguments(args: Any, config: SimRegConfig) -> None:
+    """Refuse flags of Megatron under which SimReg would be wrong, or silent.
+
+    Raises:
+        ValueError, NotImplementedError: there is one; the sentence names it and the way out.
+    """
+    interval = config.log_interval
+    if interval is not None and interval % args.log_interval:
+        raise ValueError(
+            f"--simreg-log-interval {interval} must be a multiple of --log-interval {args.log_interval}: "
+            "SimReg's values appear in Megatron's own log line"
+        )
+    iterations = getattr(args, "train_iters", None)
+    if config.schedule.needs_length and iterations:  # with samples Megatron counts them later
+        config.schedule.factor(0, iterations)  # refuses a training that is too short for it
+    if "full_iteration" in f"{getattr(args, 'cuda_graph_impl', '')} {getattr(args, 'cuda_graph_scope', '')}":
+        raise NotImplementedError(
+            "SimReg has not been shown to work inside full-iteration CUDA graphs: capture layers only, "
+            "or set --simreg-lambda 0"
+        )
+    if config.looks_inside:
+        inner.refuse_arguments(config, args)
+    sharded = [
+        name for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp") if getattr(args, name, False)
+    ]
+    for part in config.parts:
+        if (part.meets_heads or part.through_head) and sharded:
+            who = f"SimReg objective {part.objective}" if part.through_head else "pairs=hidden-head"
+            raise NotImplementedError(
+                f"{who} needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} scatters "
+                "them: drop one of them"
+            )
+        if part.by_sequence:
+            _refuse_lonely_sequences(args, part)
+        if part.prefixes:
+            _refuse_prefixes(args.hidden_size, part)
+    packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
+    if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
+        raise NotImplementedError(PACKED_AND_SPLIT)
+    for part in config.parts:
+        of_rows = part.by_sequence or part.options.get("sample") == "chunk" or part.objective == "mic"
+        if packed and of_rows:
+            raise NotImplementedError(
+                f"SimReg objective {part.objective} takes a row for one sequence, and packed rows hold several: "
+                "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
+            )
+    if packed and getattr(args, "overlap_moe_expert_parallel_comm", False):
+        raise NotImplementedError(
+            "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
+            "so SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"
+        )
+
+
+def _refuse_prefixes(hidden_size: int, config: SimRegConfig) -> None:
+    # MIC compares with the rest, and all features are what the language-model loss itself has.
+    most = hidden_size - 1 if config.objective in ("mic", "prefixes-ce") else hidden_size
+    if config.prefixes[-1] > most:
+        raise ValueError(
+            f"SimReg objective {config.objective} cannot take {config.prefixes[-1]} features of states of width "
+            f"{hidden_size}: give prefixes of at most {most}"
+        )
+
+
+def _refuse_lonely_sequences(args: Any, config: SimRegConfig) -> None:
+    """A sequence without another one to be compared with has no term."""
+    gathers = config.options.get("gather") == "yes"
+    if args.micro_batch_size * (args.data_parallel_size if gathers else 1) < 2:
+        whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
+        raise ValueError(
+            f"SimReg objective {config.objective} compares the sequences {whose}, and --micro-batch-size is "
+            f"{args.micro_batch_size}: give at least 2"
+        )
+
+
+def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[Any, ...]) -> None:
+    """A model that never passes a wrapped function would train without SimReg and say nothing."""
+    for model in compat.unwrapped(model_chunks):
+        if not getattr(model, "post_process", True):
+            if inner.holds_earlier_layers(config, model):
+                stages.refuse(config, model)
+            continue
+        if not isinstance(model, model_classes):
+            known = " and ".join(known.__name__ for known in model_classes)
+            raise NotImplementedError(
+                f"SimReg reaches {known} only, and this run builds {type(model).__name__}: set --simreg-lambda 0 for it"
+            )
+        if config.looks_inside:
+            inner.refuse_decoder(config, model.decoder)
+            stages.announce(config, model.decoder)
+        for part in config.parts:
+            if part.through_head:
+                heads.refuse_second_use(model, part.objective)
+
+
+def refuse_unknown_loss(model: Any, given: dict[str, Any], loss: Any) -> None:
+    """SimReg needs Megatron's own per-token loss, and rows that lie over the ranks as it knows."""
+    if given.get("packed_seq_params") is not None and compat.context_group(model).size() > 1:
+        raise NotImplementedError(PACKED_AND_SPLIT)
+    if given.get("output_processor") is not None or loss.shape != given["labels"].shape:
+        raise NotImplementedError(
+            "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
+            "drop the processor, or set --simreg-lambda 0"
+        )
+
+
+def refuse_silence(regularizer: Regularizer, model_chunks: Any) -> None:
+    """A model that overrides the wrapped function without calling it would train without SimReg."""
+    if regularizer.has_met_model:
+        return
+    for model in compat.unwrapped(model_chunks):
+        if getattr(model, "post_process", True) or inner.holds_earlier_layers(regularizer.config, model):
+            raise compat.MegatronSeamError(
+                f"SimReg is on, but {type(model).__name__} computed its loss without passing the function that SimReg "
+                "wraps: let its override call super(), or set --simreg-lambda 0"
+            )
