@@ -395,7 +395,7 @@ def _fit_batch(
                 f"the global batch of {batch} sequences cannot be shared by {replicas} data-parallel ranks: "
                 f"give --global-batch-size {fitting}"
             )
-        notes.append(f"{replicas} data-parallel ranks cannot share {batch} sequences: it takes {fitting}")
+        notes.append(f"{replicas} data-parallel ranks cannot share {batch} sequences: using {fitting}")
         batch, preset = fitting, _replace(preset, "--global-batch-size", str(fitting))
     if "--rampup-batch-size" in flag_names(user):
         return preset
@@ -423,11 +423,11 @@ def _fit_warmup(preset: list[Flag], user: Sequence[Flag], notes: list[str]) -> l
     end = flag_number(both, "--lr-decay-iters", flag_number(both, "--train-iters", 1))
     own = flag_value(user, name) or ""
     if own.isdecimal() and int(own) >= end and "--train-samples" not in flag_names(user):
-        raise LaunchError(f"{name} {own} leaves nothing of {end} iterations to decay in: give fewer")
+        raise LaunchError(f"{name} {own} leaves none of {end} iterations for the decay: give fewer")
     chosen = flag_names(user) & {name, "--lr-warmup-fraction", "--train-samples"}
     if chosen or flag_number(preset, name, 1) < end:
         return preset
-    notes.append(f"{end} iterations are too few for the preset's warm-up: it takes {end // 10} ({name} to choose)")
+    notes.append(f"{end} iterations are too few for the preset's warm-up: using {end // 10} (set {name} to choose)")
     return _replace(preset, name, str(end // 10))
 
 
@@ -480,7 +480,7 @@ _OF_LONG_RUNS = (
 
 def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, large: bool) -> list[Flag]:
     if on_cpu:
-        from simreg_megatron.plugin.cpu_backend import MEGATRON_FLAGS
+        from simreg_megatron.plugin.cpu.backend import MEGATRON_FLAGS
 
         return group_flags(MEGATRON_FLAGS)
     chosen: list[Flag] = [] if flag_names(flags) & _PRECISIONS else [("--bf16",)]

@@ -277,7 +277,7 @@ def _megatrons_parser() -> _Refusing | None:
     try:
         import torch
 
-        from simreg_megatron.plugin import cpu_backend
+        from simreg_megatron.plugin.cpu import backend as cpu_backend
 
         if not torch.cuda.is_available():
             cpu_backend.activate()  # so that Megatron can be imported; this process plans, or is on the CPU anyway

@@ -52,7 +52,7 @@ def check_ffn(size: int, split: int) -> str | None:
         share = "" if split == 1 else f" ({size // split} per rank)"
         return (
             f"the FFN size {size}{share} is no multiple of {_WORDS}, so tensor cores run below their speed: "
-            f"--ffn aligned takes {nearest[0]} ({offer}); it is kept because it is the size asked for"
+            f"--ffn aligned takes {nearest[0]} ({offer}); it is kept because you asked for it"
         )
     return None
 

@@ -40,8 +40,8 @@ def export_hf(
 ) -> None:
     """Write a Megatron checkpoint of a LLaMA or Mixtral as a Hugging Face model, for transformers, vLLM, lm-eval.
 
-    One process, no GPU; any layout of ranks. Nothing that is in the checkpoint is run, and the folder appears only
-    when it is whole.
+    One process, no GPU; any layout of ranks. No code in the checkpoint is run, and the folder appears only
+    when it is complete.
     """
     with _one_sentence():
         _need_transformers()

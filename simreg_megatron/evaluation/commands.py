@@ -40,13 +40,16 @@ def evaluate(
         ),
     ] = "paper",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="of training, for Megatron checkpoints: a Hugging Face folder or a .model file")
+        Path | None,
+        typer.Option(
+            help="the tokenizer of training, for Megatron checkpoints: a Hugging Face folder or a .model file"
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="prefix of a prepared set, to measure validation loss and perplexity on")
     ] = None,
     seq_length: Annotated[
-        int, typer.Option(show_default=False, help="of the windows of --data (default: the model's positions)")
+        int, typer.Option(show_default=False, help="length of the windows of --data (default: the model's positions)")
     ] = 0,
     features: Annotated[
         str,
@@ -56,9 +59,11 @@ def evaluate(
     bos: Annotated[
         str, typer.Option(help="begin-of-text token: none or document, as in training (manifest.json of the data)")
     ] = "none",
-    dtype: Annotated[str, typer.Option(help="of the weights: bfloat16, float16 or float32")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="number type of the weights: bfloat16, float16 or float32")] = "bfloat16",
     batch_size: Annotated[str, typer.Option(help="requests at a time, or auto")] = "auto",
-    device: Annotated[str, typer.Option(show_default=False, help="(default: a GPU if there is one)")] = "",
+    device: Annotated[
+        str, typer.Option(show_default=False, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    ] = "",
     limit: Annotated[
         int, typer.Option(show_default=False, help="only the first so many questions of each task: for a trial")
     ] = 0,

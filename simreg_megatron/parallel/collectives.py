@@ -30,6 +30,7 @@ def bring_rows(rows_SBD: Tensor, plan: RowPlan, group: dist.ProcessGroup) -> Ten
     sent = _taken(rows_SBD, [local for ranges in plan.send for local in ranges])
     received = rows_SBD.new_empty((sum(plan.receive_sizes), *rows_SBD.shape[1:]))
     dist.all_to_all_single(received, sent, list(plan.receive_sizes), list(plan.send_sizes), group=group)
+    del sent  # before all rows are here a second time, in order
     return _taken(received, plan.order)
 
 

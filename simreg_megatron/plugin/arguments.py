@@ -13,7 +13,7 @@ from typing import Any
 
 from simreg_megatron import config as choices
 from simreg_megatron.config import AdaGCConfig, SimRegConfig, as_typed
-from simreg_megatron.plugin import cpu_backend
+from simreg_megatron.plugin.cpu import backend as cpu_backend
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def reproduce(
     data: Annotated[
         str, typer.Option(help="builtin, large or a folder, instead of the plan's", show_default=False)
     ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="a few steps of each arm, to see that all runs")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="a few steps of each arm, as a test of the plan")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the runs and their commands, and stop")] = False,
     low_priority: Annotated[
         bool, typer.Option("--low-priority", help="run only when nobody else wants the processor")

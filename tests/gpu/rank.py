@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simreg_megatron.plugin import cpu_backend
+from simreg_megatron.plugin.cpu import backend as cpu_backend
 
 
 @dataclass(frozen=True)

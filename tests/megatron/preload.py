@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import os
 
-from simreg_megatron.plugin import cpu_backend
+from simreg_megatron.plugin.cpu import backend as cpu_backend
 
 _MODULES = (
     "megatron.training.training",

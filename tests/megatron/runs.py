@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from simreg_megatron.plugin.cpu_backend import MEGATRON_FLAGS
+from simreg_megatron.plugin.cpu.backend import MEGATRON_FLAGS
 from tests.megatron import forks
 from tests.megatron.parameters import Shard
 from tests.megatron.record import record

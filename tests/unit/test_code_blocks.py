@@ -47,7 +47,7 @@ def test_a_block_says_what_it_is(block: Block) -> None:
 RUN = """
 import json, sys, traceback
 import simreg_megatron
-from simreg_megatron.plugin import cpu_backend
+from simreg_megatron.plugin.cpu import backend as cpu_backend
 cpu_backend.activate()
 answers = []
 for text, continues in json.loads(sys.stdin.read()):
@@ -114,7 +114,7 @@ def test_a_comment_lets_a_block_continue_the_one_before(tmp_path: Path) -> None:
 
 FLAGS = """
 import argparse
-from simreg_megatron.plugin import cpu_backend
+from simreg_megatron.plugin.cpu import backend as cpu_backend
 cpu_backend.activate()
 from megatron.training.arguments import add_megatron_arguments
 from simreg_megatron.plugin.arguments import add_simreg_arguments

@@ -18,7 +18,7 @@ _SCRIPT = """
 import atexit, sys, time
 import torch
 import torch.distributed as dist
-from simreg_megatron.plugin import gloo_threads
+from simreg_megatron.plugin.cpu import gloo_threads
 
 if sys.argv[2] == "settle":
     atexit.register(gloo_threads.settle)

@@ -356,7 +356,7 @@ def test_the_planned_corpus_lies_where_it_is_built() -> None:
 
 READ_BY_MEGATRON = """
 import argparse, sys
-from simreg_megatron.plugin import cpu_backend
+from simreg_megatron.plugin.cpu import backend as cpu_backend
 cpu_backend.activate()
 from megatron.training.arguments import add_megatron_arguments
 parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

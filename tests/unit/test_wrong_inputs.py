@@ -272,7 +272,7 @@ VALUES = """
 --num-layers 0 | --num-layers takes a positive whole number
 --seq-length 0 | --seq-length takes a positive whole number
 --output out --save-interval 0 | --save-interval takes a positive whole number
---lr-warmup-iters 400 | --lr-warmup-iters 400 leaves nothing of 400 iterations to decay in
+--lr-warmup-iters 400 | --lr-warmup-iters 400 leaves none of 400 iterations for the decay
 --model 13b | argument --model: invalid choice: '13b' (choose from
 --model | argument --model: expected one argument
 --model 7b | --model 7b needs your text

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from simreg_megatron.plugin import gloo_threads
+from simreg_megatron.plugin.cpu import gloo_threads
+from simreg_megatron.plugin.cpu.errors import CpuBackendError
 
 MEGATRON_FLAGS = (
     "--transformer-impl", "local",
@@ -38,10 +39,6 @@ MEGATRON_FLAGS = (
 
 _MEMORY = 8 << 30  # what the stand-in device claims to have, in bytes; only logs read it
 _state = {"active": False}
-
-
-class CpuBackendError(RuntimeError):
-    """The CPU backend was asked for where it must not be used."""
 
 
 def is_active() -> bool:
@@ -321,7 +318,7 @@ def _adapt_megatron() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from simreg_megatron.plugin import cpu_attention
+    from simreg_megatron.plugin.cpu import attention as cpu_attention
 
     dataset_utils.compile_helpers = lambda: None  # the wheel brings them compiled
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_to_host
