@@ -6,10 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import urlsplit
 
 import pytest
 
+import simreg_megatron
+from simreg_megatron import data, losses
 from tests.helpers.pages import PAGES, ROOT, anchors, links, name_of, slug_of
 from tools.docs_parameters import each_alone
 from tools.docs_site import listing, place, rewritten, targets
@@ -159,6 +162,13 @@ def test_every_page_is_in_the_sites_menu() -> None:
     named = set(re.findall(r"[\w/-]+\.md", menu))
     pages = {place(name_of(page)) for page in PAGES} | {f"api/{page.name}" for page in ROOT.glob("docs/api/*.md")}
     assert named == pages, "enter the new page in mkdocs.yml"
+
+
+@pytest.mark.parametrize("package", [simreg_megatron, losses, data], ids=lambda package: package.__name__)
+def test_every_public_name_is_in_the_reference(package: ModuleType) -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/api/*.md")))
+    missing = [name for name in package.__all__ if not re.search(rf"[.\[ ]{name}\b", pages)]
+    assert missing == [], "enter them in docs/api"
 
 
 def test_parameters_that_share_an_entry_get_one_each() -> None:
