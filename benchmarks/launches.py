@@ -49,6 +49,7 @@ FORMS = ("tiled", "gemm")
 BANDWIDTH, RATE, LAUNCH = 2.5e12, 600e12, 3e-6  # bytes/s, FLOP/s and seconds a kernel, of an H800 in bf16
 _RESERVES = ("empty", "new_empty", "_local_scalar_dense", "_assert_async")
 _LOOKS = (
+    "profiler.",
     "prim.",
     "aten.promote_types",
     "aten.detach",

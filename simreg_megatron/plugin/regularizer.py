@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import log_once
@@ -64,6 +65,8 @@ class _Part(NamedTuple):
     learned: dict[str, Tensor]
 
 
+SPAN = "SimReg forward"
+"""Under which name a profiler shows it: nsys, too, where Megatron's --profile runs under it."""
 _NEEDS_LOOP = (
     "a SimReg lambda that changes (--simreg-warmup-iters, --simreg-lambda-schedule, --simreg-off-after, "
     "--simreg-every) needs Megatron's training loop to tell the iteration and their number: drop these flags where "
@@ -153,8 +156,14 @@ class Regularizer:
         self.has_met_model, self._hidden_size = True, model.config.hidden_size
         if not self.computes:
             return loss_BS
+        with record_function(SPAN):
+            return self._add_to(loss_BS, model, hidden_states, labels, loss_mask, packed_seq_params)
+
+    def _add_to(
+        self, loss_BS: Tensor, model: Any, given: Tensor, labels: Tensor, loss_mask: Any, packed_seq_params: Any
+    ) -> Tensor:
         shard = shard_of(model, labels)
-        given, hidden_states = hidden_states, _main_hidden_states(hidden_states, shard)
+        hidden_states = _main_hidden_states(given, shard)
         tokens = self._tokens(model, labels, loss_mask, shard, hidden_states, packed_seq_params)
         states = self.inner_states.take(model, hidden_states)
         parts = self._parts(model, tokens, states)
@@ -182,11 +191,15 @@ class Regularizer:
             model: the part of the GPTModel on this stage.
             given: labels, mask and weights [B, S] of its tokens.
         """
-        from megatron.core.utils import make_viewless_tensor
-
         self.has_met_model = True
         if not self.computes:
             return output_SBD
+        with record_function(SPAN):
+            return self._add_to_stage(output_SBD, model, given)
+
+    def _add_to_stage(self, output_SBD: Tensor, model: Any, given: MicroBatch) -> Tensor:
+        from megatron.core.utils import make_viewless_tensor
+
         self._refuse_uncounted()
         shard = shard_of(model, given.labels)
         tokens = self._tokens(model, given.labels, given.loss_mask, shard)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from simreg_megatron.kernels.contrast import (
     Kept,
@@ -85,32 +86,38 @@ class _RatiosOverRanks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_states, *saved = ctx.saved_tensors
-        windows, shard, plan, pairs = ctx.rest
-        size = len(Kept._fields)
-        kept = [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)]
+        with record_function("SimReg backward"):
+            return _gradient(ctx, grads[0]), None, None, None, None
 
-        own, first = [], 0
-        for each in kept:
-            last = first + each.ratio[0].numel()
-            grad = grads[0][:, first:last].reshape(each.ratio.shape)
-            own.append(anchor_pull(grad, each, pairs.temperature, pairs.impl).flatten(2))
-            first = last
-        pull_2BS = own[0] if len(own) == 1 else torch.cat(own, dim=2)
-        pull_SB2 = shard.from_all_anchors(pull_2BS.permute(2, 1, 0))
-        pull = (shard.whole if plan.travels else shard.held)(pull_SB2.transpose(0, 1))
 
-        rows = shard.rows_as_they_are(hidden_states, plan)
-        grad_ABD = hidden_states.new_empty(first, *hidden_states.shape[1:])
-        first = 0
-        for (run, stretch), each in zip(_cut(windows, pairs.chunk_size), kept, strict=True):
-            pull_of_all = stretch.chunks(pull.at(run)).movedim(-1, 0)
-            inside = stretch.inside, stretch.inside
-            last = first + each.ratio[0].numel()
-            grad = grad_ABD[first:last].transpose(0, 1).unflatten(1, each.ratio.shape[1:])
-            pull_back(stretch.chunks(rows.at(run)), each, pull_of_all, *inside, pairs.temperature, pairs.impl, grad)
-            first = last
-        return shard.from_all_anchors(grad_ABD), None, None, None, None
+def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
+    """Of this rank's rows."""
+    hidden_states, *saved = ctx.saved_tensors
+    windows, shard, plan, pairs = ctx.rest
+    size = len(Kept._fields)
+    kept = [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)]
+
+    own, first = [], 0
+    for each in kept:
+        last = first + each.ratio[0].numel()
+        grad = grad_ratios[:, first:last].reshape(each.ratio.shape)
+        own.append(anchor_pull(grad, each, pairs.temperature, pairs.impl).flatten(2))
+        first = last
+    pull_2BS = own[0] if len(own) == 1 else torch.cat(own, dim=2)
+    pull_SB2 = shard.from_all_anchors(pull_2BS.permute(2, 1, 0))
+    pull = (shard.whole if plan.travels else shard.held)(pull_SB2.transpose(0, 1))
+
+    rows = shard.rows_as_they_are(hidden_states, plan)
+    grad_ABD = hidden_states.new_empty(first, *hidden_states.shape[1:])
+    first = 0
+    for (run, stretch), each in zip(_cut(windows, pairs.chunk_size), kept, strict=True):
+        pull_of_all = stretch.chunks(pull.at(run)).movedim(-1, 0)
+        inside = stretch.inside, stretch.inside
+        last = first + each.ratio[0].numel()
+        grad = grad_ABD[first:last].transpose(0, 1).unflatten(1, each.ratio.shape[1:])
+        pull_back(stretch.chunks(rows.at(run)), each, pull_of_all, *inside, pairs.temperature, pairs.impl, grad)
+        first = last
+    return shard.from_all_anchors(grad_ABD)
 
 
 def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs, by_document: bool) -> bool:

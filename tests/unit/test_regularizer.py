@@ -560,3 +560,9 @@ def test_trained_scalars_are_read_by_a_call_that_data_parallelism_can_wait_in() 
     assert waited == [model.simreg_similarity] and set(found) == {"query", "key"}
     sum(found.values()).backward()
     assert model.simreg_similarity.query.grad.item() == 1
+
+
+def test_a_profiler_shows_both_ways() -> None:
+    with torch.autograd.profiler.profile() as seen:
+        add(Regularizer(SimRegConfig(lambda_=1, chunk_size=6)), *micro_batch()).sum().backward()
+    assert {"SimReg forward", "SimReg backward"} <= {event.name for event in seen.function_events}
