@@ -65,17 +65,19 @@ def rewritten(path: str, markdown: str) -> str:
 
 
 def listing(folder: str) -> str:
-    """A page for a folder of the source: its files, with the first line of what each says about itself."""
+    """A page for a folder of the source: what is in it, with the first line of what each says about itself."""
     lines = [f"# {folder}/", "", "| | |", "|---|---|"]
     for path in sorted((ROOT / folder).iterdir()):
-        if path.is_file() and path.suffix != ".pyc":
+        if path.is_dir() and path.name != "__pycache__":
+            lines.append(f"| [{path.name}/]({path.name}) | {_purpose(path / '__init__.py')} |")
+        elif path.is_file() and path.suffix != ".pyc":
             lines.append(f"| [{path.name}]({path.name}) | {_purpose(path)} |")
     return "\n".join([*lines, ""])
 
 
 def _purpose(path: Path) -> str:
     """The first line of a module's docstring; empty for other files."""
-    if path.suffix != ".py":
+    if path.suffix != ".py" or not path.exists():
         return ""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0].replace("|", "\\|")

@@ -155,6 +155,7 @@ def test_where_a_link_leads_in_the_site(page: str, link: str, there: str) -> Non
 
 def test_a_folder_of_the_source_is_a_page() -> None:
     assert "| [creg.py](creg.py) | " in listing("simreg_megatron/losses")
+    assert "| [slurm/](slurm) | " in listing("launch")
 
 
 def test_every_page_is_in_the_sites_menu() -> None:
