@@ -27,12 +27,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks import records
+from benchmarks.fake_autograd import backward
 from benchmarks.records import RESULTS, ROOT, Record
 from launch import sizes
 from launch.dry_run import ASSUMED_VOCABULARY
@@ -158,7 +158,7 @@ def trace(case: Case) -> Trace:
         regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
         with trace as counted:
             result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
-            _backward(result, torch.ones_like(result))
+            backward(result, torch.ones_like(result))
         counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
     return counted
 
@@ -170,41 +170,6 @@ def _kernels_launched_by(trace: Trace) -> Iterator[None]:
         for module in (row_kernels, gemm, fused):
             patches.enter_context(mock.patch.object(module, "run", trace.launch))
         yield
-
-
-def _backward(result: Tensor, grad: Tensor) -> None:
-    """Autograd's own engine refuses a device that is not here; its nodes do not."""
-    root = result.grad_fn
-    assert root is not None
-    users: Counter[Any] = Counter()
-    waiting, seen = [root], {root}
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None:
-                users[node] += 1
-                if node not in seen:
-                    seen.add(node)
-                    waiting.append(node)
-    arrived: dict[Any, dict[int, Tensor]] = {root: {result.output_nr: grad}}
-    ready = [root]
-    while ready:
-        node = ready.pop()
-        grads = arrived.pop(node, {})
-        if node.name().endswith("AccumulateGrad"):
-            continue
-        outputs = max(grads, default=0) + 1
-        run = node.apply if isinstance(node, BackwardCFunction) else node
-        found = run(*(grads.get(number) for number in range(outputs)))
-        found = found if isinstance(found, tuple) else (found,)
-        for (after, number), value in zip(node.next_functions, found, strict=False):
-            if after is None:
-                continue
-            if value is not None:
-                own = arrived.setdefault(after, {})
-                own[number] = own[number] + value if number in own else value
-            users[after] -= 1
-            if not users[after]:
-                ready.append(after)
 
 
 def cases() -> Iterator[Case]:

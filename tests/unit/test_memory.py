@@ -37,6 +37,19 @@ def test_at_most_256_mib(size: tuple[int, int, int, int], device: str, dtype: to
     assert counted <= (256 if device == "cuda" else 64) * MIB
 
 
+@pytest.mark.parametrize(
+    "size", [(2, 2048, 4096, 1024), (16, 2048, 1024, 1024), (1, 8192, 4096, 0), (1, 131072, 512, 1024)], ids=str
+)
+def test_gemm_takes_no_more(size: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = pytest.importorskip("simreg_megatron.kernels.gemm", reason="Triton is not installed")
+    rows = pytest.importorskip("simreg_megatron.kernels.rows")
+    for module in (gemm, rows):
+        monkeypatch.setattr(module, "run", lambda *given, **constants: None)
+    batch, length, width, chunk = size
+    settings = {"chunk_size": chunk, "dtype": torch.bfloat16, "device": "cuda", "impl": "gemm"}
+    assert 8 * MIB < predicted_bytes(batch, length, width, **settings) <= 256 * MIB
+
+
 def test_two_budgets_that_do_not_know_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     budget(monkeypatch, "cuda", work=(192 + 256) * MIB, kept=128 * MIB)
     size = {"chunk_size": 0, "dtype": torch.bfloat16, "device": "cuda"}
