@@ -25,8 +25,8 @@ from simreg_megatron.report.steps import overhead
 PAGES = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/checkpoints.md", "docs/cluster.md",
     "docs/data.md", "docs/design.md", "docs/evaluation.md", "docs/evidence.md", "docs/exact.md",
-    "docs/existing-pipeline.md", "docs/first-hour.md", "docs/hugging-face.md", "docs/objectives.md", "docs/performance.md",
-    "docs/scale.md", "docs/sharp-edges.md", "docs/support.md", "patches/README.md",
+    "docs/existing-pipeline.md", "docs/first-hour.md", "docs/hugging-face.md", "docs/objectives.md",
+    "docs/performance.md", "docs/scale.md", "docs/sharp-edges.md", "docs/support.md", "patches/README.md",
 )  # fmt: skip
 MADE_PAGES = {
     "docs/parity.md": "python -m tests.megatron.parity", "docs/versions.md": "python -m tests.versions",

@@ -25,6 +25,7 @@ from simreg_megatron.evaluation import commands as evaluation_commands
 from simreg_megatron.installed import broken_transformer_engine
 from simreg_megatron.reproduce import commands as reproduce_commands
 from simreg_megatron.reproduce.report_commands import app as report_commands
+from simreg_megatron.reproduce.report_commands import watch
 
 
 class _Commands(TyperGroup):
@@ -48,6 +49,7 @@ checkpoint_commands.register(app)
 evaluation_commands.register(app)
 reproduce_commands.register(app)
 app.add_typer(report_commands, name="report")
+app.command("watch")(watch)
 
 
 def _show_version(wanted: bool) -> None:

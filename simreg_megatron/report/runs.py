@@ -23,7 +23,7 @@ ISOTROPY = "simreg isotropy"
 MARGIN = "simreg margin"  # what the tags of all margins begin with
 
 
-_TEXT = "/text_summary"  # what TensorBoard adds to the tags of texts
+TEXT = "/text_summary"  # what TensorBoard adds to the tags of texts
 
 
 class ReportError(ValueError):
@@ -92,7 +92,7 @@ def read_run(folder: str | Path, *, name: str | None = None) -> Run:
     scalars = {tag: _one_value_per_step(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
     if not scalars:
         raise ReportError(f"{folder} holds no TensorBoard scalars: the run logged nothing yet, or elsewhere")
-    settings = {tag.removesuffix(_TEXT): _text(events, tag) for tag in events.Tags()["tensors"] if tag.endswith(_TEXT)}
+    settings = {tag.removesuffix(TEXT): _text(events, tag) for tag in events.Tags()["tensors"] if tag.endswith(TEXT)}
     return Run(name=name or folder.name, scalars=scalars, settings=settings)
 
 

@@ -67,6 +67,21 @@ def runs(
         _console.print(sentence, markup=False)
 
 
+def watch(
+    run: Annotated[list[str], typer.Argument(help="an output folder or a TensorBoard folder, each PATH or NAME=PATH")],
+    every: Annotated[float, typer.Option(help="seconds between two looks", min=0.1)] = 10.0,
+    once: Annotated[bool, typer.Option("--once", help="look once and stop")] = False,
+) -> None:
+    """Show runs side by side while they train: losses, cosines, pace, time left. Ctrl-C ends it, not the runs."""
+    from simreg_megatron.report.watch import watch as show
+
+    with _one_sentence():
+        try:
+            show(run, every=every, once=once, console=Console())
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+
+
 @app.command()
 def check(
     results: Annotated[Path, typer.Argument(help="the --output folder of `simreg-megatron reproduce`")],
