@@ -22,7 +22,6 @@ from simreg_megatron.losses._chunks import (
     no_autocast,
     self_pairs,
     usable_tokens,
-    zero_rows,
 )
 from simreg_megatron.losses.similarity import unit_rows
 
@@ -39,9 +38,6 @@ class PairCosines(NamedTuple):
     different_count: Tensor
     hardest_sum: Tensor  # over tokens: the largest cosine with a token of another label
     hardest_count: Tensor  # tokens that have one
-    valid_count: Tensor  # tokens that take part
-    zero_norm_count: Tensor  # tokens left out because their hidden state is exactly zero
-    no_negative_count: Tensor  # tokens that take part, but meet no other label in their chunk
 
 
 @torch.no_grad()
@@ -71,18 +67,13 @@ def pair_cosines(
     embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     usable = usable_tokens(embeddings, labels, valid)
-    wanted = labels >= 0 if valid is None else valid & (labels >= 0)
-    own = slice(*anchors)
-    sums = embeddings.new_zeros(6, dtype=torch.float64)
-    lonely = embeddings.new_zeros((), dtype=torch.float64)
+    sums = embeddings.new_zeros(len(PairCosines._fields), dtype=torch.float64)
     with no_autocast(embeddings.device.type):
         for block in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
             units = unit_rows(block.rows)
             for span in _strips(block):
-                strip_sums, strip_lonely = _strip_sums(block._replace(anchors=span), units)
-                sums, lonely = sums + strip_sums, lonely + strip_lonely
-    num_zero = _count((wanted & zero_rows(embeddings))[:, own])
-    return PairCosines._make((*sums.unbind(), _count(usable[:, own]), num_zero, lonely))
+                sums += _strip_sums(block._replace(anchors=span), units)
+    return PairCosines._make(sums.unbind())
 
 
 def _strips(block: Block) -> Iterator[Span]:
@@ -93,23 +84,24 @@ def _strips(block: Block) -> Iterator[Span]:
         yield first, min(first + step, block.anchors[1])
 
 
-def _strip_sums(block: Block, units: Tensor) -> tuple[Tensor, Tensor]:
-    """The first six of PairCosines, and the anchors without a negative."""
+def _strip_sums(block: Block, units: Tensor) -> Tensor:
+    """PairCosines of some anchors, [6]."""
     own = slice(*block.anchors)
     cosines = product(units[:, own], units.mT)
     same, different = label_pairs(block)
     same = same & ~self_pairs(block)
     has_negative = different.any(dim=-1)
     hardest = torch.where(different, cosines, -math.inf).amax(dim=-1)
-    sums = (
-        _sum(torch.where(same, cosines, 0.0)),
-        _count(same),
-        _sum(torch.where(different, cosines, 0.0)),
-        _count(different),
-        _sum(torch.where(has_negative, hardest, 0.0)),
-        _count(has_negative),
+    return torch.stack(
+        [
+            _sum(torch.where(same, cosines, 0.0)),
+            _count(same),
+            _sum(torch.where(different, cosines, 0.0)),
+            _count(different),
+            _sum(torch.where(has_negative, hardest, 0.0)),
+            _count(has_negative),
+        ]
     )
-    return torch.stack(sums), _count(block.usable[:, own] & ~has_negative)
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -118,7 +110,7 @@ def _sum(values: Tensor) -> Tensor:
 
 
 def _count(mask: Tensor) -> Tensor:
-    return mask.sum().double()
+    return mask.sum(dtype=torch.float64)
 
 
 def mean_angle_degrees(mean_cosine: float) -> float:
@@ -185,30 +177,6 @@ class Constellation(NamedTuple):
     accuracy: Tensor  # share of rows of the first set whose nearest one of the second is their partner
     gap: Tensor  # |mean of the first - mean of the second|
     shift: Tensor  # variance of the differences inside pairs: 0 where the sets are shifted copies of each other
-
-
-class CodingRates(NamedTuple):
-    """How many pairs a margin leaves room for: exp(rate * d) in d dimensions, rates in nats per dimension."""
-
-    alpha: float  # largest cosine between unit rows that such a constellation can be built from
-    lower: float
-    upper: float
-
-
-def coding_rates(margin: float, bias: float) -> CodingRates:
-    """alpha = (1 + b - 3m) / (1 + b + m);  -log(1 - alpha^2) / 2 <= rate <= -log(1 - alpha) / 2.
-
-    The lower bound is that of spherical codes of cosine alpha.
-
-    Raises:
-        ValueError: no constellation of exponentially many pairs has this margin m and relative bias b.
-
-    Source: as of `constellation` (theorems 3.3 and 3.5).
-    """
-    if not (margin > 0 and margin + bias < 1 and 3 * margin < 1 + bias):
-        raise ValueError(f"margin {margin} and bias {bias} leave no room: 0 < m, m + b < 1 and 3 m < 1 + b must hold")
-    alpha = (1 + bias - 3 * margin) / (1 + bias + margin)
-    return CodingRates(alpha, -math.log1p(-(alpha**2)) / 2, -math.log1p(-alpha) / 2)
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ def naive_pair_cosines(rows: Tensor, labels: Tensor, valid: Tensor, chunk_size: 
             part = range(start, min(start + (chunk_size or num_tokens), num_tokens))
             wanted = [i for i in part if valid[b, i] and labels[b, i] >= 0]
             chunk = [i for i in wanted if rows[b, i].norm() > 0]
-            result["zero_norm_count"] += len(wanted) - len(chunk)
             for i in chunk:
                 cosines = {j: float(torch.cosine_similarity(rows[b, i], rows[b, j], dim=0)) for j in chunk if j != i}
                 same = [c for j, c in cosines.items() if labels[b, j] == labels[b, i]]
@@ -32,8 +31,6 @@ def naive_pair_cosines(rows: Tensor, labels: Tensor, valid: Tensor, chunk_size: 
                 result["different_count"] += len(different)
                 result["hardest_sum"] += max(different, default=0.0)
                 result["hardest_count"] += bool(different)
-                result["no_negative_count"] += not different
-                result["valid_count"] += 1
     return result
 
 
@@ -50,7 +47,6 @@ def test_equals_the_double_loop(chunk_size: int) -> None:
     found = pair_cosines(rows, labels, valid=valid, chunk_size=chunk_size)
     for name, expected in naive_pair_cosines(rows, labels, valid, chunk_size).items():
         assert getattr(found, name).item() == pytest.approx(expected, rel=1e-12, abs=1e-12), name
-    assert found.zero_norm_count == 1
 
 
 def test_fixture() -> None:

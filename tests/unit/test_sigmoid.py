@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron import SimRegConfig, geometry
+from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import sigmoid, sigmoid_loss
 from simreg_megatron.losses.similarity import unit_rows
 from simreg_megatron.plugin import learnable, refusals
@@ -334,18 +334,3 @@ def test_scattered_rows_are_refused() -> None:
     refusals.refuse_arguments(SimpleNamespace(log_interval=1), config)
     with pytest.raises(NotImplementedError, match="--use-torch-fsdp2 scatters them"):
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, use_torch_fsdp2=True), config)
-
-
-@pytest.mark.parametrize(("margin", "bias", "alpha"), [(0.1, 0.0, 0.636364), (0.2, 0.1, 0.384615), (0.3, 0.2, 0.2)])
-def test_sl5_room_for_a_margin(margin: float, bias: float, alpha: float) -> None:
-    rates = geometry.coding_rates(margin, bias)
-    assert rates.alpha == pytest.approx(alpha, abs=5e-7) and rates.lower < rates.upper
-    if bias == 0.0:
-        assert rates.lower == pytest.approx(0.259562, abs=5e-7) and rates.upper == pytest.approx(0.505800, abs=5e-7)
-        assert rates.lower / math.log(2) == pytest.approx(0.374469, abs=5e-7)  # in bits
-
-
-@pytest.mark.parametrize(("margin", "bias"), [(0.0, 0.0), (0.5, 0.5), (0.4, 0.1)])
-def test_sl5_no_room(margin: float, bias: float) -> None:
-    with pytest.raises(ValueError, match="leave no room"):
-        geometry.coding_rates(margin, bias)

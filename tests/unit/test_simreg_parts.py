@@ -105,7 +105,6 @@ def test_cosines_of_parts_add_up() -> None:
     parts = [pair_cosines(embeddings, labels, anchors=a, **options) for a in ((0, 10), (10, 11), (11, LENGTH))]
     for name, values in zip(whole._fields, zip(*parts, strict=True), strict=True):
         torch.testing.assert_close(sum(values), getattr(whole, name), msg=name)
-    assert whole.no_negative_count > 0 and whole.zero_norm_count >= 0
 
 
 @pytest.mark.parametrize(
