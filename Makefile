@@ -32,7 +32,7 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## make .venv with all that the demo and the tests need (once: 2 to 4 minutes, 6.2 GB)
+setup: ## make .venv with all that the demo and the tests need (once: 1 to 4 minutes, 6.2 GB)
 	@bash tools/setup.sh
 
 demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, and compare them
