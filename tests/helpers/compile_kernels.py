@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -66,7 +67,7 @@ def variants() -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
 
 def compiled(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    options_given = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     signature = signature_of(kernel, dtype, is_kept=bool(constants.get("IS_KEPT")))
     # Pointers and strides are multiples of 16, as torch and hidden sizes make them.
     aligned = [
@@ -77,7 +78,7 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, An
     source = ASTSource(
         kernel, signature, constexprs=constants, attrs={index: [["tt.divisibility", 16]] for index in aligned}
     )
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options_given)
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(built.asm["ptx"], encoding="utf-8")
@@ -85,7 +86,10 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, An
         options = ["-v", "--regAllocOptLevel=2", "-arch=sm_90a", "-o", str(ptx.with_suffix(".o"))]
         command = [triton.knobs.nvidia.ptxas.path, *options, str(ptx)]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    code = re.sub(r"(?m)^\s*(\.loc|\.file|//).*$|(?s:\.section\s+\.debug.*)", "", built.asm["ptx"])  # no line numbers
     return {
+        "variant": f"{kernel.__name__} {dtype} {sorted(constants.items())} {options_given}",
+        "code": hashlib.sha256(code.encode()).hexdigest(),
         "kernel": kernel.__name__, "dtype": dtype,
         "computes_products": "EVEN" in constants and not constants.get("IS_KEPT"),
         "upper": constants.get("UPPER"), "documents": constants.get("HAS_DOCUMENTS"),

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/replay.py sees a change of one bit, and asks every objective."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from simreg_megatron import config
+from simreg_megatron.losses import simreg
+from tools import replay
+
+ALL = replay.settings
+
+
+def few() -> list[dict[str, object]]:
+    return [given for given in ALL() if given.get("impl") or given.get("objective") in ("creg", "none")]
+
+
+def test_a_change_of_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "settings", few)
+    before = replay.results()
+    assert not replay.differences(before, replay.results())
+    whole = simreg.terms_of_ratio
+    monkeypatch.setattr("simreg_megatron.sharded.sequence.terms_of_ratio", lambda *given: _nudged(whole(*given)))
+    wrong = replay.differences(before, replay.results())
+    assert wrong and all("creg" not in name for name in wrong)
+    assert any("tiled" in name for name in wrong) and not any('"reference"' in name for name in wrong)
+
+
+def _nudged(terms: torch.Tensor) -> torch.Tensor:
+    """The next number above, of one term that is not 0."""
+    place = torch.zeros_like(terms)
+    place[0, terms[0].argmax()] = torch.finfo(terms.dtype).eps
+    return terms * (1 + place)
+
+
+def test_every_objective_is_asked() -> None:
+    found = list(replay.settings())
+    assert {given.get("objective", "simreg") for given in found} >= set(config.OBJECTIVES)
+    for objective, options in config.OBJECTIVE_OPTIONS.items():
+        asked = json.dumps([given for given in found if given.get("objective") == objective])
+        assert all(f"{name}=" in asked for name in options), objective
+
+
+def test_all_but_what_needs_other_ranks_is_computed() -> None:
+    failed = {name: found for name, found in replay.results().items() if ":" in found}
+    known = ("data parallel group", "needs pairs=hidden-head")
+    assert not [name for name, found in failed.items() if not any(word in found for word in known)], failed

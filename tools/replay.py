@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tools.replay REF`: does the code here compute the same bits as at a commit? For changes that move code.
+
+Every objective, option, form and type on one small micro-batch in one process: gradients of the hidden states, of the
+loss and of trained scalars, and the values of the log, as they are in memory. With `--kernels` also the machine code of
+every Triton kernel for sm_90, without its line numbers. Exit status 1, and the names, where anything differs.
+
+The commit is put into a worktree of its own and asked by this very file, so it must offer what is used here:
+`SimRegConfig` with its tables of choices, `Regularizer.add_to`, and `learnable.add_to`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+BATCH, LENGTH, WIDTH, VOCABULARY, ITERATION = 2, 70, 24, 40, 3
+_HERE = "here"
+
+
+def settings() -> Iterator[dict[str, Any]]:
+    """Of every case: each choice of each option by itself, on chunks that leave a ragged end."""
+    from simreg_megatron import config
+
+    for objective in config.OBJECTIVES:
+        weight = {} if objective == "none" else {"lambda_": 2.0}
+        base = {"objective": objective, "temperature": 0.1, "chunk_size": 24, **weight}
+        if objective not in config.TEMPERATURES:
+            del base["temperature"]
+        yield base
+        yield {**base, "chunk_size": 0}
+        for name, known in config.OBJECTIVE_OPTIONS.get(objective, {}).items():
+            values = known[1:] if isinstance(known, tuple) else ("8/16",) if isinstance(known, str) else (1,)
+            yield from ({**base, "objective_options": f"{name}={value}"} for value in values)
+    base = {"lambda_": 2.0, "chunk_size": 24}
+    for name in ("similarity", "group_reduce", "self_positive", "chunk_weight", "scope"):
+        yield from ({**base, name: value} for value in config._CHOICES[name])
+    yield from ({**base, "impl": impl} for impl in ("reference", "tiled"))
+    head = "pairs=hidden-head,adapter=yes,self_positive=never"
+    yield {"lambda_": 2.0, "objective": "sigmoid", "chunk_size": 24, "objective_options": head}
+    yield {"objective": "simreg:2,sigreg:0.1,creg:1", "chunk_size": 24}
+    yield {**base, "warmup_iters": 8}
+
+
+def results() -> dict[str, str]:
+    """A digest, or the sentence of an error, by case."""
+    found = {}
+    for given in settings():
+        for dtype in ("float32", "bfloat16"):
+            name = json.dumps({**given, "dtype": dtype})
+            try:
+                found[name] = _digest(given, dtype)
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _digest(given: dict[str, Any], dtype: str) -> str:
+    import torch
+
+    from simreg_megatron import SimRegConfig
+    from simreg_megatron.plugin import learnable
+    from simreg_megatron.plugin.regularizer import Regularizer
+
+    torch.manual_seed(0)
+    try:
+        settings = SimRegConfig(**given)
+    except ValueError as error:
+        if "chunk size" not in str(error):
+            raise
+        settings = SimRegConfig(**{name: value for name, value in given.items() if name != "chunk_size"})
+    model = _model()
+    learnable.add_to(model, learnable.wanted(settings))
+    hidden_states = torch.randn(LENGTH, BATCH, WIDTH).to(getattr(torch, dtype)).requires_grad_()
+    labels, mask = torch.randint(0, VOCABULARY, (BATCH, LENGTH)), (torch.rand(BATCH, LENGTH) < 0.9).float()
+    loss = torch.rand(BATCH, LENGTH, requires_grad=True)
+    regularizer = Regularizer(settings)
+    with mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
+        regularizer.set_iteration(ITERATION, 100)
+    result = regularizer.add_to(loss, model, hidden_states=hidden_states, labels=labels, loss_mask=mask)
+    (result * mask).sum().backward()
+    parts = [result, loss.grad, hidden_states.grad, *(parameter.grad for parameter in model.parameters())]
+    parts += [torch.as_tensor(value) for _, value in sorted(regularizer.metrics.reduce(_Alone()).items())]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(b"-" if part is None else part.detach().double().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class _Alone:
+    """A process group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def _model() -> Any:
+    """As much of a GPTModel as objectives ask for."""
+    from types import SimpleNamespace
+
+    import torch
+
+    model = torch.nn.Module()
+    model.output_layer = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+    model.config = SimpleNamespace(sequence_parallel=False, hidden_size=WIDTH)
+    model.pg_collection = SimpleNamespace(tp=_Alone(), cp=_Alone(), dp_cp=_Alone())
+    model.share_embeddings_and_output_weights = False
+    return model
+
+
+def kernels() -> dict[str, str]:
+    """A digest of the code of each kernel, by what it was compiled for."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.helpers.compile_kernels"]
+    lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {line["variant"]: line["code"] for line in map(json.loads, lines) if "code" in line}
+
+
+def at_commit(ref: str, *, with_kernels: bool) -> dict[str, str]:
+    """What this file finds in a worktree of the commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, ref], cwd=ROOT, check=True)
+        try:
+            command = [sys.executable, __file__, _HERE, *(["--kernels"] if with_kernels else [])]
+            environment = {**os.environ, "PYTHONPATH": str(tree)}
+            done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+    where, found = (json.loads(line) for line in done.stdout.splitlines()[-2:])
+    assert where.startswith(str(tree)), f"{where} is not the package of {ref}"
+    return dict(found)
+
+
+def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Cases that both know and whose bits differ; what one alone knows is no difference of bits."""
+    return [name for name in before if name in now and before[name] != now[name]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ref", metavar="REF", help="the commit to compare with, such as HEAD~1")
+    parser.add_argument("--kernels", action="store_true", help="compile the Triton kernels, too")
+    options = parser.parse_args()
+    import simreg_megatron
+
+    own = results() | (kernels() if options.kernels else {})
+    if options.ref == _HERE:
+        print(json.dumps(simreg_megatron.__file__))
+        print(json.dumps(own))
+        return 0
+    before = at_commit(options.ref, with_kernels=options.kernels)
+    wrong = differences(before, own)
+    for name in wrong:
+        print(f"differs: {name}")
+    same, alone = len(before.keys() & own.keys()) - len(wrong), len(before.keys() ^ own.keys())
+    print(f"{same} cases have the same bits, {len(wrong)} others; {alone} new or gone")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
