@@ -55,12 +55,13 @@ parity: setup ## the same function in every parallel layout: print the table (5 
 versions: setup ## drive every release of Megatron and write docs/versions.md (30 minutes on 2 cores)
 	$(PY) -m tests.versions --output docs/versions.md $(VERSIONS_ARGS)
 
-lint: setup ## ruff (rules, bandit's among them, and format), mypy, shellcheck, zizmor for the workflows
+lint: setup ## ruff (rules, bandit's among them, and format), mypy, shellcheck, zizmor for the workflows, lines per room
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy simreg_megatron
 	.venv/bin/shellcheck $(SHELL_FILES)
 	.venv/bin/zizmor --offline --quiet .github/workflows
+	$(PY) -m tools.budget
 
 docs: build/docs-venv/stamp ## build the documentation as a site into build/site (first: 190 MB of tools, no torch)
 	build/docs-venv/bin/mkdocs build --strict
