@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm parity versions lint docs bench gpu cost tables stale clean distclean
+TARGETS := help setup demo test test-all test-slurm parity versions lint docs bench gpu cost tables stale dist clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -86,6 +86,9 @@ tables: setup ## make generated tables again that are older than their code (all
 
 stale: setup ## tell which of them are, and how long each takes
 	@$(PY) -m tools.tables
+
+dist: setup ## build the wheel and the source archive into dist/
+	$(PY) -m build --outdir dist
 
 clean: ## remove builds, caches and runs/; keep .venv
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache runs

