@@ -24,6 +24,8 @@ NOT_RUN = {
         "docs/existing-pipeline.md",
         "from megatron.bridge",
     ): "Megatron-Bridge's loop needs a GPU; tests/megatron runs the callback's protocol",
+    ("docs/ecosystem.md", "from mcore_bridge"): "test_ecosystem.py runs it beside stand-ins for ms-swift",
+    ("docs/ecosystem.md", "import torch"): "test_ecosystem.py runs it beside stand-ins for slime",
 }
 """Blocks of Python that are only compiled: page and first words, and why."""
 ALONE = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "SIMREG_CPU": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

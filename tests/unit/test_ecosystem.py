@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of Megatron's model by ms-swift, slime and verl, rebuilt: SimReg is in the gradient, or an error says no.
+
+The model is Megatron's own, on the CPU; around it stands what each framework's published code does between the batch
+and the loss. The files that docs/ecosystem.md gives to ms-swift and slime are run from the page. Sources:
+
+    ms-swift 3602360a562313afbf2ef6065fdf61f271a2c5b9   swift/megatron/trainers/{base,trainer}.py, callbacks/base.py
+    mcore-bridge 1.6.5                                  mcore_bridge/model/gpt_model.py
+    slime 624b824a898ab0ec1fcb4d373004c7f3852bf515      slime/backends/megatron_utils/{model,loss,data}.py
+    verl 1dda039b9c6311889a9c9a26040677e1254814f9       verl/models/mcore/{model_forward*,mtp_patch}.py
+
+Shapes: T tokens of a packed row, V words, D features.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from simreg_megatron import SimRegConfig, install
+from simreg_megatron.losses import simreg_loss
+from tests.helpers.pages import ROOT, blocks
+from tests.megatron import forks, runs
+
+WORDS, WIDTH = 64, 32
+LENGTHS = (20, 28)  # of the samples that a row packs
+TOTAL = sum(LENGTHS)
+CONFIG = SimRegConfig(lambda_=10)
+SILENT = "computed its loss without passing the function that SimReg wraps"
+Gradients = dict[str, Tensor]
+
+CONTRACTS: dict[str, int] = {}
+"""What is checked, and on how many ranks."""
+
+
+def contract(ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def entered(check: Callable[[], None]) -> Callable[[], None]:
+        CONTRACTS[check.__name__] = ranks
+        return check
+
+    return entered
+
+
+# ---- what all of them have in common -------------------------------------------------------------------------------
+
+
+def start() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
+    model_parallel_cuda_manual_seed(1)
+
+
+def build(model_class: type | None = None) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=WIDTH, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
+        attention_dropout=0.0, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    return (model_class or GPTModel)(
+        config, get_gpt_layer_local_spec(), WORDS, TOTAL, share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    ).train()  # fmt: skip
+
+
+def row() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [1, T]; the label of each, -100 where its sample ends; and which sample it is of."""
+    tokens = torch.randint(0, 8, (1, TOTAL), generator=torch.Generator().manual_seed(4))
+    samples = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
+    labels = tokens.roll(-1, dims=1)
+    labels[:, torch.tensor(LENGTHS).cumsum(0) - 1] = -100
+    return tokens, labels, samples
+
+
+def causal() -> Tensor:
+    return torch.ones(TOTAL, TOTAL).triu(1).bool()[None, None]
+
+
+def gradients(model: Any, loss: Tensor) -> Gradients:
+    model.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+class Sought(NamedTuple):
+    """Of share * (language-model loss + 10 * SimReg), written out."""
+
+    loss: Tensor
+    simreg: Tensor
+    without: Gradients  # SimReg
+    gradients: Gradients
+
+
+def sought(model: Any, counted: Tensor, share: Tensor | float = 1.0) -> Sought:
+    """Of the tokens [1, T] whose label in `counted` is not -100; no hook of SimReg is met."""
+    found = []
+    for weight in (0.0, 10.0):
+        hidden, losses = _states_and_losses(model, counted.clamp(min=0))
+        loss = share * (losses * (counted >= 0)).sum()
+        terms = simreg_loss(hidden, counted, documents=row()[2], temperature=0.01, reduction="sum")
+        simreg = share * terms
+        found.append(gradients(model, loss + weight * simreg))
+    return Sought(loss.detach(), simreg.detach(), *found)
+
+
+def _states_and_losses(model: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """[1, T, D] that the decoder returns, and the cross-entropy [1, T] of the logits."""
+    from megatron.core.models.gpt import GPTModel
+
+    caught: list[Tensor] = []
+    handle = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
+    logits = GPTModel.forward(model, row()[0], None, causal())
+    handle.remove()
+    return caught[0].transpose(0, 1), torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none")[None]
+
+
+def assert_same(found: Gradients, wanted: Sought) -> None:
+    """At temperature 0.01 a cosine's rounding shows in single elements: each weight is judged by its norm."""
+    assert found.keys() == wanted.gradients.keys()
+    for name, gradient in wanted.gradients.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+        assert name.startswith("output_layer") or (wanted.without[name] - gradient).norm() > 0.1 * gradient.norm(), name
+
+
+def file_of(framework: str, **modules: dict[str, Any]) -> dict[str, Any]:
+    """The names of the page's file for a framework, whose modules are these."""
+    for path, names in modules.items():
+        module = ModuleType(path.replace("__", "."))
+        vars(module).update(names)
+        sys.modules[module.__name__] = module
+    found = [block for block in blocks(ROOT / "docs/ecosystem.md") if framework in block.text.partition("\n\n")[0]]
+    (block,) = [block for block in found if block.language == "python"]
+    names: dict[str, Any] = {}
+    exec(compile(block.text, framework, "exec"), names)
+    return names
+
+
+def ask(models: list[Any], train_one_step: Callable[[], Any]) -> None:
+    """Of the page."""
+    file_of("begin_foreign_run, end_foreign_step")["ask"](models, train_one_step)
+
+
+# ---- ms-swift ------------------------------------------------------------------------------------------------------
+
+
+def bridge_model() -> type:
+    """mcore-bridge's GPTModel: both methods are its own, and neither calls Megatron's."""
+    from megatron.core.models.gpt import GPTModel
+
+    class BridgeModel(GPTModel):
+        def forward(self, input_ids, position_ids, attention_mask=None, labels=None, packed_seq_params=None, **kwargs):
+            decoder_input, rotary, *_ = self._preprocess(input_ids=input_ids, position_ids=position_ids)
+            hidden_states = self.decoder(hidden_states=decoder_input, attention_mask=causal(), rotary_pos_emb=rotary)
+            return self._postprocess(
+                hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels,
+                rotary_pos_emb=rotary, rotary_pos_cos=None, rotary_pos_sin=None, packed_seq_params=packed_seq_params,
+            )  # fmt: skip
+
+        def _postprocess(
+            self, hidden_states, input_ids, position_ids, labels, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin,
+            loss_mask=None, packed_seq_params=None, inference_context=None, **kwargs,
+        ):  # fmt: skip
+            logits, _ = self.output_layer(hidden_states)
+            if labels is None:
+                return logits.transpose(0, 1).contiguous()
+            return self.compute_language_model_loss(labels, logits)
+
+    return BridgeModel
+
+
+class Callback:
+    """swift/megatron/callbacks/base.py"""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args, self.state = trainer, trainer.args, trainer.state
+
+
+class SwiftTrainer:
+    """swift/megatron/trainers: `MegatronTrainer.forward_step` and `loss_func`, and the events of `run_train_step`."""
+
+    def __init__(self, model: Any, callbacks: dict[str, type], **args: Any) -> None:
+        self.args = SimpleNamespace(**{"rlhf_type": None, "train_iters": 2, "logging_steps": 2} | args)
+        self.state = SimpleNamespace(iteration=0)
+        self.unwrapped_models = [model]
+        self.callback = callbacks["simreg"](self)
+        self.logged: list[dict[str, Any]] = []
+
+    def train(self, batch: dict[str, Any]) -> tuple[Tensor, Gradients]:
+        (model,) = self.unwrapped_models
+        self.callback.on_train_begin()
+        while self.state.iteration < self.args.train_iters:
+            self.callback.on_step_begin()
+            labels = batch.get("labels")
+            losses = model(**batch).float()
+            mask = torch.ones(1) if labels is None else labels != -100
+            loss = (losses * mask).sum() / mask.sum()
+            found = gradients(model, loss)
+            self.state.iteration += 1
+            self.callback.on_step_end()
+            if self.state.iteration == 1 or self.state.iteration % self.args.logging_steps == 0:
+                self.logged.append({"loss": loss.item()})
+                self.callback.on_log(logs=self.logged[-1])
+        return loss.detach(), found
+
+
+def swift_file(model_class: type) -> dict[str, type]:
+    callbacks: dict[str, type] = {}
+    swift = {"MegatronCallback": Callback, "megatron_callbacks_map": callbacks}
+    file_of(
+        "mcore_bridge", mcore_bridge={}, mcore_bridge__model={"GPTModel": model_class}, swift={}, swift__megatron={},
+        swift__megatron__callbacks=swift,
+    )  # fmt: skip
+    return callbacks
+
+
+def swift_batch() -> dict[str, Any]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens, labels, _ = row()
+    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).int()
+    packed = PackedSeqParams(cu_seqlens_q=ends, cu_seqlens_kv=ends, qkv_format="thd")
+    return {"input_ids": tokens, "position_ids": None, "labels": labels, "packed_seq_params": packed}
+
+
+@contract(ranks=1)
+def swift_trains_with_simreg() -> None:
+    model = build(model_class := bridge_model())
+    _, labels, _ = row()
+    wanted = sought(model, labels, share=1 / (labels >= 0).sum())
+    trainer = SwiftTrainer(model, swift_file(model_class))
+    loss, found = trainer.train(swift_batch())
+    assert_same(found, wanted)
+    torch.testing.assert_close(loss, wanted.loss)
+    assert len(trainer.logged) == 2
+    for logs in trainer.logged:
+        assert logs["simreg loss"] == pytest.approx(wanted.simreg.item(), rel=1e-4)
+        assert "simreg positive cosine" in logs
+
+
+@contract(ranks=1)
+def swift_with_install_alone_is_found_out() -> None:
+    model = build(bridge_model())
+    install(config=CONFIG)
+    with pytest.raises(RuntimeError, match=SILENT):
+        ask([model], lambda: model(**swift_batch()))
+
+
+@contract(ranks=1)
+def swift_without_labels_is_refused() -> None:
+    model = build(model_class := bridge_model())
+    trainer = SwiftTrainer(model, swift_file(model_class))
+    with pytest.raises(RuntimeError, match=SILENT):
+        trainer.train(swift_batch() | {"labels": None})
+    assert trainer.state.iteration == 1, "after the first step"
+
+
+@contract(ranks=1)
+def swift_preferences_are_refused() -> None:
+    model = build(model_class := bridge_model())
+    with pytest.raises(NotImplementedError, match="megatron rlhf makes another of it"):
+        SwiftTrainer(model, swift_file(model_class), rlhf_type="dpo").train(swift_batch())
+
+
+@contract(ranks=1)
+def swift_multimodal_models_are_refused() -> None:
+    """mcore_bridge/model/mm_gpt_model.py: a module around the language model."""
+    language_model = build(model_class := bridge_model())
+    wrapper = torch.nn.Module()
+    wrapper.language_model, wrapper.post_process = language_model, True
+    with pytest.raises(NotImplementedError, match="this run builds Module"):
+        SwiftTrainer(wrapper, swift_file(model_class)).train(swift_batch())
+
+
+@contract(ranks=1)
+def swift_packed_rows_over_context_ranks_are_refused() -> None:
+    from simreg_megatron.plugin import refusals
+
+    model = build(model_class := bridge_model())
+    refusals.compat.context_group = lambda model: SimpleNamespace(size=lambda: 2)
+    with pytest.raises(NotImplementedError, match="packed sequences are cut over context-parallel ranks"):
+        SwiftTrainer(model, swift_file(model_class)).train(swift_batch())
+
+
+# ---- slime ---------------------------------------------------------------------------------------------------------
+
+RESPONSES = (12, 17)
+
+
+def slime_batch() -> dict[str, Any]:
+    """slime/backends/megatron_utils/data.py, `get_batch`."""
+    tokens, _, _ = row()
+    masks = [torch.ones(length, dtype=torch.int) for length in RESPONSES]
+    masks[1][3:6] = 0
+    return {
+        "tokens": tokens, "unconcat_tokens": list(tokens[0].split(LENGTHS)), "loss_masks": masks,
+        "total_lengths": list(LENGTHS), "response_lengths": list(RESPONSES),
+    }  # fmt: skip
+
+
+def sum_of_token(values: Tensor) -> Tensor:
+    """slime/backends/megatron_utils/cp_utils.py, with --calculate-per-token-loss."""
+    parts = zip(values.split(RESPONSES), slime_batch()["loss_masks"], strict=True)
+    return sum((part * mask).sum() for part, mask in parts)
+
+
+def sft_loss_function(args: Any, batch: dict[str, Any], logits_1TV: Tensor, sum_of_sample_mean: Callable) -> Any:
+    """slime/backends/megatron_utils/loss.py"""
+    log_probs, end = [], 0
+    for tokens, total, response in zip(batch["unconcat_tokens"], LENGTHS, RESPONSES, strict=True):
+        end += total
+        rows = logits_1TV[0, end - response - 1 : end - 1].log_softmax(-1)
+        log_probs.append(rows.gather(1, tokens[-response:, None])[:, 0])
+    loss = -sum_of_sample_mean(torch.cat(log_probs))
+    return loss, {"loss": loss.detach().clone()}
+
+
+def slime_file() -> dict[str, Any]:
+    return file_of(
+        "slime.backends", slime={}, slime__backends={}, slime__backends__megatron_utils={},
+        slime__backends__megatron_utils__loss={"sft_loss_function": sft_loss_function},
+    )  # fmt: skip
+
+
+def slime_args(**others: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"context_parallel_size": 1, "sequence_parallel": False} | others)
+
+
+def slime_forward(model: Any) -> Tensor:
+    """slime/backends/megatron_utils/model.py, `train_one_step`: the model is never given labels."""
+    return model(input_ids=row()[0], position_ids=None, attention_mask=causal(), labels=None, loss_mask=None)
+
+
+def slime_step(model: Any, hook: Callable | None, loss_function: Callable) -> tuple[dict[str, Any], Gradients]:
+    if hook is not None:
+        hook(slime_args(), 0, 0, [model], None, None)
+    loss, log = loss_function(slime_args(), slime_batch(), slime_forward(model), sum_of_token)
+    return log, gradients(model, loss)
+
+
+def slime_labels() -> Tensor:
+    """[1, T]: a token's label where it is of a response and not masked, else -100."""
+    labels, end = torch.full((1, TOTAL), -100), 0
+    for tokens, total, response, mask in zip(
+        slime_batch()["unconcat_tokens"], LENGTHS, RESPONSES, slime_batch()["loss_masks"], strict=True
+    ):
+        end += total
+        for place in range(response):
+            if mask[place]:
+                labels[0, end - response + place - 1] = tokens[total - response + place]
+    return labels
+
+
+@contract(ranks=1)
+def slime_trains_with_simreg() -> None:
+    model, names = build(), slime_file()
+    wanted = sought(model, slime_labels())
+    for _ in range(2):
+        log, found = slime_step(model, names["catch_states"], names["loss_with_simreg"])
+        assert_same(found, wanted)
+        torch.testing.assert_close(log["loss"], wanted.loss)
+        torch.testing.assert_close(log["simreg"], wanted.simreg, rtol=1e-4, atol=0)
+    assert len(names["hooks"]) == 1
+    model.eval()
+    with torch.no_grad():  # log-probabilities of the policy, before a step
+        slime_forward(model)
+    assert names["states"] == []
+
+
+@contract(ranks=1)
+def slime_forgotten_flags_are_errors() -> None:
+    model, names = build(), slime_file()
+    with pytest.raises(RuntimeError, match="found no hidden states: set --custom-megatron-before-train-step-hook-path"):
+        slime_step(model, None, names["loss_with_simreg"])
+    slime_step(model, names["catch_states"], sft_loss_function)
+    with pytest.raises(RuntimeError, match="were not used: set --loss-type custom_loss"):
+        slime_step(model, names["catch_states"], sft_loss_function)
+    with pytest.raises(NotImplementedError, match="--context-parallel-size 1"):
+        names["catch_states"](slime_args(context_parallel_size=2), 0, 0, [model], None, None)
+
+
+@contract(ranks=1)
+def slime_recomputed_loss_is_an_error() -> None:
+    """--recompute-loss-function: by the backward the states may be those of another micro-batch."""
+    model, names = build(), slime_file()
+    names["catch_states"](slime_args(), 0, 0, [model], None, None)
+    given = slime_args(), slime_batch(), slime_forward(model), sum_of_token
+    loss, _ = torch.utils.checkpoint.checkpoint(names["loss_with_simreg"], *given, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="drop --recompute-loss-function"):
+        loss.backward()
+
+
+@contract(ranks=1)
+def slime_with_install_alone_is_found_out() -> None:
+    model = build()
+    install(config=CONFIG)
+    with pytest.raises(RuntimeError, match=SILENT):
+        ask([model], lambda: slime_forward(model))
+
+
+@contract(ranks=2)
+def slime_gathers_what_sequence_parallelism_splits() -> None:
+    """Two tensor ranks hold half of the states each; the gradient of each half is that of the whole."""
+    names, rank = slime_file(), torch.distributed.get_rank()
+    noise = torch.randn(TOTAL, 1, WIDTH, generator=torch.Generator().manual_seed(5))
+    whole = (1 + 0.1 * noise).requires_grad_()
+    names["states"][:] = [whole]
+    wanted = sum_of_token(names["terms"](slime_args(), slime_batch()))
+    wanted.backward()
+    half = whole.detach().chunk(2)[rank].clone().requires_grad_()
+    names["states"][:] = [half]
+    found = sum_of_token(names["terms"](slime_args(sequence_parallel=True), slime_batch()))
+    found.backward()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(half.grad, whole.grad.chunk(2)[rank])
+    assert half.grad.norm() > 0
+
+
+# ---- verl ----------------------------------------------------------------------------------------------------------
+
+
+def verl_forward(model: Any, **others: Any) -> Any:
+    """verl/models/mcore/model_forward.py, `gptmodel_forward_model_engine`: the logits leave the model."""
+    return model(input_ids=row()[0], attention_mask=causal(), position_ids=None, **others)
+
+
+@contract(ranks=1)
+def verl_default_is_found_out() -> None:
+    model = build()
+    install(config=CONFIG)
+    with pytest.raises(RuntimeError, match=SILENT):
+        ask([model], lambda: verl_forward(model))
+
+
+@contract(ranks=1)
+def verl_fused_kernels_are_refused() -> None:
+    """model_forward_fused.py from megatron-core 0.18 on: Megatron's hook, and labels beside it."""
+    model = build()
+    install(config=CONFIG)
+
+    def fused_output_processor(*, hidden_states, labels, **others: Any) -> Any:
+        return SimpleNamespace(log_probs=hidden_states.sum(-1), entropy=None)
+
+    call = {"output_processor": fused_output_processor, "output_processor_context": SimpleNamespace(temperature=1.0)}
+    with pytest.raises(NotImplementedError, match="an output processor returns something else"):
+        ask([model], lambda: verl_forward(model, labels=row()[1], **call))
+
+
+@contract(ranks=1)
+def verl_fused_forward_of_its_own_is_found_out() -> None:
+    """model_forward_fused.py before: `forward` of the object is replaced, and `_postprocess` is not called."""
+    model = build()
+    install(config=CONFIG)
+
+    def fused_forward(self: Any, input_ids, position_ids, attention_mask, labels=None, temperature=1.0) -> Any:
+        decoder_input, rotary, *_ = self._preprocess(input_ids=input_ids, position_ids=position_ids)
+        return self.decoder(hidden_states=decoder_input, attention_mask=attention_mask, rotary_pos_emb=rotary)
+
+    model.forward = fused_forward.__get__(model)
+    with pytest.raises(RuntimeError, match=SILENT):
+        ask([model], lambda: verl_forward(model, labels=row()[1], temperature=1.0))
+
+
+@contract(ranks=1)
+def verl_postprocess_of_its_own_is_refused() -> None:
+    """mtp_patch.py, `patch_postprocess`: logits, also where there are labels."""
+    model = build()
+    install(config=CONFIG)
+
+    def own_postprocess(self: Any, hidden_states, input_ids, position_ids, labels, *args: Any, **kwargs: Any) -> Tensor:
+        return self.output_layer(hidden_states)[0].transpose(0, 1).contiguous()
+
+    model._postprocess_backup = model._postprocess
+    model._postprocess = own_postprocess.__get__(model)
+    with pytest.raises(NotImplementedError, match="has a _postprocess of its own, which hides the one that SimReg"):
+        ask([model], lambda: verl_forward(model, labels=row()[1]))
+
+
+# ---- each in a process of its own ----------------------------------------------------------------------------------
+
+
+def run(check: str) -> None:
+    start()
+    globals()[check]()
+    print(f"{check}: as expected")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("check", CONTRACTS)
+def test_contract(check: str, tmp_path: Path) -> None:
+    log, ranks = tmp_path / "log", CONTRACTS[check]
+    status = forks.run_ranks(run, check, processes=ranks, log=log, timeout=runs.TIMEOUT)
+    said = log.read_text()
+    assert status == 0 and said.count(f"{check}: as expected") == ranks, said[-3000:]
