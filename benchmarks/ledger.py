@@ -26,7 +26,8 @@ PAGES = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/checkpoints.md", "docs/cluster.md",
     "docs/data.md", "docs/design.md", "docs/ecosystem.md", "docs/evaluation.md", "docs/evidence.md", "docs/exact.md",
     "docs/existing-pipeline.md", "docs/first-hour.md", "docs/hugging-face.md", "docs/objectives.md",
-    "docs/performance.md", "docs/scale.md", "docs/sharp-edges.md", "docs/support.md", "patches/README.md",
+    "docs/performance.md", "docs/reliability.md", "docs/scale.md", "docs/sharp-edges.md", "docs/support.md",
+    "patches/README.md",
 )  # fmt: skip
 MADE_PAGES = {
     "docs/parity.md": "python -m tests.megatron.parity", "docs/versions.md": "python -m tests.versions",
@@ -385,6 +386,16 @@ NOT_MEASURED = (
                 ("losses of 1e-8", "less than 1e-30")),
 )  # fmt: skip
 
+RELIABILITY = "docs/reliability.md"
+OF_RELIABILITY = (
+    states(RELIABILITY, "| processor time | {} s |", "tests/fuzz/bar.py", r"\nSECONDS = ([\d.]+)"),
+    states(RELIABILITY, "| memory | {} times the input, and {} MiB |", "tests/fuzz/bar.py",
+           r"TIMES_ITS_SIZE = (\d+)\nCONSTANT = (\d+) << 20"),
+    NotMeasured(RELIABILITY, "settings, an aim, and what a format allows",
+                ("in turn, 10 minutes", "ten million inputs", "at most 4 KiB", "to be 128 MiB")),
+    NotMeasured("CONTRIBUTING.md", "a setting", ("mutated inputs (10 minutes;",)),
+)  # fmt: skip
+
 ENTRIES: tuple[Entry, ...] = (
     *OF_THE_LOSS,
     *OF_THE_STEP,
@@ -393,6 +404,7 @@ ENTRIES: tuple[Entry, ...] = (
     *OF_OBJECTIVES,
     *OF_THE_CORPUS,
     *STATED,
+    *OF_RELIABILITY,
     Made("docs/cluster.md", "At commit", "python -m launch.estimate"),
     Made("docs/cluster.md", "| model | nodes |", "python -m launch.estimate"),
     *NOT_MEASURED,

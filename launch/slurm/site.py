@@ -79,7 +79,7 @@ def read_site(path: Path, variables: Mapping[str, str]) -> Site:
             continue
         match = _ASSIGNMENT.fullmatch(line.strip())
         if match is None:
-            raise LaunchError(f"{place}: {line.strip()!r} is neither NAME=value nor export NAME=value")
+            raise LaunchError(f"{place}: {line.strip()[:200]!r} is neither NAME=value nor export NAME=value")
         value = _value(match["value"], variables, place)
         name = match["name"].lower()
         if match["export"]:
@@ -87,7 +87,7 @@ def read_site(path: Path, variables: Mapping[str, str]) -> Site:
         elif match["name"] != name.upper() or name not in known:
             names = ", ".join(sorted(item.upper() for item in known))
             raise LaunchError(
-                f"{place}: no setting is called {match['name']}: it is one of {names}; "
+                f"{place}: no setting is called {match['name'][:200]}: it is one of {names}; "
                 "a variable for the processes is written `export NAME=value`"
             )
         else:
@@ -100,14 +100,14 @@ def _value(text: str, variables: Mapping[str, str], place: str) -> str:
         words = shlex.split(text, comments=True)
         filled = string.Template(" ".join(words)).substitute(variables)
     except (ValueError, KeyError) as error:
-        what = f"${error.args[0]} is not set" if isinstance(error, KeyError) else str(error)
+        what = f"${str(error.args[0])[:200]} is not set" if isinstance(error, KeyError) else str(error)
         raise LaunchError(f"{place}: {what}") from None
     if len(words) > 1:
-        raise LaunchError(f'{place}: quote a value of several words: "{" ".join(words)}"')
+        raise LaunchError(f'{place}: quote a value of several words: "{" ".join(words)[:200]}"')
     return filled
 
 
 def _number(value: str, name: str, place: str) -> int:
-    if not value.isdecimal():
-        raise LaunchError(f"{place}: {name} takes a number, not {value!r}")
+    if not value.isdecimal() or len(value) > 9:
+        raise LaunchError(f"{place}: {name} takes a number, not {value[:200]!r}")
     return int(value)

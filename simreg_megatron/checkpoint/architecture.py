@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,7 @@ _MUST_BE_WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_mlp_glu_interleave_size": (None,),
     "moe_expert_capacity_factor": (None,),
 }
+_LARGEST = 1 << 40  # of any size, so that no product of two overflows what torch counts with
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,24 @@ class Architecture:
     experts_per_token: int = 0
     balance_coefficient: float = 0.0
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        sizes = (
+            self.num_layers,
+            self.hidden,
+            self.num_heads,
+            self.num_groups,
+            self.head_size,
+            self.ffn,
+            self.vocabulary,
+        )
+        if not all(0 < size < _LARGEST for size in sizes) or self.num_heads % self.num_groups:
+            raise CheckpointError(
+                f"its sizes (layers, hidden, heads, groups, channels of a head, feed-forward, vocabulary) are {sizes}: "
+                "each is a number above 0, and the groups divide the heads"
+            )
+        if not all(map(math.isfinite, (self.norm_epsilon, self.rope_base, self.balance_coefficient))):
+            raise CheckpointError("the epsilon of its norms, its rotary base or its balance coefficient is no number")
 
     @property
     def family(self) -> str:
@@ -145,13 +165,13 @@ def from_args(args: Mapping[str, Any], *, vocabulary: int) -> Architecture:
         hidden=hidden,
         num_heads=heads,
         num_groups=_number(args, "num_query_groups") if args.get("group_query_attention") else heads,
-        head_size=_number(args, "kv_channels", default=hidden // heads),
+        head_size=_number(args, "kv_channels", default=hidden // max(1, heads)),
         ffn=_number(args, "moe_ffn_hidden_size", default=ffn) if num_experts else ffn,
         vocabulary=vocabulary,
         is_tied=not args.get("untie_embeddings_and_output_weights"),
         norm_epsilon=_epsilon(args),
         max_positions=_number(args, "max_position_embeddings"),
-        rope_base=float(args.get("rotary_base") or 10000),
+        rope_base=_rope_base(args),
         rope_scaling=_rope_scaling(args),
         num_experts=num_experts,
         experts_per_token=_number(args, "moe_router_topk") if num_experts else 0,
@@ -198,6 +218,13 @@ def _epsilon(args: Mapping[str, Any]) -> float:
     return value
 
 
+def _rope_base(args: Mapping[str, Any]) -> float:
+    value = args.get("rotary_base") or 10000
+    if not isinstance(value, int | float) or not 0 < value < _LARGEST:
+        raise CheckpointError(f"its arguments give rotary_base as {value!r}, where a number is needed")
+    return float(value)
+
+
 def _rope_scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
     """LLaMA 3's scaling, of which Megatron fixes every number: --rope-scaling-factor never reaches its model."""
     if not args.get("use_rope_scaling"):
@@ -213,7 +240,7 @@ def _rope_scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _balance(args: Mapping[str, Any]) -> float:
     value = args.get("moe_aux_loss_coeff") or 0.0
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else 0.0
 
 
 def check_weights(architecture: Architecture, found: Mapping[str, Weight]) -> int:
@@ -227,11 +254,12 @@ def check_weights(architecture: Architecture, found: Mapping[str, Weight]) -> in
     """
     if weights.EMBEDDING not in found:
         raise CheckpointError(f"the checkpoint has no {weights.EMBEDDING}: it is not a complete Megatron model")
-    num_rows = found[weights.EMBEDDING].shape[0]
+    num_rows = (*found[weights.EMBEDDING].shape, 0)[0]
     if num_rows < architecture.vocabulary:
         raise CheckpointError(f"its embedding has {num_rows} rows, fewer than the {architecture.vocabulary} tokens")
-    expected = dict(architecture.shapes(num_rows))
-    for name, shape in expected.items():
+    expected = set()
+    for name, shape in architecture.shapes(num_rows):  # one by one: a damaged number of layers may have no end
+        expected.add(name)
         if name not in found:
             raise CheckpointError(f"the checkpoint has no {name}: it was not saved completely, or is of another model")
         if found[name].shape != shape:

@@ -8,6 +8,8 @@ its own bytes and no others, whatever layout of ranks wrote them.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +24,7 @@ from simreg_megatron.checkpoint.pickles import load_pickle, load_torch
 
 METADATA = ".metadata"
 _NOT_THE_MODEL = ("optimizer.", "chained_")  # the optimizer's: far more than the model, and never read here
+_FILE = re.compile(r"[\w+-][\w.+-]{0,200}")
 _COPY = "copy the checkpoint again from where it was made"
 
 
@@ -97,6 +100,7 @@ class DistCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._sizes: dict[str, int] = {}
         metadata = load_pickle(folder / METADATA)
         places = self._places(metadata)
         self.tensors: dict[str, Stored] = {}
@@ -111,27 +115,26 @@ class DistCheckpoint:
 
     def _places(self, metadata: Any) -> dict[tuple[str, tuple[int, ...] | None], Place]:
         """Where everything lies, by key and offsets; no offsets for what is not a tensor."""
-        sizes: dict[str, int] = {}
         places = {}
         for index, info in _items(metadata, "storage_data", self.folder):
             offset = getattr(index, "offset", None)
             key = (index.fqn, None if offset is None else tuple(offset))
-            places[key] = self._place(info, sizes)
+            places[key] = self._place(info)
         return places
 
-    def _place(self, info: Any, sizes: dict[str, int]) -> Place:
+    def _place(self, info: Any) -> Place:
         name, start, length = info.relative_path, info.offset, info.length
-        if not isinstance(name, str) or Path(name).name != name or not isinstance(start, int) or start < 0:
+        if not isinstance(name, str) or not _FILE.fullmatch(name) or not isinstance(start, int) or start < 0:
             raise CheckpointError(f"{self.folder / METADATA} points outside its folder, to {name!r}: {_COPY}")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{self.folder / name} is compressed, which Megatron never does: {_COPY}")
         path = self.folder / name
-        if name not in sizes:
+        if name not in self._sizes:
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing, and {METADATA} says that it holds weights: {_COPY}")
-            sizes[name] = path.stat().st_size
-        if not isinstance(length, int) or not 0 < length <= sizes[name] - start:
-            raise CheckpointError(f"{path} ends at {sizes[name]} bytes, before its last part: {_COPY}")
+            self._sizes[name] = path.stat().st_size
+        if not isinstance(length, int) or not 0 < length <= self._sizes[name] - start:
+            raise CheckpointError(f"{path} ends at {self._sizes[name]} bytes, before its last part: {_COPY}")
         return Place(path, start, length)
 
     def _stored(self, name: str, entry: Any, places: dict[tuple[str, tuple[int, ...] | None], Place]) -> Stored:
@@ -139,7 +142,8 @@ class DistCheckpoint:
         for chunk in entry.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             inside = len(offsets) == len(sizes) == len(shape) and all(
-                o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
+                type(o) is type(s) is type(n) is int and o >= 0 and s >= 0 and o + s <= n
+                for o, s, n in zip(offsets, sizes, shape, strict=True)
             )
             if not inside or (name, offsets) not in places:
                 raise CheckpointError(f"{self.folder / METADATA} does not say where all of {name} lies: {_COPY}")
@@ -155,7 +159,18 @@ class DistCheckpoint:
         dtype = properties.state[0] if hasattr(properties, "state") else getattr(properties, "dtype", None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{self.folder / METADATA} gives {name} no number type: {_COPY}")
+        self._check_bytes(name, dtype, chunks)
         return Stored(name, shape, dtype, tuple(chunks))
+
+    def _check_bytes(self, name: str, dtype: torch.dtype, chunks: Sequence[Chunk]) -> None:
+        """Nothing is compressed, so a tensor is never larger than its files; memory is taken only after this."""
+        taken: Counter[str] = Counter()
+        for chunk in chunks:
+            taken[chunk.place.path.name] += chunk.place.length
+            if prod(chunk.sizes) * dtype.itemsize > self._sizes[chunk.place.path.name]:
+                raise CheckpointError(f"{chunk.place.path} is too short for the part of {name} it should hold: {_COPY}")
+        if any(length > self._sizes[file] for file, length in taken.items()):
+            raise CheckpointError(f"{self.folder / METADATA} has several parts of {name} in one place: {_COPY}")
 
 
 def _items(metadata: Any, attribute: str, folder: Path) -> list[tuple[Any, Any]]:

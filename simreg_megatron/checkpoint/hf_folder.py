@@ -79,7 +79,7 @@ def _json(path: Path) -> dict[str, Any]:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no {path}: give the folder of a Hugging Face model") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): {_COPY}") from None
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path} holds no table: {_COPY}")
@@ -89,7 +89,10 @@ def _json(path: Path) -> dict[str, Any]:
 def _files(folder: Path) -> dict[str, tuple[Path, torch.dtype, tuple[int, ...]]]:
     """(file, type, shape) of every tensor, from the files' own headers."""
     if (folder / _INDEX).is_file():
-        names = sorted({str(name) for name in _json(folder / _INDEX).get("weight_map", {}).values()})
+        table = _json(folder / _INDEX).get("weight_map")
+        if not isinstance(table, dict) or not table:
+            raise CheckpointError(f"{folder / _INDEX} has no table weight_map: {_COPY}")
+        names = sorted({str(name) for name in table.values()})
     elif (folder / _SINGLE).is_file():
         names = [_SINGLE]
     else:

@@ -175,7 +175,7 @@ def architecture_of(entries: Mapping[str, Any], *, dtype: str) -> Architecture:
         CheckpointError: it is of another model, or has what Megatron's LLaMA and Mixtral do not.
     """
     family = entries.get("model_type")
-    if family not in _CLASSES:
+    if not isinstance(family, str) or family not in _CLASSES:
         raise CheckpointError(f"it is a model of the type {family!r}: only llama and mixtral can be imported")
     _refuse_unknown(entries)
     heads, hidden = _whole(entries, "num_attention_heads"), _whole(entries, "hidden_size")
@@ -186,17 +186,17 @@ def architecture_of(entries: Mapping[str, Any], *, dtype: str) -> Architecture:
         hidden=hidden,
         num_heads=heads,
         num_groups=_whole(entries, "num_key_value_heads", default=heads),
-        head_size=_whole(entries, "head_dim", default=hidden // heads),
+        head_size=_whole(entries, "head_dim", default=max(1, hidden // heads)),
         ffn=_whole(entries, "intermediate_size"),
         vocabulary=_whole(entries, "vocab_size"),
         is_tied=bool(entries.get("tie_word_embeddings", False)),
-        norm_epsilon=float(entries.get("rms_norm_eps", 1e-6 if family == LLAMA else 1e-5)),
+        norm_epsilon=_real(entries, "rms_norm_eps", 1e-6 if family == LLAMA else 1e-5),
         max_positions=_whole(entries, "max_position_embeddings", default=2048 if family == LLAMA else 131072),
         rope_base=base if base is not None else (10000.0 if family == LLAMA else 1e6),
         rope_scaling=scaling,
         num_experts=_whole(entries, "num_local_experts", default=8) if has_experts else 0,
         experts_per_token=_whole(entries, "num_experts_per_tok", default=2) if has_experts else 0,
-        balance_coefficient=float(entries.get("router_aux_loss_coef", 0.001)) if has_experts else 0.0,
+        balance_coefficient=_real(entries, "router_aux_loss_coef", 0.001) if has_experts else 0.0,
         dtype=dtype,
     )
 
@@ -215,15 +215,25 @@ def _refuse_unknown(entries: Mapping[str, Any]) -> None:
 
 def _rope(entries: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | None]:
     given = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"its config.json gives the rotary embeddings as {given!r}, where a table is needed")
     rope = dict(given)
-    base = rope.pop("rope_theta", entries.get("rope_theta"))
+    rope.setdefault("rope_theta", entries.get("rope_theta"))
+    base = None if rope["rope_theta"] is None else _real(rope, "rope_theta", 0.0)
+    rope.pop("rope_theta")
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    base = None if base is None else float(base)
     if kind == "default":
         return base, None
     if {"rope_type": kind, **rope} == LLAMA3_SCALING:
         return base, dict(LLAMA3_SCALING)
     raise CheckpointError(f"its config.json scales rotary embeddings by {kind} {rope}, which Megatron does not do")
+
+
+def _real(entries: Mapping[str, Any], name: str, default: float) -> float:
+    value = entries.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e30:
+        raise CheckpointError(f"its config.json gives {name} as {value!r}, where a number is needed")
+    return float(value)
 
 
 def _whole(entries: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -16,9 +16,10 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from torch._weights_only_unpickler import get_globals_in_pkl
 
 from simreg_megatron.checkpoint.errors import CheckpointError
 
@@ -77,7 +78,9 @@ def _plain() -> dict[str, Any]:
 _PLAIN = _plain()
 
 
-class _ListedOnly(pickle.Unpickler):
+class _ListedOnly(pickle._Unpickler):
+    """Python's own form of the reader: the one in C makes room for as many objects as a damaged number says."""
+
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         found = _PLAIN.get(full) or _stand_in(full)
@@ -92,8 +95,8 @@ class _UnlistedError(Exception):
 
 def _refused(name: str, path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} asks for {name} to be called, which no Megatron checkpoint needs: it may have been made to run code "
-        "on this machine; nothing of it was run. Get the checkpoint from where it was trained"
+        f"{path} asks for {name[:120]} to be called, which no Megatron checkpoint needs: it may have been made to run "
+        "code on this machine; nothing of it was run. Get the checkpoint from where it was trained"
     )
 
 
@@ -112,8 +115,7 @@ def load_pickle(path: Path) -> Any:
         CheckpointError: it asks for another name, or is damaged.
     """
     try:
-        with path.open("rb") as stream:
-            return _ListedOnly(stream).load()
+        return _ListedOnly(io.BytesIO(path.read_bytes())).load()
     except _UnlistedError as error:
         raise _refused(str(error), path) from None
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
@@ -123,6 +125,8 @@ def load_pickle(path: Path) -> Any:
 def load_torch(source: Path | bytes, *, path: Path) -> Any:
     """What `torch.save` wrote, by torch's own weights-only reader, on the CPU.
 
+    Nothing in it is compressed, for torch never does that, so a small file cannot become a large object.
+
     Args:
         source: a file, whose tensors are then mapped and not read before they are used; or the bytes of one.
         path: the file to name in errors.
@@ -131,11 +135,9 @@ def load_torch(source: Path | bytes, *, path: Path) -> Any:
         CheckpointError: it asks for a name that is not listed, or is damaged; bytes are held against their checksums.
     """
     try:
-        if isinstance(source, bytes):
-            _check_sums(io.BytesIO(source))
+        _check_archive(_opened(source), with_sums=isinstance(source, bytes))
         with _nobody_elses_list():
-            wanted = torch.serialization.get_unsafe_globals_in_checkpoint(_opened(source))
-            for name in wanted:
+            for name in torch.serialization.get_unsafe_globals_in_checkpoint(_opened(source)):
                 stand_in = _stand_in(name)
                 if stand_in is None:
                     raise _UnlistedError(name)
@@ -164,9 +166,25 @@ def _opened(source: Path | bytes) -> Any:
     return io.BytesIO(source) if isinstance(source, bytes) else str(source)
 
 
-def _check_sums(stream: BinaryIO) -> None:
+def _check_archive(source: Any, *, with_sums: bool) -> None:
     """torch writes a checksum with every record and does not look at it when it reads."""
-    with zipfile.ZipFile(stream) as archive:
-        broken = archive.testzip()
+    with zipfile.ZipFile(source) as archive:
+        records = archive.infolist()
+        for record in records:
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile(f"{record.filename} is compressed")
+        if archive.fp is not None and sum(record.file_size for record in records) > archive.fp.seek(0, io.SEEK_END):
+            raise zipfile.BadZipFile("its records overlap")
+        _check_pickles(archive)
+        broken = archive.testzip() if with_sums else None
     if broken is not None:
         raise zipfile.BadZipFile(f"the checksum of {broken} does not match")
+
+
+def _check_pickles(archive: zipfile.ZipFile) -> None:
+    """torch's reader would make a bytearray of any length that is asked for, and no checkpoint holds one."""
+    for record in archive.infolist():
+        if record.filename.endswith("data.pkl"):
+            names = get_globals_in_pkl(io.BytesIO(archive.read(record)))
+            if found := names & {"builtins.bytearray", "__builtin__.bytearray"}:
+                raise _UnlistedError(min(found))

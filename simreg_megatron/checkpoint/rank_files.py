@@ -56,12 +56,13 @@ class RankFiles:
         self._stages = self._size("pipeline_model_parallel_size")
         self._experts = self._size("expert_model_parallel_size")
         self._check_expert_tensor_parallelism()
+        self._check_number_of_files()
         self.models, self.num_places = self._models()
         self.names = sorted({name for model in self.models.values() for name in model})
 
     def _size(self, name: str) -> int:
         size = self.args.get(name) or 1
-        if not isinstance(size, int):
+        if not isinstance(size, int) or size < 1:
             raise CheckpointError(f"{self.folder} gives {name} as {size!r}: {_COPY}")
         return size
 
@@ -71,6 +72,13 @@ class RankFiles:
             raise CheckpointError(
                 f"experts are split over {own} tensor ranks and the rest over {self._tensor}, which the torch format "
                 "does not record: load it in Megatron and save it with --ckpt-format torch_dist"
+            )
+
+    def _check_number_of_files(self) -> None:
+        there = sum(1 for path in self.folder.iterdir() if _FOLDER.fullmatch(path.name))
+        if (needed := self._tensor * self._stages * self._experts) > there:
+            raise CheckpointError(
+                f"{self.folder} has {there} folders mp_rank_*, and its arguments say {needed}: {_COPY}"
             )
 
     def _file(self, name: str) -> Path:
@@ -97,7 +105,7 @@ class RankFiles:
             keys = ["model"] if "model" in loaded else sorted(k for k in loaded if re.fullmatch(r"model\d+", str(k)))
             num_virtual = max(num_virtual, len(keys))
             for virtual, key in enumerate(keys):
-                state = {str(k): t for k, t in dict(loaded[key]).items() if isinstance(t, Tensor)}
+                state = {str(k): _sound(t, path) for k, t in dict(loaded[key]).items() if isinstance(t, Tensor)}
                 found[tensor, virtual * self._stages + stage, expert] = state
             if not keys:
                 raise CheckpointError(f"{path} holds no model: {_COPY}")
@@ -151,6 +159,8 @@ class RankFiles:
 
     def _joined(self, rest: str, ranks: Sequence[Tensor]) -> Weight:
         read: Callable[[], Tensor]
+        if any((rank.shape, rank.dtype) != (ranks[0].shape, ranks[0].dtype) for rank in ranks):
+            raise CheckpointError(f"{self.folder}: tensor ranks hold parts of {rest} that do not fit together; {_COPY}")
         shape = list(ranks[0].shape)
         if len(shape) == 1 or rest == weights.ROUTER:
             read = partial(self._replica, rest, ranks)
@@ -166,6 +176,14 @@ class RankFiles:
                 f"{self.folder}: tensor ranks hold different values of {rest}, which all of them should share; {_COPY}"
             )
         return ranks[0].clone()
+
+
+def _sound(tensor: Tensor, path: Path) -> Tensor:
+    """One that is as large as its bytes: a view can repeat a single number without end."""
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    if not is_plain or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise CheckpointError(f"{path} holds a tensor that is larger than its bytes, or none of plain numbers: {_COPY}")
+    return tensor
 
 
 def _concatenated(ranks: Sequence[Tensor], dimension: int, gated: bool) -> Tensor:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from simreg_megatron.checkpoint import weights
 from simreg_megatron.checkpoint.dist_format import METADATA, DistCheckpoint, Place, Stored
 from simreg_megatron.checkpoint.errors import CheckpointError
@@ -53,7 +55,9 @@ def open_checkpoint(load: Path, step: int | None = None) -> Checkpoint:
             return _open_dist(folder)
         if is_rank_format(folder):
             return _open_ranks(folder)
-    except (AttributeError, TypeError, KeyError, IndexError, OverflowError) as error:
+    except CheckpointError:
+        raise
+    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise CheckpointError(
             f"{folder} is not built as Megatron builds checkpoints ({type(error).__name__}: {error}): "
             "copy it again from where it was made"
@@ -80,7 +84,7 @@ def _folder(load: Path, step: int | None) -> Path:
                 raise CheckpointError(f"{load} has no {TRACKER}: say which step to take with --ckpt-step")
             return load
         text = tracker.read_text(errors="replace").strip()
-        if text != "release" and not text.isdecimal():
+        if text != "release" and not (text.isdecimal() and len(text) < 20):
             raise CheckpointError(f"{tracker} does not hold a number of steps: say which step with --ckpt-step")
         name = text if text == "release" else f"iter_{int(text):07d}"
     else:
@@ -94,7 +98,7 @@ def _folder(load: Path, step: int | None) -> Path:
 def _backend(folder: Path) -> Any:
     try:
         return json.loads((folder / _CONFIG).read_text()).get("sharded_backend")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"{folder / _CONFIG} is damaged: copy the checkpoint again") from None
 
 
@@ -122,6 +126,8 @@ def _unstacked(name: weights.Name, tensor: Stored) -> Iterator[tuple[str, Weight
     num_stacked = (name.is_layered and name.layer is None) + (name.has_experts and name.expert is None)
     if len(tensor.shape) < num_stacked:
         raise CheckpointError(f"{tensor.name} has the shape {tensor.shape}, too few dimensions for its name")
+    if not all(tensor.shape):
+        raise CheckpointError(f"{tensor.name} has the shape {tensor.shape}, so it holds no numbers")
     for index in _indices(tensor.shape[:num_stacked]):
         numbers = list(index)
         layer = numbers.pop(0) if name.is_layered and name.layer is None else name.layer
@@ -160,7 +166,14 @@ def _args(common: Any, folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} does not say with which arguments it was trained: it was not saved by Megatron's own loop"
         )
-    return {name: value for name, value in vars(args).items() if name != "arguments"}
+    return {
+        name: value if _is_plain(value) else Inert(value) for name, value in vars(args).items() if name != "arguments"
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """What can be compared without asking the value: a tensor would answer with another tensor."""
+    return isinstance(value, bool | int | float | str | list | tuple | torch.dtype | Inert | None)
 
 
 def _leave_out(key: str, notes: list[str]) -> None:

@@ -104,8 +104,10 @@ def _sentencepiece(path: Path) -> Any:
     except ImportError:
         raise CheckpointError("sentencepiece is needed for a .model tokenizer: pip install sentencepiece") from None
     try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError):
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        model.id_to_piece(list(range(model.vocab_size())))  # see that all of them are text
+        return model
+    except (RuntimeError, OSError, ValueError):  # ValueError: of pieces that are no text
         raise CheckpointError(f"{path} is not a sentencepiece model: give the one the model was trained with") from None
 
 
@@ -114,7 +116,15 @@ def _converted(path: Path, folder: Path) -> None:
     import transformers
 
     model = _sentencepiece(path)
-    fast = _fast_tokenizer(model, path)
+    try:
+        fast = _fast_tokenizer(model, path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged model raises whatever its pieces happen to ask for
+        raise CheckpointError(
+            f"{path} cannot be converted ({type(error).__name__}: {error}): give the one the model was trained with, "
+            "or convert it yourself and give the folder with its tokenizer.json"
+        ) from None
     for text in _SAMPLES:
         if fast.encode(text, add_special_tokens=False).ids != model.encode(text):
             raise CheckpointError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from simreg_megatron import __version__
 from simreg_megatron.data.indexed import DataError, PairWriter, sync_folder
 from simreg_megatron.data.parts import SIDES, PartHeader, PartStore, read_part
-from simreg_megatron.data.settings import FORMAT, read_json, refuse_other, write_json
+from simreg_megatron.data.settings import FORMAT, read_json, refuse_other, section, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,11 +59,24 @@ def assemble(folder: Path, *, budget: Mapping[str, int | None] | None = None) ->
     settings = read_json(folder / SETTINGS)
     if done is not None:
         if settings is not None:
-            refuse_other(done["settings"], settings["settings"], folder)
+            own, asked = section(done, "settings", folder / MANIFEST), section(settings, "settings", folder / SETTINGS)
+            refuse_other(own, asked, folder)
         remove_parts(folder)
         return done
     if settings is None:
         raise DataError(f"{folder} has no parts: `simreg-megatron data prepare --shard i/n` makes them")
+    try:
+        return _assemble(folder, settings, budget)
+    except DataError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"{folder / SETTINGS} or a part beside it is not what this program writes ({type(error).__name__}: "
+            f"{error}): copy the folder again from where it was made, or prepare the data again in another"
+        ) from None
+
+
+def _assemble(folder: Path, settings: dict[str, Any], budget: Mapping[str, int | None] | None) -> dict[str, Any]:
     limits = budget if budget is not None else settings["budget"]
     writers = {side: PairWriter(folder / side, settings["dtype"]) for side in SIDES}
     totals = _Totals()

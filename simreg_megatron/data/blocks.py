@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from simreg_megatron.data.indexed import DataError
@@ -94,6 +95,27 @@ def _text_of(row: Any, key: str) -> tuple[str, str]:
     return "", f"the value of {key!r} is no text but {type(text).__name__}"
 
 
+def open_parquet(path: Path) -> Any:
+    """The file, its footer read.
+
+    Raises:
+        DataError: it is none, or is damaged.
+    """
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        _ = file.schema_arrow
+    except Exception as error:  # a damaged file raises whatever its bytes happen to ask for, OSError among it
+        raise _damaged(path, error) from None
+    return file
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())[:200]
+    return DataError(f"{path} is not a complete Parquet file ({type(error).__name__}: {reason}): copy it again")
+
+
 @dataclass(frozen=True)
 class RowsBlock(Block):
     """A row group of a Parquet file; its index is the block's number."""
@@ -102,23 +124,21 @@ class RowsBlock(Block):
     path: str
 
     def records(self, key: str) -> Iterator[Record]:
-        import pyarrow
-        import pyarrow.parquet
+        file = open_parquet(Path(self.path))
+        if not file.num_row_groups:
+            return
+        names = file.schema_arrow.names
+        if key not in names:
+            raise DataError(f"{self.path} has no column {key!r}: --key names one of {', '.join(names)}")
+        for index, text in enumerate(self._values(file, key)):
+            yield Record(index, *_text_of({key: text}, key))
 
+    def _values(self, file: Any, key: str) -> Iterator[Any]:
         try:
-            file = pyarrow.parquet.ParquetFile(self.path)
-            if not file.num_row_groups:
-                return
-            names = file.schema_arrow.names
-            if key not in names:
-                raise DataError(f"{self.path} has no column {key!r}: --key names one of {', '.join(names)}")
-            index = 0
-            for batch in file.iter_batches(batch_size=2048, row_groups=[self.number], columns=[key]):
-                for text in batch.column(0).to_pylist():
-                    yield Record(index, *_text_of({key: text}, key))
-                    index += 1
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{self.path} is not a complete Parquet file ({error}): copy it again") from None
+            for batch in file.iter_batches(batch_size=2048, row_groups=[self.number], columns=[key], use_threads=False):
+                yield from batch.column(0).to_pylist()
+        except Exception as error:  # as in open_parquet
+            raise _damaged(Path(self.path), error) from None
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1} of row group {self.number + 1}"

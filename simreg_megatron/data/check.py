@@ -13,8 +13,9 @@ from simreg_megatron.data.assemble import MANIFEST
 from simreg_megatron.data.encoding import describe_tokenizer
 from simreg_megatron.data.indexed import FIXED, HEADER, ITEM_BYTES, DataError
 from simreg_megatron.data.pairs import explain_missing, is_pair
-from simreg_megatron.data.settings import read_json
+from simreg_megatron.data.settings import read_json, section
 
+MOST_IDS = 1 << 24  # more than any vocabulary has: a larger one is a damaged number
 _PREPARE = "prepare the data again, or copy it again from where it was made"
 
 
@@ -105,21 +106,36 @@ def _expected_bytes(index: Path) -> tuple[int, int]:
         (last_length,) = struct.unpack("<i", stream.read(4))
         stream.seek(FIXED.size + 4 * num_sequences + 8 * (num_sequences - 1))
         (last_pointer,) = struct.unpack("<q", stream.read(8))
+    if last_pointer < 0 or last_length < 0 or last_pointer % ITEM_BYTES[code]:
+        raise DataError(f"{index} places its last sequence where none can be: {_PREPARE}")
     return last_pointer + last_length * ITEM_BYTES[code], ITEM_BYTES[code]
 
 
 def _manifest_of(data: Path) -> dict[str, Any] | None:
     """The manifest beside a .bin, if it speaks of that file."""
-    manifest = read_json(data.parent / MANIFEST)
-    if manifest is None or data.name not in manifest.get("files", {}):
+    path = data.parent / MANIFEST
+    manifest = read_json(path)
+    if manifest is None or data.name not in (files := section(manifest, "files", path)):
         return None
-    promised = manifest["files"][data.name]["bytes"]
+    promised = section(files, data.name, path).get("bytes")
     if promised != data.stat().st_size:
         raise DataError(
             f"{data} holds {data.stat().st_size} bytes where {MANIFEST} tells of {promised}: it is another file "
             f"than the one that was made there, {_PREPARE}"
         )
     return manifest
+
+
+def vocabulary_of(manifest: Mapping[str, Any], path: Path) -> int:
+    """The number of token ids that a manifest tells; 0 where it does not.
+
+    Raises:
+        DataError: it is no such number.
+    """
+    size = manifest.get("vocab_size") or 0
+    if not isinstance(size, int) or not 0 <= size <= MOST_IDS:
+        raise DataError(f"{path} gives vocab_size as {size!r}, where a number of token ids is needed: {_PREPARE}")
+    return size
 
 
 def _check_manifest(
@@ -132,8 +148,9 @@ def _check_manifest(
             f"{data.name} was made with another tokenizer{f' ({name})' if name else ''} than {tokenizer} ({MANIFEST} "
             "beside it tells): give the tokenizer the data was made with, or make the data again"
         )
-    if vocab_size is not None and manifest.get("vocab_size", 0) > vocab_size:
+    made_for = vocabulary_of(manifest, data.parent / MANIFEST)
+    if vocab_size is not None and made_for > vocab_size:
         raise DataError(
-            f"{data.name} was made with {manifest['vocab_size']} token ids and --vocab-size {vocab_size} has room for "
+            f"{data.name} was made with {made_for} token ids and --vocab-size {vocab_size} has room for "
             "fewer: leave --vocab-size out, or make the data with the tokenizer of this model"
         )

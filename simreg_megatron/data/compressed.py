@@ -10,7 +10,8 @@ from typing import Any
 
 from simreg_megatron.data.indexed import DataError
 
-_READ = 1 << 18
+_READ = 1 << 8  # zstandard gives at once all that its bytes stand for: 128 KiB for four of them, if those are zeros
+_BUFFER = 1 << 18
 
 
 def decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -21,7 +22,7 @@ def decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
     """
     open_frame = _gzip_frame if path.suffix == ".gz" else _zstd_frame(path)
     frame, position = None, 0
-    with path.open("rb") as stream:
+    with path.open("rb", buffering=_BUFFER) as stream:
         while data := stream.read(_READ):
             position += len(data)
             while data:

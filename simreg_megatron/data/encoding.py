@@ -99,7 +99,7 @@ def _load_sentencepiece(source: str) -> Any:
 
     try:
         return sentencepiece.SentencePieceProcessor(model_file=source)
-    except (RuntimeError, OSError):
+    except (RuntimeError, OSError, ValueError):  # ValueError: of pieces that are no text
         raise DataError(f"{source} is not a sentencepiece model: give the one the data was made with") from None
 
 
@@ -138,7 +138,12 @@ class Encoder:
         elif facts.backend:
             from tokenizers import Tokenizer
 
-            fast = Tokenizer.from_str(facts.backend)
+            try:
+                fast = Tokenizer.from_str(facts.backend)
+            except Exception as error:  # the library has no class of its own
+                raise DataError(
+                    f"{facts.source} cannot be loaded as a fast tokenizer ({error}): get it again"
+                ) from None
             # Without offsets, and without the wrapper's dictionaries of masks.
             self._encode = lambda texts: [one.ids for one in fast.encode_batch_fast(texts, add_special_tokens=False)]
         else:

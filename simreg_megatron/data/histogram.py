@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.data.assemble import MANIFEST
+from simreg_megatron.data.check import MOST_IDS, vocabulary_of
 from simreg_megatron.data.indexed import DataError
 from simreg_megatron.data.settings import read_json
 from simreg_megatron.data.tokens import open_tokens
@@ -72,11 +73,14 @@ def count_labels(prefix: Path, *, vocab_size: int | None = None) -> LabelCounts:
     import numpy as np
 
     tokens = open_tokens(prefix)
-    manifest = read_json(prefix.parent / MANIFEST) or {}
-    size = vocab_size or manifest.get("vocab_size") or 0
+    path = prefix.parent / MANIFEST
+    size = vocab_size or vocabulary_of(read_json(path) or {}, path)
     counts = np.zeros(size, dtype=np.int64)
     for start in range(0, len(tokens), _CHUNK):
-        found = np.bincount(tokens[start : start + _CHUNK], minlength=size)
+        part = tokens[start : start + _CHUNK]
+        if part.min() < 0 or part.max() > MOST_IDS:
+            raise DataError(f"{prefix}.bin holds numbers that are no token ids, {part.min()} to {part.max()}")
+        found = np.bincount(part, minlength=size)
         if size and len(found) > size:
             raise DataError(f"{prefix}.bin holds the id {len(found) - 1}, beyond the vocabulary of {size}")
         if len(found) > len(counts):

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from simreg_megatron.sentences import SentenceError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -30,7 +32,7 @@ _BLOCK = 1 << 20
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class DataError(ValueError):
+class DataError(SentenceError):
     """A data set or tokenizer that no run should start with; the message says why and what to do."""
 
 

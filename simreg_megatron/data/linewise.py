@@ -22,6 +22,7 @@ def cuts_at_lines(model: Any) -> bool:
 
         schema: Any = sentencepiece_model_pb2  # its classes are made when it is imported
         proto = schema.ModelProto.FromString(model.serialized_model_proto())
+        crosses = any("\n" in piece.piece for piece in proto.pieces)
     except Exception:  # no protobuf here, or one that cannot read this
         return False
     normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
@@ -30,7 +31,7 @@ def cuts_at_lines(model: Any) -> bool:
     pairs = trainer.model_type == schema.TrainerSpec.BPE and trainer.byte_fallback  # bytes: unknowns do not join
     if not (plain and prefix and pairs) or model.piece_to_id(_SPACE) == model.unk_id():
         return False
-    return not any("\n" in piece.piece for piece in proto.pieces)
+    return not crosses
 
 
 def encode_by_lines(model: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from simreg_megatron.data.assemble import MANIFEST
-from simreg_megatron.data.settings import read_json
+from simreg_megatron.data.settings import read_json, section
 
 ENDINGS = (".bin", ".idx")
 
@@ -59,4 +59,4 @@ def _prefixes_in(folder: Path) -> list[str]:
 
 def _has_no_validation(folder: Path) -> bool:
     manifest = read_json(folder / MANIFEST)
-    return manifest is not None and not manifest.get("tokens", {}).get("valid")
+    return manifest is not None and not section(manifest, "tokens", folder / MANIFEST).get("valid")

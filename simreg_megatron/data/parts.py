@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 SIDES = ("train", "valid")
+ARRAYS = tuple(f"{side}_{name}" for name in ("lengths", "tokens") for side in SIDES)
 _NAMED = 20  # broken records that a part names; the others it counts
 
 
@@ -83,12 +84,28 @@ def read_part(path: Path, *, only_header: bool = False) -> tuple[PartHeader, dic
     import numpy as np
 
     try:
+        with zipfile.ZipFile(path) as archive:
+            if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
+                raise ValueError("it is compressed")
         with np.load(path, allow_pickle=False) as archive:
             header = PartHeader(**json.loads(archive["header"].tobytes()))
-            arrays = {} if only_header else {name: archive[name] for name in archive.files if name != "header"}
-    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, TypeError) as error:
+            arrays = {} if only_header else {name: archive[name] for name in ARRAYS}
+        _check_arrays(arrays)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a damaged archive raises whatever its bytes happen to ask for
         raise DataError(
-            f"{path} is not a complete part ({error}), as after a copy that was cut off: remove it and give the same "
-            "command again, or copy it again from where it was made"
+            f"{path} is not a complete part ({type(error).__name__}: {error}), as after a copy that was cut off: "
+            "remove it and give the same command again, or copy it again from where it was made"
         ) from None
     return header, arrays
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
+    for name, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"{name} is no row of whole numbers")
+    for side in SIDES if arrays else ():
+        lengths, tokens = arrays[f"{side}_lengths"], arrays[f"{side}_tokens"]
+        if (lengths < 0).any() or lengths.sum() != len(tokens):
+            raise ValueError(f"the lengths of {side} do not add up to its tokens")

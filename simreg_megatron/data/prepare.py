@@ -22,7 +22,7 @@ from simreg_megatron.data.budget import Reckoning
 from simreg_megatron.data.encoding import describe_tokenizer
 from simreg_megatron.data.indexed import DataError, explain
 from simreg_megatron.data.parts import PartHeader, PartStore
-from simreg_megatron.data.settings import FORMAT, read_json, refuse_other, write_json
+from simreg_megatron.data.settings import FORMAT, read_json, refuse_other, section, write_json
 from simreg_megatron.data.sources import Input, find_inputs
 from simreg_megatron.data.work import BOS_POLICIES, ERROR_POLICIES, Recipe, start_worker, work
 
@@ -149,13 +149,15 @@ def _prepare(task: Task, progress: Progress) -> dict[str, Any] | None:
     settings = _settings(task, recipe, inputs)
     done = read_json(task.output / MANIFEST)
     if done is not None:
-        refuse_other(_also_skipping(done.get("settings", {}), task), settings, task.output)
-        refuse_other(done.get("budget", {}), task.budget, task.output)
+        own = section(done, "settings", task.output / MANIFEST)
+        refuse_other(_also_skipping(own, task), settings, task.output)
+        refuse_other(section(done, "budget", task.output / MANIFEST), task.budget, task.output)
         remove_parts(task.output)
         return done
     begun = read_json(task.output / SETTINGS)
     if begun is not None:
-        refuse_other(_also_skipping(begun["settings"], task), settings, task.output)
+        own = section(begun, "settings", task.output / SETTINGS)
+        refuse_other(_also_skipping(own, task), settings, task.output)
     (task.output / SETTINGS).parent.mkdir(exist_ok=True)
     told = {"dtype": recipe.tokenizer.dtype, "tokenizer_name": recipe.tokenizer.name}
     write_json(task.output / SETTINGS, {"settings": settings, "budget": task.budget, **told})

@@ -29,11 +29,23 @@ def read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}): give another --out, or remove what is there") from None
     if not isinstance(content, dict):
         raise DataError(f"{path} is not what this program writes: give another --out, or remove what is there")
     return content
+
+
+def section(content: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
+    """The table `name` in the content of the file at `path`; an empty one where it has none.
+
+    Raises:
+        DataError: something else stands there.
+    """
+    found = content.get(name, {})
+    if not isinstance(found, dict):
+        raise DataError(f"{path} has {_brief(found)} as {name}, where a table is needed: copy it again, or remove it")
+    return found
 
 
 def refuse_other(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from simreg_megatron.data.blocks import Block, FilesBlock, LinesBlock, RowsBlock, TextsBlock
+from simreg_megatron.data.blocks import Block, FilesBlock, LinesBlock, RowsBlock, TextsBlock, open_parquet
 from simreg_megatron.data.compressed import decompressed
 from simreg_megatron.data.indexed import DataError
 
@@ -24,6 +24,7 @@ HUB = "hf:"
 C4 = "c4"
 _LINES = (".jsonl", ".ndjson", ".json")
 _COMPRESSED = (".gz", ".zst")
+_LINE, _RATIO = 8 << 20, 10  # a longer line may stand for so many times its bytes; English comes to 3 or 4
 _KINDS = "a .jsonl (also .jsonl.gz, .jsonl.zst), .parquet or .txt file, a folder of them, hf:NAME, or c4"
 
 Wanted = Callable[[int], bool]
@@ -79,15 +80,23 @@ class CompressedLines(_OneFile):
     shared = False
 
     def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
-        number, line, data, before = 0, 1, bytearray(), 0
+        number, line, data, before, searched = 0, 1, bytearray(), 0, 0
         for piece, position in decompressed(self.path):
             data += piece
-            while (cut := data.find(b"\n", size - 1) + 1) and len(data) > cut:
-                if wanted(number):
-                    yield self._block(number, bytes(data[:cut]), line, position - before)
-                line += data.count(b"\n", 0, cut)
-                number, before = number + 1, position
+            while (cut := data.find(b"\n", max(size - 1, searched)) + 1) and len(data) > cut:
+                content = bytes(memoryview(data)[:cut])
                 del data[:cut]
+                searched = 0
+                if wanted(number):
+                    yield self._block(number, content, line, position - before)
+                line += content.count(b"\n")
+                number, before = number + 1, position
+            searched = max(0, len(data) - 1)  # the last byte may be a line's end whose block was not yet complete
+            if len(data) > max(size + _LINE, _RATIO * position):
+                raise DataError(
+                    f"{self.path} has a line of over {_LINE >> 20} MiB in {position} compressed bytes, which is no "
+                    "text: get it again from where it was made"
+                )
         if wanted(number):
             yield self._block(number, bytes(data), line, self.size - before, is_last=True)
 
@@ -102,13 +111,7 @@ class Parquet(_OneFile):
     shared = True
 
     def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            groups = pyarrow.parquet.ParquetFile(self.path).num_row_groups
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{self.path} is not a complete Parquet file ({error}): copy it again") from None
+        groups = open_parquet(self.path).num_row_groups
         for number in range(max(groups, 1)):
             if wanted(number):
                 weight = self.size // max(groups, 1)

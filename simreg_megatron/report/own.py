@@ -146,7 +146,8 @@ def _read_csv(path: Path, name: str) -> Iterator[Run]:
         with path.open(encoding="utf-8", newline="") as stream:
             rows = list(csv.DictReader(stream))
         points = list(_points(rows, name))
-    except (OSError, UnicodeDecodeError, csv.Error, ValueError, KeyError) as error:
+        np.array([step for _, _, step, _ in points], dtype=np.int64)  # see that they fit
+    except (OSError, csv.Error, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ReportError(
             f"{path} cannot be read as runs ({error}): its columns must be tag, step, value and, of several runs, run; "
             "or step and a tag each"

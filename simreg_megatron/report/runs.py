@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simreg_megatron.sentences import SentenceError
+
 # Written by Megatron itself; ITERATION_TIME only under --log-timers-to-tensorboard.
 TRAIN_LOSS = "lm loss"
 VALIDATION_LOSS = "lm loss validation"
@@ -26,7 +28,7 @@ MARGIN = "simreg margin"  # what the tags of all margins begin with
 TEXT = "/text_summary"  # what TensorBoard adds to the tags of texts
 
 
-class ReportError(ValueError):
+class ReportError(SentenceError):
     """Something to report on is missing or unreadable; the message is the one sentence the user reads."""
 
 
@@ -50,7 +52,8 @@ class Run:
         """None where the run does not tell, or where its batch grew on the way."""
         length, batch = self.settings.get("seq_length", ""), self.settings.get("global_batch_size", "")
         grows = self.settings.get("rampup_batch_size", "None") != "None"
-        return int(length) * int(batch) if length.isdecimal() and batch.isdecimal() and not grows else None
+        numbers = all(text.isdecimal() and len(text) < 19 for text in (length, batch))
+        return int(length) * int(batch) if numbers and not grows else None
 
     def last(self, tag: str) -> float | None:
         """The value at the last step; None where the tag was never logged."""
@@ -87,12 +90,19 @@ def read_run(folder: str | Path, *, name: str | None = None) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise ReportError(f"{folder} is no folder: name the one that the run got as --tensorboard-dir")
-    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})  # 0 keeps every point
-    events.Reload()
-    scalars = {tag: _one_value_per_step(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
+    try:
+        events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})  # 0 keeps every point
+        events.Reload()
+        tags = events.Tags()
+        scalars = {tag: _one_value_per_step(events.Scalars(tag)) for tag in tags["scalars"]}
+        settings = {tag.removesuffix(TEXT): _text(events, tag) for tag in tags["tensors"] if tag.endswith(TEXT)}
+    except Exception as error:  # TensorBoard reads a damaged record as far as it goes, and raises what it meets there
+        raise ReportError(
+            f"{folder} holds a damaged TensorBoard file ({type(error).__name__}: {error}): copy it again from where "
+            "the run wrote it"
+        ) from None
     if not scalars:
         raise ReportError(f"{folder} holds no TensorBoard scalars: the run logged nothing yet, or elsewhere")
-    settings = {tag.removesuffix(TEXT): _text(events, tag) for tag in events.Tags()["tensors"] if tag.endswith(TEXT)}
     return Run(name=name or folder.name, scalars=scalars, settings=settings)
 
 

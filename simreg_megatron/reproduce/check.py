@@ -24,6 +24,7 @@ from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
 from simreg_megatron.reproduce.store import PLAN, read_csv
 from simreg_megatron.reproduce.tuned import nearest_size, settings_of_paper, untuned
 from simreg_megatron.reproduce.verdict import Row
+from simreg_megatron.sentences import one_line
 
 FEWEST_SEEDS = 3
 FEWEST_SEEDS_OF_A_HEADLINE = 5
@@ -66,6 +67,16 @@ def _read(path: Path) -> tuple[Row, ...]:
 
 def violations(name: str, tables: dict[str, Table]) -> list[str]:
     """One sentence for everything that forbids a conclusion from the table `name`; empty where nothing does."""
+    try:
+        return _violations(name, tables)
+    except (AttributeError, LookupError, ValueError, TypeError, ArithmeticError) as error:
+        return [
+            f"{name}: its tables are not what `simreg-megatron reproduce` writes ({type(error).__name__}: "
+            f"{one_line(error)}): make them again, or copy them again from where they were made"
+        ]
+
+
+def _violations(name: str, tables: dict[str, Table]) -> list[str]:
     table = tables[name]
     found = list(_about_rows(table))
     if found:  # what follows would only repeat it in other words

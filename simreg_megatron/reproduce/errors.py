@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one error of this room."""
 
+from simreg_megatron.sentences import SentenceError
 
-class ReproduceError(ValueError):
+
+class ReproduceError(SentenceError):
     """An experiment cannot run, or go on, as asked; the message is the one sentence the user reads."""

@@ -8,6 +8,8 @@ file leaves open, no flag can add later: the program has options for where and h
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Any
 from simreg_megatron.reproduce.errors import ReproduceError
 
 PLANS = Path(__file__).resolve().parent / "plans"
+_MOST_RUNS = 10_000
+_FILE_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
 SIGNS = ("lower", "higher", "differs")
 
 Flags = dict[str, str]
@@ -141,23 +145,33 @@ def plan_of(content: Any, *, where: str) -> Plan:
     if not isinstance(entries["arms"], Mapping):
         raise ReproduceError(f"{where}: arms is a mapping, each arm's name with its flags below it")
     arms = tuple(_arm(name, arm or {}, where) for name, arm in entries.pop("arms").items())
-    claims = tuple(Claim(**_known(claim, Claim, f"{where}: claims")) for claim in entries.pop("claims", None) or ())
+    claims = tuple(_claim(claim, where) for claim in _list(entries.pop("claims", None), f"{where}: claims"))
     for name in ("sizes", "tokens_per_parameter"):
         if name in entries:
             entries[name] = tuple(entries[name] if isinstance(entries[name], list) else [entries[name]])
-    if isinstance(entries.get("seeds"), Mapping):
-        entries["seeds"] = {str(size): number for size, number in entries["seeds"].items()}
+    for name in ("seeds", "steps"):
+        if isinstance(entries.get(name), Mapping):
+            entries[name] = {str(size): number for size, number in entries[name].items()}
     plan = Plan(arms=arms, claims=claims, **entries)
+    _check_kinds(plan, where)
     _check(plan, where)
     return plan
 
 
 def _read_yaml(path: Path) -> Any:
+    """Data alone, and as much as the file has letters: aliases to lists of aliases could stand for a million values."""
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise ReproduceError(f"{path} has an alias (*NAME), which no plan needs: write out what it stands for")
+        return yaml.safe_load(text)
+    except ReproduceError:
+        raise
+    except (
+        Exception
+    ) as error:  # beside its own errors, whatever a number or date that is none makes of its constructors
         raise ReproduceError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
 
 
@@ -175,14 +189,43 @@ def _known(content: Any, kind: type, where: str) -> dict[str, Any]:
 def _arm(name: str, content: Any, where: str) -> Arm:
     entries = _known({"name": name, **content} if isinstance(content, Mapping) else content, Arm, f"{where}: {name}")
     for own in ("flags", "preset"):
-        entries[own] = _flags(entries.get(own) or {})
+        entries[own] = _flags(entries.get(own) or {}, f"{where}: {own} of {name}")
     entries["trials"] = _trials(entries.get("trials") or (), f"{where}: trials of {name}")
     at = entries.get("trials_at") or {}
+    if not isinstance(at, Mapping):
+        raise ReproduceError(f"{where}: trials_at of {name} is a mapping, each size with its trials")
     entries["trials_at"] = {str(size): _trials(own, f"{where}: trials of {name} at {size}") for size, own in at.items()}
-    return Arm(**entries)
+    arm = Arm(**entries)
+    if not isinstance(arm.name, str) or not isinstance(arm.tuned_as, str) or not _is_number(arm.length):
+        raise ReproduceError(
+            f"{where}: {name} needs a name and a tuned_as that are words, and a length that is a number"
+        )
+    return arm
 
 
-def _flags(content: Mapping[str, Any]) -> Flags:
+def _claim(content: Any, where: str) -> Claim:
+    claim = Claim(**{"says": "", "arm": "", "than": "", **_known(content, Claim, f"{where}: claims")})
+    words = (claim.says, claim.arm, claim.than, claim.metric, claim.sign)
+    if not all(isinstance(word, str) and word for word in words) or not _is_number(claim.times):
+        raise ReproduceError(f"{where}: a claim has words as says, arm, than, metric and sign, and a number as times")
+    return claim
+
+
+def _list(content: Any, where: str) -> list[Any]:
+    if content is not None and not isinstance(content, list):
+        raise ReproduceError(f"{where}: expected a list")
+    return content or []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _flags(content: Any, where: str) -> Flags:
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, str | int | float | None) for name, value in content.items()
+    ):
+        raise ReproduceError(f"{where}: give each flag, without its dashes, one word or number")
     return {name: "" if value is None else _word(value) for name, value in content.items()}
 
 
@@ -195,8 +238,35 @@ def _trials(content: Any, where: str) -> tuple[Flags, ...]:
     if isinstance(content, Mapping):
         if not all(isinstance(values, list) and values for values in content.values()):
             raise ReproduceError(f"{where}: give each flag a list of values")
-        return tuple(_flags(dict(zip(content, values, strict=True))) for values in itertools.product(*content.values()))
-    return tuple(_flags(trial) for trial in content)
+        if math.prod(map(len, content.values())) > _MOST_RUNS:
+            raise ReproduceError(f"{where}: its lists make more than {_MOST_RUNS:,} combinations: give shorter ones")
+        found = itertools.product(*content.values())
+        return tuple(_flags(dict(zip(content, values, strict=True)), where) for values in found)
+    return tuple(
+        _flags(trial, where) for trial in _list(list(content) if isinstance(content, tuple) else content, where)
+    )
+
+
+def _check_kinds(plan: Plan, where: str) -> None:
+    """Words where words are needed, numbers where numbers are, and no more runs than a lifetime has room for."""
+    for name in ("name", "question", "family", "tuned_in", "data", "source"):
+        if not isinstance(getattr(plan, name), str):
+            raise ReproduceError(f"{where}: {name} is text")
+    if not _FILE_NAME.fullmatch(plan.name) or not _FILE_NAME.fullmatch(plan.family):
+        raise ReproduceError(f"{where}: name and family are words of letters, digits and - (files are named so)")
+    for size in plan.sizes:
+        if type(size) is not int and not (isinstance(size, str) and _FILE_NAME.fullmatch(size)):
+            raise ReproduceError(f"{where}: a size is a width or the name of a preset, not {size!r}")
+    if not plan.sizes or not all(map(_is_number, plan.tokens_per_parameter)):
+        raise ReproduceError(f"{where}: sizes has one or several, and tokens_per_parameter is numbers")
+    counts = [*(plan.seeds.values() if isinstance(plan.seeds, Mapping) else [plan.seeds])]
+    steps = plan.steps.values() if isinstance(plan.steps, Mapping) else [None]
+    if not all(type(count) is int for count in (*counts, *steps)):
+        raise ReproduceError(f"{where}: seeds is a whole number, or one for each size; steps has one for some sizes")
+    trials = max(len(arm.trials_of(size)) for arm in plan.arms for size in plan.sizes)
+    runs = len(plan.sizes) * len(plan.tokens_per_parameter) * len(plan.arms) * max(1, trials) * max(counts)
+    if runs > _MOST_RUNS:
+        raise ReproduceError(f"{where} asks for {runs:,} runs, and at most {_MOST_RUNS:,} are taken for meant")
 
 
 def _check(plan: Plan, where: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from simreg_megatron.data.indexed import whole_file
 from simreg_megatron.data.settings import read_json, write_json
+from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import Plan, as_content
 from simreg_megatron.reproduce.runs import Entry, Run, tokens_of
 
@@ -88,14 +89,24 @@ def _results_of_tables(folder: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for plan in sorted(folder.glob(f"*{PLAN}")):
         table = plan.with_name(plan.name.removesuffix(PLAN))
-        for row in read_csv(table.with_suffix(".csv")):
-            measured = {name: float(row[name]) if row.get(name) else None for name in _MEASURES}
-            found[row["run"]] = {name: row[name] for name in ("status", "version", "commit")} | measured
-            found[row["run"]]["curves"] = {}
-        for point in read_csv(table.with_name(f"{table.name}-curves.csv")):
-            curve = found[point["run"]]["curves"].setdefault(point["tag"], [])
-            curve.append((int(point["step"]), float(point["value"])))
+        try:
+            _add_table(found, table)
+        except (OSError, csv.Error, LookupError, ValueError, TypeError) as error:
+            raise ReproduceError(
+                f"the tables of {table} are not what `simreg-megatron reproduce` writes ({error}): remove them or "
+                "copy them again"
+            ) from None
     return found
+
+
+def _add_table(found: dict[str, dict[str, Any]], table: Path) -> None:
+    for row in read_csv(table.with_suffix(".csv")):
+        measured = {name: float(row[name]) if row.get(name) else None for name in _MEASURES}
+        found[row["run"]] = {name: row[name] for name in ("status", "version", "commit")} | measured
+        found[row["run"]]["curves"] = {}
+    for point in read_csv(table.with_name(f"{table.name}-curves.csv")):
+        curve = found[point["run"]]["curves"].setdefault(point["tag"], [])
+        curve.append((int(point["step"]), float(point["value"])))
 
 
 def _row(entry: Entry, result: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 # Only plugin, pretrain, checkpoint and probe may name megatron; triton lives in kernels alone.
 LAW = {
     "schedule": room(),
+    "sentences": room(),
     "config": room("schedule"),
     "losses": room("kernels", "torch"),
     "kernels": room(packages="torch triton"),
@@ -48,18 +49,18 @@ LAW = {
     ),
     TOP: room("config plugin"),
     "data": room(
-        f"{TOP} report",
+        f"{TOP} report sentences",
         "datasets sentencepiece transformers tokenizers pyarrow zstandard numpy rich typer filelock lxml",
     ),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
     "checkpoint": room(
-        f"{TOP} config plugin data",
+        f"{TOP} config plugin data sentences",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
     ),
-    "report": room(f"{TOP} geometry", "matplotlib numpy scipy tensorboard rich torch"),
+    "report": room(f"{TOP} geometry sentences", "matplotlib numpy scipy tensorboard rich torch"),
     "evaluation": room("data checkpoint", "lm_eval datasets transformers torch numpy matplotlib typer rich"),
-    "reproduce": room(f"{TOP} data report", "yaml sentencepiece scipy numpy matplotlib typer rich"),
+    "reproduce": room(f"{TOP} data report sentences", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} plugin"),
     "installed": room(packages="transformer_engine"),
     "cli": room(
