@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm parity versions lint docs bench gpu cost tables stale dist clean distclean
+TARGETS := help setup demo test test-all test-slurm parity versions lint docs bench fuzz gpu cost tables stale dist clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -24,6 +24,9 @@ PARITY_ARGS ?=
 VERSIONS_ARGS ?=
 # And for the report of a GPU: make gpu GPU_ARGS="--quick --output runs/quick"
 GPU_ARGS ?=
+# Seconds for all targets of make fuzz, and more words for it: make fuzz FUZZ_SECONDS=60 FUZZ_ARGS="--only parquet"
+FUZZ_SECONDS ?= 600
+FUZZ_ARGS ?=
 # Tables to make again, stale or not: make tables ONLY="parity versions"
 ONLY ?=
 # Two workers, one file each at a time: whole runs of Megatron are made once a file and shared by its tests.
@@ -74,6 +77,9 @@ build/docs-venv/stamp: setup.py tools/extra.py
 
 bench: setup ## what SimReg costs, as ratios of one run
 	$(PY) -m benchmarks $(BENCH_ARGS)
+
+fuzz: setup ## every reader of foreign bytes under mutated inputs (10 minutes; FUZZ_SECONDS=60 is shorter)
+	$(PY) -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 
 gpu: setup ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (GPU_ARGS=--quick is shorter)
 	$(PY) -m benchmarks.gpu $(GPU_ARGS)
