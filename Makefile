@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm parity versions lint docs bench fuzz gpu cost tables stale dist clean distclean
+TARGETS := help setup demo test test-all test-slurm test-te parity versions lint docs bench fuzz gpu cost tables stale dist clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -42,15 +42,18 @@ demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, a
 	$(PY) launch/demo.py $(if $(STEPS),--steps $(STEPS)) $(DEMO_ARGS)
 
 test: setup ## the quick tests
-	$(PYTEST) -m "not slow and not gpu and not slurm" $(PYTEST_ARGS) tests
+	$(PYTEST) -m "not slow and not gpu and not slurm and not te" $(PYTEST_ARGS) tests
 
 test-all: setup test-slurm ## every test; those for a GPU only where one is, those of SLURM only where it can start
 	$(PYTEST) \
-	  -m "not slurm$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else " and not gpu")')" \
+	  -m "not slurm and not te$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else " and not gpu")')" \
 	  $(PYTEST_ARGS) tests
 
 test-slurm: setup ## the life of a cluster job, on a SLURM of two nodes that it starts here (as root; 15 minutes on 2 cores)
 	$(PY) -m pytest -q -rs -m slurm $(PYTEST_ARGS) tests/slurm
+
+test-te: setup ## Transformer Engine and Megatron-Bridge without a GPU, in an environment of their own (first: some minutes)
+	@bash tools/te_on_cpu.sh $(PYTEST_ARGS)
 
 parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks with Transformer Engine are forked from: Megatron that has imported the real one, without our stand-ins.
+
+While models are made, saved and loaded, CUDA is asked four things, which are answered here: Transformer Engine's layers
+ask whether it is there, Megatron's parser which generation of GPU it is, and the writer of checkpoints waits for it and
+puts a count on it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import SimpleNamespace
+
+import torch
+
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's parser demands it under tensor parallelism
+for module in ("transformer_engine.pytorch", "megatron.training.training", "simreg_megatron.plugin.hooks"):
+    importlib.import_module(module)
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(major=9, minor=0)
+torch.cuda.synchronize = lambda: None
+torch.cuda.current_device = lambda: torch.device("cpu")
