@@ -88,7 +88,7 @@ install_bridge() {
   site=$(ask 'sysconfig.get_paths()["purelib"]')
   say "installing Megatron-Bridge $bridge"
   install --no-deps "megatron-bridge==$bridge"
-  install omegaconf peft megatron-energon nvidia-modelopt
+  install omegaconf peft megatron-energon nvidia-modelopt httpx
   # Its wheels ask for glibc 2.39 and hold nothing but Python; an older system is offered 0.4.1, too old for Megatron.
   install --no-deps --only-binary :all: --platform "manylinux_2_39_$(uname -m)" --target "$site" --upgrade \
     'nvidia-resiliency-ext==0.7.*'
