@@ -101,6 +101,7 @@ def masks(labels: Tensor) -> dict[str, Tensor]:
 
 @interpreted
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 20}, {"chunk_size": 50, "masked": True}], ids=str)
+@pytest.mark.parametrize("way", SOME_WAYS, indirect=True)
 def test_equals_float64(impl: str, options: dict[str, Any], way: str) -> None:
     rows, labels = clustered()
     given = {key: value for key, value in options.items() if key != "masked"}
@@ -113,7 +114,9 @@ def test_equals_float64(impl: str, options: dict[str, Any], way: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("chunk_size", [0, 4, 5])
-@pytest.mark.parametrize("temperature", [0.01, 0.05, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "temperature", [0.01, *(pytest.param(tau, marks=pytest.mark.slow) for tau in (0.05, 0.1, 0.5)), 1.0]
+)
 def test_the_fixture_of_the_printed_facts(impl: str, temperature: float, chunk_size: int) -> None:
     """What test_simreg_facts holds the reference to, here in float32."""
     rows, labels = fixture_f1()
