@@ -133,7 +133,7 @@ def _foreign(layout: ShardLayout, rank: Rank, views: list[View], shard: Sequence
 
 def check_cosines(config: SimRegConfig, views: list[View], sample_length: int | None) -> None:
     """Sums and counts of all ranks add up to those of one process: no pair is counted twice."""
-    sums = torch.zeros(9, dtype=torch.float64)
+    sums = torch.zeros(6, dtype=torch.float64)
     for view in views:
         sums += torch.stack(
             pair_cosines(
