@@ -72,11 +72,11 @@ class Watched:
     def look(self, now: float) -> State:
         self._events.Reload()
         tags = self._events.Tags()
-        lines = self._events.Scalars(runs.TRAIN_LOSS) if runs.TRAIN_LOSS in tags["scalars"] else []
+        lines = self._in_order(runs.TRAIN_LOSS) if runs.TRAIN_LOSS in tags["scalars"] else []
         settings = {name: self._setting(name, tags["tensors"]) for name in ("train_iters", "seq_length")}
         batch = self._setting("global_batch_size", tags["tensors"])
         length = settings["seq_length"]
-        values = {tag: self._events.Scalars(tag)[-1].value for tag in tags["scalars"] if self._events.Scalars(tag)}
+        values = {tag: self._in_order(tag)[-1].value for tag in tags["scalars"]}
         pace = _pace([(line.step, line.wall_time) for line in lines])
         return State(
             self.name,
@@ -87,6 +87,10 @@ class Watched:
             tokens_per_step=length * batch if length and batch else None,
             silent_for=now - lines[-1].wall_time if lines else 0.0,
         )
+
+    def _in_order(self, tag: str) -> list[Any]:
+        """Values of a tag as they were logged: TensorBoard reads several files of a run in the order of their names."""
+        return sorted(self._events.Scalars(tag), key=lambda event: event.wall_time)
 
     def _setting(self, name: str, texts: Sequence[str]) -> int | None:
         """One of Megatron's arguments, which it writes beside its scalars."""
