@@ -101,7 +101,8 @@ def main() -> None:
 
     foreign = SimpleNamespace(post_process=True, modules=lambda: iter(()))
     try:
-        registered(SimRegCallback())["on_train_start"][0](SimpleNamespace(state=None, model=[foreign]))
+        nothing = SimpleNamespace(cfg=SimpleNamespace(train=SimpleNamespace()))
+        registered(SimRegCallback())["on_train_start"][0](SimpleNamespace(state=nothing, model=[foreign]))
     except NotImplementedError as error:
         assert "this run builds SimpleNamespace" in str(error)
     else:
