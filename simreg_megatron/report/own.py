@@ -38,7 +38,6 @@ _IN_TABLES = {  # columns and tags of `reproduce`, as Megatron's
     "negative_cosine": runs.NEGATIVE_COSINE,
     "isotropy": runs.ISOTROPY,
 }
-_FIRST_OF_SEVERAL = "lm loss validation-0"  # the name of the first set, where there are several
 _WHERE = (
     "path",
     "dir",
@@ -114,19 +113,14 @@ def read_arms(words: Sequence[str]) -> list[Arm]:
     """
     found: dict[str, list[tuple[Run, Path]]] = {}
     paths = [Path(word.partition("=")[2] or word) for word in words]
-    repeated = {name for name, count in Counter(map(_own_name, paths)).items() if count > 1}
+    repeated = {name for name, count in Counter(map(runs.own_name, paths)).items() if count > 1}
     for word, path in zip(words, paths, strict=True):
         named = word.partition("=")[0] if "=" in word else ""
-        own = _own_name(path)
+        own = runs.own_name(path)
         default = f"{path.resolve().parent.name}/{own}" if own in repeated else own
         for run in _read(path, default):
             found.setdefault(named or run.name, []).append((run, path))
     return [Arm(name, *(tuple(part) for part in zip(*members, strict=True))) for name, members in found.items()]
-
-
-def _own_name(path: Path) -> str:
-    path = path.resolve()
-    return path.parent.name if path.name == "tensorboard" else path.stem if path.suffix == ".csv" else path.name
 
 
 def _read(path: Path, name: str) -> Iterator[Run]:
@@ -135,8 +129,8 @@ def _read(path: Path, name: str) -> Iterator[Run]:
         return
     folder = path / "tensorboard" if (path / "tensorboard").is_dir() else path
     run = read_run(folder, name=name)
-    if _FIRST_OF_SEVERAL in run.scalars:
-        run.scalars.setdefault(runs.VALIDATION_LOSS, run.scalars[_FIRST_OF_SEVERAL])
+    if runs.FIRST_OF_SEVERAL in run.scalars:
+        run.scalars.setdefault(runs.VALIDATION_LOSS, run.scalars[runs.FIRST_OF_SEVERAL])
     yield run
 
 

@@ -15,6 +15,7 @@ from simreg_megatron.sentences import SentenceError
 # Written by Megatron itself; ITERATION_TIME only under --log-timers-to-tensorboard.
 TRAIN_LOSS = "lm loss"
 VALIDATION_LOSS = "lm loss validation"
+FIRST_OF_SEVERAL = "lm loss validation-0"  # its name for the first set, where there are several
 ITERATION_TIME = "iteration-time"
 
 # Written by the plugin, as means over a log interval.
@@ -95,7 +96,7 @@ def read_run(folder: str | Path, *, name: str | None = None) -> Run:
         events.Reload()
         tags = events.Tags()
         scalars = {tag: _one_value_per_step(events.Scalars(tag)) for tag in tags["scalars"]}
-        settings = {tag.removesuffix(TEXT): _text(events, tag) for tag in tags["tensors"] if tag.endswith(TEXT)}
+        settings = {tag.removesuffix(TEXT): last_text(events, tag) for tag in tags["tensors"] if tag.endswith(TEXT)}
     except Exception as error:  # TensorBoard reads a damaged record as far as it goes, and raises what it meets there
         raise ReportError(
             f"{folder} holds a damaged TensorBoard file ({type(error).__name__}: {error}): copy it again from where "
@@ -106,7 +107,13 @@ def read_run(folder: str | Path, *, name: str | None = None) -> Run:
     return Run(name=name or folder.name, scalars=scalars, settings=settings)
 
 
-def _text(events: Any, tag: str) -> str:
+def own_name(path: Path) -> str:
+    """What a run is called that nobody has named: after its output folder, or its table."""
+    path = path.resolve()
+    return path.parent.name if path.name == "tensorboard" else path.stem if path.suffix == ".csv" else path.name
+
+
+def last_text(events: Any, tag: str) -> str:
     """What was written last under the tag of a text."""
     words = events.Tensors(tag)[-1].tensor_proto.string_val
     return words[0].decode(errors="replace") if words else ""

@@ -22,10 +22,9 @@ from simreg_megatron.report.runs import ReportError
 
 _RECENT = 20  # log lines whose pace counts
 _LATE = 5  # log intervals of silence after which a run is told to be silent
-_FIRST_OF_SEVERAL = "lm loss validation-0"  # the name of the first set, where there are several
 _VALUES = (
     ("lm loss", (runs.TRAIN_LOSS,), ".4f"),
-    ("validation loss", (runs.VALIDATION_LOSS, _FIRST_OF_SEVERAL), ".4f"),
+    ("validation loss", (runs.VALIDATION_LOSS, runs.FIRST_OF_SEVERAL), ".4f"),
     ("simreg loss", (runs.SIMREG_LOSS,), ".4g"),
     ("cosine, same label", (runs.POSITIVE_COSINE,), ".3f"),
     ("cosine, other labels", (runs.NEGATIVE_COSINE,), ".3f"),
@@ -66,22 +65,22 @@ class Watched:
 
         name, _, given = word.rpartition("=")
         folder = events_of(Path(given))
-        self.name = name or _own_name(Path(given))
+        self.name = name or runs.own_name(Path(given))
         self._events: Any = EventAccumulator(str(folder), size_guidance={SCALARS: 0})  # 0 keeps every point
 
     def look(self, now: float) -> State:
         self._events.Reload()
         tags = self._events.Tags()
         lines = self._in_order(runs.TRAIN_LOSS) if runs.TRAIN_LOSS in tags["scalars"] else []
-        settings = {name: self._setting(name, tags["tensors"]) for name in ("train_iters", "seq_length")}
-        batch = self._setting("global_batch_size", tags["tensors"])
-        length = settings["seq_length"]
+        steps, length, batch = (
+            self._setting(name, tags["tensors"]) for name in ("train_iters", "seq_length", "global_batch_size")
+        )
         values = {tag: self._in_order(tag)[-1].value for tag in tags["scalars"]}
         pace = _pace([(line.step, line.wall_time) for line in lines])
         return State(
             self.name,
             step=lines[-1].step if lines else 0,
-            steps=settings["train_iters"],
+            steps=steps,
             values=values,
             seconds_per_step=pace,
             tokens_per_step=length * batch if length and batch else None,
@@ -97,8 +96,7 @@ class Watched:
         tag = name + runs.TEXT
         if tag not in texts:
             return None
-        words = self._events.Tensors(tag)[-1].tensor_proto.string_val
-        text = words[0].decode(errors="replace") if words else ""
+        text = runs.last_text(self._events, tag)
         return int(text) if text.isdecimal() else None
 
 
@@ -151,11 +149,6 @@ def table_of(states: Sequence[State]) -> Table:
     table.add_row("tokens a second", *(_number(_tokens_per_second(state), ",.0f") for state in states))
     table.add_row("time left", *(_left(state) for state in states))
     return table
-
-
-def _own_name(path: Path) -> str:
-    path = path.resolve()
-    return path.parent.name if path.name == "tensorboard" else path.name
 
 
 def _pace(lines: Sequence[tuple[int, float]]) -> float | None:
