@@ -8,7 +8,6 @@ rounded is the weights, the exponentials that are kept for them, and float16 row
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from torch import Tensor
 from benchmarks import records
 from benchmarks.cases import hidden_states
 from benchmarks.emulation import weights_as_on_a_gpu
-from benchmarks.records import RESULTS, ROOT, Record
+from benchmarks.records import Record
 from simreg_megatron.kernels import halves
 from simreg_megatron.losses import simreg_loss
 
@@ -81,13 +80,8 @@ def _cell(line: Record | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bf16_weights", description=__doc__)
-    records.add_options(parser, RESULTS / "bf16_weights.csv")
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    where = records.surroundings(threads=1)
-    measured = None if options.source else ({**row, **where} for row in grid())
-    records.finish(options.source or options.output, measured, table, page=ROOT / "docs" / "performance.md")
+    records.command("bf16_weights", __doc__, grid, table, page="performance.md")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ these limits and launches overlap: the shares are for comparing one version with
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks import records
 from benchmarks.fake_autograd import backward
-from benchmarks.records import RESULTS, ROOT, Record
+from benchmarks.records import Record
 from launch import sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.estimate import PEAK, SHARE_OF_PEAK
@@ -225,17 +224,7 @@ def table(lines: list[Record]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.launches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    records.add_options(parser, RESULTS / "launches.csv")
-    options = parser.parse_args()
-    where = records.surroundings(threads=1)
-    found = ({**row, **where} for row in rows())
-    records.finish(
-        options.source or options.output, None if options.source else found, table,
-        page=ROOT / "docs" / "performance.md",
-    )  # fmt: skip
+    records.command("launches", __doc__, rows, table, page="performance.md")
 
 
 if __name__ == "__main__":

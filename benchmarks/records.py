@@ -92,6 +92,31 @@ def finish(
     Console(width=max(120, Console().width)).print(Markdown(text))
 
 
+def command(
+    name: str,
+    description: str | None,
+    rows: Callable[[], Iterable[dict[str, Any]]],
+    table: Callable[[list[Record]], Iterable[str]],
+    page: str,
+) -> None:
+    """`python -m benchmarks.NAME` of a benchmark on one thread that has no options of its own.
+
+    Args:
+        rows: measures, line by line.
+        page: of docs, which has the table.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser, RESULTS / f"{name}.csv")
+    options = parser.parse_args()
+    where = surroundings(threads=1)
+    measured = None if options.source else ({**row, **where} for row in rows())
+    finish(options.source or options.output, measured, table, page=ROOT / "docs" / page)
+
+
 def quote(path: Path, text: str, page: Path) -> None:
     """Put the table of a file that is kept in `benchmarks/results` into a page of the documentation."""
     if path.resolve().parent == RESULTS:

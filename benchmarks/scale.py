@@ -12,7 +12,6 @@ budget in simreg_megatron/kernels/walk.py bounds.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +31,7 @@ from benchmarks.fake_autograd import backward
 from benchmarks.fake_ranks import Call, Collectives, HostTensors, Layout, as_rank
 from benchmarks.launches import Trace
 from benchmarks.partners import disagreements, mismatches
-from benchmarks.records import RESULTS, ROOT, Record
+from benchmarks.records import Record
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import contrast, walk
 from simreg_megatron.kernels.contrast import form_named
@@ -269,16 +268,7 @@ def _cells(line: Record) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    records.add_options(parser, RESULTS / "scale.csv")
-    options = parser.parse_args()
-    where = records.surroundings(threads=1)
-    found = ({**row, **where} for row in rows())
-    records.finish(
-        options.source or options.output, None if options.source else found, table, page=ROOT / "docs" / "scale.md"
-    )
+    records.command("scale", __doc__, rows, table, page="scale.md")
 
 
 if __name__ == "__main__":
