@@ -8,24 +8,27 @@ from typing import Any
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import warn
-from simreg_megatron.plugin import compat, forms, installation, loop_hooks, model_hooks
+from simreg_megatron.plugin import bypass, compat, foreign, installation, loop_hooks, model_hooks
 from simreg_megatron.plugin.clip import clipping
 from simreg_megatron.plugin.installation import Installation, Wrapper
-from simreg_megatron.plugin.loop_hooks import begin_step
-from simreg_megatron.plugin.refusals import refuse_models, refuse_silence
-
-__all__ = ["begin_foreign_run", "begin_step", "end_foreign_step", "install", "settings", "uninstall"]
 
 Wrapped = list[tuple[compat.Seam, Wrapper]]
 
 
-def install(config: SimRegConfig | None = None) -> None:
+def install(config: SimRegConfig | None = None, models: Any = None) -> None:
     """Wrap Megatron's functions; see `simreg_megatron.install`."""
     before = installation.installed()
-    if before is not None:
-        if before.given_config != config:
-            raise ValueError("SimReg is installed with other settings already: call uninstall() first")
-        return
+    if before is not None and before.given_config != config:
+        raise ValueError("SimReg is installed with other settings already: call uninstall() first")
+    if models is not None and config is None:
+        raise ValueError("models are checked against settings: pass both, install(config=..., models=...)")
+    if before is None:
+        _install(config)
+    if models is not None:
+        foreign.begin_run(models)
+
+
+def _install(config: SimRegConfig | None) -> None:
     has_loop = compat.training_loop() is not None
     if config is None and not has_loop:
         raise compat.MegatronSeamError(
@@ -63,9 +66,9 @@ def _around_models(models: Any) -> Wrapped:
         (seam, model_hooks.regularize if seam is compat.MODEL_SEAM else model_hooks.regularize_forward)
         for seam in models
     ]
-    wrappers += [(compat.built(seam), model_hooks.add_parameters) for seam in models]
+    wrappers += [(compat.built(seam), model_hooks.prepare) for seam in models]
     if compat.MODEL_SEAM in models:
-        wrappers.append((compat.FORWARD_SEAMS[0], model_hooks.refuse_own_postprocess))
+        wrappers.append((compat.FORWARD_SEAMS[0], bypass.ask_after))
     return wrappers
 
 
@@ -84,43 +87,3 @@ def _around_loop(*, parses_flags: bool) -> Wrapped:
             (load_state_dict, functools.partial(clipping.loading, installation.clipping_in_force)),
         ]
     return wrappers
-
-
-def settings() -> SimRegConfig:
-    """Of the installation in this process."""
-    return installation.regularizer().config
-
-
-def begin_foreign_run(model_chunks: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
-    """For training loops other than Megatron's own: what its wrapped set-up does before the first step.
-
-    Args:
-        micro_batch_size, seq_length: of the run, so that `--simreg-impl auto` can try what is fastest on a GPU; without
-            them it is tiled.
-
-    Raises:
-        RuntimeError: SimReg is not installed.
-        NotImplementedError: SimReg does not reach these models.
-    """
-    here = installation.installed()
-    if here is None:
-        raise RuntimeError("SimReg is not installed: call install(config=SimRegConfig(lambda_=...)) first")
-    config = here.begin_run().config
-    if config.active:
-        refuse_models(config, model_chunks, here.model_classes)
-        if micro_batch_size and seq_length:
-            forms.settle(config, model_chunks, micro_batch_size, seq_length)
-        loop_hooks.begin(config, model_chunks)
-
-
-def end_foreign_step(model_chunks: Any, *, reduces: bool) -> dict[str, Any]:
-    """After a step; the means since the last reduction, where the ranks are asked for them all together.
-
-    Raises:
-        MegatronSeamError: SimReg is on, and no forward pass met it.
-    """
-    regularizer = installation.regularizer()
-    if not regularizer.config.active:
-        return {}
-    refuse_silence(regularizer, model_chunks)
-    return loop_hooks.reduced_means() if reduces else {}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,7 +27,12 @@ class Installation:
         self._inside = inside
         self._regularizer: Regularizer | None = None
         self.clipping: Clipping | None = None
-        self.has_met_forward = False
+        self.paused = False
+        """While true, models train as plain Megatron trains them."""
+        self.met: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Models whose loss came by."""
+        self.passed: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Models whose forward pass, the one that runs or the last, passed a wrapped function."""
         self._originals: list[tuple[Any, str, Any, Any]] = []
         self.model_classes: tuple[Any, ...] = ()
 
@@ -90,6 +96,13 @@ def keep(new: Installation | None) -> None:
 
 def regularizer() -> Regularizer:
     return current().regularizer()
+
+
+def known_config() -> SimRegConfig | None:
+    """None without settings where Megatron does not know its own yet."""
+    if current().given_config is None and not compat.has_parsed_arguments():
+        return None
+    return regularizer().config
 
 
 def clipping_in_force() -> Clipping | None:

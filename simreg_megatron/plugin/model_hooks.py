@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import compat, inner, installation, learnable, stages
+from simreg_megatron.plugin import bypass, compat, inner, installation, learnable, stages
 from simreg_megatron.plugin.installation import Wrapper
 from simreg_megatron.plugin.refusals import refuse_unknown_loss
 
@@ -30,7 +30,7 @@ def regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
 
     def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
         loss = postprocess(model, *args, **kwargs)
-        installation.current().has_met_forward = True
+        installation.current().passed.add(model)
         if not _trains(model):
             return loss
         given = compat.named_arguments(signature, model, *args, **kwargs)
@@ -39,30 +39,13 @@ def regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     return with_simreg
 
 
-def refuse_own_postprocess(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Some frameworks give a model, and not its class, another function in the place of the wrapped one."""
-
-    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if compat.MODEL_SEAM.name not in vars(model) or not _is_on(model):
-            return forward(model, *args, **kwargs)
-        installation.current().has_met_forward = False
-        found = forward(model, *args, **kwargs)
-        if not installation.current().has_met_forward:
-            raise NotImplementedError(
-                f"this {type(model).__name__} has a {compat.MODEL_SEAM.name} of its own, which hides the one "
-                "that SimReg wraps: let it call the class's, or set --simreg-lambda 0"
-            )
-        return found
-
-    return checked
-
-
 def regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """For models that compute their loss inside `forward`: the decoder's output is caught on the way."""
     signature = inspect.signature(forward)
 
     def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_on(model):
+        installation.current().passed.add(model)
+        if not is_on(model):
             return forward(model, *args, **kwargs)
         caught: list[Any] = []
         handle = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
@@ -77,37 +60,37 @@ def regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return with_simreg
 
 
-def add_parameters(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Parameters that an objective trains belong to the model from its birth on, before anyone wraps or loads it."""
+def prepare(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters that an objective trains belong to the model from its birth on, before anyone wraps or loads it; and
+    from then on it is asked whether its loss came by."""
 
-    def with_parameters(model: Any, *args: Any, **kwargs: Any) -> None:
+    def prepared(model: Any, *args: Any, **kwargs: Any) -> None:
         initialize(model, *args, **kwargs)
-        if _wants_parameters():
-            learnable.add_to(model, learnable.wanted(installation.regularizer().config))
+        config = installation.known_config()
+        if config is not None and config.active:
+            learnable.add_to(model, learnable.wanted(config))
+            bypass.watch(model)
 
-    return with_parameters
-
-
-def _wants_parameters() -> bool:
-    """Whether the settings ask for any; without settings, or before Megatron knows its own, none are asked for."""
-    if installation.current().given_config is None and not compat.has_parsed_arguments():
-        return False
-    config = installation.regularizer().config
-    return config.active and bool(learnable.wanted(config))
+    return prepared
 
 
-def _is_on(model: Any) -> bool:
+def is_on(model: Any) -> bool:
+    """Whether this model's loss is to get a term, as far as a model itself can tell."""
     return _trains(model) and installation.regularizer().config.active
 
 
 def _trains(model: Any) -> bool:
-    return bool(model.post_process and model.training and torch.is_grad_enabled())
+    return bool(model.post_process and model.training and torch.is_grad_enabled()) and not installation.current().paused
 
 
 def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) -> Any:
-    labels = given.get("labels")
-    if labels is None or given.get("inference_context") is not None or not installation.regularizer().config.active:
+    if given.get("inference_context") is not None or not installation.regularizer().config.active:
         return loss
+    labels = given.get("labels")
+    if labels is None:
+        _refuse_unlabelled(model)
+        return loss
+    installation.current().met.add(model)
     refuse_unknown_loss(model, given, loss)
     return installation.regularizer().add_to(
         loss,
@@ -117,6 +100,15 @@ def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) ->
         loss_mask=given.get("loss_mask"),
         packed_seq_params=given.get("packed_seq_params"),
     )
+
+
+def _refuse_unlabelled(model: Any) -> None:
+    """A model that had labels before may be asked for its logits, too."""
+    if model not in installation.current().met:
+        raise NotImplementedError(
+            f"this {type(model).__name__} trains without labels, so its loss is computed elsewhere and SimReg has "
+            f"nothing to add to: give it the labels, {bypass.WAY_OUT}"
+        )
 
 
 def catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +131,7 @@ def add_terms_of_stage(forward_step: Callable[..., Any]) -> Callable[..., Any]:
         (model,) = compat.unwrapped(given["model"])
         trains = model.training and torch.is_grad_enabled() and not given.get("collect_non_loss_data")
         regularizer = installation.regularizer()
-        if trains and inner.holds_earlier_layers(regularizer.config, model):
+        if trains and not installation.current().paused and inner.holds_earlier_layers(regularizer.config, model):
             given["forward_step_func"] = stages.with_terms(
                 given["forward_step_func"], regularizer.add_to_stage, given["config"], given["num_microbatches"]
             )

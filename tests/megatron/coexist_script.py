@@ -106,7 +106,7 @@ def main() -> None:
     try:
         gradients(model, *data)
     except NotImplementedError as error:
-        assert "this GPTModel has a _postprocess of its own" in str(error)
+        assert "GPTModel._postprocess, but has a _postprocess of its own" in str(error)
     else:
         raise AssertionError("SimReg must not be hidden in silence")
     model.eval()

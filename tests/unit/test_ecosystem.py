@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simreg_megatron import SimRegConfig, install
+from simreg_megatron import SimRegConfig, install, uninstall
 from simreg_megatron.losses import simreg_loss
 from tests.helpers.pages import ROOT, blocks
 from tests.megatron import forks, runs
@@ -33,7 +33,8 @@ WORDS, WIDTH = 64, 32
 LENGTHS = (20, 28)  # of the samples that a row packs
 TOTAL = sum(LENGTHS)
 CONFIG = SimRegConfig(lambda_=10)
-SILENT = "computed its loss without passing the function that SimReg wraps"
+UNLABELLED = "trains without labels, so its loss is computed elsewhere"
+BYPASSED = "ended a training forward pass without passing the function that SimReg wraps.*_postprocess, but"
 Gradients = dict[str, Tensor]
 
 CONTRACTS: dict[str, int] = {}
@@ -149,9 +150,9 @@ def file_of(framework: str, **modules: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def ask(models: list[Any], train_one_step: Callable[[], Any]) -> None:
+def ask(models: list[Any], forward_backward: Callable[[], Any]) -> None:
     """Of the page."""
-    file_of("begin_foreign_run, end_foreign_step")["ask"](models, train_one_step)
+    file_of("simreg_megatron.contract")["ask"](models, forward_backward)
 
 
 # ---- ms-swift ------------------------------------------------------------------------------------------------------
@@ -252,20 +253,42 @@ def swift_trains_with_simreg() -> None:
 
 
 @contract(ranks=1)
-def swift_with_install_alone_is_found_out() -> None:
-    model = build(bridge_model())
+def swift_with_install_alone_is_an_error() -> None:
     install(config=CONFIG)
-    with pytest.raises(RuntimeError, match=SILENT):
-        ask([model], lambda: model(**swift_batch()))
+    model = build(bridge_model())
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=f"{BYPASSED} BridgeModel overrides _postprocess"):
+            model(**swift_batch())
+    with torch.no_grad():
+        model(**swift_batch())
+    model.eval()(**swift_batch())
+
+
+@contract(ranks=1)
+def swift_with_models_of_before_is_an_error() -> None:
+    model = build(bridge_model())
+    install(config=CONFIG, models=[model])
+    with pytest.raises(NotImplementedError, match=f"{BYPASSED} BridgeModel overrides _postprocess"):
+        model(**swift_batch())
+    uninstall()
+    model(**swift_batch())
+
+
+@contract(ranks=1)
+def a_model_that_trains_may_be_asked_for_logits() -> None:
+    model = build()
+    install(config=CONFIG)
+    model(row()[0], None, causal(), labels=row()[1].clamp(min=0))
+    model(row()[0], None, causal())
 
 
 @contract(ranks=1)
 def swift_without_labels_is_refused() -> None:
     model = build(model_class := bridge_model())
     trainer = SwiftTrainer(model, swift_file(model_class))
-    with pytest.raises(RuntimeError, match=SILENT):
+    with pytest.raises(NotImplementedError, match=UNLABELLED):
         trainer.train(swift_batch() | {"labels": None})
-    assert trainer.state.iteration == 1, "after the first step"
+    assert trainer.state.iteration == 0, "in the first step"
 
 
 @contract(ranks=1)
@@ -404,11 +427,11 @@ def slime_recomputed_loss_is_an_error() -> None:
 
 
 @contract(ranks=1)
-def slime_with_install_alone_is_found_out() -> None:
+def slime_with_install_alone_is_an_error() -> None:
     model = build()
     install(config=CONFIG)
-    with pytest.raises(RuntimeError, match=SILENT):
-        ask([model], lambda: slime_forward(model))
+    with pytest.raises(NotImplementedError, match=UNLABELLED):
+        slime_forward(model)
 
 
 @contract(ranks=2)
@@ -438,11 +461,11 @@ def verl_forward(model: Any, **others: Any) -> Any:
 
 
 @contract(ranks=1)
-def verl_default_is_found_out() -> None:
+def verl_default_is_an_error() -> None:
     model = build()
     install(config=CONFIG)
-    with pytest.raises(RuntimeError, match=SILENT):
-        ask([model], lambda: verl_forward(model))
+    with pytest.raises(NotImplementedError, match=UNLABELLED):
+        verl_forward(model)
 
 
 @contract(ranks=1)
@@ -456,22 +479,22 @@ def verl_fused_kernels_are_refused() -> None:
 
     call = {"output_processor": fused_output_processor, "output_processor_context": SimpleNamespace(temperature=1.0)}
     with pytest.raises(NotImplementedError, match="an output processor returns something else"):
-        ask([model], lambda: verl_forward(model, labels=row()[1], **call))
+        verl_forward(model, labels=row()[1], **call)
 
 
 @contract(ranks=1)
-def verl_fused_forward_of_its_own_is_found_out() -> None:
+def verl_fused_forward_of_its_own_is_an_error() -> None:
     """model_forward_fused.py before: `forward` of the object is replaced, and `_postprocess` is not called."""
-    model = build()
     install(config=CONFIG)
+    model = build()
 
     def fused_forward(self: Any, input_ids, position_ids, attention_mask, labels=None, temperature=1.0) -> Any:
         decoder_input, rotary, *_ = self._preprocess(input_ids=input_ids, position_ids=position_ids)
         return self.decoder(hidden_states=decoder_input, attention_mask=attention_mask, rotary_pos_emb=rotary)
 
     model.forward = fused_forward.__get__(model)
-    with pytest.raises(RuntimeError, match=SILENT):
-        ask([model], lambda: verl_forward(model, labels=row()[1], temperature=1.0))
+    with pytest.raises(NotImplementedError, match=f"{BYPASSED} has a forward of its own"):
+        verl_forward(model, labels=row()[1], temperature=1.0)
 
 
 @contract(ranks=1)
@@ -485,8 +508,81 @@ def verl_postprocess_of_its_own_is_refused() -> None:
 
     model._postprocess_backup = model._postprocess
     model._postprocess = own_postprocess.__get__(model)
-    with pytest.raises(NotImplementedError, match="has a _postprocess of its own, which hides the one that SimReg"):
-        ask([model], lambda: verl_forward(model, labels=row()[1]))
+    with pytest.raises(NotImplementedError, match=f"{BYPASSED} has a _postprocess of its own"):
+        verl_forward(model, labels=row()[1])
+
+
+# ---- the contract that a loop is checked against ------------------------------------------------------------------
+
+
+def labelled_step(model: Any) -> Tensor:
+    loss = model(row()[0], None, causal(), labels=row()[1].clamp(min=0)).mean()
+    loss.backward()
+    return loss
+
+
+def refusal(model: Any, forward_backward: Callable[[], Any]) -> str:
+    from simreg_megatron.contract import ContractError, check
+
+    with pytest.raises(ContractError) as error:
+        check(model, forward_backward)
+    return str(error.value)
+
+
+@contract(ranks=1)
+def a_sound_loop_keeps_the_contract() -> None:
+    from simreg_megatron.contract import check
+
+    model = build()
+    install(config=CONFIG)
+    ask([model], lambda: labelled_step(model))
+    found = check(model, lambda: labelled_step(model))
+    assert found.parameters == len(list(model.parameters())) and 0 < found.changed < found.parameters, found
+    assert found.change > 0.1, found  # all but the output layer's, which comes after the hidden states
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@contract(ranks=1)
+def random_numbers_begin_anew() -> None:
+    from simreg_megatron.contract import check
+
+    model = build()
+    install(config=CONFIG)
+
+    def with_dropout() -> Tensor:
+        loss = (labelled_step(model) * torch.rand(1)).sum()
+        return loss
+
+    assert check(model, with_dropout).changed
+
+
+@contract(ranks=1)
+def broken_loops_are_told_apart() -> None:
+    model, batches = build(), iter(range(9))
+    install(config=CONFIG)
+
+    def other_data() -> Tensor:
+        loss = model(row()[0].roll(next(batches)), None, causal(), labels=row()[1].clamp(min=0)).mean()
+        loss.backward()
+        return loss
+
+    def loss_of_its_own() -> Tensor:
+        model(row()[0], None, causal(), labels=row()[1].clamp(min=0))
+        loss = model(row()[0], None, causal()).logsumexp(-1).mean()
+        loss.backward()
+        return loss
+
+    def log_with_simreg() -> float:
+        loss = labelled_step(model)
+        return loss.item() + float(model.embedding.word_embeddings.weight.grad.norm())
+
+    assert "came out different twice" in refusal(model, other_data)
+    assert "no gradient changes with SimReg" in refusal(model, loss_of_its_own)
+    assert "must be in the gradient alone" in refusal(model, log_with_simreg)
+    uninstall()
+    install(config=SimRegConfig())
+    with pytest.raises(ValueError, match="while lambda is 0"):
+        ask([model], lambda: labelled_step(model))
 
 
 # ---- each in a process of its own ----------------------------------------------------------------------------------

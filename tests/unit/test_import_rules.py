@@ -48,6 +48,8 @@ LAW = {
         "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),
+    "loop": room("config plugin"),
+    "contract": room("plugin", "torch"),
     "data": room(
         f"{TOP} report sentences",
         "datasets sentencepiece transformers tokenizers pyarrow zstandard numpy rich typer filelock lxml",
