@@ -7,12 +7,11 @@ import functools
 import math
 from dataclasses import dataclass, fields
 
+from simreg_megatron import objectives
+from simreg_megatron.objectives.options import checked_option, checked_options, words
+from simreg_megatron.objectives.record import Kind, Objective
 from simreg_megatron.schedule import Schedule, parsed
 
-OBJECTIVES = (
-    "simreg", "simcse", "cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic", "prefixes-ce", "z-loss", "placebo",
-    "none",
-)  # fmt: skip
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
@@ -21,65 +20,6 @@ SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
 ADAGC_VARIANTS = ("clipped", "raw", "global")
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "gemm", "triton")
-
-TEMPERATURES = {
-    "simreg": 0.01, "simcse": 0.05, "cpretrain": 0.1, "creg": 0.1, "sce": 0.1, "sigmoid": 0.1, "placebo": 0.01,
-    "none": 0.01,
-}  # fmt: skip
-"""Temperature of each objective where none is given; others have none."""
-OptionKind = tuple[str, ...] | int | float | str
-OBJECTIVE_OPTIONS: dict[str, dict[str, OptionKind]] = {
-    "simreg": {"prefixes": "whole"},
-    "simcse": {"view": ("halves", "dropout"), "pooling": ("mean", "last"), "gather": ("no", "yes")},
-    "cpretrain": {"same_label": ("masked", "kept"), "level": ("token", "sequence"), "scale": ("fixed", "learned")},
-    "creg": {"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},
-    "sce": {
-        "target": ("label", "instance"),
-        "exclude_self": ("no", "yes"),
-        "coupling": 0.5,
-        "target_temperature": 0.07,
-    },
-    "sigreg": {
-        "estimator": ("mean", "epps-pulley"),
-        "normalize": ("sqrt-d", "unit", "none"),
-        "sample": ("chunk", "micro-batch", "replicas"),
-        "directions": 0,  # the estimator's own number
-        "seed": 0,
-    },
-    "sigmoid": {
-        "param": ("relative", "absolute"),
-        "pair_reduction": ("anchor", "pair", "balanced"),
-        "trains": ("both", "t", "bias", "none"),
-        "bias": 0.0,
-        "self_positive": ("never", "always"),
-        "pairs": ("labels", "hidden-head"),
-        "adapter": ("no", "yes"),
-    },
-    "mic": {
-        "prefixes": "auto",
-        "pool": ("chunk", "sequence", "token"),
-        "norm_scope": ("sequence", "batch"),
-        "threshold": 0.1,
-        "t": 2.0,
-        "correlation": 1.0,
-        "variance": 1.0,
-        "balance": 1.0,
-        "uniformity": 1.0,
-    },
-    "prefixes-ce": {"prefixes": "auto"},
-    "placebo": {"prefixes": "whole", "seed": 0},
-}
-"""Options of an objective's own: words to choose from, the first is the default; or a number, its default, which must
-be whole and not negative where the default is; or a word in the place of whole numbers with slashes: 64/128."""
-LARGEST_SCALE = 100.0
-"""Of the cosines, where a scale is learned."""
-_TWICE = "it needs the model to run twice on each micro-batch, and a hook has one run: leave the option out"
-NOT_OFFERED = {
-    ("simcse", "view", "forward2"): _TWICE,
-    ("creg", "prediction_consistency", "yes"): _TWICE,
-    ("sce", "keys", "ema"): "it needs a second model whose weights follow the first: leave the option out",
-}
-"""Options that the originals have and a plugin cannot: (objective, option, value) and why."""
 
 _REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
 
@@ -145,14 +85,15 @@ class SimRegConfig:
         if self.combines:
             object.__setattr__(self, "objective_options", _checked_together(self))
             return
+        self.record  # noqa: B018  an unknown name ends here
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"unknown SimReg {name.replace('_', ' ')} {value!r}: choose from {', '.join(choices)}")
-        object.__setattr__(self, "objective_options", _checked_options(self.objective, self.objective_options))
+        object.__setattr__(self, "objective_options", checked_options(self.record, self.objective_options))
         if self.temperature is None:
-            object.__setattr__(self, "temperature", TEMPERATURES.get(self.objective))
-        elif self.objective not in TEMPERATURES:
+            object.__setattr__(self, "temperature", self.record.temperature)
+        elif self.record.temperature is None:
             raise ValueError(f"SimReg objective {self.objective} has no temperature: drop it")
         if not (math.isfinite(self.tau) and self.tau > 0):
             raise ValueError(f"the SimReg temperature must be a finite number above 0, not {self.tau}")
@@ -170,14 +111,7 @@ class SimRegConfig:
         self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:
-        if self.objective == "none" and self.lambda_ != 0:
-            raise ValueError(
-                f"SimReg lambda {self.lambda_} has no effect with objective none, which only measures: drop one of them"
-            )
-        if self.objective == "none" and self.similarity == "learnable":
-            raise ValueError(
-                "SimReg similarity learnable has nothing to learn from with objective none: drop one of them"
-            )
+        self.record.check(self)
         if self.impl in ("tiled", "gemm", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"):
             raise ValueError(
                 f"SimReg impl {self.impl} knows similarity cosine and self positive always only: use impl reference, "
@@ -188,8 +122,12 @@ class SimRegConfig:
                 "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
                 "drop one of them"
             )
-        if not self.is_simreg:
-            self._refuse_settings_of_simreg()
+        idle = [name for name in self._idle_settings if getattr(self, name) != _DEFAULTS[name]]
+        if idle:
+            raise ValueError(
+                f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(self, idle[0]))} has no effect on objective "
+                f"{self.objective}: drop it"
+            )
         if self.placement != "post-norm" and "final" not in self.layers:
             raise ValueError(
                 f"SimReg placement {self.placement} has no effect on numbered layers, whose output is behind no norm: "
@@ -222,40 +160,9 @@ class SimRegConfig:
             names += ["scope", "document_mask"]
         if self.through_head:
             names += ["layers", "placement"]
-        beyond_chunks = any(self.options.get(name, "chunk") != "chunk" for name in ("sample", "pool"))
-        if self.by_sequence or self.through_head or beyond_chunks:
+        if self.by_sequence or self.through_head or not self.record.has_chunks(self.options):
             names.append("chunk_size")
         return names
-
-    def _refuse_settings_of_simreg(self) -> None:
-        self._refuse_numbers_of_mic()
-        if self.meets_heads and self.options["self_positive"] == "always":
-            raise ValueError("self_positive=always has no effect on pairs=hidden-head, where a token meets its own row")
-        if self.options.get("adapter") == "yes" and not self.meets_heads:
-            raise ValueError("adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head")
-        if self.by_sequence and self.options.get("same_label") == "kept":
-            raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
-        if self.options.get("scale") == "learned" and self.tau * LARGEST_SCALE <= 1:
-            raise ValueError(
-                f"scale=learned starts at 1 / temperature and grows up to {LARGEST_SCALE:g}: give a temperature above "
-                f"{1 / LARGEST_SCALE:g}, not {self.tau:g}"
-            )
-        idle = [name for name in self._idle_settings if getattr(self, name) != _DEFAULTS[name]]
-        if idle:
-            raise ValueError(
-                f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(self, idle[0]))} has no effect on objective "
-                f"{self.objective}: drop it"
-            )
-
-    def _refuse_numbers_of_mic(self) -> None:
-        if self.objective != "mic":
-            return
-        numbers = {name: value for name, value in self.objective_options if isinstance(value, float)}
-        below = [name for name, value in numbers.items() if value < 0]
-        if below:
-            raise ValueError(f"SimReg objective option {below[0]} must be 0 or more, not {numbers[below[0]]:g}")
-        if not any(numbers[name] for name in ("correlation", "variance", "balance", "uniformity")):
-            raise ValueError("the weights of all four parts of SimReg objective mic are 0: leave one above 0")
 
     @property
     def combines(self) -> bool:
@@ -268,44 +175,48 @@ class SimRegConfig:
         return _parts(self) if self.combines else (self,)
 
     @property
-    def is_simreg(self) -> bool:
-        """Whether the term is SimReg's, whatever its labels, and even if it is only measured."""
-        return self.objective in ("simreg", "placebo", "none")
+    def record(self) -> Objective:
+        """What is known of the objective, of which there is one."""
+        return objectives.find(self.objective)
 
     @property
-    def draws(self) -> bool:
-        """Whether each iteration draws random numbers of its own."""
-        return self.objective in ("sigreg", "placebo")
+    def _kind(self) -> Kind | None:
+        return None if self.combines else self.record.kind(self.options)
+
+    @property
+    def is_simreg(self) -> bool:
+        """Whether the term is SimReg's, whatever its labels, and even if it is only measured."""
+        return self._kind is Kind.SIMREG
 
     @property
     def by_sequence(self) -> bool:
         """Whether whole sequences of a micro-batch are compared: then no chunks, labels or documents are known."""
-        return self.objective == "simcse" or self.options.get("level") == "sequence"
+        return self._kind is Kind.SEQUENCES
 
     @property
     def sums_up(self) -> bool:
         """Whether tokens meet only in sums over a sample, so that sums travel and hidden states never do."""
-        return self.objective in ("sigreg", "mic")
+        return self._kind is Kind.SUMS
 
     @property
     def through_head(self) -> bool:
         """Whether each token has a term by itself, through the output layer: then that layer is trained, too."""
-        return self.objective in ("prefixes-ce", "z-loss")
+        return self._kind is Kind.HEAD
 
     @property
     def sends_no_rows(self) -> bool:
         """Whether hidden states stay where they are, however chunks lie over the ranks."""
-        return self.by_sequence or self.sums_up or self.through_head
+        return self._kind in (Kind.SEQUENCES, Kind.SUMS, Kind.HEAD)
 
     @property
     def meets_heads(self) -> bool:
         """Whether hidden states are compared with rows of the output layer."""
-        return self.options.get("pairs") == "hidden-head"
+        return self.record.meets_heads(self.options)
 
     @property
     def tau(self) -> float:
         """The temperature in force."""
-        return TEMPERATURES.get(self.objective, 1.0) if self.temperature is None else self.temperature
+        return 1.0 if self.temperature is None else self.temperature
 
     @property
     def options(self) -> dict[str, str | float | bool]:
@@ -321,20 +232,17 @@ class SimRegConfig:
     @property
     def trains_scalars(self) -> bool:
         """Whether the objective has parameters of its own."""
-        of_sigmoid = self.objective == "sigmoid" and (
-            self.options["trains"] in ("both", "t", "bias") or self.options["adapter"] == "yes"
-        )
-        return of_sigmoid or self.similarity == "learnable" or self.options.get("scale") == "learned"
+        return self.similarity == "learnable" or bool(self.record.scalars(self))
 
     @property
     def trains(self) -> bool:
         """Whether the term adds to the gradient."""
-        return self.combines or (self.objective != "none" and self.lambda_ != 0)
+        return self.combines or (self.record.trains and self.lambda_ != 0)
 
     @property
     def active(self) -> bool:
         """Whether anything is computed at all. False means plain Megatron, bit for bit."""
-        return self.trains or self.objective == "none"
+        return self.trains or not self.record.trains
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -396,7 +304,6 @@ class AdaGCConfig:
 
 
 _CHOICES = {
-    "objective": OBJECTIVES,
     "scope": SCOPES,
     "placement": PLACEMENTS,
     "similarity": SIMILARITIES,
@@ -448,14 +355,14 @@ def _checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ..
             "without --simreg-layers and --simreg-placement"
         )
     own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
-    words = [(word, str(value)) for word, value in _words(config.objective_options)]
-    return (*own, *((word, float(value)) for word, value in words if word.endswith(".temperature")))
+    temperatures = [(name, value) for name, value in words(config.objective_options) if name.endswith(".temperature")]
+    return (*own, *((name, float(str(value))) for name, value in temperatures))
 
 
 def _parts(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
     weights = _weights(config.objective)
     options: dict[str, dict[str, object]] = {name: {} for name in weights}
-    for word, value in _words(config.objective_options):
+    for word, value in words(config.objective_options):
         objective, dot, name = word.partition(".")
         if not dot or objective not in weights:
             raise ValueError(
@@ -472,20 +379,21 @@ def _parts(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
         rest = _DEFAULTS.keys() - given.keys() - {"temperature"} - set(alone._idle_settings)
         shared = {name: getattr(config, name) for name in rest}
         if temperature is not None:
-            shared["temperature"] = _checked_option(f"{objective}.temperature", 1.0, temperature)
+            shared["temperature"] = checked_option(f"{objective}.temperature", 1.0, temperature)
         found.append(SimRegConfig(**given, **shared))  # type: ignore[arg-type]
     return tuple(found)
 
 
 def _weights(text: str) -> dict[str, float | str]:
     """ "simreg:auto,sigreg:0.05" by name."""
+    known = [name for name in objectives.names() if name != "none"]
     found: dict[str, float | str] = {}
     for word in text.split(","):
         name, colon, weight = (piece.strip() for piece in word.partition(":"))
-        if not colon or name not in OBJECTIVES or name == "none" or name in found:
+        if not colon or name not in known or name in found:
             raise ValueError(
                 f"SimReg objective {text!r} must be one name, or several different ones with a weight each, such as "
-                f"simreg:auto,sigreg:0.05; choose from {', '.join(OBJECTIVES[:-1])}"
+                f"simreg:auto,sigreg:0.05; choose from {', '.join(known)}"
             )
         found[name] = _checked_lambda(weight)
         if found[name] == 0:
@@ -497,65 +405,13 @@ def _shared_temperature(config: SimRegConfig, objective: str, names: list[str]) 
     """The one temperature goes to SimReg, or to the only part that has one."""
     if config.temperature is None:
         return None
-    takers = ["simreg"] if "simreg" in names else [name for name in names if name in TEMPERATURES]
+    takers = ["simreg"] if "simreg" in names else [name for name in names if objectives.find(name).temperature]
     if len(takers) != 1:
         raise ValueError(
             f"SimReg temperature {config.temperature} belongs to none or to several of {config.objective}: give it "
             f"as an option of one, such as {(takers or names)[0]}.temperature={config.temperature}"
         )
     return config.temperature if objective == takers[0] else None
-
-
-def _words(value: object) -> list[tuple[str, object]]:
-    """Options given as pairs, or as text."""
-    words = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
-    return [(_option_name(str(name)), setting) for name, setting in words]  # type: ignore[attr-defined]
-
-
-def _option_name(word: str) -> str:
-    """ "self-positive" is self_positive; the objective before a dot keeps its hyphens."""
-    objective, dot, name = word.strip().rpartition(".")
-    return objective + dot + name.replace("-", "_")
-
-
-def _checked_options(objective: str, value: object) -> tuple[tuple[str, str | float], ...]:
-    """All options of the objective, those not given at their defaults."""
-    known = OBJECTIVE_OPTIONS.get(objective, {})
-    given = dict(_words(value))
-    for name, setting in given.items():
-        if (objective, name, setting) in NOT_OFFERED:
-            raise ValueError(
-                f"SimReg objective {objective} has no {name}={setting}: {NOT_OFFERED[objective, name, str(setting)]}"
-            )
-        if name not in known:
-            has = ", ".join(known) if known else "no options"
-            raise ValueError(f"unknown option {name!r} of SimReg objective {objective}: it has {has}")
-    return tuple((name, _checked_option(name, known[name], given.get(name))) for name in known)
-
-
-def _checked_option(name: str, known: OptionKind, value: object) -> str | float:
-    if isinstance(known, str):
-        numbers = str(value).split("/")
-        if value not in (None, known) and not all(number.isdecimal() and int(number) > 0 for number in numbers):
-            raise ValueError(
-                f"SimReg objective option {name} must be {known}, or whole numbers from 1 such as 64/128, not {value!r}"
-            )
-        return known if value is None else str(value)
-    if isinstance(known, tuple):
-        if value is not None and value not in known:
-            raise ValueError(f"SimReg objective option {name} must be one of {', '.join(known)}, not {value!r}")
-        return known[0] if value is None else str(value)
-    try:
-        number = known if value is None else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"SimReg objective option {name} must be a number, not {value!r}")
-    if isinstance(known, int):
-        if number < 0 or number != int(number):
-            raise ValueError(f"SimReg objective option {name} must be a whole number of 0 or more, not {value!r}")
-        return int(number)
-    return number
 
 
 def _checked_layers(value: object) -> tuple[int | str, ...]:

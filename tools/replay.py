@@ -5,8 +5,8 @@ Every objective, option, form and type on one small micro-batch in one process: 
 loss and of trained scalars, and the values of the log, as they are in memory. With `--kernels` also the machine code of
 every Triton kernel for sm_90, without its line numbers. Exit status 1, and the names, where anything differs.
 
-The commit is put into a worktree of its own and asked by this very file, so it must offer what is used here:
-`SimRegConfig` with its tables of choices, `Regularizer.add_to`, and `learnable.add_to`.
+The commit is put into a worktree of its own and asked for the same cases by this very file, so it must offer what is
+used here: `SimRegConfig`, `Regularizer.add_to`, and `learnable.add_to`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,16 +30,16 @@ _HERE = "here"
 
 def settings() -> Iterator[dict[str, Any]]:
     """Of every case: each choice of each option by itself, on chunks that leave a ragged end."""
-    from simreg_megatron import config
+    from simreg_megatron import config, objectives
 
-    for objective in config.OBJECTIVES:
-        weight = {} if objective == "none" else {"lambda_": 2.0}
-        base = {"objective": objective, "temperature": 0.1, "chunk_size": 24, **weight}
-        if objective not in config.TEMPERATURES:
+    for objective in objectives.BUILT_IN.values():
+        weight = {"lambda_": 2.0} if objective.trains else {}
+        base = {"objective": objective.name, "temperature": 0.1, "chunk_size": 24, **weight}
+        if objective.temperature is None:
             del base["temperature"]
         yield base
         yield {**base, "chunk_size": 0}
-        for name, known in config.OBJECTIVE_OPTIONS.get(objective, {}).items():
+        for name, known in objective.options.items():
             values = known[1:] if isinstance(known, tuple) else ("8/16",) if isinstance(known, str) else (1,)
             yield from ({**base, "objective_options": f"{name}={value}"} for value in values)
     base = {"lambda_": 2.0, "chunk_size": 24}
@@ -52,10 +52,10 @@ def settings() -> Iterator[dict[str, Any]]:
     yield {**base, "warmup_iters": 8}
 
 
-def results() -> dict[str, str]:
+def results(cases: Iterable[dict[str, Any]]) -> dict[str, str]:
     """A digest, or the sentence of an error, by case."""
     found = {}
-    for given in settings():
+    for given in cases:
         for dtype in ("float32", "bfloat16"):
             name = json.dumps({**given, "dtype": dtype})
             try:
@@ -129,7 +129,7 @@ def kernels() -> dict[str, str]:
     return {line["variant"]: line["code"] for line in map(json.loads, lines) if "code" in line}
 
 
-def at_commit(ref: str, *, with_kernels: bool) -> dict[str, str]:
+def at_commit(ref: str, cases: list[dict[str, Any]], *, with_kernels: bool) -> dict[str, str]:
     """What this file finds in a worktree of the commit."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
@@ -137,7 +137,15 @@ def at_commit(ref: str, *, with_kernels: bool) -> dict[str, str]:
         try:
             command = [sys.executable, __file__, _HERE, *(["--kernels"] if with_kernels else [])]
             environment = {**os.environ, "PYTHONPATH": str(tree)}
-            done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(
+                command,
+                cwd=tree,
+                env=environment,
+                input=json.dumps(cases),
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
     where, found = (json.loads(line) for line in done.stdout.splitlines()[-2:])
@@ -159,12 +167,13 @@ def main() -> int:
     options = parser.parse_args()
     import simreg_megatron
 
-    own = results() | (kernels() if options.kernels else {})
+    cases = json.load(sys.stdin) if options.ref == _HERE else list(settings())
+    own = results(cases) | (kernels() if options.kernels else {})
     if options.ref == _HERE:
         print(json.dumps(simreg_megatron.__file__))
         print(json.dumps(own))
         return 0
-    before = at_commit(options.ref, with_kernels=options.kernels)
+    before = at_commit(options.ref, cases, with_kernels=options.kernels)
     wrong = differences(before, own)
     for name in wrong:
         print(f"differs: {name}")

@@ -19,10 +19,11 @@ from simreg_megatron.losses._anchored import (
 )
 from simreg_megatron.losses._chunks import Block, check_tokens, label_pairs, usable_tokens
 from simreg_megatron.losses._sequences import sequence_losses, whole_sequences
+from simreg_megatron.objectives.cpretrain import LARGEST_SCALE
 
 SAME_LABEL = ("masked", "kept")
 LEVELS = ("token", "sequence")
-MOST_LOG_SCALE = math.log(100.0)
+MOST_LOG_SCALE = math.log(LARGEST_SCALE)
 
 
 def cpretrain_loss(

@@ -21,14 +21,11 @@ from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice
 from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, no_autocast, usable_tokens
 from simreg_megatron.losses.similarity import unit_rows
+from simreg_megatron.objectives.sigreg import UNSCALED
 
 ESTIMATORS = ("mean", "epps-pulley")
 NORMALIZATIONS = ("sqrt-d", "unit", "none")
 NUM_DIRECTIONS = {"mean": 16, "epps-pulley": 256}
-UNSCALED = (
-    "normalize=unit leaves projections of variance 1/d, whose characteristic function is near 1 whatever the states "
-    "do: the loss hardly tells an even spread from a collapse, and descends towards the latter; use sqrt-d"
-)
 _NUM_KNOTS = {"mean": 16, "epps-pulley": 17}
 _FURTHEST = 3.0
 _WORKSPACE = 32 << 20  # bytes of the projections of one tile

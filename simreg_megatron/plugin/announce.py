@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.losses.sigreg import UNSCALED
 from simreg_megatron.notices import log_once, warn
 from simreg_megatron.plugin import compat, forms, inner
 from simreg_megatron.plugin.regularizer import open_row_group
@@ -36,12 +35,9 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
         else "measured only, in log steps, not trained on"
     )
     options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
-    if config.options.get("normalize") == "unit":
-        warn(f"SimReg objective {config.objective}: {UNSCALED}")
-    if config.objective == "placebo":
-        warn(
-            "SimReg objective placebo: labels are moved around inside each chunk; this is a control and should not help"
-        )
+    warning = config.record.warning(config)
+    if warning:
+        warn(f"SimReg objective {config.objective}: {warning}")
     if config.by_sequence:
         log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
         return

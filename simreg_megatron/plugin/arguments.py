@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simreg_megatron import config as choices
+from simreg_megatron import objectives
 from simreg_megatron.config import AdaGCConfig, SimRegConfig, as_typed
 from simreg_megatron.plugin.cpu import backend as cpu_backend
 
@@ -45,7 +46,7 @@ _FLAGS = (
           "layout, or on what each rank holds (default exact)"),
     _Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES) + ": how two states are compared "
           "(default cosine)"),
-    _Flag("--simreg-objective", "objective", str, _one_of(choices.OBJECTIVES) + " (measures SimReg in log steps and "
+    _Flag("--simreg-objective", "objective", str, _one_of(objectives.names()) + " (measures SimReg in log steps and "
           "does not train on it), or several with their weights: simreg:auto,sigreg:0.05 (default simreg)"),
     _Flag("--simreg-objective-options", "objective_options", str, "options of the objective's own, as name=value with "
           "commas: form=per_pair,self_positive=always"),

@@ -50,7 +50,8 @@ def head_terms(
 ) -> Tensor:
     """What the objective asks of each anchor's logits, [B, A]; 0 where a token does not count.
 
-        prefixes-ce: cross-entropy through the truncated output layer        z-loss: (log sum_j exp z_ij)^2
+    Its terms are made of each token's cross-entropy through the output layer, truncated to prefixes where it has these;
+    or of the normalizer log sum_j exp z_ij, where it uses no labels.
 
     Every tensor-parallel rank holds a part of the vocabulary and takes all tokens of the context rank through it, as
     Megatron's own output layer does. A collective over them, forwards and backwards.
@@ -68,11 +69,10 @@ def head_terms(
     else:
         rows = gather_rows(rows, group) if shard.layout.rows_split else share_work(rows, group)
     local, here = _in_shard(labels.transpose(0, 1), head.weight, group)
-    if config.objective == "z-loss":
+    if config.record.labels == "no":
         here = torch.zeros_like(here)  # without a label the cross-entropy is the normalizer
     losses = truncated_head_losses(rows.flatten(0, 1), local.flatten(), here.flatten(), head)
-    if config.objective == "z-loss":
-        losses = losses.square()
+    losses = config.record.terms(config.options)(losses)
     losses = torch.where(valid, losses.view(rows.shape[:2]).transpose(0, 1), 0.0)
     if group is None:
         return losses
@@ -85,7 +85,7 @@ def _truncated(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup
     width = weight.shape[1]
     return TruncatedHead(
         weight,
-        (width,) if config.objective == "z-loss" else config.prefixes or default_prefixes(width),
+        config.prefixes or default_prefixes(width) if "prefixes" in config.options else (width,),
         bias=None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None),
         scale=_logit_scale(model),
         tensor_group=tensor_group,

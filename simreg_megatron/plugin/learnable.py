@@ -7,7 +7,6 @@ data parallelism averages their gradients, its checkpoints keep them. Every rank
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.losses.cpretrain import limited
+from simreg_megatron.objectives import Scalar
 from simreg_megatron.parallel.collectives import share_work
 
 PREFIX = "simreg_"
+_SHOWN = {"exp": torch.exp, "sigmoid": torch.sigmoid}
 _SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided out
-_ADAPTER = 0.5  # delta = sigmoid(0.5), where the source begins
 
 
 def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
@@ -31,13 +30,9 @@ def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
     found = {}
     if config.similarity == "learnable":
         found["similarity"] = _SIMILARITY
-    if config.options.get("scale") == "learned":
-        found["cpretrain"] = {"log_scale": -math.log(config.tau)}
-    if config.objective == "sigmoid":
-        start = {"log_t": -math.log(config.tau), "bias": float(config.options["bias"]), "adapter": _ADAPTER}
-        trained = {"both": ("log_t", "bias"), "t": ("log_t",), "bias": ("bias",)}.get(str(config.options["trains"]), ())
-        trained += ("adapter",) if config.options["adapter"] == "yes" else ()
-        found |= {"sigmoid": {name: start[name] for name in trained}} if trained else {}
+    own = config.record.scalars(config)
+    if own:
+        found[config.objective] = {name: scalar.start for name, scalar in own.items()}
     return found
 
 
@@ -77,18 +72,17 @@ def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.Process
     return found
 
 
-def as_logged(learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_logged(parts: tuple[SimRegConfig, ...], learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the scalars stand for, under the names of the log: gammas of the norms, scale and bias of the cosines."""
     found = {f"simreg gamma {name}": torch.sigmoid(learned[name]) for name in _SIMILARITY if name in learned}
-    if "log_scale" in learned:
-        found["simreg scale"] = limited(learned["log_scale"]).exp()
-    if "log_t" in learned:
-        found["sigmoid t"] = learned["log_t"].exp()
-    if "bias" in learned:
-        found["sigmoid bias"] = learned["bias"]
-    if "adapter" in learned:
-        found["sigmoid delta"] = torch.sigmoid(learned["adapter"])
+    for part in parts:
+        scalars = {name: scalar for name, scalar in part.record.scalars(part).items() if name in learned}
+        found |= {scalar.shown_as: _shown(scalar, learned[name]) for name, scalar in scalars.items()}
     return {name: value.detach().squeeze().clone() for name, value in found.items()}
+
+
+def _shown(scalar: Scalar, value: Tensor) -> Tensor:
+    return (_SHOWN[scalar.by](value) if scalar.by else value).clamp(max=scalar.most)
 
 
 def explain(error: Exception, config: SimRegConfig) -> None:

@@ -56,8 +56,7 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(PACKED_AND_SPLIT)
     for part in config.parts:
-        of_rows = part.by_sequence or part.options.get("sample") == "chunk" or part.objective == "mic"
-        if packed and of_rows:
+        if packed and part.record.takes_rows(part.options):
             raise NotImplementedError(
                 f"SimReg objective {part.objective} takes a row for one sequence, and packed rows hold several: "
                 "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
@@ -70,8 +69,7 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
 
 
 def _refuse_prefixes(hidden_size: int, config: SimRegConfig) -> None:
-    # MIC compares with the rest, and all features are what the language-model loss itself has.
-    most = hidden_size - 1 if config.objective in ("mic", "prefixes-ce") else hidden_size
+    most = hidden_size - config.record.prefixes_below_width
     if config.prefixes[-1] > most:
         raise ValueError(
             f"SimReg objective {config.objective} cannot take {config.prefixes[-1]} features of states of width "

@@ -271,7 +271,7 @@ class Regularizer:
         terms = functools.reduce(torch.add, of_views)
         if config.is_simreg and config.prefixes:
             terms = terms / len(config.prefixes)
-        others = config.sends_no_rows or config.objective == "placebo"  # than what the log describes
+        others = config.sends_no_rows or config.record.relabels  # than what the log describes
         shown = self._views_for_log(config, tokens, states[-1]) if others else views[-1]
         return _Part(terms, shown, learned)
 
@@ -304,14 +304,14 @@ class Regularizer:
         if self.follows_iterations:
             return
         self._iteration += 1
-        if any(part.draws for part in self.config.parts):
+        if any(part.record.draws for part in self.config.parts):
             log_once(
                 "SimReg: no training loop tells the iteration, so each micro-batch draws directions or permutations of "
                 "its own, and a run that is resumed begins with the first ones again"
             )
 
     def _refuse_uncounted(self) -> None:
-        drawing = [part.objective for part in self.config.parts if part.draws]
+        drawing = [part.objective for part in self.config.parts if part.record.draws]
         if drawing and not self.follows_iterations:
             raise NotImplementedError(
                 f"SimReg objective {drawing[0]} draws random numbers by the iteration, which no training loop tells "

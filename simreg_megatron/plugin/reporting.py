@@ -67,6 +67,7 @@ class Metrics:
 
     def __init__(self, config: SimRegConfig, agreement: Agreement | None = None) -> None:
         self._agreement = agreement or Agreement()
+        self._parts = config.parts
         names = [part.objective for part in config.parts]
         self._objectives = names
         self._term_slots = [_TERM, *range(_SLOTS, _SLOTS + len(names) - 1)]
@@ -108,7 +109,7 @@ class Metrics:
         self._count_tokens(own_valid, [view.usable[:, slice(*view.anchors)] for view in views])
         if self.wants_geometry:
             self._add_norms(_NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
-            self._learned = as_logged(learned)
+            self._learned = as_logged(self._parts, learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
             for view in views:
                 self._sums[_PAIRS] += self._pair_sums(view)

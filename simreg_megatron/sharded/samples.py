@@ -89,8 +89,13 @@ def sigreg_terms(
     return spread(statistic(sums, counts, estimator), members).reshape(tokens.usable.shape)
 
 
-def mic_terms(config: SimRegConfig, views: list[View], shard: SequenceShard) -> Tensor:
-    """L of the micro-batch on each anchor, [B, A]; 0 where a token does not count. A collective."""
+def mic_terms(
+    config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int, replicas: Replicas
+) -> Tensor:
+    """L of the micro-batch on each anchor, [B, A]; 0 where a token does not count. A collective.
+
+    Iteration and other replicas change nothing here.
+    """
     tokens, options = own_tokens(views, shard), mic_options(config)
     alone = pools_tokens(options, len(tokens.usable), shard.layout.length, config.chunk_size)
     if alone and options.pool != "token":

@@ -15,9 +15,9 @@ from torch import Tensor
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.contrast import MODULES
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
-from simreg_megatron.losses.placebo import permuted_labels
 from simreg_megatron.losses.roles import token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
+from simreg_megatron.objectives.record import resolved
 from simreg_megatron.parallel.layout import Cutting, Run
 from simreg_megatron.parallel.shard import Located, SequenceShard
 from simreg_megatron.sharded.documents import Documents
@@ -69,8 +69,8 @@ def views_of(
         stretch = window.domain if by_domain else window.tokens
         stretch_labels, stretch_usable = all_labels.at(stretch), all_usable.at(stretch)
         numbers = None if documents is None else documents.of(stretch_labels, stretch)
-        if config.objective == "placebo" and not for_log:
-            stretch_labels = permuted_labels(
+        if config.record.relabels and not for_log:
+            stretch_labels = resolved(config.record.relabels)(
                 stretch_labels,
                 stretch_usable,
                 chunk_size=config.chunk_size,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.config import LARGEST_SCALE
+from simreg_megatron.objectives.cpretrain import LARGEST_SCALE
 from simreg_megatron.losses import cpretrain_loss, creg_loss, sce_loss, simcse_loss
 from simreg_megatron.losses._sequences import Pooled, pooled, two_views, whole_sequences
 from simreg_megatron.losses.similarity import unit_rows
@@ -324,13 +324,14 @@ def test_a_learned_scale_starts_at_the_temperature() -> None:
 
 def test_what_the_log_says_of_trained_scalars() -> None:
     zero = torch.zeros(1, requires_grad=True)
-    found = learnable.as_logged({"query": zero, "key": zero + 1, "log_scale": zero + 9})
+    learns = SimRegConfig(lambda_=1, objective="cpretrain", objective_options="scale=learned")
+    found = learnable.as_logged(learns.parts, {"query": zero, "key": zero + 1, "log_scale": zero + 9})
     assert {name: round(value.item(), 4) for name, value in found.items()} == {
         "simreg gamma query": 0.5,
         "simreg gamma key": 0.7311,
         "simreg scale": 100.0,
     }
-    assert not any(value.requires_grad for value in found.values()) and learnable.as_logged({}) == {}
+    assert not any(value.requires_grad for value in found.values()) and learnable.as_logged(learns.parts, {}) == {}
 
 
 def test_settings_of_an_objective() -> None:

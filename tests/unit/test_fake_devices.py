@@ -24,7 +24,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from benchmarks.fake_autograd import backward
 from benchmarks.fake_ranks import HostTensors, Layout, as_rank
 from benchmarks.launches import Trace, _kernels_launched_by
-from simreg_megatron.config import IMPLEMENTATIONS, OBJECTIVES, SimRegConfig
+from simreg_megatron import objectives
+from simreg_megatron.config import IMPLEMENTATIONS, SimRegConfig
 from simreg_megatron.kernels import walk
 from simreg_megatron.kernels.contrast import MODULES, form_named
 from simreg_megatron.losses import placebo
@@ -132,7 +133,7 @@ def check(case: Case) -> None:
     assert (case.objective != "none") == any(tensor is found.hidden for tensor, _ in found.gradients)
 
 
-FORMS = [*(Case("simreg", impl) for impl in ("reference", *NEED_MEMORY)), *map(Case, OBJECTIVES)]
+FORMS = [*(Case("simreg", impl) for impl in ("reference", *NEED_MEMORY)), *map(Case, objectives.BUILT_IN)]
 QUICK = [
     *(replace(case, dtype=dtype, logs=logs) for case in FORMS for dtype in DTYPES for logs in (False, True)),
     *(replace(case, chunk=chunk, length=length, scope=scope)

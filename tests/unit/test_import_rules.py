@@ -33,8 +33,9 @@ def room(rooms: str = "", packages: str = "") -> Room:
 LAW = {
     "schedule": room(),
     "sentences": room(),
-    "config": room("schedule"),
-    "losses": room("kernels", "torch"),
+    "objectives": room(),
+    "config": room("objectives schedule"),
+    "losses": room("kernels objectives", "torch"),
     "kernels": room(packages="torch triton"),
     "adagc": room(packages="torch"),
     "geometry": room("kernels losses", "torch"),
@@ -42,9 +43,9 @@ LAW = {
     "parallel": room(packages="torch"),
     "trial": room("kernels losses", "torch"),
     "notices": room(packages="torch"),
-    "sharded": room("config losses kernels parallel notices", "torch"),
+    "sharded": room("config objectives losses kernels parallel notices", "torch"),
     "plugin": room(
-        "config losses kernels adagc geometry magnitude parallel sharded trial notices",
+        "config objectives losses kernels adagc geometry magnitude parallel sharded trial notices",
         "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),

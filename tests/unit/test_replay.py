@@ -8,24 +8,21 @@ import json
 import pytest
 import torch
 
-from simreg_megatron import config
+from simreg_megatron import objectives
 from simreg_megatron.losses import simreg
 from tools import replay
 
-ALL = replay.settings
-
 
 def few() -> list[dict[str, object]]:
-    return [given for given in ALL() if given.get("impl") or given.get("objective") in ("creg", "none")]
+    return [given for given in replay.settings() if given.get("impl") or given.get("objective") in ("creg", "none")]
 
 
 def test_a_change_of_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "settings", few)
-    before = replay.results()
-    assert not replay.differences(before, replay.results())
+    before = replay.results(few())
+    assert not replay.differences(before, replay.results(few()))
     whole = simreg.terms_of_ratio
     monkeypatch.setattr("simreg_megatron.sharded.sequence.terms_of_ratio", lambda *given: _nudged(whole(*given)))
-    wrong = replay.differences(before, replay.results())
+    wrong = replay.differences(before, replay.results(few()))
     assert wrong and all("creg" not in name for name in wrong)
     assert any("tiled" in name for name in wrong) and not any('"reference"' in name for name in wrong)
 
@@ -39,13 +36,13 @@ def _nudged(terms: torch.Tensor) -> torch.Tensor:
 
 def test_every_objective_is_asked() -> None:
     found = list(replay.settings())
-    assert {given.get("objective", "simreg") for given in found} >= set(config.OBJECTIVES)
-    for objective, options in config.OBJECTIVE_OPTIONS.items():
-        asked = json.dumps([given for given in found if given.get("objective") == objective])
-        assert all(f"{name}=" in asked for name in options), objective
+    assert {given.get("objective", "simreg") for given in found} >= set(objectives.names())
+    for name, objective in objectives.BUILT_IN.items():
+        asked = json.dumps([given for given in found if given.get("objective") == name])
+        assert all(f"{option}=" in asked for option in objective.options), name
 
 
 def test_all_but_what_needs_other_ranks_is_computed() -> None:
-    failed = {name: found for name, found in replay.results().items() if ":" in found}
+    failed = {name: found for name, found in replay.results(replay.settings()).items() if ":" in found}
     known = ("data parallel group", "needs pairs=hidden-head")
     assert not [name for name, found in failed.items() if not any(word in found for word in known)], failed

@@ -237,9 +237,10 @@ def test_what_is_trained() -> None:
     assert wanted("trains=bias") == {"sigmoid": {"bias": 0.0}} and wanted("trains=none") == {}
     assert wanted("pairs=hidden-head,adapter=yes,trains=none") == {"sigmoid": {"adapter": 0.5}}
     assert wanted("pairs=hidden-head,adapter=yes")["sigmoid"].keys() == {"log_t", "bias", "adapter"}
-    assert learnable.as_logged({"adapter": torch.tensor([0.0])}) == {"sigmoid delta": torch.tensor(0.5)}
+    parts = SimRegConfig(lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head,adapter=yes").parts
+    assert learnable.as_logged(parts, {"adapter": torch.tensor([0.0])}) == {"sigmoid delta": torch.tensor(0.5)}
     scalars = {"log_t": torch.tensor([math.log(7.0)]), "bias": torch.tensor([0.25])}
-    logged = {name: round(value.item(), 5) for name, value in learnable.as_logged(scalars).items()}
+    logged = {name: round(value.item(), 5) for name, value in learnable.as_logged(parts, scalars).items()}
     assert logged == {"sigmoid t": 7.0, "sigmoid bias": 0.25}
 
 

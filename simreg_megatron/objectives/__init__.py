@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objectives by name: those of this package, and those that installed packages bring.
+
+A package brings one by an entry point, whose name is the objective's and whose value is its `Objective`:
+
+    [project.entry-points."simreg_megatron.objectives"]
+    toy = "toy_objective:TOY"
+
+Nothing of such a package is imported before its objective is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+
+from simreg_megatron.objectives.cpretrain import CPRETRAIN
+from simreg_megatron.objectives.creg import CREG
+from simreg_megatron.objectives.head import PREFIXES_CE, Z_LOSS
+from simreg_megatron.objectives.mic import MIC
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar, Settings
+from simreg_megatron.objectives.sce import SCE
+from simreg_megatron.objectives.sigmoid import SIGMOID
+from simreg_megatron.objectives.sigreg import SIGREG
+from simreg_megatron.objectives.simcse import SIMCSE
+from simreg_megatron.objectives.simreg import NONE, PLACEBO, SIMREG
+
+__all__ = ["BUILT_IN", "GROUP", "Felt", "Kind", "Objective", "Options", "Scalar", "Settings", "find", "names"]
+
+GROUP = "simreg_megatron.objectives"
+BUILT_IN = {
+    each.name: each
+    for each in (
+        SIMREG, SIMCSE, CPRETRAIN, CREG, SCE, SIGREG, SIGMOID, MIC, PREFIXES_CE, Z_LOSS, PLACEBO, NONE,
+    )
+}  # fmt: skip
+
+
+@functools.cache
+def _brought() -> dict[str, importlib.metadata.EntryPoint]:
+    found = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+    return {name: found[name] for name in sorted(found.keys() - BUILT_IN.keys())}
+
+
+def names() -> tuple[str, ...]:
+    """Of all objectives; "none" comes last."""
+    return (*(name for name in BUILT_IN if name != "none"), *_brought(), "none")
+
+
+@functools.cache
+def find(name: str) -> Objective:
+    """The record of an objective.
+
+    Raises:
+        ValueError: there is none of this name, or a package's own is not what it should be.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if name not in _brought():
+        raise ValueError(f"unknown SimReg objective {name!r}: choose from {', '.join(names())}")
+    point = _brought()[name]
+    try:
+        record = point.load()
+    except Exception as error:
+        raise ValueError(
+            f"SimReg objective {name} comes from {point.value}, which cannot be imported: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    if not isinstance(record, Objective) or record.name != name:
+        raise ValueError(
+            f"SimReg objective {name} comes from {point.value}, which is not an Objective of that name but "
+            f"{getattr(record, 'name', type(record).__name__)!r}"
+        )
+    return record

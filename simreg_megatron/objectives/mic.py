@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MIC: first features that do not repeat the others, and are spread."""
+
+from __future__ import annotations
+
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Settings
+
+_PARTS = ("correlation", "variance", "balance", "uniformity")
+
+
+def _check(config: Settings) -> None:
+    numbers = {name: value for name, value in config.options.items() if isinstance(value, float)}
+    below = [name for name, value in numbers.items() if value < 0]
+    if below:
+        raise ValueError(f"SimReg objective option {below[0]} must be 0 or more, not {numbers[below[0]]:g}")
+    if not any(numbers[name] for name in _PARTS):
+        raise ValueError("the weights of all four parts of SimReg objective mic are 0: leave one above 0")
+
+
+MIC = Objective(
+    name="mic",
+    ways={Kind.SUMS: "simreg_megatron.sharded.samples:mic_terms"},
+    asks="first features that do not repeat the others, and are spread",
+    labels="no",
+    sent="means, deviations, and a matrix of correlations",
+    options={
+        "prefixes": "auto",
+        "pool": ("chunk", "sequence", "token"),
+        "norm_scope": ("sequence", "batch"),
+        "threshold": 0.1,
+        "t": 2.0,
+        **dict.fromkeys(_PARTS, 1.0),
+    },
+    check=_check,
+    has_chunks=lambda options: options["pool"] == "chunk",
+    takes_rows=lambda options: True,
+    prefixes_below_width=True,  # it compares with the rest
+    felt=Felt(weight=0.02),
+    invariant=("names",),
+)

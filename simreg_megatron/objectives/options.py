@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of an objective's own, from pairs or text to checked values."""
+
+from __future__ import annotations
+
+import math
+
+from simreg_megatron.objectives.record import Objective, OptionKind
+
+Pairs = tuple[tuple[str, str | float], ...]
+
+
+def words(value: object) -> list[tuple[str, object]]:
+    """Options given as pairs, or as text: "form=per_pair,self_positive=always"."""
+    found = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
+    return [(_name(str(name)), setting) for name, setting in found]  # type: ignore[attr-defined]
+
+
+def _name(word: str) -> str:
+    """ "self-positive" is self_positive; the objective before a dot keeps its hyphens."""
+    objective, dot, name = word.strip().rpartition(".")
+    return objective + dot + name.replace("-", "_")
+
+
+def checked_options(objective: Objective, value: object) -> Pairs:
+    """All options of the objective, those not given at their defaults."""
+    known, given = objective.options, dict(words(value))
+    for name, setting in given.items():
+        why = objective.not_offered.get((name, str(setting)))
+        if why:
+            raise ValueError(f"SimReg objective {objective.name} has no {name}={setting}: {why}")
+        if name not in known:
+            has = ", ".join(known) if known else "no options"
+            raise ValueError(f"unknown option {name!r} of SimReg objective {objective.name}: it has {has}")
+    return tuple((name, checked_option(name, known[name], given.get(name))) for name in known)
+
+
+def checked_option(name: str, known: OptionKind, value: object) -> str | float:
+    """One of them; None is its default."""
+    if isinstance(known, str):
+        return _checked_prefixes(name, known, value)
+    if isinstance(known, tuple):
+        if value is not None and value not in known:
+            raise ValueError(f"SimReg objective option {name} must be one of {', '.join(known)}, not {value!r}")
+        return known[0] if value is None else str(value)
+    try:
+        number = known if value is None else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"SimReg objective option {name} must be a number, not {value!r}")
+    if isinstance(known, int):
+        if number < 0 or number != int(number):
+            raise ValueError(f"SimReg objective option {name} must be a whole number of 0 or more, not {value!r}")
+        return int(number)
+    return number
+
+
+def _checked_prefixes(name: str, default: str, value: object) -> str:
+    numbers = str(value).split("/")
+    if value not in (None, default) and not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise ValueError(
+            f"SimReg objective option {name} must be {default}, or whole numbers from 1 such as 64/128, not {value!r}"
+        )
+    return default if value is None else str(value)

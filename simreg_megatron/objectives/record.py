@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an objective is: one record of all that the flags, the refusals, the log, the pages and the tests must know."""
+
+from __future__ import annotations
+
+import enum
+import math
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+OptionKind = tuple[str, ...] | int | float | str
+"""Words to choose from, the first is the default; or a number, its default, which must be whole and not negative where
+the default is; or a word in the place of whole numbers with slashes: 64/128."""
+Options = Mapping[str, str | float | bool]
+
+
+class Settings(Protocol):
+    """What a record may ask of the settings of its run, a `SimRegConfig`."""
+
+    @property
+    def lambda_(self) -> float | str: ...
+    @property
+    def similarity(self) -> str: ...
+    @property
+    def options(self) -> dict[str, str | float | bool]: ...
+    @property
+    def tau(self) -> float: ...
+    @property
+    def by_sequence(self) -> bool: ...
+
+
+class Kind(enum.Enum):
+    """How tokens meet: it decides what is sent between ranks, which settings have an effect, and how terms are called.
+
+    Each has its own call, by keyword where a star stands; B micro-batch, A anchors of this rank:
+    """
+
+    SIMREG = "chunks, with every setting of SimReg"
+    """Never called: these are SimReg itself."""
+    PAIRS = "chunks"
+    """terms(*, temperature, **options) -> BlockTerms of `simreg_megatron.losses`: the terms of a block of chunks."""
+    SEQUENCES = "whole sequences of a micro-batch"
+    """terms(config, views, shard, learned, replicas) -> [B, A]; see `simreg_megatron.sharded.by_sequence`."""
+    SUMS = "sums over a sample"
+    """terms(config, views, shard, iteration, replicas) -> [B, A]; see `simreg_megatron.sharded.samples`."""
+    HEAD = "the output layer"
+    """terms(losses) -> losses, of each token: its cross-entropy, or its normalizer where labels are not used."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number that an objective trains: where it starts, and what the log shows of it."""
+
+    start: float
+    shown_as: str
+    by: str = ""
+    """"exp", "sigmoid", or the number itself."""
+    most: float = math.inf
+    """Of what is shown."""
+
+
+@dataclass(frozen=True)
+class Felt:
+    """Settings under which an objective shows in the gradient of a small model; tests of every objective use them."""
+
+    weight: float = 10.0
+    options: str = ""
+    chunk_size: int | None = 24
+
+
+def _nothing(config: Settings) -> None:
+    return None
+
+
+def _always(options: Options) -> bool:
+    return True
+
+
+def _never(options: Options) -> bool:
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """One objective.
+
+    Attributes:
+        name: in `--simreg-objective`, and before " loss" in the log.
+        ways: for each kind that its options can choose, the function that computes its terms, "module:function",
+            imported when it is first used. Most have one.
+        kind_of: which of them the options choose; the first where none is given.
+        asks, labels, sent: its row in docs/objectives.md: what it asks of the states, whether it uses labels, and what
+            travels between ranks that share a sequence.
+        temperature: the default, or None if it has none.
+        options: by name, the default first; see `OptionKind`.
+        other_options: those that choose a way through the plugin, and are not handed to the terms.
+        not_offered: option and value that its original has and a plugin cannot have, and why.
+        check: raises ValueError for options that make no sense together.
+        scalars: what it trains itself, by name.
+        warning: said when a run starts, or nothing.
+        trains: whether it adds to the gradient at all.
+        draws: whether each iteration draws random numbers of its own.
+        relabels: SimReg on other labels: the function that gives them, "module:function".
+        meets_heads: whether states are compared with rows of the output layer.
+        has_chunks: whether the chunk size has an effect.
+        takes_rows: whether it takes a row of the micro-batch for one sequence, so that none may be packed.
+        prefixes_below_width: whether a prefix must be shorter than the states.
+        felt: settings for tests.
+        invariant: what may be done to the states of a chunk without a change: "scale" of each, "rotation" of all,
+            "names" of labels, "order" of tokens.
+    """
+
+    name: str
+    ways: Mapping[Kind, str]
+    asks: str
+    labels: str = "yes"
+    sent: str = "states, where a chunk spans ranks"
+    kind_of: Callable[[Options], Kind] | None = None
+    temperature: float | None = None
+    options: Mapping[str, OptionKind] = field(default_factory=dict)
+    other_options: tuple[str, ...] = ()
+    not_offered: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    check: Callable[[Settings], None] = _nothing
+    scalars: Callable[[Settings], Mapping[str, Scalar]] = lambda config: {}
+    warning: Callable[[Settings], str | None] = _nothing
+    trains: bool = True
+    draws: bool = False
+    relabels: str = ""
+    meets_heads: Callable[[Options], bool] = _never
+    has_chunks: Callable[[Options], bool] = _always
+    takes_rows: Callable[[Options], bool] = _never
+    prefixes_below_width: bool = False
+    felt: Felt = Felt()
+    invariant: tuple[str, ...] = ()
+
+    def kind(self, options: Options) -> Kind:
+        return next(iter(self.ways)) if self.kind_of is None else self.kind_of(options)
+
+    def terms(self, options: Options) -> Callable[..., Any]:
+        """What computes them, imported."""
+        return resolved(self.ways[self.kind(options)])
+
+
+def resolved(path: str) -> Callable[..., Any]:
+    """ "module:function", imported."""
+    function: Callable[..., Any] = pkgutil.resolve_name(path)
+    return function

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SCE: soft targets between the label's and those of the states themselves, a baseline."""
+
+from simreg_megatron.objectives.record import Kind, Objective
+
+SCE = Objective(
+    name="sce",
+    ways={Kind.PAIRS: "simreg_megatron.losses.sce:sce_terms"},
+    asks="similarities like a mixture of the labels' and the states' own",
+    temperature=0.1,
+    options={
+        "target": ("label", "instance"),
+        "exclude_self": ("no", "yes"),
+        "coupling": 0.5,
+        "target_temperature": 0.07,
+    },
+    not_offered={("keys", "ema"): "it needs a second model whose weights follow the first: leave the option out"},
+    invariant=("scale", "rotation", "names", "order"),
+)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sigmoid: each pair on its side of one threshold, which may be trained."""
+
+from __future__ import annotations
+
+import math
+
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar, Settings
+
+_TRAINED = {"both": ("log_t", "bias"), "t": ("log_t",), "bias": ("bias",), "none": ()}
+_ADAPTER = 0.5  # delta = sigmoid(0.5), where the source begins
+
+
+def _meets_heads(options: Options) -> bool:
+    return options["pairs"] == "hidden-head"
+
+
+def _check(config: Settings) -> None:
+    options = config.options
+    if _meets_heads(options) and options["self_positive"] == "always":
+        raise ValueError("self_positive=always has no effect on pairs=hidden-head, where a token meets its own row")
+    if options["adapter"] == "yes" and not _meets_heads(options):
+        raise ValueError("adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head")
+
+
+def _scalars(config: Settings) -> dict[str, Scalar]:
+    options = config.options
+    known = {
+        "log_t": Scalar(-math.log(config.tau), "sigmoid t", "exp"),
+        "bias": Scalar(float(options["bias"]), "sigmoid bias"),
+        "adapter": Scalar(_ADAPTER, "sigmoid delta", "sigmoid"),
+    }
+    names = _TRAINED[str(options["trains"])] + (("adapter",) if options["adapter"] == "yes" else ())
+    return {name: known[name] for name in names}
+
+
+SIGMOID = Objective(
+    name="sigmoid",
+    ways={Kind.PAIRS: "simreg_megatron.losses.sigmoid:sigmoid_terms"},
+    asks="each pair on its side of one threshold",
+    temperature=0.1,
+    options={
+        "param": ("relative", "absolute"),
+        "pair_reduction": ("anchor", "pair", "balanced"),
+        "trains": ("both", "t", "bias", "none"),
+        "bias": 0.0,
+        "self_positive": ("never", "always"),
+        "pairs": ("labels", "hidden-head"),
+        "adapter": ("no", "yes"),
+    },
+    other_options=("trains", "pairs", "adapter"),
+    check=_check,
+    scalars=_scalars,
+    meets_heads=_meets_heads,
+    felt=Felt(weight=0.1, options="pair_reduction=balanced,trains=none"),
+    invariant=("scale", "rotation", "names", "order"),
+)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGReg: states whose projections are those of an isotropic Gaussian."""
+
+from __future__ import annotations
+
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Settings
+
+UNSCALED = (
+    "normalize=unit leaves projections of variance 1/d, whose characteristic function is near 1 whatever the states "
+    "do: the loss hardly tells an even spread from a collapse, and descends towards the latter; use sqrt-d"
+)
+
+
+def _warn(config: Settings) -> str | None:
+    return UNSCALED if config.options["normalize"] == "unit" else None
+
+
+def _by_chunk(options: Options) -> bool:
+    return options["sample"] == "chunk"
+
+
+SIGREG = Objective(
+    name="sigreg",
+    ways={Kind.SUMS: "simreg_megatron.sharded.samples:sigreg_terms"},
+    asks="an isotropic Gaussian, seen through random directions",
+    labels="no",
+    sent="2 x knots x directions numbers a sample",
+    options={
+        "estimator": ("mean", "epps-pulley"),
+        "normalize": ("sqrt-d", "unit", "none"),
+        "sample": ("chunk", "micro-batch", "replicas"),
+        "directions": 0,  # the estimator's own number
+        "seed": 0,
+    },
+    warning=_warn,
+    draws=True,
+    has_chunks=_by_chunk,
+    takes_rows=_by_chunk,
+    felt=Felt(weight=0.3),
+    invariant=("scale", "names", "order"),
+)

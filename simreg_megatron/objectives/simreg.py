@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg (arXiv 2605.08809), SimReg with labels that say nothing, and SimReg that is only measured."""
+
+from __future__ import annotations
+
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Settings
+
+_TEMPERATURE = 0.01
+_TERMS = "simreg_megatron.sharded.sequence:terms_of"
+
+
+def _check_none(config: Settings) -> None:
+    if config.lambda_ != 0:
+        raise ValueError(
+            f"SimReg lambda {config.lambda_} has no effect with objective none, which only measures: drop one of them"
+        )
+    if config.similarity == "learnable":
+        raise ValueError("SimReg similarity learnable has nothing to learn from with objective none: drop one of them")
+
+
+def _warn_of_placebo(config: Settings) -> str:
+    return "labels are moved around inside each chunk; this is a control and should not help"
+
+
+SIMREG = Objective(
+    name="simreg",
+    ways={Kind.SIMREG: _TERMS},
+    asks="states of one label closer than all others, by a softmax",
+    temperature=_TEMPERATURE,
+    options={"prefixes": "whole"},
+    invariant=("scale", "rotation", "names", "order"),
+)
+PLACEBO = Objective(
+    name="placebo",
+    ways={Kind.SIMREG: _TERMS},
+    asks="SimReg with labels moved around inside each chunk: a control",
+    temperature=_TEMPERATURE,
+    options={"prefixes": "whole", "seed": 0},
+    warning=_warn_of_placebo,
+    draws=True,
+    relabels="simreg_megatron.losses.placebo:permuted_labels",
+    invariant=("scale", "rotation", "names"),
+)
+NONE = Objective(
+    name="none",
+    ways={Kind.SIMREG: _TERMS},
+    asks="nothing: SimReg is measured in log steps, and not trained on",
+    temperature=_TEMPERATURE,
+    check=_check_none,
+    trains=False,
+    felt=Felt(weight=0.0),
+    invariant=("scale", "rotation", "names", "order"),
+)
