@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training objectives on hidden states, in plain torch: no process groups, no Megatron."""
+"""Training objectives on hidden states, in plain torch: no process groups, no Megatron.
 
+`Block`, `cosine_logits`, `label_pairs`, `self_pairs`, `mean_over`, `log_sum` and `spread` are what an objective of
+your own is made of (docs/objectives.md).
+"""
+
+from simreg_megatron.losses._anchored import BlockTerms, cosine_logits, log_sum, mean_over, spread
+from simreg_megatron.losses._chunks import Block, label_pairs, self_pairs
 from simreg_megatron.losses.cpretrain import cpretrain_loss
 from simreg_megatron.losses.creg import creg_loss
 from simreg_megatron.losses.mic import mic_loss
@@ -12,13 +18,21 @@ from simreg_megatron.losses.simcse import simcse_loss
 from simreg_megatron.losses.simreg import simreg_loss
 
 __all__ = [
+    "Block",
+    "BlockTerms",
+    "cosine_logits",
     "cpretrain_loss",
     "creg_loss",
+    "label_pairs",
+    "log_sum",
+    "mean_over",
     "mic_loss",
     "prefixes_ce_loss",
     "sce_loss",
+    "self_pairs",
     "sigmoid_loss",
     "sigreg_loss",
     "simcse_loss",
     "simreg_loss",
+    "spread",
 ]

@@ -36,5 +36,5 @@ MIC = Objective(
     takes_rows=lambda options: True,
     prefixes_below_width=True,  # it compares with the rest
     felt=Felt(weight=0.02),
-    invariant=("names",),
+    invariant=("names", "order"),
 )

@@ -108,6 +108,8 @@ class Objective:
         takes_rows: whether it takes a row of the micro-batch for one sequence, so that none may be packed.
         prefixes_below_width: whether a prefix must be shorter than the states.
         felt: settings for tests.
+        oracle: for tests: "module:function" of (rows [n, D], labels [n], temperature) in float64, the definition in
+            plain loops: what the terms of a chunk of these tokens add up to, with the settings of `felt`.
         invariant: what may be done to the states of a chunk without a change: "scale" of each, "rotation" of all,
             "names" of labels, "order" of tokens.
     """
@@ -133,6 +135,7 @@ class Objective:
     takes_rows: Callable[[Options], bool] = _never
     prefixes_below_width: bool = False
     felt: Felt = Felt()
+    oracle: str = ""
     invariant: tuple[str, ...] = ()
 
     def kind(self, options: Options) -> Kind:

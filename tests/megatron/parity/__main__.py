@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.megatron.parity [--only REGEX] [--output docs/parity.md]`: print the parity table.
 
+With `--objective NAME`: of an objective that an installed package brings, in seven layouts.
+
 Exit status 1 if a cell misses its expectation.
 """
 
@@ -15,13 +17,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.megatron.parity.cells import CELLS, Cell
+from simreg_megatron.objectives import find
+from tests.megatron.parity.cells import CELLS, Cell, cells_of
 from tests.megatron.parity.run import Bench
 from tests.megatron.parity.table import markdown, print_row, print_table
 
 
-def chosen(pattern: str) -> list[Cell]:
-    return [cell for cell in CELLS if re.search(pattern, cell.name)]
+def chosen(pattern: str, cells: Sequence[Cell] = CELLS) -> list[Cell]:
+    return [cell for cell in cells if re.search(pattern, cell.name)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="cells whose name it is found in")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, too")
     parser.add_argument("--list", action="store_true", help="print the cells' names and stop")
+    parser.add_argument("--objective", metavar="NAME", help="of an installed package, in the place of the table")
     options = parser.parse_args(argv)
-    cells = chosen(options.only)
+    cells = chosen(options.only, cells_of(find(options.objective)) if options.objective else CELLS)
     if not cells:
         parser.error(f"no cell's name holds {options.only!r}")
     if options.list:

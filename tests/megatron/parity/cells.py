@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from simreg_megatron.objectives import Objective
 from tests.megatron.runs import SIMREG
 
 
@@ -437,6 +438,26 @@ _NORMALIZERS = [
     Cell(DP2 + DISTRIBUTED, _Z_LOSS),
     Cell(TP2, _Z_LOSS, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
 ]
+
+
+def cells_of(objective: Objective) -> tuple[Cell, ...]:
+    """Of an objective that comes with its record alone, as it is felt."""
+    felt = objective.felt
+    made = neighbour(objective.name, f"{felt.weight:g}", felt.chunk_size, felt.options)
+    return tuple(
+        Cell(layout, made, mode=mode)
+        for layout, mode in (
+            (TP2, part("")),
+            (TP2 + SP, PER_TOKEN),
+            (CP2, PER_TOKEN),
+            (CP2 + TP2 + SP, part("")),
+            (PP2, part("")),
+            (DP2 + DISTRIBUTED, part("")),
+            (HALF, part("")),
+        )
+    )
+
+
 LOCAL_MEANS = Cell(CP2, ACROSS, mode=PER_TOKEN, breakage="local_means_logged", must_fail="wrong on purpose")
 TRUNCATED = neighbour("prefixes-ce", "0.5", options="prefixes=8/32")
 _TRUNCATED = [

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An objective that a package brings: the file of docs/objectives.md, installed, under the tests of every objective."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simreg_megatron import objectives
+from tests.helpers.pages import ROOT, blocks
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder on the import path as an installer leaves it."""
+    folder = tmp_path_factory.mktemp("site")
+    python, toml = (
+        next(
+            block.text
+            for block in blocks(ROOT / "docs/objectives.md")
+            if block.language == kind and "toy" in block.text
+        )
+        for kind in ("python", "toml")
+    )
+    (folder / "toy_objective.py").write_text(python)
+    group, line = re.fullmatch(r'\[project\.entry-points\."(.+)"\]\n(.+)', toml.strip()).groups()
+    info = folder / "toy_objective-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-objective\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{line.replace(chr(34), '')}\n")
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """Of Python, in an environment that has the package."""
+    path = os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+def test_it_passes_what_every_objective_must(package: Path) -> None:
+    said = run(package, "-m", "pytest", "-q", "-rs", "tests/objectives/test_every_objective.py", "--objective", "toy")
+    assert " passed" in said and "failed" not in said and "skipped" not in said, said
+    assert int(re.search(r"(\d+) passed", said).group(1)) >= 12
+
+
+def test_it_is_in_the_flags_and_in_combinations_and_not_imported_before(package: Path) -> None:
+    ask = (
+        "import sys; from simreg_megatron import SimRegConfig, objectives; "
+        "assert 'toy' in objectives.names() and 'toy_objective' not in sys.modules; "
+        "both = SimRegConfig(objective='simreg:10,toy:0.1', objective_options='toy.power=3').parts; "
+        "print(both[1].options, both[1].temperature); "
+        "SimRegConfig(objective='toy', lambda_=1, objective_options='force=1')"
+    )
+    with pytest.raises(AssertionError, match="unknown option 'force' of SimReg objective toy: it has power"):
+        run(package, "-c", ask)
+    assert "{'power': 3.0} 0.1" in run(package, "-c", ask.rpartition(";")[0])
+    assert "z-loss, placebo, toy, none" in run(package, "-m", "simreg_megatron.cli", "flags")
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_it_is_the_same_function_in_every_layout(package: Path) -> None:
+    said = run(package, "-m", "tests.megatron.parity", "--objective", "toy")
+    assert len(re.findall(r"^.*toy chunk 24.*\bpass\b", said, re.MULTILINE)) >= 7, said
+
+
+def test_a_record_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("broken", "no_such_module:X"), ("other", "os:sep"), ("named", "toy_named:TOY")):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{objectives.GROUP}]\n{name} = {value}\n")
+    (tmp_path / "toy_named.py").write_text("from simreg_megatron.objectives import BUILT_IN\nTOY = BUILT_IN['creg']\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for cached in (objectives.find, objectives._brought):
+        cached.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="comes from no_such_module:X, which cannot be imported: ModuleNotFound"):
+            objectives.find("broken")
+        with pytest.raises(ValueError, match="which is not an Objective of that name but 'str'"):
+            objectives.find("other")
+        with pytest.raises(ValueError, match="which is not an Objective of that name but 'creg'"):
+            objectives.find("named")
+    finally:
+        monkeypatch.undo()
+        for cached in (objectives.find, objectives._brought):
+            cached.cache_clear()
