@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.commands import commands, complaints
 from tests.helpers.pages import PAGES, ROOT, Block, blocks, name_of, spans
 
-LANGUAGES = {"bash", "console", "python", "text", "yaml"}
+LANGUAGES = {"bash", "console", "python", "text", "toml", "yaml"}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 NOT_RUN = {
     (
