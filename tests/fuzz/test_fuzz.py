@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import jobs
 
 pytest.importorskip("transformers")
 
@@ -55,7 +56,7 @@ def test_what_once_broke_a_reader_meets_the_bar(kept: str, tmp_path: Path) -> No
 def test_half_a_minute_of_each(name: str, tmp_path: Path) -> None:
     """In a process of its own, which a library may take down."""
     command = [sys.executable, "-m", "tests.fuzz.one", name, str(tmp_path / "run"), "30", "--plain", "--seed", "7"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = jobs.run(command, cwd=ROOT)
     findings = tmp_path / "run" / "findings.txt"
     assert done.returncode == 0, f"{done.stderr[-2000:]}\nthe input: {tmp_path / 'run' / 'current'}"
     assert not findings.exists(), findings.read_text()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from simreg_megatron.losses import simreg_loss
 from tests.gpu.runs import IMPLS
 from tests.gpu.tf32 import apart, tokens
+from tests.helpers import jobs
 from tests.helpers.ways import budget, one_side_only
 from tests.megatron.runs import ROOT
 
@@ -131,7 +131,7 @@ def test_float32_stays_float32(impl: str, allowed: str) -> None:
     words = ("--setting",) if allowed == "setting" else ()
     environment = os.environ | ({} if words else {allowed: "1"})
     command = [sys.executable, "-m", "tests.gpu.tf32", impl, *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = jobs.run(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     errors = json.loads(done.stdout.splitlines()[-1])
     if errors["plain"] < 2e-5:

@@ -7,19 +7,36 @@ group, and every rank is a fresh fork of it.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import importlib.util
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
-from tests.helpers.processes import fork_server
+from tests.helpers import jobs
 
-TIMED_OUT = 124  # the status that timeout(1) gives
+
+@cache
+def fork_server() -> Any:
+    """Where ranks are forked from: a process that has imported what they need and run nothing.
+
+    A fork of the process that runs the tests would inherit the threads that other tests have started, and autograd
+    refuses to work in it. There is one such server for all tests of a process, so it is the same for all of them.
+    """
+    context = multiprocessing.get_context("forkserver")
+    has_megatron = importlib.util.find_spec("megatron") is not None
+    context.set_forkserver_preload(["tests.megatron.preload" if has_megatron else "torch.distributed"])
+    return context
 
 
 def run_ranks(
@@ -36,7 +53,10 @@ def run_ranks(
         context: of multiprocessing, to start the ranks in; None is that of the fork server.
 
     Returns:
-        0 if every rank succeeded; else the status of the first that failed, or TIMED_OUT. The others are then killed.
+        0 if every rank succeeded; else the status of the first that failed. The others are then killed.
+
+    Raises:
+        HungError: some rank took longer than `timeout` seconds; the message is the log, with the stacks of all ranks.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # the kernel's port: no race for it
     job = (processes, store.port, log)
@@ -47,19 +67,26 @@ def run_ranks(
     for rank in ranks:
         rank.start()
     try:
-        return _first_failure(ranks, time.monotonic() + timeout)
+        status = _first_failure(ranks, time.monotonic() + timeout)
+        if status is None:
+            jobs.print_stacks(rank.pid for rank in ranks)
+            raise jobs.HungError(f"no end after {timeout:g} s:\n{log.read_text(errors='replace')}")
+        return status
     finally:
         for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)  # and what it has started
             rank.kill()
             rank.join()
 
 
-def _first_failure(ranks: list[Any], deadline: float) -> int:
+def _first_failure(ranks: list[Any], deadline: float) -> int | None:
+    """None where the deadline came first."""
     running = {rank.sentinel: rank for rank in ranks}
     while running:
         ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
         if not ended:
-            return TIMED_OUT
+            return None
         for sentinel in ended:
             rank = running.pop(sentinel)
             rank.join()
@@ -71,11 +98,13 @@ def _first_failure(ranks: list[Any], deadline: float) -> int:
 def _rank(
     rank: int, processes: int, port: int, log: Path, target: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
+    os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(output, stream.fileno())
         stream.reconfigure(line_buffering=True)  # a killed rank must leave what it said
+    faulthandler.enable()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -87,3 +116,10 @@ def _rank(
         TORCHELASTIC_RESTART_COUNT="0",
     )
     target(*arguments)
+
+
+def quick_save() -> None:
+    """On a rank that will save: the queue of Megatron's checkpoint writer, by a fork and not by importing all anew."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()

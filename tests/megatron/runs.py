@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
+import runpy
 import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.plugin.cpu.backend import MEGATRON_FLAGS
+from tests.helpers import jobs
 from tests.megatron import forks
 from tests.megatron.parameters import Shard
 from tests.megatron.record import record
@@ -73,16 +75,21 @@ def torchrun(
     """`torchrun RENDEZVOUS --nproc-per-node N COMMAND`, one thread each."""
     launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
-    done = subprocess.run(
-        [*launcher, *command],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        timeout=TIMEOUT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    done = jobs.run([*launcher, *command], cwd=ROOT, env=environment, timeout=TIMEOUT, merged=True)
     return Finished(done.returncode, done.stdout)
+
+
+def launched(words: Sequence[str], folder: Path, *, processes: int = 1) -> Finished:
+    """The same script on forked ranks: what torchrun's own start costs is saved."""
+    log = Path(tempfile.mkdtemp(dir=folder), "log")
+    status = forks.run_ranks(_launch, tuple(words), processes=processes, log=log, timeout=TIMEOUT)
+    return Finished(status, log.read_text(errors="replace"))
+
+
+def _launch(words: Sequence[str]) -> None:
+    forks.quick_save()
+    sys.argv = list(words)
+    runpy.run_path(str(ROOT / words[0]), run_name="__main__")
 
 
 def all_flags(flags: Sequence[str], model: str = "dense") -> list[str]:
@@ -107,6 +114,8 @@ def attempt(
 
 
 def _record(out: Path, script: Path, flags: Sequence[str], plain: bool, patch: str) -> None:
+    if "--save" in flags:
+        forks.quick_save()
     record(out, script, flags, plain=plain, patch=patch)
 
 

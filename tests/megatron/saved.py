@@ -66,18 +66,9 @@ class Saved:
         if name not in self.recorded:
             place = ("--save", str(out / "saved"), "--save-interval", "2")
             processes = {"one": 1, "tp2-ep2": 4}.get(layout, 2)
-            options = {"model": self.model, "processes": processes, "plain": True, "patch": "saved:quick_save"}
+            options = {"model": self.model, "processes": processes, "plain": True}
             self.recorded[name] = runs.train(out, (*self.data_flags, *self.more, *flags, *place), **options)
         return out / "saved"
-
-
-def quick_save() -> None:
-    """On a forked rank: the queue of Megatron's checkpoint writer, made by a fork and not by importing it all anew."""
-    import multiprocessing
-
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def megatron_logits(load: Path, tokens: Tensor, scratch: Path) -> Tensor:

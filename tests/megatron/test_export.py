@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.checkpoint.verify import compare
 from simreg_megatron.checkpoint.weights import Weight
 from simreg_megatron.data import BuiltinCorpus
+from tests.helpers import jobs
 from tests.megatron import saved
 from tests.megatron.saved import Saved
 
@@ -188,7 +188,7 @@ def test_the_command_exports_and_verifies(experts: Saved, text: BuiltinCorpus, t
     words = ["export-hf", "--load", experts.trained(), "--save", tmp_path / "model", "--dtype", "bf16", "--verify"]
     words += ["--tokenizer", text.tokenizer_model]
     command = [sys.executable, "-m", "simreg_megatron.cli", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = jobs.run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
     assert "mixtral, bfloat16" in said and "agree: 4 sequences of 64 tokens (text)" in said

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from simreg_megatron.reproduce.plan import plan_names, read_plan
+from tests.helpers import jobs
 from tests.megatron.runs import ROOT
 
 _FEW_TRIALS = 4  # of a search, --quick takes these alone
@@ -26,10 +26,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", plan_names())
 def test_it_runs(name: str, output: Path) -> None:
     words = ["--quick", "--jobs", "1", "--seeds", "1", "--data", "builtin", "--output", str(output)]
-    done = subprocess.run(
-        [sys.executable, "-m", "simreg_megatron.cli", "reproduce", name, *words],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = jobs.run([sys.executable, "-m", "simreg_megatron.cli", "reproduce", name, *words], cwd=ROOT, timeout=3600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     with (output / "quick" / f"{name}.csv").open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.jobs import HungError
 from tests.megatron import forks, runs
 from tests.megatron.runs import PRETRAIN, SIMREG, Difference, Recorded, ReplicasDifferError
 
@@ -46,7 +47,8 @@ def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
-    assert forks.run_ranks(_end, [0], 120.0, processes=1, log=tmp_path / "log", timeout=2) == forks.TIMED_OUT
+    with pytest.raises(HungError):
+        forks.run_ranks(_end, [0], 120.0, processes=1, log=tmp_path / "log", timeout=2)
     assert forks.run_ranks(_end, [0, 0], 0.0, processes=2, log=tmp_path / "log", timeout=60) == 0
 
 

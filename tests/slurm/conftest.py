@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import batched
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import jobs
 from tests.megatron import text as texts
 from tests.megatron.runs import ROOT
 from tests.slurm import cluster as clusters
@@ -55,6 +55,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
         lines = (json.dumps({"text": document}) + "\n" for document in texts_of_file)
         (source / f"{number:03d}.jsonl").write_text("".join(lines))
     command = ["bash", "launch/prepare_data.sh", str(source), "--train-tokenizer", "512", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = jobs.run(command, cwd=ROOT, timeout=1800, merged=True)
     assert done.returncode == 0, done.stdout
     return Prepared(out)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from launch import checkpoints
 from launch.slurm.chain import STOP
+from tests.helpers import jobs
 from tests.slurm import chains
 from tests.slurm.chains import SAVE_INTERVAL, submit, uninterrupted, words
 
@@ -160,7 +160,7 @@ def test_a_full_disk_ends_the_chain_and_loses_nothing(cluster, text, whole, tmp_
     disk = tmp_path / "disk"
     disk.mkdir()
     size = _checkpoint_bytes(cluster, text, tmp_path) * 5 // 2  # two checkpoints and a half
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
+    jobs.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
     try:
         run = [*words(text, SHORT), "--save", str(disk / "checkpoints")]
         chain = submit(cluster, tmp_path / "run", run, "--keep", "9")
@@ -168,13 +168,13 @@ def test_a_full_disk_ends_the_chain_and_loses_nothing(cluster, text, whole, tmp_
         assert len(chain.events("end")) == 2, chain.log[-6000:]
         assert "No space left on device" in chain.log
         assert f"nothing saved beyond iteration {2 * SAVE_INTERVAL}, where the slice before it failed" in chain.log
-        subprocess.run(["mount", "-o", f"remount,size={20 * size}", str(disk)], check=True)
+        jobs.run(["mount", "-o", f"remount,size={20 * size}", str(disk)], check=True)
         again = submit(cluster, tmp_path / "run", run, "--keep", "9")
         again.wait()
         assert again.events("begin")[0]["iteration"] == 2 * SAVE_INTERVAL
         assert_nothing_lost(again, whole)
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        jobs.run(["umount", str(disk)], check=True)
 
 
 def _checkpoint_bytes(cluster, text, folder: Path) -> int:

@@ -68,13 +68,11 @@ def _save(folder: Path, name: str, layout: str) -> None:
     from megatron.core import dist_checkpointing
     from megatron.training.checkpointing import generate_state_dict
 
-    from tests.megatron.saved import quick_save
-
     args, model = _build(name, layout, "learnable")
     _look_at(model, name)
     for tensor in _tensors(model):
         tensor.data.detach().copy_(_part(tensor, whole(tensor.key, tensor.global_shape)))
-    quick_save()
+    forks.quick_save()
     place = folder / f"iter_{ITERATION:07d}"
     place.mkdir(parents=True, exist_ok=True)
     dist_checkpointing.save(generate_state_dict(args, [model], None, None, None, iteration=ITERATION), place)

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.helpers import jobs
 from tests.megatron.runs import ROOT
 
 pytest.importorskip("megatron.bridge")
@@ -21,7 +21,7 @@ def logs() -> dict[str, str]:
     found = {}
     for kind in ("plain", "simreg"):
         command = [sys.executable, "-m", "tests.te.bridge_run", kind]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+        done = jobs.run(command, cwd=ROOT, timeout=600)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         found[kind] = done.stdout
     return found

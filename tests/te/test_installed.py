@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import jobs
 from tests.megatron.runs import ROOT
 
 # Wide initial weights, so that the logits that are compared differ from token to token.
@@ -30,10 +30,7 @@ TINY = (
 
 def run(*command: object, **env: str) -> str:
     """What the command printed; it must succeed."""
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
-    )  # fmt: skip
+    done = jobs.run([str(word) for word in command], cwd=ROOT, env={**os.environ, **env}, merged=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 

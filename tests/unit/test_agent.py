@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from launch import agent
+from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def started(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launch" / "agent.py"), "--standalone", "--nproc-per-node=2", str(script)]
-    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
+    return jobs.run([*command, *words])
 
 
 @pytest.mark.distributed
@@ -74,8 +75,6 @@ def test_why_nodes_do_not_meet() -> None:
 def test_several_nodes_need_an_address(words: list[str], refused: bool) -> None:
     """(The functions of start.bash alone: nothing is started.)"""
     asked = 'source "$1"; shift; count_gpus() { echo 1; }; split_words "$@"; complete_torchrun; demand_address'
-    done = subprocess.run(
-        ["bash", "-c", asked, "bash", str(ROOT / "launch" / "start.bash"), *words], capture_output=True, text=True
-    )
+    done = jobs.run(["bash", "-c", asked, "bash", str(ROOT / "launch" / "start.bash"), *words])
     assert (done.returncode == 2 and "give --master-addr HOST" in done.stderr) == refused, done.stderr
     assert done.returncode == (2 if refused else 0)

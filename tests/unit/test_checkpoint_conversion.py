@@ -23,6 +23,7 @@ from simreg_megatron.checkpoint.hf_import import import_model
 from simreg_megatron.checkpoint.huggingface import join_qkv, split_qkv
 from simreg_megatron.checkpoint.source import open_checkpoint
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
+from tests.helpers import jobs
 from tests.helpers.checkpoints import DENSE, EXPERTS, as_weights, dist_checkpoint, random_weights
 
 transformers = pytest.importorskip("transformers")
@@ -288,5 +289,5 @@ def test_what_is_no_tokenizer_is_refused(content: bytes | None, tmp_path: Path) 
 
 def test_the_commands_cost_nothing_until_they_run() -> None:
     code = "import sys, simreg_megatron.cli; print({'torch', 'transformers', 'megatron', 'numpy'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = jobs.run([sys.executable, "-c", code])
     assert done.stdout.strip() == "set()", done.stdout + done.stderr

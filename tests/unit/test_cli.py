@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +12,12 @@ from typer.testing import CliRunner
 
 from simreg_megatron import __version__, cli
 from simreg_megatron.plugin.arguments import add_simreg_arguments
+from tests.helpers import jobs
 
 
 @pytest.mark.megatron
 def test_doctor_finds_the_seams() -> None:
-    done = subprocess.run([sys.executable, "-m", "simreg_megatron.cli", "doctor"], capture_output=True, text=True)
+    done = jobs.run([sys.executable, "-m", "simreg_megatron.cli", "doctor"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80
     assert "GPTModel._postprocess" in done.stdout.replace("\n", "") and "missing" not in done.stdout
@@ -30,7 +30,7 @@ def test_doctor_fails_where_a_seam_is_missing() -> None:
         "from simreg_megatron import cli; cli._use_cpu_if_alone(); "
         "import megatron.training.training as t; del t.training_log; cli.app(['doctor'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = jobs.run([sys.executable, "-c", code])
     assert done.returncode == 1
     assert "missing" in done.stdout and "SimReg cannot be installed" in done.stdout
 
@@ -81,11 +81,7 @@ def test_doctor_refuses_what_is_no_script(content: str | None, tmp_path) -> None
     script = tmp_path / "train.py"
     if content is not None:
         script.write_text(content)
-    done = subprocess.run(
-        [sys.executable, "-m", "simreg_megatron.cli", "doctor", "--script", str(script)],
-        capture_output=True,
-        text=True,
-    )
+    done = jobs.run([sys.executable, "-m", "simreg_megatron.cli", "doctor", "--script", str(script)])
     assert done.returncode == 2 and "cannot read" in done.stderr and "Traceback" not in done.stderr
 
 

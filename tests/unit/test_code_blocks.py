@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import jobs
 from tests.helpers.commands import commands, complaints
 from tests.helpers.pages import PAGES, ROOT, Block, blocks, name_of, spans
 
@@ -67,9 +67,7 @@ print("\\n" + json.dumps(answers))
 def run(given: list[Block]) -> list[str]:
     """Of each block the traceback, or nothing: in one process without a GPU, each in a namespace of its own."""
     texts = json.dumps([(textwrap.dedent(block.text), block.continues) for block in given])
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], input=texts, capture_output=True, text=True, timeout=300, cwd=ROOT, env=ALONE
-    )
+    done = jobs.run([sys.executable, "-c", RUN], input=texts, cwd=ROOT, env=ALONE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -128,9 +126,7 @@ print("\\n" + " ".join(option for action in parser._actions for option in action
 @pytest.fixture(scope="module")
 def megatron() -> frozenset[str]:
     """Megatron's flags and SimReg's, from a process of its own: the stand-ins for CUDA stay out of this one."""
-    done = subprocess.run(
-        [sys.executable, "-c", FLAGS], capture_output=True, text=True, timeout=300, cwd=ROOT, env=ALONE
-    )
+    done = jobs.run([sys.executable, "-c", FLAGS], cwd=ROOT, env=ALONE)
     assert done.returncode == 0, done.stderr
     return frozenset(done.stdout.splitlines()[-1].split())
 
@@ -238,7 +234,7 @@ def test_output_is_what_the_command_prints(block: Block, command: str, shown: st
     environment = {name: value for name, value in ALONE.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     words = shlex.split(command.replace(".venv/bin/", ""))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    done = jobs.run(words, cwd=ROOT, env=environment)
     printed = done.stdout + done.stderr
     assert is_shown(shown, printed), f"{at(block)} shows something else; it should be\n{printed}"
 

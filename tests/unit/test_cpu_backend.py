@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 
 from simreg_megatron.plugin.cpu import backend as cpu_backend
+from tests.helpers import jobs
 from tests.helpers.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return jobs.run(
         [sys.executable, *(("-c", code) if code else ()), *arguments],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "SIMREG_CPU": "", **env},
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "SIMREG_CPU": "", **env},
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from launch.side_by_side import (
     read_values,
     run_side_by_side,
 )
+from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -336,14 +337,14 @@ def test_being_stopped_stops_the_runs_too(tmp_path, sent):
     """
     command = [sys.executable, "-u", "-c", textwrap.dedent(starter)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+    with jobs.started(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         logs = [tmp_path / "out" / name / "log.txt" for name in demo.RUNS]
         while not all(log.is_file() and log.read_text().endswith("\n") for log in logs):
             assert process.poll() is None, "the demo ended before its runs began"
             time.sleep(0.02)
         pids = [int(log.read_text().split()[-1]) for log in logs]
         process.send_signal(sent)
-        rest, _ = process.communicate(timeout=10)
+        rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Stopped, and so is everything it started" in rest
     for pid in pids:

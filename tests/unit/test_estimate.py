@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from launch.plan import ROOT
+from tests.helpers import jobs
 
 
 @pytest.mark.megatron
 def test_the_guides_table_is_the_commands() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.estimate"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = jobs.run([sys.executable, "-m", "launch.estimate"], cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 7 and lines[0].startswith("| model | nodes |")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import jobs
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # The main thread never gives Python's lock away between the collective and its end, so that gloo's thread, the last
@@ -41,7 +43,7 @@ print("all work done", flush=True)
 
 def _run(tmp_path: Path, mode: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "store"), mode]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return jobs.run(command, cwd=ROOT)
 
 
 def test_a_run_that_did_its_work_ends_well(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ A room is a folder or a module right under `simreg_megatron/`. The table names t
 """
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import jobs
 
 PACKAGE = "simreg_megatron"
 ROOT = Path(__file__).resolve().parents[2] / PACKAGE
@@ -191,6 +192,6 @@ def test_what_is_lawful_passes(path: str, source: str):
 def test_importing_the_package_stays_light():
     """`import simreg_megatron` must be safe before the CPU backend is chosen, and without Megatron."""
     heavy = "import sys, simreg_megatron; print(sorted({'torch', 'megatron', 'triton'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, cwd=ROOT.parent)
+    done = jobs.run([sys.executable, "-c", heavy], cwd=ROOT.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

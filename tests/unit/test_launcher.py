@@ -29,6 +29,7 @@ from launch.plan import (
     missing_kernels,
     resumed,
 )
+from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh")]
@@ -258,7 +259,7 @@ def test_flags_read_as_argparse_reads_them() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_bash_and_python(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True)
+    jobs.run(["bash", "-n", str(script)], check=True)
     compile(script.read_text(encoding="utf-8"), str(script), "exec")
 
 
@@ -266,7 +267,7 @@ def run_script(*words: str, cwd: Path, **variables: str) -> subprocess.Completed
     # As for a user: no rank of a torchrun above, and this test's Python as the active environment.
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environ = {**kept, "VIRTUAL_ENV": sys.prefix, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=120)
+    return jobs.run(words, cwd=cwd, env=environ)
 
 
 def without_megatron(folder: Path) -> dict[str, str]:
@@ -302,7 +303,7 @@ def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "dirname"):
-        found = subprocess.run(["which", name], capture_output=True, text=True, check=True).stdout.strip()
+        found = jobs.run(["which", name], check=True).stdout.strip()
         (tools / name).symlink_to(found)
     launch = tmp_path / "launch"
     launch.mkdir()
@@ -373,11 +374,12 @@ def test_megatron_knows_every_flag_of_every_preset(tmp_path: Path) -> None:
         words = ["--model", model, *([] if model == "tiny" else OWN)]
         lines += [" ".join(plan(*words, family=family, machine=machine).arguments) for machine in machines]
     lines.append("--no-such-flag")  # shows that an unknown one would be seen
-    done = subprocess.run(
+    done = jobs.run(
         [sys.executable, "-c", READ_BY_MEGATRON],
-        input="\n".join(lines), capture_output=True, text=True, timeout=300, cwd=ROOT,
+        input="\n".join(lines),
+        cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     answers = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert answers == ["[]"] * (len(lines) - 1) + ["['--no-such-flag']"]
@@ -391,23 +393,23 @@ def test_presets_repeat_no_flag() -> None:
 
 def test_a_real_size_is_planned_without_a_gpu(tmp_path: Path) -> None:
     """From a login node: the plan of the GPU node, and nothing but the plan on the screen."""
-    done = subprocess.run(
-        ["bash", str(SCRIPTS[0]), "--model", "7b", "--data", "text", "--tokenizer", "some/folder",
-         "--simreg-lambda", "auto", "--nproc-per-node", "8", "--nnodes", "2", "--dry-run"],
-        cwd=tmp_path, capture_output=True, text=True,
+    words = (
+        "--model 7b --data text --tokenizer some/folder --simreg-lambda auto --nproc-per-node 8 --nnodes 2 --dry-run"
+    )
+    done = jobs.run(
+        ["bash", str(SCRIPTS[0]), *words.split()],
+        cwd=tmp_path,
         env={**os.environ, "SIMREG_CPU": "", **without_megatron(tmp_path)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "16 on GPUs, layers: transformer_engine" in done.stdout
     assert "--simreg-lambda auto" in done.stdout and "--bf16" in done.stdout and "gloo" not in done.stdout
 
 
 def test_an_error_of_a_dry_run_is_one_sentence(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = jobs.run(
         ["bash", str(SCRIPTS[0]), "--model", "7b", "--simreg-lamda", "10", "--dry-run"],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         env={**os.environ, **without_megatron(tmp_path)},
     )
     assert done.returncode == 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from launch import launcher, lock
 from launch.demo import Settings, _run_demo
 from launch.flags import LaunchError
 from launch.lock import NAME, Holder, held
+from tests.helpers import jobs
 
 
 def put(folder: Path, holder: Holder | str) -> Path:
@@ -54,7 +54,7 @@ def test_a_second_run_is_refused_and_takes_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_process_of_this_machine_is_seen_at_once(tmp_path: Path) -> None:
     script = "import os, sys; from pathlib import Path; from launch import lock\nwith lock.held(Path('.')): os._exit(9)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    done = jobs.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()})
     assert done.returncode == 9 and (tmp_path / NAME).is_file()
     with held(tmp_path, wait=never):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()

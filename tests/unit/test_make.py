@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import jobs
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,7 +20,7 @@ def made(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")
     }
-    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return jobs.run(["make", "-n", *words], cwd=ROOT, env=environment)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
@@ -47,7 +49,7 @@ def test_another_shell_hands_over_to_bash(script: str, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to("/bin/true")  # one that can import everything
     path, environment = ROOT / "launch" / script, {**os.environ, "VIRTUAL_ENV": str(tmp_path)}
-    done = subprocess.run(["dash", str(path), "--nnodes"], env=environment, capture_output=True, text=True)
+    done = jobs.run(["dash", str(path), "--nnodes"], env=environment)
     assert (done.returncode, done.stderr) == (2, "error: --nnodes needs a value\n")
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gzip
 import json
@@ -24,7 +23,7 @@ import pytest
 from simreg_megatron.data import DataError, check_dataset, prepare
 from simreg_megatron.data.prepare import Task, merge
 from simreg_megatron.data.tokenizer import train_tokenizer
-from tests.helpers import megatrons_tool
+from tests.helpers import jobs, megatrons_tool
 from tests.helpers.preparation import BLOCK, NUM_TEXTS, TEXTS, content, lines, make, train_hugging_face
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -320,37 +319,25 @@ def test_killed_at_random_moments(folder: Path, tokenizer: Path, whole: Path, tm
         *("--tokenizer", str(tokenizer), "--valid-share", "0.1", "--workers", "2", "--block-size", str(BLOCK)),
     ]
     random, quiet = np.random.default_rng(7), subprocess.DEVNULL
-    mark = f"SIMREG_TEST_MARK={tmp_path}"
-    marked = {**os.environ, "SIMREG_TEST_MARK": str(tmp_path)}
     seen = set()
     for _ in range(3):
-        process = subprocess.Popen(command, cwd=ROOT, env=marked, stdout=quiet, stderr=quiet)
-        wanted = len(seen) and len(list(tmp_path.glob("parts/*/*/*.npz"))) + int(random.integers(1, 6))
-        deadline = time.monotonic() + 30
-        while process.poll() is None and time.monotonic() < deadline:
-            if len(list(tmp_path.glob("parts/*/*/*.npz"))) >= max(wanted, 1):
-                break
-            time.sleep(0.002)
-        process.kill()
-        process.wait()
-        deadline = time.monotonic() + 20
-        while _processes_with(mark) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not _processes_with(mark), "workers outlived the command"
+        with jobs.started(command, cwd=ROOT, stdout=quiet, stderr=quiet) as process:
+            wanted = len(seen) and len(list(tmp_path.glob("parts/*/*/*.npz"))) + int(random.integers(1, 6))
+            while process.poll() is None:
+                if len(list(tmp_path.glob("parts/*/*/*.npz"))) >= max(wanted, 1):
+                    break
+                time.sleep(0.002)
+            process.kill()
+            process.wait()
+            deadline = time.monotonic() + 60
+            while (left := process.left()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not left, "workers outlived the command"
         seen.add(len(list(tmp_path.glob("parts/*/*/*.npz"))))
     assert len(seen) > 1, "no kill found the work under way"
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = jobs.run(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert content(tmp_path) == content(whole)
-
-
-def _processes_with(mark: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
 
 
 def _with_small_files(output: Path, folder: Path, tokenizer: Path, answers: Any) -> None:
@@ -529,7 +516,7 @@ def test_sources_that_are_none(tokenizer: Path, tmp_path: Path, source: str, sen
 def test_the_command_trains_a_tokenizer_and_prepares(folder: Path, tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "launch/prepare_data.sh", str(folder), "--out", str(tmp_path / "set"), *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return jobs.run(command, cwd=ROOT)
 
     done = run("--train-tokenizer", "400", "--workers", "1")
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from simreg_megatron import __version__
+from tests.helpers import jobs
 from tools.release import NotReady, notes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,13 +60,13 @@ def test_package_and_citation_tell_the_same_version() -> None:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wheel and sdist of the files that git knows."""
     tree = tmp_path_factory.mktemp("clone") / "tree"
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = jobs.run(["git", "ls-files", "-z"], cwd=ROOT, check=True).stdout
     for name in filter(None, files.split("\0")):
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tree / "dist")]
-    subprocess.run(command, cwd=tree, check=True, capture_output=True)
+    jobs.run(command, cwd=tree, check=True)
     return tree
 
 
@@ -89,11 +89,11 @@ def test_the_wheel_works_without_the_clone(built: Path, tmp_path: Path) -> None:
     python, command = (tmp_path / "empty/bin" / name for name in ("python", "simreg-megatron"))
     wheel = next(built.glob("dist/*.whl"))
     install = [python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", wheel]
-    subprocess.run(install, check=True, cwd=tmp_path)
+    jobs.run(install, cwd=tmp_path, check=True)
     environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
 
     def run(*words: object) -> str:
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = jobs.run(words, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from simreg_megatron.reproduce.plan import plan_of
 from simreg_megatron.reproduce.runs import Run, distinct, entries_of
 from simreg_megatron.reproduce.store import Store
 from simreg_megatron.reproduce.tuned import untuned
+from tests.helpers import jobs
 from tests.unit.test_reproduce_local import TRAINER
 
 SUBMIT = """
@@ -54,9 +54,7 @@ class Site:
         (folder / chain.BOOK).parent.mkdir(exist_ok=True)
         (folder / "slurm" / chain.BOOK).write_text("{}\n")
         words = (folder / "submitted").read_text().splitlines()
-        done = subprocess.run(
-            [sys.executable, *words[words.index(str(self.trainer)) :]], capture_output=True, text=True
-        )
+        done = jobs.run([sys.executable, *words[words.index(str(self.trainer)) :]])
         (folder / "slurm" / "7_1.log").write_text(done.stdout)
         if trains and done.returncode == 0:
             (folder / progress.ENDED).write_text("{}")

@@ -20,6 +20,7 @@ from simreg_megatron.reproduce.plan import plan_of
 from simreg_megatron.reproduce.runs import distinct, entries_of
 from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, Store, thinned
 from simreg_megatron.reproduce.tuned import tuned_in, untuned
+from tests.helpers import jobs
 
 # It writes what Megatron writes, one loss for each learning rate, and counts its starts.
 TRAINER = """
@@ -144,18 +145,12 @@ def test_a_run_that_another_program_trains_is_left_to_it(tmp_path, dataset):
     lock = store.claim(taken)
     assert store.claim(taken) is None
     folder = store.run_folder(taken)
-    waiter = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import time; time.sleep(1); open({str(folder / 'result.json')!r}, 'w').write({WRITTEN!r})",
-        ],
-        pass_fds=(lock,),
-    )
-    os.close(lock)  # the other program was killed: its training holds the lock on
-    assert store.claim(taken) is None
-    run_all(entries, store, dataset)
-    assert waiter.wait() == 0
+    end = f"import time; time.sleep(1); open({str(folder / 'result.json')!r}, 'w').write({WRITTEN!r})"
+    with jobs.started([sys.executable, "-c", end], pass_fds=(lock,)) as waiter:
+        os.close(lock)  # the other program was killed: its training holds the lock on
+        assert store.claim(taken) is None
+        run_all(entries, store, dataset)
+        assert waiter.wait() == 0
     assert not (folder / "starts").exists()
     assert all(starts(store, run) == 1 for run in distinct(entries) if run is not taken)
 
@@ -182,17 +177,16 @@ with stopping.terminated_like_ctrl_c():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_after_a_kill_the_same_call_continues_and_no_run_is_made_twice(number, tmp_path, dataset):
     text = SCRIPT.format(here=str(Path(__file__).parent), folder=str(tmp_path), trainer=str(tmp_path / "train.py"))
-    process = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL)
     store, entries = Store(tmp_path / "out"), entries_of(plan(nap=1), dataset, untuned)
     runs = distinct(entries)
-    deadline = time.monotonic() + 60
-    while not any(store.result(run) for run in runs):  # some have ended, others are at work or wait
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(number)
-    process.wait(60)
-    ended = [run for run in runs if store.result(run)]
-    run_all(entries, store, dataset)
+    with jobs.started([sys.executable, "-c", text], stderr=subprocess.DEVNULL) as process:
+        while not any(store.result(run) for run in runs):  # some have ended, others are at work or wait
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        process.wait(jobs.TIMEOUT)
+        ended = [run for run in runs if store.result(run)]
+        run_all(entries, store, dataset)
     assert all(store.result(run)["status"] == DONE for run in runs)
     assert all(starts(store, run) == 1 for run in ended)
 

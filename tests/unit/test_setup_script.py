@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import jobs
+
 ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash") or "/bin/bash"
 NEEDED = (
@@ -52,7 +54,7 @@ def python(path: Path, verdict: str = "fit") -> Path:
 def run(machine: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": str(machine / "bin"), "HOME": str(machine / "home"), **variables}
     command = [BASH, str(machine / "repo" / "tools" / "setup.sh"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return jobs.run(command, env=environment)
 
 
 def found(machine: Path, **variables: str) -> str:
@@ -169,7 +171,7 @@ def test_an_unknown_option_is_refused(machine):
 def test_a_real_interpreter_passes_the_real_probe_and_a_venv_leads_to_its_base(machine):
     chosen = found(machine, PYTHON=sys.executable)
     version = "import sys; print(sys.version_info[:2] >= (3, 12), sys.prefix == sys.base_prefix)"
-    assert subprocess.check_output([chosen, "-c", version], text=True).split() == ["True", "True"]
+    assert jobs.run([chosen, "-c", version], check=True).stdout.split() == ["True", "True"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="needs a Python that the script takes")
@@ -215,7 +217,7 @@ class TestInstall:
             "print(hashlib.sha256(b''.join(open(p, 'rb').read() for p in sys.argv[1:])).hexdigest())"
         )
         files = [str(repo / name) for name in ("setup.py", "constraints.txt", "tools/setup.sh")]
-        stamp = subprocess.check_output([sys.executable, "-c", digest, *files], text=True)
+        stamp = jobs.run([sys.executable, "-c", digest, *files], check=True).stdout
         (repo / ".venv" / "simreg-stamp").write_text(stamp)
         quiet = self.offline(machine)
         assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
@@ -237,9 +239,9 @@ class TestInstall:
             fcntl.flock(held, fcntl.LOCK_EX)
             command = [BASH, str(repo / "tools" / "setup.sh")]
             environment = {"PATH": str(machine / "bin"), "PYTHON": sys.executable}
-            second = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-            assert "another set-up is at work" in second.stderr.readline()
-            assert second.poll() is None
-            fcntl.flock(held, fcntl.LOCK_UN)
-            rest = second.communicate(timeout=60)[1]
+            with jobs.started(command, env=environment, stderr=subprocess.PIPE, text=True) as second:
+                assert "another set-up is at work" in second.stderr.readline()
+                assert second.poll() is None
+                fcntl.flock(held, fcntl.LOCK_UN)
+                rest = second.communicate(timeout=jobs.TIMEOUT)[1]
         assert "will not be overwritten" in rest

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from launch.slurm import chain, needs, submit
 from launch.slurm.job import render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
 from simreg_megatron.data.indexed import PairWriter
+from tests.helpers import jobs
 
 LLAMA = "launch/pretrain_llama.sh"
 CPU_SITE = "GPUS_PER_NODE=0\nTIME=60\n"
@@ -47,7 +47,7 @@ def value_of(text: str, name: str) -> list[str]:
     """What bash makes of an array or a variable of the rendered text."""
     head = text[: text.index("cd ")]
     script = f'{head}\nfor word in "${{{name}[@]}}"; do printf "%s\\0" "$word"; done'
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    done = jobs.run(["bash", "-c", script], check=True)
     return done.stdout.split("\0")[:-1]
 
 
@@ -74,10 +74,10 @@ def test_the_run_is_the_users_words(data: list[str]) -> None:
 def test_the_text_is_a_script_that_bash_and_shellcheck_accept(data: list[str], tmp_path: Path) -> None:
     path = tmp_path / "job.sbatch"
     path.write_text(text_of(LLAMA, "--model", "7b", *data))
-    subprocess.run(["bash", "-n", str(path)], check=True)
+    jobs.run(["bash", "-n", str(path)], check=True)
     shellcheck = Path(sys.executable).parent / "shellcheck"
     if shellcheck.exists():
-        done = subprocess.run([str(shellcheck), str(path)], capture_output=True, text=True)
+        done = jobs.run([str(shellcheck), str(path)])
         assert done.returncode == 0, done.stdout
 
 
@@ -95,10 +95,10 @@ def test_dry_run_prints_what_sbatch_is_given(data: list[str], tmp_path: Path) ->
     (tmp_path / "none" / "megatron").mkdir(parents=True)
     (tmp_path / "none" / "megatron" / "__init__.py").touch()  # a Megatron without a parser, which takes seconds
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path / "none")}
-    dry = subprocess.run([*start, "--dry-run", *run], capture_output=True, text=True, env=environment)
+    dry = jobs.run([*start, "--dry-run", *run], env=environment)
     assert dry.returncode == 0, dry.stderr
     assert not (tmp_path / "run").exists(), "a dry run writes nothing"
-    real = subprocess.run([*start, *run], capture_output=True, text=True, env=environment)
+    real = jobs.run([*start, *run], env=environment)
     assert real.returncode == 0 and "as job 17" in real.stdout, real.stderr
     assert (tmp_path / "given").read_text() == dry.stdout
 
@@ -210,7 +210,7 @@ def test_the_default_settings_and_layouts_are_whole() -> None:
 def test_the_python_of_a_node_is_enough_for_the_books() -> None:
     """The chain's books are kept by the system's Python, where nothing is installed."""
     script = "import sys; sys.path.insert(0, sys.argv[1]); import launch.slurm.chain; print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-S", "-c", script, str(ROOT)], capture_output=True, text=True, check=True)
+    done = jobs.run([sys.executable, "-S", "-c", script, str(ROOT)], check=True)
     foreign = {"torch", "numpy", "simreg_megatron", "typer", "rich"} & set(eval(done.stdout))
     assert not foreign
 
@@ -311,7 +311,7 @@ def test_rank_sh_gives_torch_its_names(tmp_path: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     script = f"import os; print(*(os.environ[name] for name in {names}))"
     command = ["bash", str(ROOT / "launch" / "slurm" / "rank.sh"), "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = jobs.run(command, env=environment, check=True)
     assert done.stdout.split() == ["11", "3", "16", "8", "1"], shlex.join(command)
 
 

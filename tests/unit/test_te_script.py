@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash") or "/bin/bash"
@@ -42,7 +43,7 @@ def python(repo: Path, cuda: str) -> None:
 def run(repo: Path, **variables: str) -> tuple[int, str]:
     """The status, and the last sentence."""
     environment = {"PATH": str(repo.parent / "bin"), **variables}
-    done = subprocess.run([BASH, str(repo / "tools" / "te_on_cpu.sh")], env=environment, capture_output=True, text=True)
+    done = jobs.run([BASH, str(repo / "tools" / "te_on_cpu.sh")], env=environment)
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
 

@@ -6,7 +6,6 @@ That its values and gradients are the reference's is held by the tests of SimReg
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from benchmarks.measure import peak_bytes
 from simreg_megatron.kernels import tiled
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS
+from tests.helpers import jobs
 from tests.helpers.fixtures import random_tokens
 from tests.helpers.ways import budget
 
@@ -184,5 +184,5 @@ torch.testing.assert_close(compiled(rows), simreg_loss(rows, labels, temperature
 @pytest.mark.slow
 def test_the_first_call_of_a_process_may_be_compiled() -> None:
     """The form is imported where it is first used, which the compiler cannot trace."""
-    done = subprocess.run([sys.executable, "-c", _COMPILED_FIRST], capture_output=True, text=True, check=False)
+    done = jobs.run([sys.executable, "-c", _COMPILED_FIRST])
     assert done.returncode == 0, done.stderr[-2000:]

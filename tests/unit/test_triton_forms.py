@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from simreg_megatron.kernels import halves, walk
 from simreg_megatron.kernels.contrast import Tokens, anchor_pull, contrast_ratio, finish, measure, measure_part
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS
+from tests.helpers import jobs
 from tests.helpers.fixtures import fixture_f1
 from tests.helpers.ways import budget, one_side_only
 
@@ -341,11 +341,9 @@ def test_blocks_fit_into_the_budget(tiles: type[walk.Tiles]) -> None:
 
 def test_compiled_for_sm_90() -> None:
     """Registers do not spill and shared memory fits for every configuration that is shipped."""
-    compiled = subprocess.run(
+    compiled = jobs.run(
         [sys.executable, "-m", "tests.helpers.compile_kernels"],
         env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
         cwd=Path(__file__).resolve().parents[2],
     )
     assert compiled.returncode == 0, compiled.stderr[-2000:]

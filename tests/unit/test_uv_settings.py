@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
+from tests.helpers import jobs
 from tools.uv_settings import CannotFollow, settings
 
 
@@ -45,11 +45,11 @@ def test_what_says_nothing_about_packages_is_passed_by() -> None:
 def test_what_uv_cannot_follow_is_left_to_pip(line: str) -> None:
     with pytest.raises(CannotFollow):
         settings([line])
-    done = subprocess.run([sys.executable, "-m", "tools.uv_settings"], input=line, capture_output=True, text=True)
+    done = jobs.run([sys.executable, "-m", "tools.uv_settings"], input=line)
     assert done.returncode == 1 and not done.stdout and len(done.stderr.splitlines()) == 1
 
 
 def test_the_command() -> None:
     line = "global.index-url='https://mirror.example/simple?a=b'\n"
-    done = subprocess.run([sys.executable, "-m", "tools.uv_settings"], input=line, capture_output=True, text=True)
+    done = jobs.run([sys.executable, "-m", "tools.uv_settings"], input=line)
     assert (done.returncode, done.stdout) == (0, "UV_DEFAULT_INDEX=https://mirror.example/simple?a=b\n")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gzip
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from launch.slurm import submit
 from simreg_megatron.cli import app
 from simreg_megatron.data.encoding import write_dataset
 from simreg_megatron.data.tokenizer import train_tokenizer
+from tests.helpers import jobs
 from tests.helpers.preparation import TEXTS, lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -474,10 +474,9 @@ for words in sys.stdin.read().splitlines():
 """
     found = rows(TOGETHER)
     asked = "\n".join([*(words for words, _ in found), "--simreg-lambda 1"])
-    done = subprocess.run(
-        [sys.executable, "-c", script], input=asked, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = jobs.run(
+        [sys.executable, "-c", script], input=asked, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     answers = [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")]
     assert len(answers) == len(found) + 1, done.stderr
     for answer, (_, said) in zip(answers, found, strict=False):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed import TCPStore
+
+from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = 124  # the status that timeout(1) gives
@@ -49,23 +52,23 @@ def run(
         "TORCH_CUDA_ARCH_LIST": "8.0",  # 0.15 asks nvcc, where one is installed, for a card that is not there
         **(env or {}),
     }
-    with log.open("w") as output:
+    with contextlib.ExitStack() as ends, log.open("w") as output:
         ranks = [
-            subprocess.Popen(
-                [python, *arguments],
-                cwd=ROOT,
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
+            ends.enter_context(
+                jobs.started(
+                    [python, *arguments],
+                    cwd=ROOT,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
             )
             for rank in range(processes)
         ]
-        try:
-            return _first_failure(ranks, time.monotonic() + timeout)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        status = _first_failure(ranks, time.monotonic() + timeout)
+        if status == TIMED_OUT:
+            jobs.print_stacks(rank.pid for rank in ranks)
+        return status
 
 
 def _first_failure(ranks: list[subprocess.Popen[bytes]], deadline: float) -> int:

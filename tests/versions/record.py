@@ -9,6 +9,7 @@ gradient before and after clipping; and a digest of the parameters after the las
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.helpers.jobs import HungError
 from tests.megatron import forks
 from tests.versions import tiny
 from tests.versions.driver import use_only
@@ -145,14 +147,15 @@ def main() -> None:
         importlib.import_module(module)
     for words in json.loads(Path(runs).read_text()):
         run = Run(*words)
-        forks.run_ranks(
-            _record,
-            run,
-            processes=run.processes,
-            log=Path(run.out) / "log",
-            timeout=_TIMEOUT,
-            context=multiprocessing.get_context("fork"),
-        )
+        with contextlib.suppress(HungError):  # its log tells
+            forks.run_ranks(
+                _record,
+                run,
+                processes=run.processes,
+                log=Path(run.out) / "log",
+                timeout=_TIMEOUT,
+                context=multiprocessing.get_context("fork"),
+            )
 
 
 if __name__ == "__main__":
