@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels of pairs for sm_90 with Triton's own ptxas, which needs no GPU: one line of JSON for each."""
+"""Compile the kernels of pairs for sm_90 with Triton's own ptxas, which needs no GPU: one line of JSON for each.
+
+`python -m tests.helpers.compile_kernels one-of-each` takes the first variant of each kernel and type alone.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,5 +106,8 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, An
 
 
 if __name__ == "__main__":
+    seen = set()
     for variant in variants():
-        print(json.dumps(compiled(*variant)), flush=True)
+        if sys.argv[1:] != ["one-of-each"] or variant[:2] not in seen:
+            print(json.dumps(compiled(*variant)), flush=True)
+        seen.add(variant[:2])
