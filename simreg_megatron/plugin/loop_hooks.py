@@ -14,7 +14,7 @@ from simreg_megatron.plugin.arguments import adagc_from_args, add_simreg_argumen
 from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence
 from simreg_megatron.plugin.regularizer import Regularizer
-from simreg_megatron.plugin.reporting import add_to_console, write_scalars
+from simreg_megatron.plugin.writers import add_to_console, write_scalars
 
 
 def add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.heads import has_whole_head, margins
 from simreg_megatron.plugin.learnable import as_logged
+from simreg_megatron.plugin.writers import QUANTILES
 from simreg_megatron.sharded.every_kth import EveryKth
 from simreg_megatron.sharded.views import View
 
@@ -44,18 +45,7 @@ _RADIAL = slice(26, 28)  # magnitude.radial_sums of the whole loss's gradient
 _RIGHT_NORMS, _WRONG_NORMS = slice(28, 31), slice(31, 34)  # of sampled tokens, by whether their top prediction is right
 _MARGIN, _RIGHT_MARGIN = slice(34, 36), slice(36, 38)  # sum and count of classification margins
 _SLOTS = 38
-_QUANTILES = {f"simreg margin {share:.0%}": share for share in (0.1, 0.5, 0.9)}
 _ISOTROPY = 4  # whether it was measured, and its three numbers
-_NOT_IN_CONSOLE = (  # Megatron's line is long enough
-    "simreg norm difference",
-    "simreg norm difference of rare labels",
-    "simreg norm difference of right predictions",
-    "simreg radial gradient",
-    "simreg effective rank",
-    "simreg mean cosine",
-    "simreg margin of right predictions",
-    *_QUANTILES,
-)
 _SAMPLED_TOKENS = 8192  # of a micro-batch, at most, over all ranks that share it: evenly spaced on the sequence
 _PREDICTED_TOKENS = 512  # likewise; fewer, as their logits are taken once more
 _KEPT_MICRO_BATCHES = 4096  # whose margins are kept, at most: some loops never ask for them
@@ -148,7 +138,7 @@ class Metrics:
             chunk_size=self.config.chunk_size,
             anchors=view.anchors,
         )
-        return torch.stack(pairs[:6])  # sum and count: same label, different label, hardest
+        return torch.stack(pairs)  # sum and count: same label, different label, hardest
 
     def _add_pair_norms(self, view: View) -> None:
         """The norm of each own token, once for every anchor that meets it: as often as it meets others itself."""
@@ -278,10 +268,10 @@ class Metrics:
         if not self._margins:
             return {}
         groups = [group for group in (dp_cp_group, self._tensor_group) if group is not None and group.size() > 1]
-        found = quantiles_over(torch.cat(list(self._margins)), list(_QUANTILES.values()), groups)
+        found = quantiles_over(torch.cat(list(self._margins)), list(QUANTILES.values()), groups)
         if reset:
             self._margins.clear()
-        return dict(zip(_QUANTILES, found.unbind(), strict=True))
+        return dict(zip(QUANTILES, found.unbind(), strict=True))
 
     def _named_means(self, sums: Tensor) -> dict[str, Tensor]:
         def mean(numerator: int, denominator: int) -> Tensor:
@@ -340,26 +330,3 @@ def _named_isotropy(measured: Tensor) -> dict[str, Tensor]:
         "simreg effective rank": effective_rank,
         "simreg mean cosine": mean_cosine,
     }
-
-
-def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *, skipped: bool) -> None:
-    """Put interval means where `training_log` prints its own: it divides every entry by the advanced iterations.
-
-    Some are for TensorBoard and Weights & Biases alone.
-    """
-    advanced = total_loss_dict.get("advanced iterations", 0) + (0 if skipped else 1)
-    for name, value in means.items():
-        if name not in _NOT_IN_CONSOLE:
-            total_loss_dict[name] = value * max(1, advanced)
-
-
-def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
-    """TensorBoard and Weights & Biases, on the rank where Megatron opened them."""
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for name, value in means.items():
-        if tensorboard:
-            tensorboard.add_scalar(name, value, iteration)
-        if wandb:
-            wandb.log({name: value}, iteration)

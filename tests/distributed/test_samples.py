@@ -173,7 +173,7 @@ def check_predictions(number: int, layout: ShardLayout) -> None:
         expected = torch.stack([margins[members].sum(), members.sum().double()])
         torch.testing.assert_close(metrics._sums[slots], expected, rtol=1e-6, atol=1e-6)  # they are float32
     ordered, own = margins[valid].sort().values, margins[:, rank[0] :: 2][valid[:, rank[0] :: 2]].sort().values
-    for name, share in reporting._QUANTILES.items():
+    for name, share in reporting.QUANTILES.items():
         expected = ordered[math.ceil(share * len(ordered)) - 1]
         torch.testing.assert_close(quantiles[name].double(), expected, rtol=1e-6, atol=1e-6)
     assert (own[len(own) // 2] - ordered[len(ordered) // 2]).abs() > 1e-3, "a part of the tokens has other quantiles"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import learnable, loop_hooks, refusals
 from simreg_megatron.plugin.regularizer import _main_hidden_states, shard_of
-from simreg_megatron.plugin.reporting import write_scalars
+from simreg_megatron.plugin.writers import layout, write_scalars
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -203,12 +204,16 @@ def test_log_interval_must_fit_megatrons() -> None:
 class Writer:
     def __init__(self) -> None:
         self.written: list[tuple] = []
+        self.layouts: list[dict] = []
 
     def add_scalar(self, name: str, value: torch.Tensor, iteration: int) -> None:
         self.written.append((name, value.item(), iteration))
 
     def log(self, values: dict, iteration: int) -> None:
         self.written += [(name, value.item(), iteration) for name, value in values.items()]
+
+    def add_custom_scalars(self, layout: dict) -> None:
+        self.layouts.append(layout)
 
 
 @pytest.mark.parametrize("there", [("tensorboard",), ("wandb",), ("tensorboard", "wandb"), ()])
@@ -220,5 +225,23 @@ def test_values_reach_the_writers_that_are_open(there: tuple[str, ...], monkeypa
     monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     write_scalars({"simreg loss": torch.tensor(0.5)}, 7)
+    write_scalars({"simreg loss": torch.tensor(0.25)}, 8)
     for name in there:
-        assert writers[name].written == [("simreg loss", 0.5, 7)]
+        assert writers[name].written == [("simreg loss", 0.5, 7), ("simreg loss", 0.25, 8)]
+        charts = {"SimReg": {"losses": ["Multiline", ["^lm loss$", "^simreg loss$"]]}}
+        assert writers[name].layouts == ([charts] if name == "tensorboard" else []), "once"
+
+
+def test_values_that_belong_together_share_a_chart(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    names = ("simreg loss", "simreg positive cosine", "simreg negative cosine", "simreg margin 10%", "simreg norm")
+    charts = layout(names)["SimReg"]
+    assert charts["cosines"] == ["Multiline", ["^simreg positive cosine$", "^simreg negative cosine$"]]
+    assert charts.keys() == {"losses", "cosines", "margins of predictions"}, "nothing empty"
+    assert layout(["adagc clipped share"]) == {"SimReg": {"clipping": ["Multiline", ["^adagc clipped share$"]]}}
+    with SummaryWriter(tmp_path) as writer:
+        writer.add_custom_scalars(layout(names))
+    read = EventAccumulator(str(tmp_path)).Reload()
+    assert read.Tags()["tensors"] == ["custom_scalars__config__"]

@@ -17,7 +17,7 @@ from simreg_megatron.plugin import compat, learnable, refusals, reporting
 from simreg_megatron.plugin import regularizer as regularizer_module
 from simreg_megatron.plugin.learnable import Scalars
 from simreg_megatron.plugin.regularizer import Regularizer
-from simreg_megatron.plugin.reporting import add_to_console
+from simreg_megatron.plugin.writers import add_to_console
 
 BATCH, LENGTH, WIDTH = 2, 12, 8
 
