@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         return ended(rank, failure.exitcode)
     except SignalException as error:
+        print(f"Stopped by {signal.Signals(error.sigval).name}.", file=sys.stderr)
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
         return 130
@@ -45,7 +46,7 @@ def ended(rank: int, exitcode: int) -> int:
     if exitcode >= 0:
         return exitcode
     name = signal.Signals(-exitcode).name
-    if name not in ("SIGINT", "SIGTERM"):
+    if name != "SIGINT":
         hint = ", which the system does when memory runs out" if name == "SIGKILL" else ""
         print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
     return 128 - exitcode

@@ -22,7 +22,7 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, lock, preflight, progress, quiet, record, signals, sizes
+from launch import checkpoints, lock, orphans, preflight, progress, quiet, record, signals, sizes
 from launch.dry_run import ASSUMED_VOCABULARY, describe
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.plan import (
@@ -150,6 +150,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         if os.environ["RANK"] == "0" and flag_value(plan.flags, "--save"):
             _record(plan, stamp)
         signals.listen(plan.flags)
+        orphans.bind_managers()
         _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
         _train(plan, verbose=options.verbose)  # ends the process where training stops before its end
         if options.auto_resume and os.environ["RANK"] == "0":
@@ -323,13 +324,22 @@ def _alone_without_torchrun() -> None:
 
 
 def _refuse_to_overwrite(plan: Plan) -> None:
+    """Checkpoints count, not the tracker file beside them: a run that is killed in a save may lack the latter."""
     target = flag_value(plan.flags, "--save")
-    given = flag_names(plan.flags)
-    if target is None or "--load" in given or not (Path(target) / "latest_checkpointed_iteration.txt").is_file():
+    if target is None:
         return
-    raise LaunchError(
-        f"{target} has checkpoints of an earlier run: resume it with --auto-resume, or give another --output"
-    )
+    has_tracker = (Path(target) / checkpoints.TRACKER).is_file()
+    newest = checkpoints.newest_whole(Path(target))
+    if "--load" not in flag_names(plan.flags):
+        if has_tracker or newest is not None:
+            raise LaunchError(
+                f"{target} has checkpoints of an earlier run: resume it with --auto-resume, or give another --output"
+            )
+    elif flag_value(plan.flags, "--load") == target and newest is not None and not has_tracker:
+        raise LaunchError(
+            f"{target} has a complete checkpoint of iteration {newest} and no {checkpoints.TRACKER}, so Megatron would "
+            "start at step 0 and overwrite it: resume with --auto-resume, which writes that file"
+        )
 
 
 def _prepare(plan: Plan) -> None:

@@ -61,6 +61,7 @@ _OF_A_START = {  # where a run's first weights come from; they would throw the o
     "--no-load-rng",
     "--pretrained-checkpoint",
 }
+_OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start anew where the checkpoint has gone meanwhile
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 
 
@@ -142,9 +143,10 @@ def read_layout(name: str, family: str, model: str) -> list[Flag]:
 
 
 def resumed(plan: Plan) -> Plan:
-    """The plan of a run that goes on from its own checkpoints, whatever it began with."""
+    """The plan of a run that goes on from its own checkpoints, whatever it began with; never from step 0."""
     folder = flag_value(plan.flags, "--save") or ""
-    return replace(plan, flags=(*without(plan.flags, _OF_A_START), ("--load", folder)))
+    flags = without(plan.flags, {*_OF_A_START, _OR_NOT_AT_ALL})
+    return replace(plan, flags=(*flags, ("--load", folder), (_OR_NOT_AT_ALL,)))
 
 
 def build_plan(

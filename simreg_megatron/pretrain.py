@@ -8,7 +8,7 @@ adds that, as it would to a script of your own.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -224,7 +225,44 @@ def check_document_masks(args: Any) -> None:
         )
 
 
+def make_plain_adam_loadable() -> None:
+    """Let torch's own Adam go on from a checkpoint under the distributed optimizer.
+
+    Without Apex and Transformer Engine, Megatron 0.19 asks it at each load for steps that it has yet to take: such a
+    run would never go on. Past that, it would go on with other bits: the count of steps is set from the checkpoint,
+    then overwritten by 0 with the other tensors, and is one tensor of all parameters, which each of them raises.
+    """
+    optimizer = distrib_optimizer.DistributedOptimizer
+    if getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True) or hasattr(optimizer.state_dict, "__wrapped__"):
+        return
+    state_dict, set_states = optimizer.state_dict, optimizer._set_main_param_and_optimizer_states
+    load_state_dict = optimizer.load_state_dict
+
+    @wraps(state_dict)
+    def at_step_zero(self: Any) -> Any:
+        if self.optimizer.state:
+            return state_dict(self)
+        self.optimizer.state[self.optimizer.param_groups[0]["params"][0]] = {"step": torch.tensor(0.0)}
+        try:
+            return state_dict(self)
+        finally:
+            self.optimizer.state.clear()
+
+    def without_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        set_states(self, parameter, {**tensors, "step": None})
+
+    def with_counts_of_their_own(self: Any, state: dict[str, Any]) -> None:
+        load_state_dict(self, state)
+        for of_parameter in self.optimizer.state.values():
+            if "step" in of_parameter:
+                of_parameter["step"] = of_parameter["step"].clone()
+
+    optimizer.state_dict, optimizer._set_main_param_and_optimizer_states = at_step_zero, without_step
+    optimizer.load_state_dict = with_counts_of_their_own
+
+
 def main() -> None:
+    make_plain_adam_loadable()
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)  # as it is without --inprocess-restart
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
     check_document_masks(args)

@@ -12,7 +12,7 @@ from simreg_megatron.plugin import compat, forms, installation, learnable
 from simreg_megatron.plugin.announce import begin
 from simreg_megatron.plugin.arguments import adagc_from_args, add_simreg_arguments, differences_to_checkpoint
 from simreg_megatron.plugin.clip.clipping import Clipping
-from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence
+from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.writers import add_to_console, write_scalars
 
@@ -32,6 +32,8 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         here.clipping = _clipping_of(get_args()) if here.given_config is None else None
         if regularizer.config.active:
             refuse_arguments(get_args(), regularizer.config)
+        if regularizer.config.active or here.clipping is not None:
+            refuse_start_over(get_args())
         try:
             built = setup_model_and_optimizer(*args, **kwargs)
         except Exception as error:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
@@ -14,6 +15,7 @@ PACKED_AND_SPLIT = (
     "--context-parallel-size 1, or unpacked (drop --sft and --dataloader-inter-document-masking), "
     "or set --simreg-lambda 0"
 )
+_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def refuse_arguments(args: Any, config: SimRegConfig) -> None:
@@ -65,6 +67,24 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
         raise NotImplementedError(
             "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
             "so SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"
+        )
+
+
+def refuse_start_over(args: Any) -> None:
+    """Refuse to resume at step 0 from a folder that holds checkpoints: without its tracker file Megatron would.
+
+    Raises:
+        ValueError: complete checkpoints are there, and nothing that names one.
+    """
+    if not getattr(args, "load", None) or getattr(args, "ckpt_step", None) is not None:
+        return
+    folder = Path(args.load)
+    if (folder / _TRACKER).exists():
+        return
+    if whole := sorted(path.parent.name for path in folder.glob("iter_*/metadata.json")):
+        raise ValueError(
+            f"{folder} holds {whole[-1]} and no {_TRACKER}, so Megatron would start at step 0: write the number of the "
+            "checkpoint to resume from into that file, or give another --load"
         )
 
 

@@ -45,7 +45,7 @@ def test_it_ends_as_its_processes(end: str, status: int, last: str, tmp_path: Pa
         (1, 1, ""),
         (130, 130, ""),
         (-2, 130, ""),
-        (-15, 143, ""),
+        (-15, 143, "error: rank 3 was ended by SIGTERM"),
         (-11, 139, "error: rank 3 was ended by SIGSEGV"),
     ],
 )

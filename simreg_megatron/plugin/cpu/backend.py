@@ -241,6 +241,23 @@ def _replace_random_state(torch: Any) -> None:
             return torch.default_generator
 
     cuda.default_generators = Generators()
+    _give_loaders_a_generator(torch)
+
+
+def _give_loaders_a_generator(torch: Any) -> None:
+    """A loader draws a seed when its reading begins: on a GPU's machine from another generator than dropout's.
+
+    Here both are one, and a resumed run, which begins to read after it has loaded its random state, would go on with
+    other dropout than the run that was never stopped.
+    """
+    from torch.utils.data import DataLoader
+
+    make = DataLoader.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **{"generator": torch.Generator(), **kwargs})
+
+    DataLoader.__init__ = made  # type: ignore[method-assign]
 
 
 def _replace_tensor_types(torch: Any) -> None:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tests.faults` (`make faults`): a campaign of faults; those that have a row already are not run again."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from pathlib import Path
+
+from tests.faults.campaign import Campaign, read
+from tests.faults.faults import drawn
+from tests.faults.starts import ROOT
+from tests.faults.table import publish
+
+QUICK = 6
+
+
+def main() -> int:
+    options = _options()
+    campaign = Campaign(options.work, options.results, keep=options.keep)
+    if options.again:
+        campaign.forget_wrong()
+    faults = [fault for fault in drawn(options.count, options.seed) if _wanted(fault.name, options.only)]
+    campaign.run(faults[:QUICK] if options.quick else faults, options.jobs)
+    rows = read(options.results)
+    publish(rows, options.results)
+    wrong = [row for row in rows if row["wrong"]]
+    print(f"{len(rows)} faults, {len(wrong)} of them with something wrong: {options.results}")
+    return 1 if wrong else 0
+
+
+def _wanted(name: str, patterns: list[str]) -> bool:
+    return not patterns or any(fnmatch.fnmatch(name, f"*{pattern}*") for pattern in patterns)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--count", type=int, default=220, help="faults in all (default: 220)")
+    parser.add_argument("--seed", type=int, default=0, help="of their order (default: 0)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="those with such a word in their name")
+    parser.add_argument("--again", action="store_true", help="also those whose row tells of something wrong")
+    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK} alone")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--keep", action="store_true", help="leave the folders of all runs, not of failed ones alone")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "faults", help="default: runs/faults")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "faults" / "faults.csv", metavar="FILE.csv")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

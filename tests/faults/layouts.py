@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs that are struck: six layouts of a tiny model, each with states of ours that a resume must bring back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+STEPS = 10
+SAVE_INTERVAL = 3
+"""Saves after steps 3, 6 and 9, and after the last one: the last step is never the first after a save."""
+
+_LENGTH = ("--train-iters", str(STEPS), "--save-interval", str(SAVE_INTERVAL), "--lr-warmup-iters", "2")
+_MODEL = (
+    *("--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "128", "--seq-length", "64"),
+    *("--global-batch-size", "4", "--log-interval", "1", "--eval-iters", "1", "--eval-interval", "1000"),
+    *("--simreg-lambda", "1", "--simreg-chunk-size", "24"),
+)
+# A minute is the shortest that Megatron can be told to wait for a rank that hangs.
+_PATIENCE = ("--distributed-timeout-minutes", "1")
+_ADAGC = ("--adagc", "--adagc-lambda-rel", "0.95", "--adagc-beta", "0.8", "--adagc-warmup-iters", "2")
+_RAMP = ("--simreg-warmup-iters", "7", "--simreg-lambda-schedule", "cosine:0.1")
+_EXPONENTS = ("--simreg-similarity", "learnable")
+_SIGMOID = ("--simreg-objective", "sigmoid")
+_DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+_EXPERTS_ALIKE = ("--moe-router-load-balancing-type", "none")  # that loss would depend on the layout by itself
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run as a user would start it.
+
+    Attributes:
+        split: flags that spread the model over `processes`.
+        states: what the run carries besides weights and Adam's averages; it stays when the layout is changed.
+        goes_on_in: layouts in which the same run may go on, to the same numbers but for rounding.
+    """
+
+    name: str
+    processes: int
+    split: tuple[str, ...]
+    states: tuple[str, ...]
+    family: str = "llama"
+    goes_on_in: tuple[str, ...] = ()
+
+    @property
+    def script(self) -> str:
+        return f"launch/pretrain_{self.family}.sh"
+
+    def words(self, text: Path, output: Path, among: Layout | None = None) -> list[str]:
+        """What follows the script's name; `among` is the layout that the run goes on in."""
+        data = ["--data", str(text / "train"), "--valid-data", str(text / "valid")]
+        data += ["--tokenizer", str(text / "tokenizer.model"), "--data-cache-path", str(output / "cache")]
+        flags = [*_LENGTH, *_MODEL, *_PATIENCE, *self.states, *(among or self).split]
+        return [*data, *flags, "--output", str(output), "--auto-resume"]
+
+    def torchrun_words(self, text: Path, output: Path, among: Layout | None = None) -> list[str]:
+        """The whole command after `bash`, or after torchrun's own words."""
+        return [self.script, *self.words(text, output, among)]
+
+
+_TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+_ALL = (
+    Layout("one", 1, (), (*_ADAGC, *_RAMP, *_DROPOUT)),
+    Layout("tp2-sp", 2, _TP2, (*_ADAGC, *_EXPONENTS), goes_on_in=("one", "pp2", "cp2")),
+    Layout("pp2", 2, ("--pipeline-model-parallel-size", "2"), (*_SIGMOID, *_RAMP), goes_on_in=("one", "tp2-sp")),
+    Layout("cp2", 2, ("--context-parallel-size", "2"), (*_EXPONENTS, *_RAMP), goes_on_in=("one", "tp2-sp", "pp2")),
+    Layout("dp2", 2, (), ("--use-distributed-optimizer", "--bf16", *_ADAGC, *_RAMP, *_DROPOUT)),
+    Layout(
+        "ep2",
+        2,
+        ("--expert-model-parallel-size", "2"),
+        (*_EXPERTS_ALIKE, *_SIGMOID, *_ADAGC),
+        family="mixtral",
+        goes_on_in=("one",),
+    ),
+)
+LAYOUTS = {layout.name: layout for layout in _ALL}
+
+
+def named(names: Sequence[str]) -> list[Layout]:
+    return [LAYOUTS[name] for name in names]

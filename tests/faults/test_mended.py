@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the campaigns found, and what was mended: a test for each that fails without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from launch import checkpoints, launcher
+from launch.flags import LaunchError, flag_names
+from launch.plan import resumed
+from simreg_megatron.plugin.cpu import backend
+from simreg_megatron.plugin.refusals import refuse_start_over
+from tests.faults.starts import ROOT
+
+_RANK = """
+import multiprocessing, os, signal, sys
+from launch import orphans
+if sys.argv[1] == "bound":
+    orphans.bind_managers()
+manager = multiprocessing.get_context("fork").Manager()
+print(manager._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", ["bound", "left alone"])
+def test_a_killed_rank_leaves_no_helper(how: str) -> None:
+    command = [sys.executable, "-c", _RANK, how]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        helper = int(rank.stdout.readline())
+        assert rank.wait() == -signal.SIGKILL
+    end = time.monotonic() + 5
+    while how == "bound" and is_alive(helper) and time.monotonic() < end:
+        time.sleep(0.01)
+    try:
+        assert is_alive(helper) == (how == "left alone"), "else there would be nothing to mend"
+    finally:
+        if is_alive(helper):
+            os.kill(helper, signal.SIGKILL)
+
+
+def test_reading_data_on_the_cpu_draws_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on begins to read after its random state was loaded, one that never stopped long before."""
+    from torch.utils.data import DataLoader
+
+    def moves() -> bool:
+        before = torch.get_rng_state()
+        iter(DataLoader([0, 1]))
+        return not torch.equal(before, torch.get_rng_state())
+
+    assert moves(), "else there would be nothing to mend"
+    monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)
+    backend._give_loaders_a_generator(torch)
+    assert not moves()
+
+
+@pytest.fixture
+def untracked(tmp_path: Path) -> Path:
+    """A complete checkpoint, and no file that names it: the run was killed between the two."""
+    folder = tmp_path / "checkpoints"
+    checkpoint = checkpoints.path_of(folder, 6)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").write_bytes(b"x")
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return folder
+
+
+class TestNoStartAtStep0:
+    @pytest.mark.parametrize("loads", [False, True])
+    def test_our_launcher_refuses_it(self, loads: bool, untracked: Path) -> None:
+        flags = [("--save", str(untracked)), *([("--load", str(untracked))] if loads else [])]
+        plan = SimpleNamespace(flags=flags)
+        with pytest.raises(LaunchError, match="--auto-resume"):
+            launcher._refuse_to_overwrite(plan)
+        (untracked / checkpoints.TRACKER).write_text("6")
+        if loads:
+            launcher._refuse_to_overwrite(plan)  # Megatron finds it then
+        (untracked / checkpoints.TRACKER).unlink()
+        (checkpoints.path_of(untracked, 6) / "metadata.json").unlink()
+        launcher._refuse_to_overwrite(plan)  # a torn one is nothing to go on from
+
+    def test_the_plugin_refuses_it_in_other_scripts(self, untracked: Path) -> None:
+        args = SimpleNamespace(load=str(untracked), ckpt_step=None)
+        with pytest.raises(ValueError, match="holds iter_0000006 and no latest_checkpointed_iter"):
+            refuse_start_over(args)
+        refuse_start_over(SimpleNamespace(load=str(untracked), ckpt_step=6))
+        refuse_start_over(SimpleNamespace(load=None))
+        (untracked / checkpoints.TRACKER).write_text("6")
+        refuse_start_over(args)
+
+    def test_a_run_that_goes_on_does_so_or_not_at_all(self) -> None:
+        from tests.unit.test_launcher import plan
+
+        later = resumed(plan("--auto-resume", "--save-interval", "5", "--output", "out"))
+        assert "--exit-on-missing-checkpoint" in flag_names(later.flags)
+        assert len([flag for flag in resumed(later).flags if flag == ("--exit-on-missing-checkpoint",)]) == 1
