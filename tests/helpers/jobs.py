@@ -99,6 +99,9 @@ def started(command: Sequence[str | Path], *, env: Mapping[str, str] | None = No
             _send(pid, signal.SIGKILL)
         process.kill()  # one that replaced its environment
         process.wait()
+        deadline = time.monotonic() + _TO_PRINT
+        while process.left() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def print_stacks(pids: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,11 +79,16 @@ def torchrun(
     return Finished(done.returncode, done.stdout)
 
 
+def forked(target: Callable[..., None], *arguments: Any, folder: Path, processes: int = 1) -> Finished:
+    """A function on forked ranks: Megatron is in their memory, on the stand-ins for CUDA."""
+    log = Path(tempfile.mkdtemp(dir=folder), "log")
+    status = forks.run_ranks(target, *arguments, processes=processes, log=log, timeout=TIMEOUT)
+    return Finished(status, log.read_text(errors="replace"))
+
+
 def launched(words: Sequence[str], folder: Path, *, processes: int = 1) -> Finished:
     """The same script on forked ranks: what torchrun's own start costs is saved."""
-    log = Path(tempfile.mkdtemp(dir=folder), "log")
-    status = forks.run_ranks(_launch, tuple(words), processes=processes, log=log, timeout=TIMEOUT)
-    return Finished(status, log.read_text(errors="replace"))
+    return forked(_launch, tuple(words), folder=folder, processes=processes)
 
 
 def _launch(words: Sequence[str]) -> None:

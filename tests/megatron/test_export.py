@@ -187,9 +187,7 @@ def test_transformers_generates_with_the_exported_tokenizer(dense: Saved, text: 
 def test_the_command_exports_and_verifies(experts: Saved, text: BuiltinCorpus, tmp_path: Path) -> None:
     words = ["export-hf", "--load", experts.trained(), "--save", tmp_path / "model", "--dtype", "bf16", "--verify"]
     words += ["--tokenizer", text.tokenizer_model]
-    command = [sys.executable, "-m", "simreg_megatron.cli", *map(str, words)]
-    done = jobs.run(command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = jobs.run([sys.executable, "-m", "simreg_megatron.cli", *map(str, words)], check=True)
     said = " ".join(done.stdout.split())
     assert "mixtral, bfloat16" in said and "agree: 4 sequences of 64 tokens (text)" in said
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")

@@ -33,7 +33,7 @@ def one_process(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFa
     [
         (_SHARDED, 1),
         (_SHARDED, 2),
-        (("--data-parallel-sharding-strategy", "optim"), 2),
+        pytest.param(("--data-parallel-sharding-strategy", "optim"), 2, marks=pytest.mark.slow),
         ((*_SHARDED, "--context-parallel-size", "2"), 2),
     ],
     ids=["1 process", "2 processes", "2 processes, optimizer only", "context parallel"],

@@ -13,6 +13,7 @@ import pytest
 
 from simreg_megatron.data import BuiltinCorpus
 from tests.helpers import jobs
+from tests.helpers.quick import quick
 from tests.megatron import runs
 from tests.megatron.runs import Finished
 
@@ -42,9 +43,7 @@ def check_that_it_trained(done: Finished) -> None:
     assert "chunks of 64 tokens" in done.output
 
 
-@pytest.mark.parametrize(
-    "start", [pytest.param(start, marks=[] if start == "llama-tp2-sp" else pytest.mark.slow) for start in STARTS]
-)
+@pytest.mark.parametrize("start", quick(STARTS, lambda start: start == "llama-bf16"))
 def test_torchrun_starts_the_script(start: str, text: BuiltinCorpus, tmp_path: Path) -> None:
     command, processes = command_of(start, text, tmp_path)
     done = runs.torchrun(command, processes=processes)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from simreg_megatron import objectives
+from tests.helpers import jobs
 from tests.helpers.pages import ROOT, blocks
 
 
@@ -39,15 +39,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, *arguments: str) -> str:
     """Of Python, in an environment that has the package."""
     path = os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    done = jobs.run([sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, merged=True)
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
 

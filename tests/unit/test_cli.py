@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from simreg_megatron import __version__, cli
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from tests.helpers import jobs
+from tests.megatron import runs
 
 
 @pytest.mark.megatron
@@ -24,15 +25,18 @@ def test_doctor_finds_the_seams() -> None:
     assert "SimReg can be installed" in done.stdout
 
 
+def doctor_without_a_seam() -> None:
+    import megatron.training.training as training
+
+    del training.training_log
+    cli.app(["doctor"])
+
+
 @pytest.mark.megatron
-def test_doctor_fails_where_a_seam_is_missing() -> None:
-    code = (
-        "from simreg_megatron import cli; cli._use_cpu_if_alone(); "
-        "import megatron.training.training as t; del t.training_log; cli.app(['doctor'])"
-    )
-    done = jobs.run([sys.executable, "-c", code])
-    assert done.returncode == 1
-    assert "missing" in done.stdout and "SimReg cannot be installed" in done.stdout
+def test_doctor_fails_where_a_seam_is_missing(tmp_path: Path) -> None:
+    done = runs.forked(doctor_without_a_seam, folder=tmp_path)
+    assert done.status == 1
+    assert "missing" in done.output and "SimReg cannot be installed" in done.output
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 from tests.helpers import jobs
 from tests.helpers.commands import commands, complaints
 from tests.helpers.pages import PAGES, ROOT, Block, blocks, name_of, spans
+from tests.megatron import runs
 
 LANGUAGES = {"bash", "console", "python", "text", "toml", "yaml"}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -46,30 +49,29 @@ def test_a_block_says_what_it_is(block: Block) -> None:
 
 # ---- Python --------------------------------------------------------------------------------------------------------
 
-RUN = """
-import json, sys, traceback
-import simreg_megatron
-from simreg_megatron.plugin.cpu import backend as cpu_backend
-cpu_backend.activate()
-answers = []
-for text, continues in json.loads(sys.stdin.read()):
-    names = names if continues else {}
-    try:
-        exec(compile(text, "block", "exec"), names)
-        answers.append("")
-    except Exception:
-        answers.append(traceback.format_exc())
-    simreg_megatron.uninstall()
-print("\\n" + json.dumps(answers))
-"""
+
+def execute(given: list[Block]) -> None:
+    import simreg_megatron
+
+    os.environ |= ALONE
+    names: dict[str, object] = {}
+    answers = []
+    for block in given:
+        names = names if block.continues else {}
+        try:
+            exec(compile(textwrap.dedent(block.text), "block", "exec"), names)
+            answers.append("")
+        except Exception:
+            answers.append(traceback.format_exc())
+        simreg_megatron.uninstall()
+    print("\n" + json.dumps(answers))
 
 
-def run(given: list[Block]) -> list[str]:
+def run(given: list[Block], folder: Path) -> list[str]:
     """Of each block the traceback, or nothing: in one process without a GPU, each in a namespace of its own."""
-    texts = json.dumps([(textwrap.dedent(block.text), block.continues) for block in given])
-    done = jobs.run([sys.executable, "-c", RUN], input=texts, cwd=ROOT, env=ALONE)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    done = runs.forked(execute, given, folder=folder)
+    assert done.status == 0, done.output
+    return json.loads(done.output.splitlines()[-1])
 
 
 def is_run(block: Block) -> bool:
@@ -77,9 +79,9 @@ def is_run(block: Block) -> bool:
 
 
 @pytest.fixture(scope="module")
-def tracebacks() -> dict[str, str]:
+def tracebacks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     given = [block for block in of("python") if is_run(block)]
-    return dict(zip(map(at, given), run(given), strict=True))
+    return dict(zip(map(at, given), run(given, tmp_path_factory.mktemp("blocks")), strict=True))
 
 
 @pytest.mark.megatron
@@ -95,11 +97,13 @@ def test_python_that_is_not_run_is_there_and_compiles(page: str, first: str) -> 
 
 
 @pytest.mark.megatron
-def test_a_wrong_block_is_caught_and_continuing_is_asked_for() -> None:
+def test_a_wrong_block_is_caught_and_continuing_is_asked_for(tmp_path: Path) -> None:
     def block(text: str, continues: bool = False) -> Block:
         return Block("page.md", 1, "python", text, continues)
 
-    one, other, third, wrong = run([block("x = 1"), block("x", True), block("x"), block("import no_such_module")])
+    one, other, third, wrong = run(
+        [block("x = 1"), block("x", True), block("x"), block("import no_such_module")], tmp_path
+    )
     assert (one, other) == ("", "") and "NameError" in third and "ModuleNotFoundError" in wrong
 
 
@@ -112,23 +116,22 @@ def test_a_comment_lets_a_block_continue_the_one_before(tmp_path: Path) -> None:
 
 # ---- commands ------------------------------------------------------------------------------------------------------
 
-FLAGS = """
-import argparse
-from simreg_megatron.plugin.cpu import backend as cpu_backend
-cpu_backend.activate()
-from megatron.training.arguments import add_megatron_arguments
-from simreg_megatron.plugin.arguments import add_simreg_arguments
-parser = add_simreg_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-print("\\n" + " ".join(option for action in parser._actions for option in action.option_strings))
-"""
+
+def print_flags() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from simreg_megatron.plugin.arguments import add_simreg_arguments
+
+    parser = add_simreg_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    print("\n" + " ".join(option for action in parser._actions for option in action.option_strings))
 
 
 @pytest.fixture(scope="module")
-def megatron() -> frozenset[str]:
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> frozenset[str]:
     """Megatron's flags and SimReg's, from a process of its own: the stand-ins for CUDA stay out of this one."""
-    done = jobs.run([sys.executable, "-c", FLAGS], cwd=ROOT, env=ALONE)
-    assert done.returncode == 0, done.stderr
-    return frozenset(done.stdout.splitlines()[-1].split())
+    done = runs.forked(print_flags, folder=tmp_path_factory.mktemp("flags"))
+    assert done.status == 0, done.output
+    return frozenset(done.output.splitlines()[-1].split())
 
 
 def shell_of(block: Block) -> str:

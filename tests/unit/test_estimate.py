@@ -3,20 +3,25 @@
 
 from __future__ import annotations
 
-import os
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
 from launch.plan import ROOT
-from tests.helpers import jobs
+from tests.megatron import runs
+
+
+def print_the_table() -> None:
+    sys.argv = ["launch.estimate"]
+    runpy.run_module("launch.estimate", run_name="__main__")
 
 
 @pytest.mark.megatron
-def test_the_guides_table_is_the_commands() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = jobs.run([sys.executable, "-m", "launch.estimate"], cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_the_guides_table_is_the_commands(tmp_path: Path) -> None:
+    done = runs.forked(print_the_table, folder=tmp_path)
+    assert done.status == 0, done.output
+    lines = done.output.splitlines()
     assert len(lines) == 7 and lines[0].startswith("| model | nodes |")
-    assert done.stdout in (ROOT / "docs" / "cluster.md").read_text(), "python -m launch.estimate, and put it there"
+    assert done.output in (ROOT / "docs" / "cluster.md").read_text(), "python -m launch.estimate, and put it there"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import secrets
@@ -30,6 +31,7 @@ from launch.plan import (
     resumed,
 )
 from tests.helpers import jobs
+from tests.megatron import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh")]
@@ -355,15 +357,12 @@ def test_the_planned_corpus_lies_where_it_is_built() -> None:
         assert getattr(built, name) == getattr(planned, name)
 
 
-READ_BY_MEGATRON = """
-import argparse, sys
-from simreg_megatron.plugin.cpu import backend as cpu_backend
-cpu_backend.activate()
-from megatron.training.arguments import add_megatron_arguments
-parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-for line in sys.stdin.read().splitlines():
-    print(parser.parse_known_args(line.split())[1])
-"""
+def print_what_megatron_does_not_know(lines: list[str]) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for line in lines:
+        print(parser.parse_known_args(line.split())[1])
 
 
 @pytest.mark.megatron
@@ -374,14 +373,9 @@ def test_megatron_knows_every_flag_of_every_preset(tmp_path: Path) -> None:
         words = ["--model", model, *([] if model == "tiny" else OWN)]
         lines += [" ".join(plan(*words, family=family, machine=machine).arguments) for machine in machines]
     lines.append("--no-such-flag")  # shows that an unknown one would be seen
-    done = jobs.run(
-        [sys.executable, "-c", READ_BY_MEGATRON],
-        input="\n".join(lines),
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    answers = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    done = runs.forked(print_what_megatron_does_not_know, lines, folder=tmp_path)
+    assert done.status == 0, done.output
+    answers = [line for line in done.output.splitlines() if line.startswith("[")]
     assert answers == ["[]"] * (len(lines) - 1) + ["['--no-such-flag']"]
 
 
@@ -391,6 +385,7 @@ def test_presets_repeat_no_flag() -> None:
         assert len(names) == len(set(names)), path.name
 
 
+@pytest.mark.slow
 def test_a_real_size_is_planned_without_a_gpu(tmp_path: Path) -> None:
     """From a login node: the plan of the GPU node, and nothing but the plan on the screen."""
     words = (

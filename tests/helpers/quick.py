@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A part of a matrix for `make test`; the rest runs in `make test-all`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def quick(values: Iterable[Any], is_quick: Callable[[Any], bool]) -> list[Any]:
+    """All values for `parametrize`; those that are not quick are marked slow."""
+    return [value if is_quick(value) else pytest.param(value, marks=pytest.mark.slow) for value in values]
