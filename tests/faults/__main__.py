@@ -21,7 +21,8 @@ def main() -> int:
     if options.again:
         campaign.forget_wrong()
     faults = [fault for fault in drawn(options.count, options.seed) if _wanted(fault.name, options.only)]
-    campaign.run(faults[:QUICK] if options.quick else faults, options.jobs)
+    if not options.table:
+        campaign.run(faults[:QUICK] if options.quick else faults, options.jobs)
     rows = read(options.results)
     publish(rows, options.results)
     wrong = [row for row in rows if row["wrong"]]
@@ -38,6 +39,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=220, help="faults in all (default: 220)")
     parser.add_argument("--seed", type=int, default=0, help="of their order (default: 0)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="those with such a word in their name")
+    parser.add_argument("--table", action="store_true", help="run nothing: make the table of the results")
     parser.add_argument("--again", action="store_true", help="also those whose row tells of something wrong")
     parser.add_argument("--quick", action="store_true", help=f"the first {QUICK} alone")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")

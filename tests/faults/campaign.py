@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import fcntl
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +16,14 @@ from typing import Any
 
 from benchmarks import records
 from tests.faults import disks, judge
-from tests.faults.faults import OF_A_DISK, Fault
-from tests.faults.layouts import SAVE_INTERVAL
+from tests.faults.faults import HANGS, OF_A_DISK, Fault
+from tests.faults.layouts import LAYOUTS, SAVE_INTERVAL
 from tests.faults.life import Life, Runner
 from tests.faults.starts import SHARED
-from tests.faults.strike import NONE
+from tests.faults.strike import FROM_OUTSIDE, NONE
 
 _ATTEMPTS = 4
+_TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 _DIGESTS = "digests.json"
 
 
@@ -67,6 +69,8 @@ class Campaign:
         """Those that have no row yet."""
         done = {name_of(row) for row in read(self.results)}
         waiting = [fault for fault in faults if fault.name not in done and self._is_possible(fault)]
+        if not waiting:
+            return []
         text = self.text()
         for layout in dict.fromkeys(fault.layout for fault in waiting):
             self.undisturbed(layout, text)
@@ -154,10 +158,22 @@ def complaints(fault: Fault, life: Life, loss: judge.Loss) -> list[str]:
         wrong.append(f"{loss.lost} steps lost, and every {SAVE_INTERVAL}rd saves")
     if life.left:
         wrong.append(f"{life.left} processes outlived the run")
+    wrong += [silence] if (silence := _silence(fault, life)) else []
     half = len(life.passes) // 2
     if fault.kind == "rerun" and (not half or life.passes[:half] != life.passes[half:]):
         wrong.append("SimReg's value of the second pass is another one")
     return wrong
+
+
+def _silence(fault: Fault, life: Life) -> str:
+    """Whether nothing was said where somebody could: not a node that is gone, nor one process that hangs alone."""
+    hangs, alone = fault.kind in HANGS, LAYOUTS[fault.layout].processes == 1
+    if not life.starts or fault.kind in FROM_OUTSIDE or (hangs and alone):
+        return ""
+    blow = life.starts[life.blow]
+    if hangs and not _TIMEOUT.search(blow.said):
+        return "no timeout spoke"
+    return "nobody said a word" if blow.status and not blow.said else ""
 
 
 def told(row: Row) -> str:

@@ -27,7 +27,8 @@ _SAVED = re.compile(r"successfully saved checkpoint from iteration +(\d+) ")
 _RESUMED = re.compile(r"^> resuming from iteration (\d+) ", re.MULTILINE)
 _OURS = re.compile(r"^(?:error: .*|Stopped.*|> .* starts from scratch)$", re.MULTILINE)
 _OTHERS = re.compile(
-    r"^(?:(?:\[rank\d+\]: *)?[\w.]+(?:Error|Exception)\b.*|\w+:megatron\.core\.rerun_state_machine:Exiting now.*)$",
+    r"^(?:\[rank\d+\]: *)?(?:[\w.]+(?:Error|Exception)\b.*|KeyboardInterrupt"
+    r"|\w+:megatron\.core\.rerun_state_machine:Exiting now.*)$",
     re.MULTILINE,
 )
 _DONE = re.compile(rf"^> .*: {STEPS} iterations are done, so there is nothing to do$", re.MULTILINE)

@@ -123,14 +123,14 @@ class Runner:
         end, silent_from = start.began + LIMIT, None
         while (status := start.poll()) is None:
             blow()
-            self._groups |= set(start.everyone()) if self.fault.way == "shared" else {start.pid}
+            self._groups |= start.groups()
             struck = (self.notes / strikes.FIRED).exists()
             if struck and self.fault.kind in HANGS and self.layout.processes == 1:
                 silent_from = silent_from or time.time()
             if time.time() > end or (silent_from and time.time() > silent_from + _SILENCE):
                 start.kill()
                 return _TIMED_OUT
-            time.sleep(0.05)
+            time.sleep(0.1)
         return status
 
     def _blow(self, start: Start, strike: Strike) -> Callable[[], object]:

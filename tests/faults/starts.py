@@ -65,14 +65,13 @@ class Start:
             return int((self.notes / f"pid.{number}").read_text())
         return None
 
-    def everyone(self) -> list[int]:
-        """The agent, its ranks, and what they have started, of those that live."""
-        ranks = [int(path.read_text() or 0) for path in self.notes.glob("pid.*")]
-        return _with_children([self.pid, *ranks])
+    def groups(self) -> set[int]:
+        """Process groups: each rank leads one, and what it starts belongs to it."""
+        return {pid for path in self.notes.glob("pid.*") if (pid := self.rank(int(path.suffix[1:])))}
 
     def kill(self) -> None:
         """All of it at once, as a node that dies."""
-        for pid in self.everyone():
+        for pid in _with_children([self.pid, *self.groups()]):
             send(pid, signal.SIGKILL)
 
 

@@ -68,6 +68,13 @@ class TestLosses:
         assert complaints(fault, Life(Path()), sound) == ["nothing struck"]
         lost, left = replace(sound, lost=SAVE_INTERVAL + 1), Life(Path(), struck=["{}"], left=1)
         assert len(complaints(fault, left, lost)) == 2
+        silent = Life(Path(), starts=[replace(STRUCK, said="")], struck=["{}"])
+        assert complaints(fault, silent, sound) == ["nobody said a word"]
+        assert complaints(replace(fault, kind="node"), silent, sound) == []
+        hung = replace(fault, layout="pp2", kind="gil")
+        spoken = Life(Path(), starts=[replace(STRUCK, said="RuntimeError: Timed out waiting 60000ms")], struck=["{}"])
+        assert complaints(hung, spoken, sound) == []
+        assert complaints(hung, Life(Path(), starts=[STRUCK], struck=["{}"]), sound) == ["no timeout spoke"]
         doubted = Fault("one", "rerun", "random", 0)
         assert complaints(doubted, Life(Path(), struck=["{}"], passes=("a", "b", "a", "b")), sound) == []
         for passes in ((), ("a", "b"), ("a", "b", "a", "c")):
