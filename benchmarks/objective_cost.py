@@ -28,7 +28,7 @@ from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.losses.sigreg import random_directions
 from simreg_megatron.magnitude import norm_sums, radial_sums
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
-from simreg_megatron.plugin.heads import margins
+from simreg_megatron.weights.heads import margins
 
 SEQUENCES, LENGTH, WIDTH, LABELS = 2, 1024, 1024, 300
 VOCABULARY, PREDICTED, PREFIXES = 32_000, 512, (128, 256)

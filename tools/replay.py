@@ -69,8 +69,8 @@ def _digest(given: dict[str, Any], dtype: str) -> str:
     import torch
 
     from simreg_megatron import SimRegConfig
-    from simreg_megatron.plugin import learnable
     from simreg_megatron.plugin.regularizer import Regularizer
+    from simreg_megatron.weights import learnable
 
     torch.manual_seed(0)
     try:

@@ -46,7 +46,8 @@ class Table:
 _PLUGIN = (
     "simreg_megatron/__init__.py", "simreg_megatron/config.py", "simreg_megatron/adagc.py",
     "simreg_megatron/notices.py", "simreg_megatron/trial.py",
-    *(f"simreg_megatron/{room}/**/*.py" for room in ("kernels", "losses", "parallel", "sharded", "plugin")),
+    *(f"simreg_megatron/{room}/**/*.py" for room in
+      ("objectives", "kernels", "losses", "parallel", "sharded", "weights", "measures", "plugin")),
 )  # fmt: skip
 _MODULES = ("compare", "driver", "expected", "inputs", "loops", "measure", "pretrain", "record", "releases", "tiny")
 TABLES = {

@@ -8,7 +8,7 @@ from typing import Any
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import log_once, warn
 from simreg_megatron.plugin import compat, forms, inner
-from simreg_megatron.plugin.regularizer import open_row_group
+from simreg_megatron.plugin.tokens import open_row_group
 from simreg_megatron.sharded.sequence import fast_form
 
 

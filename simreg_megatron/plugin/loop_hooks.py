@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from simreg_megatron.notices import log_once
-from simreg_megatron.plugin import compat, forms, installation, learnable
+from simreg_megatron.plugin import compat, forms, installation
 from simreg_megatron.plugin.announce import begin
 from simreg_megatron.plugin.arguments import adagc_from_args, add_simreg_arguments, differences_to_checkpoint
 from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.writers import add_to_console, write_scalars
+from simreg_megatron.weights import learnable
 
 
 def add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +100,7 @@ def tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
         given = compat.named_arguments(signature, *args, **kwargs)
         iteration = given.get("iteration")
         iteration = _iteration_of_args() if iteration is None else iteration
-        is_first = not regularizer.follows_iterations  # Megatron prints a line after it, in a resumed run, too
+        is_first = not regularizer.strength.follows_iterations  # Megatron prints a line after it, in a resumed run, too
         measures = is_first or _is_log_step(iteration + 1)
         begin_step(iteration, measures=measures, num_iterations=_iterations_of_args())
         result = train_step(*args, **kwargs)

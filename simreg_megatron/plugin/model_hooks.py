@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import bypass, compat, inner, installation, learnable, stages
+from simreg_megatron.plugin import bypass, compat, inner, installation, stages
 from simreg_megatron.plugin.installation import Wrapper
 from simreg_megatron.plugin.refusals import refuse_unknown_loss
+from simreg_megatron.weights import learnable
 
 
 def inside(config: SimRegConfig) -> Iterator[tuple[compat.Seam, Wrapper]]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import compat, heads, inner, stages
+from simreg_megatron.plugin import compat, inner, stages
 from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.weights import heads
 
 PACKED_AND_SPLIT = (
     "SimReg does not follow how packed sequences are cut over context-parallel ranks: train them with "

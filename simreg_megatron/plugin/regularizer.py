@@ -12,49 +12,32 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.notices import log_once
+from simreg_megatron.measures.agreement import Agreement
+from simreg_megatron.measures.metrics import Metrics
 from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
-from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.agreement import Agreement
-from simreg_megatron.plugin.heads import head_terms, label_rows
 from simreg_megatron.plugin.inner import InnerStates, State
-from simreg_megatron.plugin.learnable import learned_scalars, wanted
-from simreg_megatron.plugin.reporting import Metrics
 from simreg_megatron.plugin.stages import DataOfStages, MicroBatch
-from simreg_megatron.sharded.documents import Documents, EndTokens, PackedLengths
+from simreg_megatron.plugin.strength import Strength
+from simreg_megatron.plugin.tokens import (
+    Given,
+    Tokens,
+    describe_chunks,
+    documents_of,
+    main_hidden_states,
+    shard_of,
+    valid_tokens,
+)
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import views_of
 from simreg_megatron.sharded.views import View
-
-
-class _Given(NamedTuple):
-    """What the output layer and the loss were given: all tokens of the context rank, T."""
-
-    hidden_states: Tensor | None  # [S, B, D]; None on stages before the last
-    labels: Tensor  # [B, T]
-    valid: Tensor  # bool [B, T]
-
-
-class _Tokens(NamedTuple):
-    """This rank's tokens of a micro-batch, whatever an objective does with them."""
-
-    shard: SequenceShard
-    whole: _Given
-    labels: Tensor  # [B, S]
-    valid: Tensor  # bool [B, S]
-    heads: Tensor | None  # [S, B, D]
-    packed_seq_params: Any
-
-    @property
-    def sample_length(self) -> int | None:
-        return getattr(self.packed_seq_params, "tokens_per_sample", None)
+from simreg_megatron.weights.heads import head_terms, label_rows
+from simreg_megatron.weights.learnable import learned_scalars
 
 
 class _Part(NamedTuple):
@@ -67,11 +50,6 @@ class _Part(NamedTuple):
 
 SPAN = "SimReg forward"
 """Under which name a profiler shows it: nsys, too, where Megatron's --profile runs under it."""
-_NEEDS_LOOP = (
-    "a SimReg lambda that changes (--simreg-warmup-iters, --simreg-lambda-schedule, --simreg-off-after, "
-    "--simreg-every) needs Megatron's training loop to tell the iteration and their number: drop these flags where "
-    "megatron.training does not run"
-)
 
 
 class Regularizer:
@@ -84,17 +62,14 @@ class Regularizer:
         self.data_of_stages = DataOfStages(config)
         self.agreement = Agreement()
         self.metrics = Metrics(config, self.agreement)
-        self.factor: Tensor | None = None  # of lambda, 0-d on the device; None while lambda is constant
-        self.is_off = False  # in this step, as the settings say
-        self.follows_iterations = False  # set once a training loop tells the iteration
+        self.strength = Strength(config)
         self.has_met_model = False  # set once a model's loss came by
-        self._iteration = 0  # without one: micro-batches so far
         self._hidden_size = 0  # of the model that it met
 
     @property
     def trains(self) -> bool:
         """Whether this step's term adds to the gradient."""
-        return self.config.trains and not self.is_off
+        return self.config.trains and not self.strength.is_off
 
     @property
     def computes(self) -> bool:
@@ -103,33 +78,12 @@ class Regularizer:
         return self.trains or self.metrics.wants_geometry
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
-        """Before step `iteration` (counted from 0) of a training of so many: set the factor of lambda.
-
-        Raises:
-            RuntimeError: the schedule needs to know how long the training is, and nobody says.
-        """
-        self.follows_iterations = True
-        self._iteration = iteration
-        self.is_off = iteration % self.config.every != 0
-        schedule = self.config.schedule
-        if schedule.is_constant:
-            return
-        if schedule.needs_length and num_iterations is None:
-            raise RuntimeError(_NEEDS_LOOP)
-        factor = schedule.factor(iteration, num_iterations)
-        if self.factor is None:
-            self.factor = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
-        self.factor.fill_(factor)
-        # Scalars of an objective's own need a gradient in every step, and be it zero: Megatron waits for it.
-        has_ended = schedule.has_ended(iteration, num_iterations) and not wanted(self.config)
-        self.is_off = self.is_off or has_ended
+        """Before step `iteration`, see `Strength.set_iteration`."""
+        self.strength.set_iteration(iteration, num_iterations)
 
     def lambdas(self) -> dict[str, Tensor]:
         """The weight of each objective in this step, under the names of the log; empty while all are constant."""
-        factor = self.factor
-        if factor is None:
-            return {}
-        return {f"{part.objective} lambda": factor * part.weight(self._hidden_size) for part in self.config.parts}
+        return self.strength.lambdas(self._hidden_size)
 
     def add_to(
         self,
@@ -163,11 +117,11 @@ class Regularizer:
         self, loss_BS: Tensor, model: Any, given: Tensor, labels: Tensor, loss_mask: Any, packed_seq_params: Any
     ) -> Tensor:
         shard = shard_of(model, labels)
-        hidden_states = _main_hidden_states(given, shard)
+        hidden_states = main_hidden_states(given, shard)
         tokens = self._tokens(model, labels, loss_mask, shard, hidden_states, packed_seq_params)
         states = self.inner_states.take(model, hidden_states)
         parts = self._parts(model, tokens, states)
-        self._count_by_itself()
+        self.strength.count_by_itself()
         last = states.get(self.config.layers[-1])
         self.metrics.observe_predictions(
             model, hidden_states.detach(), None if last is None else last.detach(), tokens.labels, tokens.valid, shard
@@ -200,7 +154,7 @@ class Regularizer:
     def _add_to_stage(self, output_SBD: Tensor, model: Any, given: MicroBatch) -> Tensor:
         from megatron.core.utils import make_viewless_tensor
 
-        self._refuse_uncounted()
+        self.strength.refuse_uncounted()
         shard = shard_of(model, given.labels)
         tokens = self._tokens(model, given.labels, given.loss_mask, shard)
         states = self.inner_states.take(model)
@@ -223,15 +177,15 @@ class Regularizer:
         shard: SequenceShard,
         hidden_states: Tensor | None = None,
         packed_seq_params: Any = None,
-    ) -> _Tokens:
-        whole = _Given(hidden_states, labels, _valid_tokens(labels, loss_mask))
+    ) -> Tokens:
+        whole = Given(hidden_states, labels, valid_tokens(labels, loss_mask))
         valid = shard.held_columns(whole.valid)
         heads = self._heads(model, labels, shard)
-        tokens = _Tokens(shard, whole, shard.held_columns(labels), valid, heads, packed_seq_params)
-        self._describe_chunks(shard, tokens.sample_length)
+        tokens = Tokens(shard, whole, shard.held_columns(labels), valid, heads, packed_seq_params)
+        describe_chunks(self.config, shard, tokens.sample_length)
         return tokens
 
-    def _parts(self, model: Any, tokens: _Tokens, states: dict[State, Tensor]) -> list[_Part]:
+    def _parts(self, model: Any, tokens: Tokens, states: dict[State, Tensor]) -> list[_Part]:
         """What each objective came to on the named states that are here; nothing where none is."""
         parts: list[_Part] = []
         if states:
@@ -250,12 +204,12 @@ class Regularizer:
         _stop_hidden_failure(beside, [part.terms for part in parts])
         dtype = torch.promote_types(beside.dtype, torch.float32)
         weighted = [
-            part.terms.to(dtype) * self._weight(config, model)
+            part.terms.to(dtype) * self.strength.weight(config, model.config.hidden_size)
             for part, config in zip(parts, self.config.parts, strict=True)
         ]
         return functools.reduce(torch.add, weighted)
 
-    def _part(self, config: SimRegConfig, model: Any, tokens: _Tokens, states: list[Tensor]) -> _Part:
+    def _part(self, config: SimRegConfig, model: Any, tokens: Tokens, states: list[Tensor]) -> _Part:
         """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
         if config.through_head:
             given = tokens.whole
@@ -265,7 +219,7 @@ class Regularizer:
         views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
         of_views = [
-            objective_terms(config, of_state, tokens.shard, learned, self._iteration, compat.data_group)
+            objective_terms(config, of_state, tokens.shard, learned, self.strength.iteration, compat.data_group)
             for of_state in views
         ]
         terms = functools.reduce(torch.add, of_views)
@@ -275,21 +229,21 @@ class Regularizer:
         shown = self._views_for_log(config, tokens, states[-1]) if others else views[-1]
         return _Part(terms, shown, learned)
 
-    def _views_for_log(self, config: SimRegConfig, tokens: _Tokens, states: Tensor) -> list[View]:
+    def _views_for_log(self, config: SimRegConfig, tokens: Tokens, states: Tensor) -> list[View]:
         """Whole chunks of the states, in log steps: what the objective computes on are a rank's own rows."""
         return self._views(config, tokens, states.detach(), for_log=True) if self.metrics.wants_geometry else []
 
-    def _views(self, config: SimRegConfig, tokens: _Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
+    def _views(self, config: SimRegConfig, tokens: Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
         return views_of(
             config,
             tokens.shard,
             states,
             tokens.labels,
             tokens.valid,
-            documents=self._documents(tokens.packed_seq_params) if config.document_mask else None,
+            documents=documents_of(tokens.packed_seq_params, self.end_of_document) if config.document_mask else None,
             sample_length=tokens.sample_length,
             heads=tokens.heads if config.meets_heads else None,
-            iteration=self._iteration,
+            iteration=self.strength.iteration,
             for_log=for_log,
         )
 
@@ -300,110 +254,12 @@ class Regularizer:
         rows = label_rows(model, labels, shard.tensor_group)
         return shard.held_columns(rows.transpose(0, 1)).transpose(0, 1)
 
-    def _count_by_itself(self) -> None:
-        if self.follows_iterations:
-            return
-        self._iteration += 1
-        if any(part.record.draws for part in self.config.parts):
-            log_once(
-                "SimReg: no training loop tells the iteration, so each micro-batch draws directions or permutations of "
-                "its own, and a run that is resumed begins with the first ones again"
-            )
-
-    def _refuse_uncounted(self) -> None:
-        drawing = [part.objective for part in self.config.parts if part.record.draws]
-        if drawing and not self.follows_iterations:
-            raise NotImplementedError(
-                f"SimReg objective {drawing[0]} draws random numbers by the iteration, which no training loop tells "
-                "here, so pipeline stages would draw different ones: name layers of the last stage in --simreg-layers"
-            )
-
-    def _documents(self, packed_seq_params: Any) -> Documents:
-        if packed_seq_params is not None:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            return PackedLengths(packed_seq_params.cu_seqlens_q if padded is None else padded)
-        if self.end_of_document is None:
-            raise RuntimeError(
-                "--simreg-document-mask needs the tokenizer's end-of-document token, and this script has no "
-                "Megatron tokenizer: pass packed_seq_params to the model, or drop it"
-            )
-        return EndTokens(self.end_of_document)
-
-    def _weight(self, config: SimRegConfig, model: Any) -> Any:
-        weight = self.config.every * config.weight(model.config.hidden_size)
-        if self.config.every > 1 and not self.follows_iterations:
-            raise RuntimeError(_NEEDS_LOOP)
-        if self.config.schedule.is_constant:
-            return weight
-        if self.factor is None:
-            raise RuntimeError(_NEEDS_LOOP)
-        return weight * self.factor
-
-    def _describe_chunks(self, shard: SequenceShard, sample_length: int | None) -> None:
-        if all(part.by_sequence or part.through_head for part in self.config.parts):
-            return
-        size, sequence = self.config.chunk_size, sample_length or shard.layout.length
-        if size > sequence:
-            log_once(f"SimReg chunk size {size} is beyond the sequence: chunks are whole sequences of {sequence}")
-        longest = max(last - first for first, last in shard.layout.held(shard.rank))
-        if self.config.scope == "local" and longest < sequence:
-            log_once(
-                f"SimReg scope local: chunks of {min(size or longest, longest)} tokens end where a rank's block of "
-                f"{longest} ends, so the objective depends on the parallel layout"
-            )
-
 
 def _prefixes(config: SimRegConfig, states: Tensor) -> list[Tensor]:
     """The parts of the states that get a term each: the first features, or all of them."""
     if not (config.is_simreg and config.prefixes):
         return [states]
     return [states[..., :prefix] for prefix in config.prefixes]
-
-
-def shard_of(model: Any, labels: Tensor) -> SequenceShard:
-    """This rank's part of the sequences whose labels [B, tokens of the context rank] the model was given."""
-    tp, cp = compat.tensor_group(model), compat.context_group(model)
-    rows_split = bool(model.config.sequence_parallel) and tp.size() > 1
-    rank = (cp.rank(), tp.rank())
-    layout = ShardLayout(labels.shape[1] * cp.size(), cp.size(), tp.size(), rows_split)
-    row_group = None
-    if len(layout.exchange_members(rank)) > 1:
-        row_group = cp if not rows_split else tp if cp.size() == 1 else compat.tensor_and_context_group(model)
-        if layout.exchange_members(rank)[row_group.rank()] != rank:
-            raise NotImplementedError(
-                "SimReg expects tensor-parallel ranks to be numbered before context-parallel ones, and this run "
-                "orders them otherwise: leave the rank order to Megatron, or set --simreg-lambda 0"
-            )
-    return SequenceShard(layout, rank, row_group, tp if tp.size() > 1 else None)
-
-
-def open_row_group(model: Any) -> None:
-    """Let NCCL make the communicator among which rows travel now, and not inside the first forward pass.
-
-    Groups of one kind of parallelism are in use by then; the one of two kinds is SimReg's alone.
-    """
-    tp, cp = compat.tensor_group(model), compat.context_group(model)
-    if model.config.sequence_parallel and tp.size() > 1 and cp.size() > 1:
-        nothing = torch.zeros(1, device=next(model.parameters()).device)
-        dist.all_reduce(nothing, group=compat.tensor_and_context_group(model))
-
-
-def _main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
-    """Drop the states of multi-token-prediction depths, which some stages append after the main ones."""
-    rows, main = hidden_states.shape[0], shard.num_rows
-    if rows % main:
-        raise RuntimeError(
-            f"SimReg expected {main} hidden states a rank (or a multiple, with MTP), Megatron gave {rows}"
-        )
-    return hidden_states if rows == main else hidden_states[:main]
-
-
-def _valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-    valid = labels >= 0
-    if loss_mask is None:
-        log_once("SimReg: no loss mask reaches the model, so every token with a label counts (pass loss_mask=)")
-        return valid
-    return valid & (loss_mask.view_as(labels) > 0)
 
 
 def _largest(numbers: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.plugin import compat, inner
-from simreg_megatron.plugin.learnable import wanted
+from simreg_megatron.weights.learnable import wanted
 
 
 class MicroBatch(NamedTuple):

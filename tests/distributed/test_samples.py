@@ -17,10 +17,11 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.magnitude import norm_sums
+from simreg_megatron.measures import metrics, slots
+from simreg_megatron.measures.naming import QUANTILES
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import reporting
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import views_of
 from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, WIDTH, groups, pick, sample
@@ -119,21 +120,21 @@ def test_replicas_are_one_sample(tmp_path: Path) -> None:
 
 def check_isotropy(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
     """What all ranks found of their tokens adds up to what one process finds of the sampled positions."""
-    reporting._SAMPLED_TOKENS = 30  # every fourth of the 96
+    metrics._SAMPLED_TOKENS = 30  # every fourth of the 96
     rank = divmod(number, layout.tensor_size)
     shard = SequenceShard(layout, rank, *groups(rank, layout))
     given, held = sample(), layout.held(rank)
     rows = pick(given["embeddings"], held)
-    metrics = reporting.Metrics(config)
+    kept = metrics.Metrics(config)
     for _ in range(2):  # micro-batches
-        metrics._add_moments(rows, pick(given["valid"], held), shard)
-    assert metrics._moments is not None
-    for part in metrics._moments:
+        kept._add_moments(rows, pick(given["valid"], held), shard)
+    assert kept._moments is not None
+    for part in kept._moments:
         dist.all_reduce(part)
     places = torch.arange(0, LENGTH, 4)
     usable = given["valid"] & (given["embeddings"] != 0).any(dim=-1)
     expected = geometry.moments(given["embeddings"][:, places], usable[:, places])
-    for found, once in zip(metrics._moments, expected, strict=True):
+    for found, once in zip(kept._moments, expected, strict=True):
         torch.testing.assert_close(found, 2 * once, **TIGHT)
 
 
@@ -145,35 +146,35 @@ def test_isotropy_is_that_of_the_whole(tmp_path: Path, layout: ShardLayout) -> N
 
 def check_predictions(number: int, layout: ShardLayout) -> None:
     """Each rank holds a part of the vocabulary and of the tokens; the groups of norms are those of one process."""
-    reporting._PREDICTED_TOKENS = 48  # every second of the 96
+    metrics._PREDICTED_TOKENS = 48  # every second of the 96
     rank = divmod(number, layout.tensor_size)
     shard = SequenceShard(layout, rank, *groups(rank, layout))
     given, held = sample(), layout.held(rank)
     table = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     model = SimpleNamespace(output_layer=SimpleNamespace(weight=table.chunk(layout.tensor_size)[rank[1]]))
     rows = pick(given["embeddings"], held).transpose(0, 1)
-    metrics = reporting.Metrics(sigreg())
-    metrics._sums = torch.zeros(reporting._SLOTS, dtype=torch.float64)
-    metrics.observe_predictions(model, rows, 2 * rows, pick(given["labels"], held), pick(given["valid"], held), shard)
-    quantiles = metrics._margin_quantiles(dist.group.WORLD, reset=True)
-    dist.all_reduce(metrics._sums)
+    kept = metrics.Metrics(sigreg())
+    kept._sums = torch.zeros(slots.NUMBER, dtype=torch.float64)
+    kept.observe_predictions(model, rows, 2 * rows, pick(given["labels"], held), pick(given["valid"], held), shard)
+    quantiles = kept._margin_quantiles(dist.group.WORLD, reset=True)
+    dist.all_reduce(kept._sums)
 
     places = torch.arange(0, LENGTH, 2)
     embeddings, labels, valid = (given[name][:, places] for name in ("embeddings", "labels", "valid"))
     logits, index = embeddings @ table.T, labels.unsqueeze(-1)
     right = logits.amax(dim=-1) == logits.gather(-1, index).squeeze(-1)
     assert (valid & right).sum() > 1 and (valid & ~right).sum() > 1
-    found = metrics._sums[reporting._RIGHT_NORMS], metrics._sums[reporting._WRONG_NORMS]
+    found = kept._sums[slots.RIGHT_NORMS], kept._sums[slots.WRONG_NORMS]
     for sums, members in zip(found, (valid & right, valid & ~right), strict=True):
         torch.testing.assert_close(sums, torch.stack(norm_sums(2 * embeddings, members)), **TIGHT)
 
     margins = (logits.gather(-1, index) - logits.scatter(-1, index, -torch.inf).amax(dim=-1, keepdim=True)).squeeze(-1)
     assert torch.equal(margins >= 0, right)
-    for slots, members in ((reporting._MARGIN, valid), (reporting._RIGHT_MARGIN, valid & right)):
+    for place, members in ((slots.MARGIN, valid), (slots.RIGHT_MARGIN, valid & right)):
         expected = torch.stack([margins[members].sum(), members.sum().double()])
-        torch.testing.assert_close(metrics._sums[slots], expected, rtol=1e-6, atol=1e-6)  # they are float32
+        torch.testing.assert_close(kept._sums[place], expected, rtol=1e-6, atol=1e-6)  # they are float32
     ordered, own = margins[valid].sort().values, margins[:, rank[0] :: 2][valid[:, rank[0] :: 2]].sort().values
-    for name, share in reporting.QUANTILES.items():
+    for name, share in QUANTILES.items():
         expected = ordered[math.ceil(share * len(ordered)) - 1]
         torch.testing.assert_close(quantiles[name].double(), expected, rtol=1e-6, atol=1e-6)
     assert (own[len(own) // 2] - ordered[len(ordered) // 2]).abs() > 1e-3, "a part of the tokens has other quantiles"

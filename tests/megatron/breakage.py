@@ -58,7 +58,7 @@ def _change_weights(change: Callable[..., Any], factor: float = 1) -> None:
 
 
 def _silence_check_of_stages() -> None:
-    from simreg_megatron.plugin.agreement import Agreement
+    from simreg_megatron.measures.agreement import Agreement
 
     Agreement.check = lambda self, summed: None
 
@@ -132,23 +132,23 @@ def shared_work_not_summed() -> None:
 
 def local_means_logged() -> None:
     """The log shows the mean of the ranks' own means."""
-    from simreg_megatron.plugin import reporting
+    from simreg_megatron.measures import metrics
 
-    reduce = reporting.Metrics.reduce
+    reduce = metrics.Metrics.reduce
 
     def averaged(self: Any, group: Any, *others: Any, **options: Any) -> dict[str, Tensor]:
-        with mock.patch.object(reporting.dist, "all_reduce"):
+        with mock.patch.object(metrics.dist, "all_reduce"):
             means = reduce(self, group, *others, **options)
         for mean in means.values():
             torch.distributed.all_reduce(mean.div_(group.size()), group=group)
         return means
 
-    reporting.Metrics.reduce = averaged
+    metrics.Metrics.reduce = averaged
 
 
 def vocabulary_not_gathered() -> None:
     """A truncated output layer is normalized over each rank's own part of the vocabulary."""
-    from simreg_megatron.plugin import heads
+    from simreg_megatron.weights import heads
 
     losses = heads.truncated_head_losses
     heads.truncated_head_losses = lambda rows, local, here, head: losses(
@@ -166,7 +166,7 @@ def halved_weight_gradient() -> None:
 
 def other_anchors_dropped() -> None:
     """Each tensor-parallel rank takes its own anchors alone backwards through its part of the vocabulary."""
-    from simreg_megatron.plugin import heads
+    from simreg_megatron.weights import heads
 
     share = heads.share_work
     heads.share_work = lambda values, group: values if values.dim() == 2 else share(values, group)

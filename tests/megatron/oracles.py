@@ -33,9 +33,9 @@ class _WeighGradient(torch.autograd.Function):
 
 def few_samples() -> None:
     """The log's samples are so small that they take every third position of these micro-batches of 128 tokens."""
-    from simreg_megatron.plugin import reporting
+    from simreg_megatron.measures import metrics
 
-    reporting._SAMPLED_TOKENS = reporting._PREDICTED_TOKENS = 60
+    metrics._SAMPLED_TOKENS = metrics._PREDICTED_TOKENS = 60
 
 
 def data_ranks() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin.learnable import wanted
+from simreg_megatron.weights.learnable import wanted
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ from simreg_megatron.config import IMPLEMENTATIONS, SimRegConfig
 from simreg_megatron.kernels import walk
 from simreg_megatron.kernels.contrast import MODULES, form_named
 from simreg_megatron.losses import placebo
-from simreg_megatron.plugin import learnable
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.sharded import samples
+from simreg_megatron.weights import learnable
 
 LAYOUT, RANK = Layout(tensor=2, context=2, sequence_parallel=True), (1, 0)
 BATCH, WIDTH, VOCABULARY = 2, 64, 600

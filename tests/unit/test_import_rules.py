@@ -45,8 +45,10 @@ LAW = {
     "trial": room("kernels losses", "torch"),
     "notices": room(packages="torch"),
     "sharded": room("config objectives losses kernels parallel notices", "torch"),
+    "weights": room("config objectives losses parallel", "torch"),
+    "measures": room("config geometry losses magnitude notices parallel sharded weights", "torch"),
     "plugin": room(
-        "config objectives losses kernels adagc geometry magnitude parallel sharded trial notices",
+        "config objectives losses kernels adagc parallel sharded weights measures trial notices",
         "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),

@@ -17,8 +17,9 @@ from simreg_megatron.losses import prefixes_ce_loss
 from simreg_megatron.losses._prefixes import default_prefixes
 from simreg_megatron.parallel import truncated_head
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
-from simreg_megatron.plugin import heads, refusals
+from simreg_megatron.plugin import refusals
 from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.weights import heads
 from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, micro_batch
 
 TOKENS, VOCABULARY, PREFIXES = 7, 11, (2, 5)

@@ -13,9 +13,10 @@ import torch
 from simreg_megatron import SimRegConfig
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import learnable, loop_hooks, refusals
-from simreg_megatron.plugin.regularizer import _main_hidden_states, shard_of
+from simreg_megatron.plugin import loop_hooks, refusals
+from simreg_megatron.plugin.tokens import main_hidden_states, shard_of
 from simreg_megatron.plugin.writers import layout, write_scalars
+from simreg_megatron.weights import learnable
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -122,12 +123,12 @@ def test_states_that_are_not_this_ranks_tokens_are_refused() -> None:
     shard = SequenceShard(ShardLayout(8, 1, 2, True), (0, 1), None, None)
     states = torch.arange(24.0).view(12, 1, 2)
     for rows in (4, 8, 12):
-        assert torch.equal(_main_hidden_states(states[:rows], shard), states[:4])
+        assert torch.equal(main_hidden_states(states[:rows], shard), states[:4])
     for rows in (3, 5, 7):
         with pytest.raises(
             RuntimeError, match=rf"expected 4 hidden states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
         ):
-            _main_hidden_states(states[:rows], shard)
+            main_hidden_states(states[:rows], shard)
 
 
 def test_a_checkpoint_without_trained_scalars_is_named() -> None:

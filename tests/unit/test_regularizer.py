@@ -13,11 +13,13 @@ import torch
 from simreg_megatron import SimRegConfig, geometry, notices
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.plugin import compat, learnable, refusals, reporting
+from simreg_megatron.measures import metrics
+from simreg_megatron.plugin import compat, refusals, tokens
 from simreg_megatron.plugin import regularizer as regularizer_module
-from simreg_megatron.plugin.learnable import Scalars
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.writers import add_to_console
+from simreg_megatron.weights import learnable
+from simreg_megatron.weights.learnable import Scalars
 
 BATCH, LENGTH, WIDTH = 2, 12, 8
 
@@ -525,7 +527,7 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
         place = math.ceil(share * len(ordered) / 100) - 1
         assert found[f"simreg margin {share}%"].item() == pytest.approx(ordered[place].item(), rel=1e-6)
 
-    monkeypatch.setattr(reporting, "_KEPT_MICRO_BATCHES", 3)
+    monkeypatch.setattr(metrics, "_KEPT_MICRO_BATCHES", 3)
     unread = Regularizer(SimRegConfig(lambda_=1, temperature=0.1))
     for _ in range(5):
         unread.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
@@ -543,11 +545,11 @@ def test_the_group_of_two_kinds_is_opened_before_the_first_step(
     sequence: bool, tensor: int, context: int, opens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(regularizer_module.dist, "all_reduce", lambda numbers, group: asked.append(group))
+    monkeypatch.setattr(tokens.dist, "all_reduce", lambda numbers, group: asked.append(group))
     groups = {"tp": One(tensor), "cp": One(context), "tp_cp": One(tensor * context)}
     model = torch.nn.Linear(2, 2)
     model.pg_collection, model.config = SimpleNamespace(**groups), SimpleNamespace(sequence_parallel=sequence)
-    regularizer_module.open_row_group(model)
+    tokens.open_row_group(model)
     assert asked == ([groups["tp_cp"]] if opens else [])
 
 

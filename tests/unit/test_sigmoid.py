@@ -15,8 +15,9 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import sigmoid, sigmoid_loss
 from simreg_megatron.losses.similarity import unit_rows
-from simreg_megatron.plugin import learnable, refusals
-from simreg_megatron.plugin.heads import label_rows
+from simreg_megatron.plugin import refusals
+from simreg_megatron.weights import learnable
+from simreg_megatron.weights.heads import label_rows
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.unit.test_simreg_facts import assert_prints
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import simreg_loss
+from simreg_megatron.measures.agreement import Agreement
 from simreg_megatron.plugin import compat, stages
-from simreg_megatron.plugin.agreement import Agreement
 from simreg_megatron.plugin.regularizer import Regularizer
 
 BATCH, LENGTH, WIDTH = 2, 12, 8

@@ -18,34 +18,19 @@ from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
+from simreg_megatron.magnitude import norm_sums, radial_sums
+from simreg_megatron.measures import naming, slots
+from simreg_megatron.measures.agreement import Agreement
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.quantiles import quantiles_over
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin.agreement import Agreement
-from simreg_megatron.plugin.heads import has_whole_head, margins
-from simreg_megatron.plugin.learnable import as_logged
-from simreg_megatron.plugin.writers import QUANTILES
 from simreg_megatron.sharded.every_kth import EveryKth
 from simreg_megatron.sharded.views import View
+from simreg_megatron.weights.heads import has_whole_head, margins
+from simreg_megatron.weights.learnable import as_logged
 
 logger = logging.getLogger("simreg_megatron")
 
-_TERM, _TOKENS, _ALL_MASKED, _ZERO_NORM, _ONE_LABEL = range(5)
-_ODDITIES = {
-    _ALL_MASKED: "sequences (or a rank's parts of them) whose tokens are all masked",
-    _ONE_LABEL: "tokens in chunks with one label only (counted in the steps that are logged)",
-    _ZERO_NORM: "hidden states of norm zero",
-}
-_PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
-_NORMS = slice(11, 14)  # magnitude.NormSums of the tokens that count
-_SAME_NORMS, _OTHER_NORMS = slice(14, 17), slice(17, 20)  # likewise, once for every pair of equal, of other labels
-_ONCE_NORMS, _OFTEN_NORMS = slice(20, 23), slice(23, 26)  # of tokens alone with their label in a chunk; of all others
-_RADIAL = slice(26, 28)  # magnitude.radial_sums of the whole loss's gradient
-_RIGHT_NORMS, _WRONG_NORMS = slice(28, 31), slice(31, 34)  # of sampled tokens, by whether their top prediction is right
-_MARGIN, _RIGHT_MARGIN = slice(34, 36), slice(36, 38)  # sum and count of classification margins
-_SLOTS = 38
-_ISOTROPY = 4  # whether it was measured, and its three numbers
 _SAMPLED_TOKENS = 8192  # of a micro-batch, at most, over all ranks that share it: evenly spaced on the sequence
 _PREDICTED_TOKENS = 512  # likewise; fewer, as their logits are taken once more
 _KEPT_MICRO_BATCHES = 4096  # whose margins are kept, at most: some loops never ask for them
@@ -60,7 +45,7 @@ class Metrics:
         self._parts = config.parts
         names = [part.objective for part in config.parts]
         self._objectives = names
-        self._term_slots = [_TERM, *range(_SLOTS, _SLOTS + len(names) - 1)]
+        self._term_slots = [slots.TERM, *range(slots.NUMBER, slots.NUMBER + len(names) - 1)]
         self.primary = names.index("simreg") if "simreg" in names else 0  # whose chunks the geometry is of
         self.config = config.parts[self.primary]
         self.wants_geometry = True  # a training loop that tells the iteration clears it between log steps
@@ -81,7 +66,7 @@ class Metrics:
             self._sums[slot].add_(of_objective.sum(dtype=torch.float64))
 
     def _nothing(self, device: torch.device | int) -> Tensor:
-        return torch.zeros(_SLOTS + len(self._term_slots) - 1, dtype=torch.float64, device=device)
+        return torch.zeros(slots.NUMBER + len(self._term_slots) - 1, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def observe(
@@ -98,11 +83,11 @@ class Metrics:
         own_valid = shard.own_columns(valid)
         self._count_tokens(own_valid, [view.usable[:, slice(*view.anchors)] for view in views])
         if self.wants_geometry:
-            self._add_norms(_NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
+            self._add_norms(slots.NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
             self._learned = as_logged(self._parts, learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
             for view in views:
-                self._sums[_PAIRS] += self._pair_sums(view)
+                self._sums[slots.PAIRS] += self._pair_sums(view)
                 self._add_pair_norms(view)
 
     def _count_tokens(self, own_valid: Tensor, usable: list[Tensor]) -> None:
@@ -113,7 +98,7 @@ class Metrics:
         if usable:  # a view leaves nothing else out
             of_views = [of_view.sum(dtype=torch.float64) for of_view in usable]
             found.append(functools.reduce(torch.sub, of_views, found[0]))
-        self._sums[_TOKENS : _TOKENS + len(found)].add_(torch.stack(found))
+        self._sums[slots.TOKENS : slots.TOKENS + len(found)].add_(torch.stack(found))
 
     def _add_moments(self, hidden_states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
         """Of every k-th position of the sequence, so that the sample is the same however the sequence is cut."""
@@ -145,17 +130,17 @@ class Metrics:
         assert self._sums is not None
         own, size = slice(*view.anchors), self.config.chunk_size
         counts = pair_counts(view.labels, view.usable, documents=view.documents, chunk_size=size)
-        for slots, count in zip((_SAME_NORMS, _OTHER_NORMS), counts, strict=True):
-            self._add_norms(slots, view.embeddings[:, own], count[:, own])
+        for place, count in zip((slots.SAME_NORMS, slots.OTHER_NORMS), counts, strict=True):
+            self._add_norms(place, view.embeddings[:, own], count[:, own])
         if not self.config.sends_no_rows:  # those do not ask for other labels
-            self._sums[_ONE_LABEL] += (view.usable & (counts[1] == 0))[:, own].sum()
+            self._sums[slots.ONE_LABEL] += (view.usable & (counts[1] == 0))[:, own].sum()
         alone = counts[0] == 0
-        for slots, members in ((_ONCE_NORMS, view.usable & alone), (_OFTEN_NORMS, view.usable & ~alone)):
-            self._add_norms(slots, view.embeddings[:, own], members[:, own])
+        for place, members in ((slots.ONCE_NORMS, view.usable & alone), (slots.OFTEN_NORMS, view.usable & ~alone)):
+            self._add_norms(place, view.embeddings[:, own], members[:, own])
 
-    def _add_norms(self, slots: slice, states: Tensor, weights: Tensor) -> None:
+    def _add_norms(self, place: slice, states: Tensor, weights: Tensor) -> None:
         assert self._sums is not None
-        self._sums[slots] += torch.stack(norm_sums(states, weights))
+        self._sums[place] += torch.stack(norm_sums(states, weights))
 
     def observe_predictions(
         self, model: Any, predicting: Tensor, states: Tensor | None, labels: Tensor, valid: Tensor, shard: SequenceShard
@@ -191,14 +176,14 @@ class Metrics:
         if states is None:
             return
         of_states = sample.taken(states.transpose(0, 1))
-        for slots, members in ((_RIGHT_NORMS, right), (_WRONG_NORMS, counted & ~right)):
-            self._add_norms(slots, of_states, members)
+        for place, members in ((slots.RIGHT_NORMS, right), (slots.WRONG_NORMS, counted & ~right)):
+            self._add_norms(place, of_states, members)
 
     def _add_margins(self, found: Tensor, counted: Tensor, right: Tensor) -> None:
         assert self._sums is not None
-        for slots, members in ((_MARGIN, counted), (_RIGHT_MARGIN, right)):
+        for place, members in ((slots.MARGIN, counted), (slots.RIGHT_MARGIN, right)):
             total = torch.where(members, found, 0.0).sum(dtype=torch.float64)
-            self._sums[slots] += torch.stack([total, members.sum().double()])
+            self._sums[place] += torch.stack([total, members.sum().double()])
         self._margins.append(torch.where(counted, found, torch.nan).flatten())
 
     def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
@@ -215,7 +200,7 @@ class Metrics:
             assert self._sums is not None
             of_own = shard.own_columns(gradient[: valid.shape[1]].transpose(0, 1))
             sums = torch.stack(radial_sums(of_own, own, counted))
-            self._sums[_RADIAL] += torch.where(sums.isfinite().all(), sums, 0.0)
+            self._sums[slots.RADIAL] += torch.where(sums.isfinite().all(), sums, 0.0)
 
         states.register_hook(add_up)
 
@@ -244,14 +229,15 @@ class Metrics:
             if stage < num_stages - 1:
                 return {}
         self._tell_oddities(sums)
-        named = self._named_means(sums) | _named_isotropy(isotropy) | self._learned
-        return named | _named_margins(sums) | quantiles if quantiles else named
+        losses = dict(zip(self._objectives, self._term_slots, strict=True))
+        named = naming.means(sums, losses) | naming.of_isotropy(isotropy) | self._learned
+        return named | naming.margins(sums) | quantiles if quantiles else named
 
     def _of_stage(self, dp_cp_group: dist.ProcessGroup, *, reset: bool) -> tuple[Tensor, Tensor]:
         """Sums over the ranks of this stage, and the isotropy of its states; zeros where nothing was observed."""
         if self._sums is None:
             nothing = self._nothing(torch.cuda.current_device())
-            return nothing, nothing.new_zeros(_ISOTROPY)
+            return nothing, nothing.new_zeros(slots.ISOTROPY)
         sums = self._sums.clone()
         moments = [part if reset else part.clone() for part in self._moments or ()]
         if reset:
@@ -261,72 +247,21 @@ class Metrics:
             if group is not None and group.size() > 1:
                 for part in (sums, *moments):
                     dist.all_reduce(part, group=group)
-        return sums, _isotropy(moments) if moments else sums.new_zeros(_ISOTROPY)
+        return sums, naming.isotropy(moments) if moments else sums.new_zeros(slots.ISOTROPY)
 
     def _margin_quantiles(self, dp_cp_group: dist.ProcessGroup, *, reset: bool) -> dict[str, Tensor]:
         """Over the ranks of the stage with the output layer; empty where none were measured."""
         if not self._margins:
             return {}
         groups = [group for group in (dp_cp_group, self._tensor_group) if group is not None and group.size() > 1]
-        found = quantiles_over(torch.cat(list(self._margins)), list(QUANTILES.values()), groups)
+        found = quantiles_over(torch.cat(list(self._margins)), list(naming.QUANTILES.values()), groups)
         if reset:
             self._margins.clear()
-        return dict(zip(QUANTILES, found.unbind(), strict=True))
-
-    def _named_means(self, sums: Tensor) -> dict[str, Tensor]:
-        def mean(numerator: int, denominator: int) -> Tensor:
-            return (sums[numerator] / sums[denominator].clamp(min=1)).float()
-
-        first = _PAIRS.start
-        negative = mean(first + 2, first + 3)
-        norms = NormSums(*sums[_NORMS].unbind())
-
-        def difference(one: slice, other: slice) -> Tensor:
-            return cohens_d(NormSums(*sums[one].unbind()), NormSums(*sums[other].unbind())).float()
-
-        radial, whole = sums[_RADIAL]
-        losses = {
-            f"{'simreg' if name == 'none' else name} loss": mean(slot, _TOKENS)
-            for name, slot in zip(self._objectives, self._term_slots, strict=True)
-        }
-        return losses | {
-            "simreg positive cosine": mean(first, first + 1),
-            "simreg negative cosine": negative,
-            "simreg largest negative cosine": mean(first + 4, first + 5),
-            "simreg norm": mean_norm(norms).float(),
-            "simreg norm variation": coefficient_of_variation(norms).float(),
-            "simreg norm difference": difference(_SAME_NORMS, _OTHER_NORMS),
-            "simreg norm difference of rare labels": difference(_ONCE_NORMS, _OFTEN_NORMS),
-            "simreg norm difference of right predictions": difference(_RIGHT_NORMS, _WRONG_NORMS),
-            "simreg radial gradient": (radial / whole).float(),
-            "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
-        }
+        return dict(zip(naming.QUANTILES, found.unbind(), strict=True))
 
     def _tell_oddities(self, sums: Tensor) -> None:
         """Say once, at log time, what only the data knew: tokens that SimReg had to leave out."""
-        for slot, what in _ODDITIES.items():
+        for slot, what in slots.ODDITIES.items():
             if slot not in self._oddities_told and (count := int(sums[slot])):
                 self._oddities_told.add(slot)
                 log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
-
-
-def _named_margins(sums: Tensor) -> dict[str, Tensor]:
-    """NaN of nothing."""
-    slots = {"simreg margin": _MARGIN, "simreg margin of right predictions": _RIGHT_MARGIN}
-    return {name: (sums[slot][0] / sums[slot][1]).float() for name, slot in slots.items()}
-
-
-def _isotropy(moments: list[Tensor]) -> Tensor:
-    found = geometry.isotropy(geometry.Moments._make(moments))
-    return torch.stack([torch.ones_like(found.score), found.score, found.effective_rank, found.mean_cosine]).double()
-
-
-def _named_isotropy(measured: Tensor) -> dict[str, Tensor]:
-    exists, score, effective_rank, mean_cosine = measured.float()
-    if not exists:
-        return {}
-    return {
-        "simreg isotropy": score,
-        "simreg effective rank": effective_rank,
-        "simreg mean cosine": mean_cosine,
-    }

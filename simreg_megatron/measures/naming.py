@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the sums of a log interval to its means, under the names of the log. Sums are those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from simreg_megatron import geometry
+from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm
+from simreg_megatron.measures import slots
+
+QUANTILES = {f"simreg margin {share:.0%}": share for share in (0.1, 0.5, 0.9)}
+
+
+def means(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
+    """Losses, cosines, norms and angles.
+
+    Args:
+        objectives: the slot of each one's terms.
+    """
+
+    def mean(numerator: int, denominator: int) -> Tensor:
+        return (sums[numerator] / sums[denominator].clamp(min=1)).float()
+
+    first = slots.PAIRS.start
+    negative = mean(first + 2, first + 3)
+    norms = NormSums(*sums[slots.NORMS].unbind())
+
+    def difference(one: slice, other: slice) -> Tensor:
+        return cohens_d(NormSums(*sums[one].unbind()), NormSums(*sums[other].unbind())).float()
+
+    radial, whole = sums[slots.RADIAL]
+    losses = {
+        f"{'simreg' if name == 'none' else name} loss": mean(slot, slots.TOKENS) for name, slot in objectives.items()
+    }
+    return losses | {
+        "simreg positive cosine": mean(first, first + 1),
+        "simreg negative cosine": negative,
+        "simreg largest negative cosine": mean(first + 4, first + 5),
+        "simreg norm": mean_norm(norms).float(),
+        "simreg norm variation": coefficient_of_variation(norms).float(),
+        "simreg norm difference": difference(slots.SAME_NORMS, slots.OTHER_NORMS),
+        "simreg norm difference of rare labels": difference(slots.ONCE_NORMS, slots.OFTEN_NORMS),
+        "simreg norm difference of right predictions": difference(slots.RIGHT_NORMS, slots.WRONG_NORMS),
+        "simreg radial gradient": (radial / whole).float(),
+        "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
+    }
+
+
+def margins(sums: Tensor) -> dict[str, Tensor]:
+    """NaN of nothing."""
+    found = {"simreg margin": slots.MARGIN, "simreg margin of right predictions": slots.RIGHT_MARGIN}
+    return {name: (sums[slot][0] / sums[slot][1]).float() for name, slot in found.items()}
+
+
+def isotropy(moments: list[Tensor]) -> Tensor:
+    found = geometry.isotropy(geometry.Moments._make(moments))
+    return torch.stack([torch.ones_like(found.score), found.score, found.effective_rank, found.mean_cosine]).double()
+
+
+def of_isotropy(measured: Tensor) -> dict[str, Tensor]:
+    exists, score, effective_rank, mean_cosine = measured.float()
+    if not exists:
+        return {}
+    return {
+        "simreg isotropy": score,
+        "simreg effective rank": effective_rank,
+        "simreg mean cosine": mean_cosine,
+    }

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With what weight SimReg trains in this step: lambda, its schedule, and steps in which it rests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.notices import log_once
+from simreg_megatron.weights.learnable import wanted
+
+_NEEDS_LOOP = (
+    "a SimReg lambda that changes (--simreg-warmup-iters, --simreg-lambda-schedule, --simreg-off-after, "
+    "--simreg-every) needs Megatron's training loop to tell the iteration and their number: drop these flags where "
+    "megatron.training does not run"
+)
+
+
+class Strength:
+    """Of one run, from step to step."""
+
+    def __init__(self, config: SimRegConfig) -> None:
+        self.config = config
+        self.factor: Tensor | None = None  # of lambda, 0-d on the device; None while lambda is constant
+        self.is_off = False  # in this step, as the settings say
+        self.follows_iterations = False  # set once a training loop tells the iteration
+        self.iteration = 0  # without one: micro-batches so far
+
+    def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
+        """Before step `iteration` (counted from 0) of a training of so many: set the factor of lambda.
+
+        Raises:
+            RuntimeError: the schedule needs to know how long the training is, and nobody says.
+        """
+        self.follows_iterations = True
+        self.iteration = iteration
+        self.is_off = iteration % self.config.every != 0
+        schedule = self.config.schedule
+        if schedule.is_constant:
+            return
+        if schedule.needs_length and num_iterations is None:
+            raise RuntimeError(_NEEDS_LOOP)
+        factor = schedule.factor(iteration, num_iterations)
+        if self.factor is None:
+            self.factor = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
+        self.factor.fill_(factor)
+        # Scalars of an objective's own need a gradient in every step, and be it zero: Megatron waits for it.
+        has_ended = schedule.has_ended(iteration, num_iterations) and not wanted(self.config)
+        self.is_off = self.is_off or has_ended
+
+    def lambdas(self, hidden_size: int) -> dict[str, Tensor]:
+        """The weight of each objective in this step, under the names of the log; empty while all are constant."""
+        factor = self.factor
+        if factor is None:
+            return {}
+        return {f"{part.objective} lambda": factor * part.weight(hidden_size) for part in self.config.parts}
+
+    def weight(self, part: SimRegConfig, hidden_size: int) -> Any:
+        """Of one objective in this step."""
+        weight = self.config.every * part.weight(hidden_size)
+        if self.config.every > 1 and not self.follows_iterations:
+            raise RuntimeError(_NEEDS_LOOP)
+        if self.config.schedule.is_constant:
+            return weight
+        if self.factor is None:
+            raise RuntimeError(_NEEDS_LOOP)
+        return weight * self.factor
+
+    def count_by_itself(self) -> None:
+        """A micro-batch, where no training loop tells the iteration."""
+        if self.follows_iterations:
+            return
+        self.iteration += 1
+        if any(part.record.draws for part in self.config.parts):
+            log_once(
+                "SimReg: no training loop tells the iteration, so each micro-batch draws directions or permutations of "
+                "its own, and a run that is resumed begins with the first ones again"
+            )
+
+    def refuse_uncounted(self) -> None:
+        """Where pipeline stages must draw alike.
+
+        Raises:
+            NotImplementedError: nobody tells them the iteration.
+        """
+        drawing = [part.objective for part in self.config.parts if part.record.draws]
+        if drawing and not self.follows_iterations:
+            raise NotImplementedError(
+                f"SimReg objective {drawing[0]} draws random numbers by the iteration, which no training loop tells "
+                "here, so pipeline stages would draw different ones: name layers of the last stage in --simreg-layers"
+            )
