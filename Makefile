@@ -31,8 +31,9 @@ FUZZ_ARGS ?=
 FAULTS_ARGS ?=
 # Tables to make again, stale or not: make tables ONLY="parity versions"
 ONLY ?=
-# Two workers, one file each at a time: whole runs of Megatron are made once a file and shared by its tests.
-PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
+# Two workers, one file each at a time: whole runs of Megatron are made once a file and shared by its tests. The order
+# is that of tests/conftest.py, long files first.
+PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

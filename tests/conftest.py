@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the tests: long files first, or at random."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from random import Random
+
+import pytest
+
+HERE = Path(__file__).parent
+LONG = (
+    "megatron/test_parity.py",
+    "unit/test_triton_forms.py",
+    "megatron/test_launch.py",
+    "megatron/test_adagc.py",
+    "fuzz/test_fuzz.py",
+    "distributed/test_shard.py",
+    "unit/test_evaluation.py",
+    "megatron/test_recording.py",
+    "unit/test_gpu_report.py",
+    "megatron/test_objectives.py",
+    "megatron/test_export.py",
+)
+"""Files that take long; whichever worker got one of them last would end long after the other."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and the tests of each, in an order of chance")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        places = {HERE / name: place for place, name in enumerate(LONG)}
+        files.sort(key=lambda tests: places.get(tests[0].path, len(LONG)))
+    else:
+        chance = Random(seed)
+        for tests in files:
+            chance.shuffle(tests)
+        chance.shuffle(files)
+    items[:] = [item for tests in files for item in tests]
