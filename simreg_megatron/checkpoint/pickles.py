@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,16 +151,20 @@ def load_torch(source: Path | bytes, *, path: Path) -> Any:
         raise _unreadable(path, error) from None
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
 @contextmanager
 def _nobody_elses_list() -> Iterator[None]:
-    """torch keeps one list of further names for the whole process, and Megatron adds its classes to it."""
-    kept = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        yield
-    finally:
+    """torch keeps one list of further names for the whole process, of all its threads, and Megatron adds to it."""
+    with _ONE_AT_A_TIME:
+        kept = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(kept)
+        try:
+            yield
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(kept)
 
 
 def _opened(source: Path | bytes) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import records
+from simreg_megatron.checkpoint.errors import CheckpointError
 from tests.faults import disks, judge
 from tests.faults.faults import HANGS, OF_A_DISK, Fault
 from tests.faults.layouts import LAYOUTS, SAVE_INTERVAL
@@ -141,7 +142,13 @@ class Campaign:
         """How the final weights compare, in words, and what is wrong with them."""
         if not life.has_ended:
             return "no", ["the run did not come to its end"]
-        folder, checkpoint = self.work / "undisturbed" / fault.layout, judge.newest(life.output)
+        try:
+            return self._compared_bits(fault, judge.newest(life.output))
+        except CheckpointError as error:
+            return "no", [str(error)]
+
+    def _compared_bits(self, fault: Fault, checkpoint: Path) -> tuple[str, list[str]]:
+        folder = self.work / "undisturbed" / fault.layout
         if fault.then:
             apart = judge.distance(judge.newest(folder / "output"), checkpoint)
             return f"{apart:.1e}", [] if apart <= judge.ROUNDING else [f"weights are {apart:.1e} away"]

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ import torch
 from launch import checkpoints, launcher
 from launch.flags import LaunchError, flag_names
 from launch.plan import resumed
+from simreg_megatron.checkpoint.pickles import load_torch
 from simreg_megatron.plugin.cpu import backend
 from simreg_megatron.plugin.refusals import refuse_start_over
 from tests.faults.starts import ROOT
@@ -69,6 +72,15 @@ def test_reading_data_on_the_cpu_draws_no_random_number(monkeypatch: pytest.Monk
     monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)
     backend._give_loaders_a_generator(torch)
     assert not moves()
+
+
+def test_threads_may_read_checkpoints_at_once(tmp_path: Path) -> None:
+    """A checkpoint's arguments are of classes that the reader lists one by one while it reads."""
+    path = tmp_path / "args.pt"
+    torch.save({"args": argparse.Namespace(step=7)}, path)
+    with ThreadPoolExecutor(4) as pool:
+        for loaded in pool.map(lambda _: load_torch(path.read_bytes(), path=path), range(60)):
+            assert vars(loaded["args"])["step"] == 7
 
 
 @pytest.fixture
