@@ -137,13 +137,11 @@ def test_a_run_is_a_line_for_each_step_that_it_logs_and_its_log_has_all(tmp_path
 def test_a_failing_job_stops_the_others(tmp_path):
     marker = tmp_path / "finished"
     failing = python_job("simreg", "print('the cause'); raise SystemExit(3)", tmp_path)
-    lasting = python_job("cross-entropy", f"import time; time.sleep(30); open({str(marker)!r}, 'w')", tmp_path)
-    start = time.monotonic()
+    lasting = python_job("cross-entropy", f"import time; time.sleep(120); open({str(marker)!r}, 'w')", tmp_path)
     with pytest.raises(JobFailed, match=r"simreg run stopped with exit status 3: its log is .*log\.txt\.$") as caught:
         run_side_by_side([lasting, failing], Silent())
     assert caught.value.tail == ["the cause"]
-    assert time.monotonic() - start < 10
-    assert not marker.exists()
+    assert not marker.exists(), "it was waited for"
 
 
 def test_a_job_that_ignores_the_polite_request_is_ended(tmp_path, monkeypatch):
