@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm test-te parity versions lint docs bench fuzz faults gpu cost tables stale dist clean distclean
+TARGETS := help setup demo test test-all test-slurm test-te parity versions lint docs bench fuzz faults stress gpu cost tables stale dist clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -27,6 +27,8 @@ GPU_ARGS ?=
 # Seconds for all targets of make fuzz, and more words for it: make fuzz FUZZ_SECONDS=60 FUZZ_ARGS="--only parquet"
 FUZZ_SECONDS ?= 600
 FUZZ_ARGS ?=
+# How many cases: make stress STRESS_ARGS="--small 1000000 --large 200 --record"
+STRESS_ARGS ?=
 # Which faults: make faults FAULTS_ARGS="--only full-disk --jobs 2"
 FAULTS_ARGS ?=
 # Tables to make again, stale or not: make tables ONLY="parity versions"
@@ -89,6 +91,9 @@ fuzz: setup ## every reader of foreign bytes under mutated inputs (10 minutes; F
 
 faults: setup ## kill, hang and starve tiny runs, and see that they end with the same bits (220 faults: 3 hours on 2 cores)
 	$(PY) -m tests.faults $(FAULTS_ARGS)
+
+stress: setup ## compare SimReg's numbers with float64 on hard random inputs (10,000 cases: 2 minutes)
+	$(PY) -m tests.stress $(STRESS_ARGS)
 
 gpu: setup ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (GPU_ARGS=--quick is shorter)
 	$(PY) -m benchmarks.gpu $(GPU_ARGS)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many cases: each batch draws from its own number, and the worst of each kind stays in a table that keeps growing."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tests.stress.cases import Case, draw
+from tests.stress.judge import judge
+
+IMPLS = ("reference", "tiled")
+SMALL_BATCH = 500
+_LARGE_ANCHORS = 64
+
+
+class Row(NamedTuple):
+    """The worst of one kind so far."""
+
+    size: str
+    impl: str
+    kind: str
+    cases: int
+    value: float  # largest error over its bound
+    gradient: float
+    not_finite: int
+
+
+class Table:
+    """Rows by size, form and kind, kept in a file; and how many batches of each size they are of."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.rows: dict[tuple[str, str, str], Row] = {}
+        self.batches = {"small": 0, "large": 0}
+        if path is not None and path.is_file():
+            with path.open(newline="", encoding="utf-8") as file:
+                for line in csv.reader(file):
+                    self._read(line)
+
+    def _read(self, line: list[str]) -> None:
+        if line[0] == "batches":
+            self.batches[line[1]] = int(line[2])
+        elif line[0] != Row._fields[0]:
+            size, impl, kind, cases, value, gradient, not_finite = line
+            self.rows[size, impl, kind] = Row(
+                size, impl, kind, int(cases), float(value), float(gradient), int(not_finite)
+            )
+
+    def add(self, new: Row) -> None:
+        place = new.size, new.impl, new.kind
+        old = self.rows.get(place, new._replace(cases=0, not_finite=0))
+        self.rows[place] = new._replace(
+            cases=old.cases + new.cases,
+            value=max(old.value, new.value),
+            gradient=max(old.gradient, new.gradient),
+            not_finite=old.not_finite + new.not_finite,
+        )
+
+    def keep(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        part = self._path.with_suffix(".part")
+        with part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(Row._fields)
+            for _, row in sorted(self.rows.items()):
+                writer.writerow([*row[:4], f"{row.value:.3f}", f"{row.gradient:.3f}", row.not_finite])
+            writer.writerows(("batches", size, number) for size, number in self.batches.items())
+        part.replace(self._path)
+
+
+def small(number: int) -> Iterator[Row]:
+    """Sequences of 2 to 24 tokens of width 2 to 48, every token an anchor."""
+    generator = torch.Generator().manual_seed(number)
+    length, width = (int(torch.randint(2, most, (), generator=generator)) for most in (25, 49))
+    case = draw(generator, SMALL_BATCH, length, width)
+    for impl in IMPLS:
+        yield _judged("small", case, impl, torch.arange(length).expand(SMALL_BATCH, -1))
+
+
+def large(number: int) -> Iterator[Row]:
+    """One sequence of up to 20,000 tokens of width up to 8,192, in the form that can; some tokens are anchors."""
+    generator = torch.Generator().manual_seed(10**9 + number)
+    length, width = (
+        int(2 ** (math.log2(low) + math.log2(high / low) * float(torch.rand((), generator=generator))))
+        for low, high in ((1000, 20000), (64, 8192))
+    )
+    case = draw(generator, 1, length, width)
+    anchors = torch.randperm(length, generator=generator)[:_LARGE_ANCHORS].unsqueeze(0)
+    yield _judged("large", case, "tiled", anchors)
+
+
+def _judged(size: str, case: Case, impl: str, anchors: torch.Tensor) -> Row:
+    found = judge(case, impl, anchors)
+    return Row(size, impl, case.kind, len(case.rows), found.value, found.gradient, int(not found.finite))
