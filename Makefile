@@ -89,7 +89,7 @@ bench: setup ## what SimReg costs, as ratios of one run
 fuzz: setup ## every reader of foreign bytes under mutated inputs (10 minutes; FUZZ_SECONDS=60 is shorter)
 	$(PY) -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 
-faults: setup ## kill, hang and starve tiny runs, and see that they end with the same bits (220 faults: 3 hours on 2 cores)
+faults: setup ## kill, hang and starve tiny runs, and see that they end with the same bits (220 faults: hours)
 	$(PY) -m tests.faults $(FAULTS_ARGS)
 
 stress: setup ## compare SimReg's numbers with float64 on hard random inputs (10,000 cases: 2 minutes)

@@ -387,6 +387,7 @@ NOT_MEASURED = (
 )  # fmt: skip
 
 RELIABILITY = "docs/reliability.md"
+_RANKS = {"one": 1, "tp2-sp": 2, "pp2": 2, "cp2": 2, "dp2": 2, "ep2": 2}
 OF_RELIABILITY = (
     states(RELIABILITY, "| processor time | {} s |", "tests/fuzz/bar.py", r"\nSECONDS = ([\d.]+)"),
     states(RELIABILITY, "| memory | {} times the input, and {} MiB |", "tests/fuzz/bar.py",
@@ -394,6 +395,9 @@ OF_RELIABILITY = (
     NotMeasured(RELIABILITY, "settings, an aim, and what a format allows",
                 ("in turn, 10 minutes", "ten million inputs", "at most 4 KiB", "to be 128 MiB")),
     NotMeasured("CONTRIBUTING.md", "a setting", ("mutated inputs (10 minutes;",)),
+    NotMeasured(RELIABILITY, "a count of processes", tuple(f"| {name} | {ranks} |" for name, ranks in _RANKS.items())),
+    NotMeasured(RELIABILITY, "read from the process table when it was found", ("690 MB of memory gone", "some 48 MiB")),
+    NotMeasured("CHANGELOG.md", "read from the process table when it was found", ("a process of 690 MB behind",)),
 )  # fmt: skip
 
 ENTRIES: tuple[Entry, ...] = (

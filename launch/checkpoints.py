@@ -75,6 +75,14 @@ def newest_whole(folder: Path) -> int | None:
     return None
 
 
+def size(folder: Path) -> int:
+    """Bytes of the newest complete checkpoint; 0 where there is none."""
+    newest = newest_whole(folder)
+    with suppress(OSError):
+        return 0 if newest is None else sum(path.stat().st_size for path in path_of(folder, newest).rglob("*"))
+    return 0
+
+
 def tracked(folder: Path) -> int | None:
     """The iteration that Megatron would load; None if its tracker file is missing or damaged."""
     with suppress(OSError, ValueError):

@@ -200,7 +200,7 @@ def _train(plan: Plan, *, verbose: bool) -> None:
     except CheckpointException:  # torch's writer says "unexpected pos" where the disk is full
         folder = Path(flag_value(plan.flags, "--save") or plan.output)
         free = shutil.disk_usage(folder).free
-        need = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+        need = checkpoints.size(folder) or sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
         if free > need:
             raise
         raise LaunchError(

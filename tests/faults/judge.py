@@ -67,7 +67,8 @@ def told(log: str, *, began: float, status: int) -> Told:
 def _sentence(log: str) -> str:
     """The last of ours; else the first of an error's, which the other ranks' follow."""
     ours, others = _OURS.findall(log), _OTHERS.findall(log)
-    return (ours[-1:] or others or [""])[0].strip()[:300]
+    sentence = (ours[-1:] or others or [""])[0].strip()[:300]
+    return sentence.encode("ascii", "ignore").decode().strip()  # gloo ends its sentence with a picture
 
 
 @dataclass(frozen=True)

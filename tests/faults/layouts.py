@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,11 +72,10 @@ _ALL = (
         ("--expert-model-parallel-size", "2"),
         (*_EXPERTS_ALIKE, *_SIGMOID, *_ADAGC),
         family="mixtral",
-        goes_on_in=("one",),
+        goes_on_in=("pp2-ep2",),  # Megatron's optimizer cannot be loaded into another number of expert-parallel ranks
     ),
 )
 LAYOUTS = {layout.name: layout for layout in _ALL}
-
-
-def named(names: Sequence[str]) -> list[Layout]:
-    return [LAYOUTS[name] for name in names]
+_STAGES_OF_EXPERTS = ("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2")
+TARGETS = {**LAYOUTS, "pp2-ep2": Layout("pp2-ep2", 4, _STAGES_OF_EXPERTS, (), family="mixtral")}
+"""Where a run may go on: nothing strikes it there."""

@@ -18,7 +18,7 @@ from tests.faults import strike as strikes
 from tests.faults.faults import HANGS, OF_A_DISK, SAVE, START, Fault
 from tests.faults.faults import strikes as drawn_strikes
 from tests.faults.judge import Told
-from tests.faults.layouts import LAYOUTS
+from tests.faults.layouts import LAYOUTS, TARGETS
 from tests.faults.starts import Start, send
 from tests.faults.strike import NONE, SIGNALS, Strike
 
@@ -98,7 +98,7 @@ class Runner:
     def _start(self, strike: Strike | None) -> bool:
         """One start to its end; whether it was struck, or ended as one that is."""
         fault = self.fault
-        then = LAYOUTS[fault.then] if fault.then and self.life.starts else None
+        then = TARGETS[fault.then] if fault.then and self.life.starts else None
         processes = then.processes if then else self.layout.processes
         log = self.folder / f"log{len(self.life.starts)}"
         harmless = Strike(NONE, "clock", 0, 0.0, 0, *self._places())

@@ -94,6 +94,13 @@ def untracked(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_full_disk_is_told_with_the_size_of_the_checkpoint_before(untracked: Path, tmp_path: Path) -> None:
+    """An assumed vocabulary made a tiny run's checkpoint 25 times as large."""
+    folder = checkpoints.path_of(untracked, 6)
+    (folder / "__0_0.distcp").write_bytes(b"x" * 5000)
+    assert 5000 < checkpoints.size(untracked) < 16384 and checkpoints.size(tmp_path / "none") == 0
+
+
 class TestNoStartAtStep0:
     @pytest.mark.parametrize("loads", [False, True])
     def test_our_launcher_refuses_it(self, loads: bool, untracked: Path) -> None:
