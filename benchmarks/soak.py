@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.soak [--steps 20000]`: does a run grow with time?
+
+A model of one layer trains through launch/pretrain_llama.sh with SimReg, AdaGC and trained exponents; it saves and
+evaluates every 250 steps, and every 5,000 steps its process ends and a new one resumes. Every few seconds the memory,
+open files and threads of the process are read from the kernel. A slope is that of a line through the samples of one
+process without its first 500 steps, with the 95 % interval of that line's slope; a sample hangs on the one before, so
+the interval is that of every twentieth sample.
+
+OUTPUT has one line for each sample; the table beside it (.md) is made of them. Stopped at any time, it goes on where
+the run's last checkpoint is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from scipy import stats
+
+from benchmarks import records
+from benchmarks.records import ROOT
+
+PROCESS_STEPS, SAVED_EVERY, WARM = 5000, 250, 500
+EVERY_SECONDS = 3.0
+APART = 20  # samples that are taken as independent of each other
+UNITS = {"memory": "MiB", "files": "", "threads": "", "milliseconds": "ms"}
+COLUMNS = ("process", "step", *UNITS)
+_STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)")
+Sample = dict[str, float]
+
+
+def words(folder: Path, steps: int) -> list[str]:
+    """The command: all the states that SimReg and AdaGC have, on the smallest model."""
+    flags = (
+        "--model tiny --num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --seq-length 64 "
+        "--global-batch-size 2 --log-interval 10 --eval-iters 1 --simreg-lambda 1 --simreg-chunk-size 24 "
+        "--simreg-similarity learnable --simreg-warmup-iters 100 --adagc"
+    )
+    numbers = {
+        "--train-iters": steps, "--save-interval": SAVED_EVERY, "--eval-interval": SAVED_EVERY,
+        "--exit-interval": PROCESS_STEPS, "--output": folder,
+    }  # fmt: skip
+    pairs = [str(word) for pair in numbers.items() for word in pair]
+    return ["bash", str(ROOT / "launch" / "pretrain_llama.sh"), *flags.split(), *pairs, "--auto-resume"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak", help="of the run and its checkpoints")
+    parser.add_argument("--output", type=Path, default=records.RESULTS / "soak.csv", metavar="FILE.csv")
+    options = parser.parse_args()
+    done = read(options.output)
+    process = int(max((sample["process"] for sample in done), default=0))
+    while last_step(options.folder) < options.steps:
+        process += 1
+        found = list(watched(words(options.folder, options.steps), process, options.folder / f"soak-{process}.txt"))
+        done += found
+        write(options.output, done)
+        if not found or found[-1]["step"] >= options.steps:
+            break
+    text = table(done)
+    options.output.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def watched(command: list[str], process: int, log: Path) -> Iterable[Sample]:
+    """Samples of one process, from its first line of the log to its end."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SIMREG_CPU": "1"}
+    with log.open("wb") as said:
+        job = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    try:
+        while job.poll() is None:
+            time.sleep(EVERY_SECONDS)
+            steps = _STEP.findall(log.read_text(encoding="utf-8", errors="replace"))
+            rank = trainer(job.pid)
+            if steps and rank is not None:
+                step, milliseconds = steps[-1]
+                yield {"process": process, "step": int(step), **looked_at(rank), "milliseconds": float(milliseconds)}
+        if job.returncode:
+            sys.exit(f"process {process} ended with status {job.returncode}: its log is {log}")
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGTERM)
+
+
+def trainer(launcher: int) -> int | None:
+    """The process under the launcher that holds the model: the largest."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+    below = {launcher}
+    while more := {child for child, parent in parents.items() if parent in below} - below:
+        below |= more
+    return max(below, key=_memory, default=None)
+
+
+def _memory(process: int) -> float:
+    try:
+        return looked_at(process)["memory"]
+    except OSError:
+        return 0.0
+
+
+def looked_at(process: int) -> Sample:
+    place = Path("/proc", str(process))
+    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
+    return {
+        "memory": int(status.get("VmRSS", "0").split()[0]) / 1024,
+        "files": len(list((place / "fd").iterdir())),
+        "threads": int(status["Threads"]),
+    }
+
+
+def last_step(folder: Path) -> int:
+    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.is_file() else 0
+
+
+def read(path: Path) -> list[Sample]:
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{name: float(value) for name, value in line.items()} for line in csv.DictReader(file)]
+
+
+def write(path: Path, samples: list[Sample]) -> None:
+    records.write(path, ({name: f"{sample[name]:g}" for name in COLUMNS} for sample in samples))
+
+
+def slope(samples: list[Sample], name: str) -> tuple[float, float]:
+    """Per 1,000 steps, and half its 95 % interval."""
+    steps, values = ([sample[key] for sample in samples] for key in ("step", name))
+    found = stats.linregress(steps, values)
+    independent = max(len(samples) // APART, 3)
+    half = stats.t.ppf(0.975, independent - 2) * found.stderr * (len(samples) / independent) ** 0.5
+    return 1000 * found.slope, 1000 * half
+
+
+def table(samples: list[Sample]) -> str:
+    """A row for each process and what was looked at: at the start, at the end, and the slope."""
+    head = "| steps | what | at first | at last | per 1,000 steps |\n| --- | --- | --- | --- | --- |"
+    rows = []
+    for process in sorted({sample["process"] for sample in samples}):
+        own = [sample for sample in samples if sample["process"] == process]
+        own = [sample for sample in own if sample["step"] >= own[0]["step"] + WARM]
+        if len(own) < 3:
+            continue
+        for name, unit in UNITS.items():
+            found, half = slope(own, name)
+            ends = " | ".join(f"{own[place][name]:.4g} {unit}".strip() for place in (0, -1))
+            span = f"{own[0]['step']:.0f} to {own[-1]['step']:.0f}"
+            rows.append(f"| {span} | {name} | {ends} | {found:+.2g} ± {half:.2g} {unit}".strip() + " |")
+    return "\n".join([head, *rows, ""])
+
+
+if __name__ == "__main__":
+    main()
