@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm test-te parity versions lint docs bench fuzz faults stress gpu cost tables stale dist clean distclean
+TARGETS := help setup demo test test-all test-slurm test-te parity versions lint audit docs bench fuzz faults stress gpu cost tables stale dist clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -73,6 +73,11 @@ lint: setup ## ruff (rules, bandit's among them, and format), mypy, shellcheck, 
 	.venv/bin/shellcheck $(SHELL_FILES)
 	.venv/bin/zizmor --offline --quiet .github/workflows
 	$(PY) -m tools.budget
+
+audit: setup ## known vulnerabilities of the packages in .venv, by pip-audit (asks the package index)
+	$(or $(PYTHON),python3) -m venv --clear build/audit-venv
+	build/audit-venv/bin/pip install --quiet --disable-pip-version-check "pip-audit>=2.7,<3"
+	build/audit-venv/bin/pip-audit --path "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" --skip-editable
 
 docs: build/docs-venv/stamp ## build the documentation as a site into build/site (first: 190 MB of tools, no torch)
 	build/docs-venv/bin/mkdocs build --strict
