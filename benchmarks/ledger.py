@@ -387,11 +387,15 @@ NOT_MEASURED = (
 )  # fmt: skip
 
 RELIABILITY = "docs/reliability.md"
+FAULTS = Source("benchmarks/results/faults.csv", "make faults FAULTS_ARGS='--results benchmarks/results/faults.csv'")
 _RANKS = {"one": 1, "tp2-sp": 2, "pp2": 2, "cp2": 2, "dp2": 2, "ep2": 2}
 OF_RELIABILITY = (
     states(RELIABILITY, "| processor time | {} s |", "tests/fuzz/bar.py", r"\nSECONDS = ([\d.]+)"),
     states(RELIABILITY, "| memory | {} times the input, and {} MiB |", "tests/fuzz/bar.py",
            r"TIMES_ITS_SIZE = (\d+)\nCONSTANT = (\d+) << 20"),
+    Figure(RELIABILITY, "So far {} faults of the list's", FAULTS, lambda: [len(csv_of(FAULTS.file))]),
+    Figure(RELIABILITY, "have been run, and {} of these were sound", FAULTS,
+           lambda: [sum(not row["wrong"] for row in csv_of(FAULTS.file))]),
     NotMeasured(RELIABILITY, "settings, an aim, and what a format allows",
                 ("in turn, 10 minutes", "ten million inputs", "at most 4 KiB", "to be 128 MiB")),
     NotMeasured("CONTRIBUTING.md", "a setting", ("mutated inputs (10 minutes;",)),
