@@ -25,17 +25,12 @@ def table(rows: Sequence[Record]) -> Iterator[str]:
     yield "| fault | " + " | ".join(LAYOUTS) + " | steps lost, at most | s to go on | said most often |"
     yield "| --- " * (len(LAYOUTS) + 4) + "|"
     for kind in MOMENTS:
-        if of_kind := [row for row in rows if row["kind"] == kind]:
-            yield _line(kind, of_kind)
+        if here := [row for row in rows if row["kind"] == kind and not row["then"]]:
+            yield f"| {kind} | {_cells(here)} | {_lost(here)} | {_seconds(here)} | {_said(here)} |"
     moved = [row for row in rows if row["then"]]
     if moved:
         far = max(float(row["equal"]) for row in moved)
         yield f"| in another layout | {_cells(moved)} | {_lost(moved)} | {_seconds(moved)} | {far:.1e} away at most |"
-
-
-def _line(kind: str, rows: Sequence[Record]) -> str:
-    here = [row for row in rows if not row["then"]]
-    return f"| {kind} | {_cells(here)} | {_lost(here)} | {_seconds(here)} | {_said(here)} |"
 
 
 def _cells(rows: Sequence[Record]) -> str:

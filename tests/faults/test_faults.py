@@ -159,6 +159,8 @@ class TestRows:
         lines = list(table.table([{key: str(value) for key, value in vars(each).items()} for each in rows]))
         assert lines[2] == "| sigkill | 1 of 2 | 0 | 0 | 0 | 0 | 0 | 7 | 9 | error: no / yes |"
         assert lines[3] == "| in another layout | 1 | 0 | 0 | 0 | 0 | 0 | 2 | 9 | 1.0e-06 away at most |"
+        alone = list(table.table([{key: str(value) for key, value in vars(rows[2]).items()}]))
+        assert len(alone) == 3, "a run that goes on elsewhere has a line of its own alone"
 
 
 @pytest.fixture(scope="module")
