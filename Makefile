@@ -97,7 +97,7 @@ fuzz: setup ## every reader of foreign bytes under mutated inputs (10 minutes; F
 faults: setup ## kill, hang and starve tiny runs, and see that they end with the same bits (220 faults: hours)
 	$(PY) -m tests.faults $(FAULTS_ARGS)
 
-stress: setup ## compare SimReg's numbers with float64 on hard random inputs (10,000 cases: 2 minutes)
+stress: setup ## compare SimReg's numbers with float64 on hard random inputs (10,000 cases; STRESS_ARGS for more)
 	$(PY) -m tests.stress $(STRESS_ARGS)
 
 gpu: setup ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (GPU_ARGS=--quick is shorter)
