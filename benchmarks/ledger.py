@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.figures import ROOT, Entry, Figure, Ledger, Made, NotMeasured, Source, complaints, write
 from benchmarks.step_pairs import windows_of
 from simreg_megatron.report.steps import overhead
+from tests.stress import judge
 
 PAGES = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/checkpoints.md", "docs/cluster.md",
@@ -399,6 +400,11 @@ OF_RELIABILITY = (
     NotMeasured(RELIABILITY, "settings, an aim, and what a format allows",
                 ("in turn, 10 minutes", "ten million inputs", "at most 4 KiB", "to be 128 MiB")),
     NotMeasured("CONTRIBUTING.md", "a setting", ("mutated inputs (10 minutes;",)),
+    Figure(RELIABILITY, "n = 1024 delta is {}.", Source("tests/stress/judge.py", "make stress"),
+           lambda: [judge.delta(0.01, 1024, 1024)]),
+    NotMeasured(RELIABILITY, "exp(-80), rounded up", ("below 1e-34 may",)),
+    NotMeasured(RELIABILITY, "settings of tests/stress/cases.py and campaign.py",
+                ("goes from 0.001 to 1", "cosines are 1 - 1e-7,", "from 1e-20 to 1e20 (1e-3 to 1e3 in")),
     NotMeasured(RELIABILITY, "a count of processes", tuple(f"| {name} | {ranks} |" for name, ranks in _RANKS.items())),
     NotMeasured(RELIABILITY, "read from the process table when it was found", ("690 MB of memory gone", "some 48 MiB")),
     NotMeasured("CHANGELOG.md", "read from the process table when it was found", ("a process of 690 MB behind",)),
