@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import objective_cost, objectives, plot, preprocessing, records, step_pairs, steps
+from benchmarks import objective_cost, objectives, plot, preprocessing, records, search, step_pairs, steps
 from benchmarks.alternating_run import is_plain
 from benchmarks.cases import Size
 from benchmarks.measure import Row
@@ -89,6 +90,19 @@ def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None
         if path.stem in PAGES:
             page = ROOT / "docs" / PAGES[path.stem]
             assert records.quoted(page.read_text(encoding="utf-8"), path.stem) == text
+
+
+def test_the_table_of_the_search_is_of_its_runs() -> None:
+    lines = records.read(search.SOURCE)
+    text = "\n".join(search.table(lines)) + "\n"
+    assert (
+        (RESULTS / "search.md").read_text() == text == records.quoted(search.PAGE.read_text(encoding="utf-8"), "search")
+    )
+    assert len(re.findall(r"\d\.\d{3}(?:\*\*)?[ ,]", text.partition("| --- |")[2])) >= len(lines)
+    assert text.count("**") == 4 * len({line["size"] for line in lines}), "the best of each arm"
+    for arm in search.SECOND:
+        best = min(float(line["validation_loss"]) for line in lines if line["arm"] == arm and line["size"] == "64")
+        assert f"**{best:.3f}**" in text
 
 
 def test_a_page_is_changed_between_its_marks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
