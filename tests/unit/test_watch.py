@@ -18,7 +18,17 @@ from simreg_megatron.report.watch import State, Watched, duration, events_of, ta
 
 
 def log(folder: Path, steps: range, *, start: float, seconds: float, **values: float) -> None:
-    with SummaryWriter(str(folder / "tensorboard")) as writer:
+    """One file of a run. TensorBoard reads a run's files by name, in which writers of one second are counted: 10 would
+    come before 9, so these are counted otherwise."""
+    place = folder / "tensorboard"
+    before = set(place.glob("*"))
+    _write(place, steps, start=start, seconds=seconds, **values)
+    (new,) = set(place.glob("*")) - before
+    new.rename(place / f"events.out.tfevents.{int(time.time()):010d}.{len(before):03d}")
+
+
+def _write(place: Path, steps: range, *, start: float, seconds: float, **values: float) -> None:
+    with SummaryWriter(str(place)) as writer:
         for name, value in {"train_iters": 400, "seq_length": 256, "global_batch_size": 8}.items():
             writer.add_text(name, str(value), 0)
         for step in steps:
