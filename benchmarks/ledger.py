@@ -400,6 +400,14 @@ NOT_MEASURED = (
 RELIABILITY = "docs/reliability.md"
 FAULTS = Source("benchmarks/results/faults.csv", "make faults FAULTS_ARGS='--results benchmarks/results/faults.csv'")
 _RANKS = {"one": 1, "tp2-sp": 2, "pp2": 2, "cp2": 2, "dp2": 2, "ep2": 2}
+STRESS = Source("benchmarks/results/stress.csv", "make stress STRESS_ARGS='--small 1000000 --large 200 --record'")
+STRESSED_FORMS = ("reference", "tiled")
+
+
+def cases_of(size: str) -> list[float]:
+    return column(STRESS, "cases", size=size)
+
+
 OF_RELIABILITY = (
     states(RELIABILITY, "| processor time | {} s |", "tests/fuzz/bar.py", r"\nSECONDS = ([\d.]+)"),
     states(RELIABILITY, "| memory | {} times the input, and {} MiB |", "tests/fuzz/bar.py",
@@ -410,6 +418,11 @@ OF_RELIABILITY = (
     NotMeasured(RELIABILITY, "settings, an aim, and what a format allows",
                 ("in turn, 10 minutes", "ten million inputs", "at most 4 KiB", "to be 128 MiB")),
     NotMeasured("CONTRIBUTING.md", "a setting", ("mutated inputs (10 minutes;",)),
+    Figure(RELIABILITY, "So far {} small and {} large sequences", STRESS,
+           lambda: [sum(cases_of("small")) / len(STRESSED_FORMS), sum(cases_of("large"))]),
+    Figure(RELIABILITY, "error of a value was {} of its bound", STRESS, lambda: [max(column(STRESS, "value"))]),
+    Figure(RELIABILITY, "that of a gradient {}, and all", STRESS, lambda: [max(column(STRESS, "gradient"))]),
+    NotMeasured(RELIABILITY, "an aim", ("a million and 200",)),
     Figure(RELIABILITY, "n = 1024 delta is {}.", Source("tests/stress/judge.py", "make stress"),
            lambda: [judge.delta(0.01, 1024, 1024)]),
     NotMeasured(RELIABILITY, "exp(-80), rounded up", ("below 1e-34 may",)),

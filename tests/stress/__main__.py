@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.stress --small CASES --large CASES [--record]`: go on until so many cases are in the table.
+"""`python -m tests.stress --small CASES --large CASES [--record [FILE]]`: go on until so many cases are in the table.
 
 Exit status 1 if an error is above its bound, or a number is not finite. With `--record` the table is
 benchmarks/results/stress.csv, and a run goes on where the last one ended, after a kill, too.
@@ -26,9 +26,9 @@ def main() -> int:
     )
     parser.add_argument("--small", type=int, default=10_000, help="sequences of a few tokens in all (default 10,000)")
     parser.add_argument("--large", type=int, default=0, help="sequences of up to 20,000 tokens in all (default none)")
-    parser.add_argument("--record", action="store_true", help=f"add to {TABLE.name}")
+    parser.add_argument("--record", nargs="?", type=Path, const=TABLE, metavar="FILE", help=f"add to it ({TABLE.name})")
     options = parser.parse_args()
-    console, table = Console(), campaign.Table(TABLE if options.record else None)
+    console, table = Console(), campaign.Table(options.record)
     asked = {"small": (campaign.small, options.small // campaign.SMALL_BATCH), "large": (campaign.large, options.large)}
     for size, (cases_of, number) in asked.items():
         for batch in track(range(table.batches[size], number), description=f"{size} cases", console=console):

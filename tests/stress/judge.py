@@ -4,7 +4,7 @@
     |L_i - L_i*|                <=  delta (1 - exp(-L_i*)) + floor
     |e_i| |dL/de_i - dL*/de_i|  <=  delta reach_i + floor n / tau
 
-    delta = eps ( (4 + sqrt(D) / 4) / tau + log2(n) + 4 ),    floor = n exp(-80)
+    delta = eps ( (8 + sqrt(D) / 4) / tau + log2(n) + 4 ),    floor = 2 n exp(-80)
 
 eps is float32's 2^-23, in which all forms compute, whatever the type of the states; * is float64. The factor
 1 - exp(-L) says that small terms keep their digits: an error of delta in the ratio of sums is an error of
@@ -26,12 +26,12 @@ from tests.stress import exact
 from tests.stress.cases import Case
 
 EPS = 2.0**-23
-SMALLEST = math.exp(-80)
+SMALLEST = 2 * math.exp(-80)
 
 
 def delta(tau: float, length: int, width: int) -> float:
     """Of the logarithm of the ratio of both sums."""
-    return EPS * ((4 + math.sqrt(width) / 4) / tau + math.log2(length) + 4)
+    return EPS * ((8 + math.sqrt(width) / 4) / tau + math.log2(length) + 4)
 
 
 class Judged(NamedTuple):
