@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the tests: long files first, or at random."""
+"""For all tests: no network, and an order in which long files come first, or one of chance."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from random import Random
 
 import pytest
 
+from simreg_megatron.evaluation.local_data import go_offline
+
+go_offline()  # here, since whatever imports Hugging Face's libraries first decides for all
 HERE = Path(__file__).parent
 LONG = (
     "megatron/test_parity.py",
