@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 import os
 import runpy
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,6 +79,18 @@ def torchrun(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
     done = jobs.run([*launcher, *command], cwd=ROOT, env=environment, timeout=TIMEOUT, merged=True)
     return Finished(done.returncode, done.stdout)
+
+
+def two_nodes(command: Sequence[str]) -> tuple[Finished, Finished]:
+    """`torchrun --nnodes 2` on each of two nodes, here both on this machine, with one process each."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    address = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", port)
+    first, second = ThreadPoolExecutor(2).map(
+        lambda rank: torchrun(command, rendezvous=(*address, "--node-rank", rank)), ("0", "1")
+    )
+    return first, second
 
 
 def forked(target: Callable[..., None], *arguments: Any, folder: Path, processes: int = 1) -> Finished:

@@ -95,7 +95,6 @@ def apart(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
 # Each kind of split once: what a rank must add up and what it must not.
 QUICK = (
     "tp2", "tp2-sp", "pp2-tied", "dp2-distributed", "dp2-two-instances", "tied-tp2-pp2-distributed", "cp2", "ep2",
-    "ep2-tp2-etp1",
 )  # fmt: skip
 
 
@@ -195,7 +194,7 @@ def test_a_warm_up_is_megatrons_own_clipping(bench: Bench, tmp_path: Path) -> No
     assert warm.recorded.losses != pytest.approx(unclipped.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("stop", [2, 4], ids=["in the warm-up", "after it"])
+@pytest.mark.parametrize("stop", quick([2, 4], lambda stop: stop == 2), ids=["in the warm-up", "after it"])
 @pytest.mark.parametrize("variant", quick(["clipped", "global"], lambda variant: variant == "clipped"))
 def test_going_on_is_never_having_stopped(stop: int, variant: str, bench: Bench, tmp_path: Path) -> None:
     adagc = ("--adagc", "--adagc-lambda-rel", "0.9", "--adagc-warmup-iters", "3", "--adagc-variant", variant)

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,24 +64,11 @@ def test_a_recipe_runs(recipe: str, text, tmp_path: Path) -> None:
     assert f"{recipe.replace('paper', 'simreg')} loss: " in done.output
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_two_nodes_meet(text, tmp_path: Path) -> None:
-    """`torchrun --nnodes 2` on each of two nodes, here both on this machine."""
+@pytest.mark.slow
+def test_two_nodes_meet(text: BuiltinCorpus, tmp_path: Path) -> None:
+    """In the quick tests those of test_recording do."""
     own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
-    port = str(_free_port())
-    nodes = ThreadPoolExecutor(2).map(
-        lambda rank: runs.torchrun(
-            [LLAMA, "--simreg-lambda", "10", *SHORT, *own],
-            rendezvous=["--nnodes", "2", "--node-rank", rank, "--master-addr", "localhost", "--master-port", port],
-        ),
-        ("0", "1"),
-    )
-    first, second = nodes
+    first, second = runs.two_nodes([LLAMA, "--simreg-lambda", "10", *SHORT, *own])
     assert first.status == 0 == second.status, first.output[-2000:] + second.output[-2000:]
     assert "data-parallel size: 2" in first.output
     assert "simreg loss" in first.output + second.output
