@@ -91,7 +91,7 @@ def _megatron_args(words: list[str], world: int) -> Any:
     with _silence():
         import torch
 
-        from simreg_megatron.plugin.cpu import backend as cpu_backend
+        from simreg_megatron.cpu import backend as cpu_backend
 
         if not torch.cuda.is_available():
             cpu_backend.activate("on")  # so that Megatron can be imported; the flags are those of GPUs

@@ -234,7 +234,7 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
     """
     from torch.cuda import is_available
 
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     pretends = machine.gpus > 0 and (cpu_backend.is_active() or not is_available())
     own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
@@ -298,7 +298,7 @@ def look_at_machine() -> Machine:
 def _gpus() -> int:
     import torch
 
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     return 0 if cpu_backend.is_active() else torch.cuda.device_count()  # its stand-ins would count as GPUs
 
@@ -349,7 +349,7 @@ def _prepare(plan: Plan) -> None:
     _use_tree(plan)
     if not plan.on_cpu:
         return
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     try:
         cpu_backend.activate(cpu_backend.requested(plan.arguments) or "on")

@@ -482,7 +482,7 @@ _OF_LONG_RUNS = (
 
 def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, large: bool) -> list[Flag]:
     if on_cpu:
-        from simreg_megatron.plugin.cpu.backend import MEGATRON_FLAGS
+        from simreg_megatron.cpu.backend import MEGATRON_FLAGS
 
         return group_flags(MEGATRON_FLAGS)
     chosen: list[Flag] = [] if flag_names(flags) & _PRECISIONS else [("--bf16",)]

@@ -56,7 +56,8 @@ def check_own_flags(flags: Sequence[Flag]) -> SimRegConfig:
     Raises:
         LaunchError: one does not; the sentence names the flag that was meant.
     """
-    from simreg_megatron.plugin.arguments import add_simreg_arguments, config_from_args
+    from simreg_megatron.config.flags import config_from_args
+    from simreg_megatron.plugin.arguments import add_simreg_arguments
 
     parser = _Refusing(allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)  # two settings of Megatron's that ours are checked with
@@ -277,7 +278,7 @@ def _megatrons_parser() -> _Refusing | None:
     try:
         import torch
 
-        from simreg_megatron.plugin.cpu import backend as cpu_backend
+        from simreg_megatron.cpu import backend as cpu_backend
 
         if not torch.cuda.is_available():
             cpu_backend.activate()  # so that Megatron can be imported; this process plans, or is on the CPU anyway

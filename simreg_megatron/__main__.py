@@ -19,8 +19,8 @@ def run(argv: list[str], *, plain: bool = False) -> None:
     The CPU backend comes first if `--simreg-cpu` or SIMREG_CPU asks for it: it must precede Megatron's import.
     """
     from simreg_megatron import install
+    from simreg_megatron.cpu import backend as cpu_backend
     from simreg_megatron.plugin.compat import MegatronSeamError
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
 
     script = argv[0]
     try:

@@ -284,7 +284,7 @@ def _use_cpu_if_alone() -> None:
 
     import torch
 
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     if not torch.cuda.is_available():
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):

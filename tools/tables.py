@@ -44,10 +44,9 @@ class Table:
 
 
 _PLUGIN = (
-    "simreg_megatron/__init__.py", "simreg_megatron/config.py", "simreg_megatron/adagc.py",
-    "simreg_megatron/notices.py", "simreg_megatron/trial.py",
+    "simreg_megatron/__init__.py", "simreg_megatron/adagc.py", "simreg_megatron/notices.py", "simreg_megatron/trial.py",
     *(f"simreg_megatron/{room}/**/*.py" for room in
-      ("objectives", "kernels", "losses", "parallel", "sharded", "weights", "measures", "plugin")),
+      ("config", "objectives", "kernels", "losses", "parallel", "sharded", "weights", "measures", "cpu", "plugin")),
 )  # fmt: skip
 _MODULES = ("compare", "driver", "expected", "inputs", "loops", "measure", "pretrain", "record", "releases", "tiny")
 TABLES = {

@@ -40,7 +40,7 @@ def namespace(checkpoint: Checkpoint) -> argparse.Namespace:
     from megatron.core.transformer.enums import AttnBackend
     from megatron.training.arguments import add_megatron_arguments
 
-    from simreg_megatron.plugin.cpu.backend import MEGATRON_FLAGS
+    from simreg_megatron.cpu.backend import MEGATRON_FLAGS
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args = parser.parse_known_args([*MEGATRON_FLAGS])[0]
@@ -93,7 +93,7 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def main() -> None:
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     cpu_backend.activate("force")
     from safetensors.torch import load_file, save_file

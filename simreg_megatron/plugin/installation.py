@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config.flags import config_from_args
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.arguments import config_from_args
 from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.regularizer import Regularizer
 

@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from simreg_megatron.config.flags import adagc_from_args, differences_to_checkpoint
 from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat, forms, installation
 from simreg_megatron.plugin.announce import begin
-from simreg_megatron.plugin.arguments import adagc_from_args, add_simreg_arguments, differences_to_checkpoint
+from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer

@@ -20,7 +20,7 @@ from launch import checkpoints, launcher
 from launch.flags import LaunchError, flag_names
 from launch.plan import resumed
 from simreg_megatron.checkpoint.pickles import load_torch
-from simreg_megatron.plugin.cpu import backend
+from simreg_megatron.cpu import stand_ins
 from simreg_megatron.plugin.refusals import refuse_start_over
 from tests.faults.starts import ROOT
 
@@ -70,7 +70,7 @@ def test_reading_data_on_the_cpu_draws_no_random_number(monkeypatch: pytest.Monk
 
     assert moves(), "else there would be nothing to mend"
     monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)
-    backend._give_loaders_a_generator(torch)
+    stand_ins._give_loaders_a_generator(torch)
     assert not moves()
 
 

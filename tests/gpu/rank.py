@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simreg_megatron.plugin.cpu import backend as cpu_backend
+from simreg_megatron.cpu import backend as cpu_backend
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def _reference_gradient(hidden_SBD: Tensor, weights_BS: Tensor, given: dict[str,
     """Gradient of lambda * sum(weights * R) at the hidden states, in float32, sequence by sequence."""
     from megatron.training import get_args
 
+    from simreg_megatron.config.flags import config_from_args
     from simreg_megatron.losses import simreg_loss
-    from simreg_megatron.plugin.arguments import config_from_args
 
     config = config_from_args(get_args())
     packed = given.get("packed_seq_params")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from simreg_megatron.cpu.backend import MEGATRON_FLAGS
 from simreg_megatron.kernels.contrast import MODULES
-from simreg_megatron.plugin.cpu.backend import MEGATRON_FLAGS
 from tests.megatron.runs import PRETRAIN, torchrun
 
 IMPLS = tuple(MODULES)  # every fast form of the loss

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from simreg_megatron import install, uninstall
-from simreg_megatron.plugin.cpu import backend as cpu_backend
+from simreg_megatron.cpu import backend as cpu_backend
 from tests.megatron.own_script import CONFIG, LENGTH, build_model, causal_mask, gradients
 
 Gradients = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from simreg_megatron import install, uninstall
-from simreg_megatron.plugin.cpu import backend as cpu_backend
+from simreg_megatron.cpu import backend as cpu_backend
 from tests.megatron.own_script import CONFIG, LENGTH, VOCABULARY, WIDTH, expected_gradients, gradients
 
 

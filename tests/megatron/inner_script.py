@@ -8,8 +8,8 @@ import os
 import torch
 
 from simreg_megatron import SimRegConfig, install, uninstall
+from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.plugin.cpu import backend as cpu_backend
 from tests.megatron.own_script import LENGTH, build_model, causal_mask, gradients
 
 CASES = (((1,), "post-norm"), ((1, 2, "final"), "post-norm"), (("final",), "pre-norm"), ((1, "final"), "pre-norm"))

@@ -8,9 +8,9 @@ import os
 import torch
 
 from simreg_megatron import SimRegConfig, install, uninstall
+from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.cpu import backend as cpu_backend
 
 LENGTH, VOCABULARY, WIDTH = 32, 64, 32
 CONFIG = SimRegConfig(lambda_=2, temperature=0.5, chunk_size=12)

@@ -14,7 +14,7 @@ import importlib
 import os
 import warnings
 
-from simreg_megatron.plugin.cpu import backend as cpu_backend
+from simreg_megatron.cpu import backend as cpu_backend
 
 _MODULES = (
     "megatron.training.training",

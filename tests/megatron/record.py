@@ -82,8 +82,8 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
     import megatron.training.training as training
 
     from simreg_megatron import install
+    from simreg_megatron.cpu.backend import connections
     from simreg_megatron.plugin import loop_hooks
-    from simreg_megatron.plugin.cpu.backend import connections
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections(flags)
     os.environ["RECORD_OUT"] = str(out)  # for patches that record more
@@ -104,7 +104,7 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
 
 
 def main() -> None:
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     cpu_backend.activate()
     record(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from simreg_megatron.plugin.cpu.backend import MEGATRON_FLAGS
+from simreg_megatron.cpu.backend import MEGATRON_FLAGS
 from tests.helpers import jobs
 from tests.megatron import forks
 from tests.megatron.parameters import Shard

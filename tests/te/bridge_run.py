@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from simreg_megatron import SimRegConfig, install
-from simreg_megatron.plugin.cpu import backend as cpu_backend
+from simreg_megatron.cpu import backend as cpu_backend
 
 STEPS, LENGTH, VOCABULARY = 2, 32, 256
 CONFIG = SimRegConfig(lambda_=1, temperature=0.5, chunk_size=16)

@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from simreg_megatron.plugin.arguments import (
-    adagc_from_args,
-    add_simreg_arguments,
-    config_from_args,
-    differences_to_checkpoint,
-)
-from simreg_megatron.plugin.cpu import backend as cpu_backend
+from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
+from simreg_megatron.cpu import backend as cpu_backend
+from simreg_megatron.plugin.arguments import add_simreg_arguments
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from simreg_megatron.plugin.cpu import backend as cpu_backend
+from simreg_megatron.cpu import backend as cpu_backend
 from tests.helpers.processes import run_processes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
@@ -127,7 +127,7 @@ def split_attention(rank: int, ranks: int, masked: bool, mistake: str | None = N
 
 
 def _make_mistake(mistake: str) -> None:
-    from simreg_megatron.plugin.cpu import attention as cpu_attention
+    from simreg_megatron.cpu import attention as cpu_attention
 
     if mistake == "ranks taken for contiguous":
         cpu_attention.zigzag_positions = lambda length, ranks: torch.arange(length).view(ranks, -1)

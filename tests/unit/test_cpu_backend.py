@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from simreg_megatron.plugin.cpu import backend as cpu_backend
+from simreg_megatron.cpu import backend as cpu_backend
 from tests.helpers import jobs
 from tests.helpers.processes import run_processes
 
@@ -67,7 +67,7 @@ def test_refused_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.megatron
 def test_megatron_meets_the_stand_ins() -> None:
     done = python(
-        "from simreg_megatron.plugin.cpu import backend as cpu_backend; cpu_backend.activate(); import torch; "
+        "from simreg_megatron.cpu import backend as cpu_backend; cpu_backend.activate(); import torch; "
         "from megatron.core.transformer.torch_norm import WrappedTorchNorm; "
         "assert torch.zeros(2, device='cuda').device.type == 'cpu'; "
         "assert torch.ones(1).cuda().type() == 'torch.cuda.FloatTensor'; "
@@ -135,7 +135,7 @@ def test_transformer_engine_stays_out_of_it(tmp_path: Path) -> None:
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('undefined symbol: cublasLt')")
     imported = "from megatron.core.models.gpt import gpt_model; print('whole')"
     path = os.pathsep.join((str(tmp_path), str(ROOT)))
-    hidden = python(f"from simreg_megatron.plugin.cpu import backend as c; c.activate(); {imported}", PYTHONPATH=path)
+    hidden = python(f"from simreg_megatron.cpu import backend as c; c.activate(); {imported}", PYTHONPATH=path)
     assert hidden.stdout.splitlines()[-1:] == ["whole"], hidden.stderr
     seen = python(imported, PYTHONPATH=path)
     assert "undefined symbol" in seen.stderr and "whole" not in seen.stdout

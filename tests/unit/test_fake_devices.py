@@ -67,9 +67,9 @@ class Case:
         if self.objective == "simreg":
             given["impl"] = self.impl
         plain = SimRegConfig(**given)
-        if "chunk_size" not in plain._idle_settings:
+        if "chunk_size" not in plain.idle_settings:
             given["chunk_size"] = self.chunk
-        if "scope" not in plain._idle_settings:
+        if "scope" not in plain.idle_settings:
             given["scope"] = self.scope
         return SimRegConfig(**given)
 

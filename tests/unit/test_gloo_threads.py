@@ -20,7 +20,7 @@ _SCRIPT = """
 import atexit, sys, time
 import torch
 import torch.distributed as dist
-from simreg_megatron.plugin.cpu import gloo_threads
+from simreg_megatron.cpu import gloo_threads
 
 if sys.argv[2] == "settle":
     atexit.register(gloo_threads.settle)
@@ -30,11 +30,12 @@ sys.setswitchinterval(1000)
 
 
 def collective():
-    dist.all_reduce(torch.ones(1_000_000), group=held, async_op=True)
+    dist.all_reduce(torch.ones(100_000), group=held, async_op=True)
 
 
-collective()
-end = time.monotonic() + 0.3
+for _ in range(16):
+    collective()
+end = time.monotonic() + 1
 while time.monotonic() < end:
     pass
 print("all work done", flush=True)
@@ -42,6 +43,7 @@ print("all work done", flush=True)
 
 
 def _run(tmp_path: Path, mode: str) -> subprocess.CompletedProcess[str]:
+    tmp_path.mkdir(exist_ok=True)
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "store"), mode]
     return jobs.run(command, cwd=ROOT)
 
@@ -54,5 +56,6 @@ def test_a_run_that_did_its_work_ends_well(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_it_the_process_aborts(tmp_path: Path) -> None:
-    """If this fails, torch has mended it, and the module can go."""
-    assert _run(tmp_path, "plain").returncode == -signal.SIGABRT
+    """If this fails, torch has mended it, and the module can go. A race: a busy machine may win it a few times."""
+    tries = (_run(tmp_path / str(number), "plain") for number in range(10))
+    assert any(done.returncode == -signal.SIGABRT for done in tries)

@@ -30,7 +30,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-# Only plugin, pretrain, checkpoint and probe may name megatron; triton lives in kernels alone.
+# Only cpu, plugin, pretrain, checkpoint and probe may name megatron; triton lives in kernels alone.
 LAW = {
     "schedule": room(),
     "sentences": room(),
@@ -47,8 +47,9 @@ LAW = {
     "sharded": room("config objectives losses kernels parallel notices", "torch"),
     "weights": room("config objectives losses parallel", "torch"),
     "measures": room("config geometry losses magnitude notices parallel sharded weights", "torch"),
+    "cpu": room(packages="torch megatron"),
     "plugin": room(
-        "config objectives losses kernels adagc parallel sharded weights measures trial notices",
+        "cpu config objectives losses kernels adagc parallel sharded weights measures trial notices",
         "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),
@@ -61,16 +62,16 @@ LAW = {
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
     "checkpoint": room(
-        f"{TOP} config plugin data sentences",
+        f"{TOP} cpu config plugin data sentences",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
     ),
     "report": room(f"{TOP} geometry sentences", "matplotlib numpy scipy tensorboard rich torch"),
     "evaluation": room("data checkpoint", "lm_eval datasets transformers torch numpy matplotlib typer rich"),
     "reproduce": room(f"{TOP} data report sentences", "yaml sentencepiece scipy numpy matplotlib typer rich"),
-    "__main__": room(f"{TOP} plugin"),
+    "__main__": room(f"{TOP} cpu plugin"),
     "installed": room(packages="transformer_engine"),
     "cli": room(
-        f"{TOP} config plugin data checkpoint evaluation installed report probe reproduce trial", "typer rich torch"
+        f"{TOP} cpu config plugin data checkpoint evaluation installed report probe reproduce trial", "typer rich torch"
     ),
 }
 
@@ -159,7 +160,7 @@ def test_no_module_imports_itself_by_way_of_others():
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("config.py", "import torch"),
+        ("config/simreg.py", "import torch"),
         ("losses/simreg.py", "from megatron.core import mpu"),
         ("losses/simreg.py", "def late():\n    import megatron"),
         ("losses/simreg.py", "from simreg_megatron import plugin"),

@@ -101,7 +101,7 @@ def main_rank() -> None:
     """One rank: load SOURCE, save it as torch_dist in OUT/dist, and as torch in OUT/ranks."""
     core, kind, layout, source, out = sys.argv[2:]
     use_only(Path(core))
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     cpu_backend.activate()
     _let_old_writers_write()

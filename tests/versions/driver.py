@@ -76,7 +76,7 @@ def measure(layout: Any, given: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     core, source, out, *names = sys.argv[1:]
     use_only(Path(core))
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     cpu_backend.activate()
     import megatron.core

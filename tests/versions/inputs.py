@@ -20,7 +20,7 @@ def main() -> None:
     from tests.versions.driver import use_only
 
     use_only(core)
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     cpu_backend.activate()
     from tests.megatron.text import VOCABULARY, make_corpus

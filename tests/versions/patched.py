@@ -10,7 +10,7 @@ from pathlib import Path
 
 def main() -> None:
     script, *flags = sys.argv[1:]
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     cpu_backend.activate()
     sys.argv = [script, *flags]

@@ -140,7 +140,7 @@ def _record(run: Run) -> None:
 def main() -> None:
     folder, runs = sys.argv[1:]
     use_only(Path(folder))
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     cpu_backend.activate()
     for module in ("megatron.training.training", "torch._dynamo", "simreg_megatron.plugin.hooks"):

@@ -29,7 +29,7 @@ Grads = dict[str, Tensor]
 
 def run_rank(core: Path, source: Path, out: Path, names: list[str]) -> None:
     use_only(core)
-    from simreg_megatron.plugin.cpu import backend as cpu_backend
+    from simreg_megatron.cpu import backend as cpu_backend
 
     cpu_backend.activate()
     from tests.versions import tiny

@@ -8,7 +8,9 @@ import math
 from dataclasses import dataclass, fields
 
 from simreg_megatron import objectives
-from simreg_megatron.objectives.options import checked_option, checked_options, words
+from simreg_megatron.config.together import checked_together, parts_of
+from simreg_megatron.config.values import as_typed, checked_lambda, checked_layers
+from simreg_megatron.objectives.options import checked_options
 from simreg_megatron.objectives.record import Kind, Objective
 from simreg_megatron.schedule import Schedule, parsed
 
@@ -18,7 +20,6 @@ SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
 GROUP_REDUCTIONS = ("sum", "mean")
 SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
-ADAGC_VARIANTS = ("clipped", "raw", "global")
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "gemm", "triton")
 
 _REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
@@ -80,10 +81,10 @@ class SimRegConfig:
     log_interval: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lambda_", _checked_lambda(self.lambda_))
-        object.__setattr__(self, "layers", _checked_layers(self.layers))
+        object.__setattr__(self, "lambda_", checked_lambda(self.lambda_))
+        object.__setattr__(self, "layers", checked_layers(self.layers))
         if self.combines:
-            object.__setattr__(self, "objective_options", _checked_together(self))
+            object.__setattr__(self, "objective_options", checked_together(self))
             return
         self.record  # noqa: B018  an unknown name ends here
         for name, choices in _CHOICES.items():
@@ -122,7 +123,7 @@ class SimRegConfig:
                 "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
                 "drop one of them"
             )
-        idle = [name for name in self._idle_settings if getattr(self, name) != _DEFAULTS[name]]
+        idle = [name for name in self.idle_settings if getattr(self, name) != _DEFAULTS[name]]
         if idle:
             raise ValueError(
                 f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(self, idle[0]))} has no effect on objective "
@@ -151,7 +152,7 @@ class SimRegConfig:
             )
 
     @property
-    def _idle_settings(self) -> list[str]:
+    def idle_settings(self) -> list[str]:
         """What has no effect on the objective, whatever it is set to."""
         if self.is_simreg:
             return []
@@ -172,7 +173,7 @@ class SimRegConfig:
     @functools.cached_property
     def parts(self) -> tuple[SimRegConfig, ...]:
         """The settings of each objective; most often of one."""
-        return _parts(self) if self.combines else (self,)
+        return parts_of(self) if self.combines else (self,)
 
     @property
     def record(self) -> Objective:
@@ -269,40 +270,6 @@ class SimRegConfig:
 _DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}
 
 
-@dataclass(frozen=True)
-class AdaGCConfig:
-    """Settings of adaptive clipping; see `simreg_megatron.adagc.AdaGC`.
-
-    Attributes:
-        lambda_rel: how far above its moving average a parameter's gradient norm may rise.
-        lambda_abs: largest global norm during the warm-up.
-        beta: of the moving average.
-        warmup_iters: steps that are clipped by their global norm.
-        variant: "clipped", "raw" or "global".
-
-    Raises:
-        ValueError: a setting is impossible.
-    """
-
-    lambda_rel: float = 1.04
-    lambda_abs: float = 1.0
-    beta: float = 0.99
-    warmup_iters: int = 100
-    variant: str = "clipped"
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.lambda_rel) and self.lambda_rel > 0):
-            raise ValueError(f"AdaGC's lambda-rel must be a finite number above 0, not {self.lambda_rel}")
-        if not (math.isfinite(self.lambda_abs) and self.lambda_abs > 0):
-            raise ValueError(f"AdaGC's lambda-abs must be a finite number above 0, not {self.lambda_abs}")
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"AdaGC's beta must be at least 0 and below 1, not {self.beta}")
-        if self.warmup_iters < 0:
-            raise ValueError(f"AdaGC's warm-up must be 0 or more iterations, not {self.warmup_iters}")
-        if self.variant not in ADAGC_VARIANTS:
-            raise ValueError(f"unknown AdaGC variant {self.variant!r}: choose from {', '.join(ADAGC_VARIANTS)}")
-
-
 _CHOICES = {
     "scope": SCOPES,
     "placement": PLACEMENTS,
@@ -312,118 +279,3 @@ _CHOICES = {
     "chunk_weight": CHUNK_WEIGHTS,
     "impl": IMPLEMENTATIONS,
 }
-
-
-def as_typed(value: object) -> str:
-    """A setting as one would give it: options as name=value, several of anything with commas."""
-    if not isinstance(value, tuple):
-        return str(value)
-    return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value) or "none"
-
-
-def _checked_lambda(value: float | str) -> float | str:
-    if value == "auto":
-        return "auto"
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(
-            f"SimReg lambda must be a finite number of 0 or more, or auto, not {value if str(value) else 'empty'}"
-        )
-    return number
-
-
-def _checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ...]:
-    """The options of all parts; what they were given and no part knows is refused."""
-    if config.lambda_ != 0:
-        raise ValueError(
-            f"SimReg lambda {config.lambda_} has no effect where each objective has a weight: "
-            f"write it behind the name, as in simreg:{config.lambda_}"
-        )
-    for name in _DEFAULTS.keys() - {"objective", "objective_options", "temperature"}:
-        if getattr(config, name) != _DEFAULTS[name] and all(name in part._idle_settings for part in config.parts):
-            raise ValueError(
-                f"SimReg {name.replace('_', ' ')} {as_typed(getattr(config, name))} has no effect on any of "
-                f"{config.objective}: drop it"
-            )
-    of_head = [part.objective for part in config.parts if part.through_head]
-    if config.looks_inside and of_head:
-        raise ValueError(
-            f"SimReg objective {of_head[0]} is of the final states, as the output layer is given them: train it "
-            "without --simreg-layers and --simreg-placement"
-        )
-    own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
-    temperatures = [(name, value) for name, value in words(config.objective_options) if name.endswith(".temperature")]
-    return (*own, *((name, float(str(value))) for name, value in temperatures))
-
-
-def _parts(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
-    weights = _weights(config.objective)
-    options: dict[str, dict[str, object]] = {name: {} for name in weights}
-    for word, value in words(config.objective_options):
-        objective, dot, name = word.partition(".")
-        if not dot or objective not in weights:
-            raise ValueError(
-                f"with several SimReg objectives an option begins with the name of its own, as in "
-                f"{next(iter(weights))}.{name or word}, and {word!r} does not"
-            )
-        options[objective][name] = value
-    found = []
-    for objective, weight in weights.items():
-        own = options[objective]
-        temperature = own.pop("temperature", _shared_temperature(config, objective, list(weights)))
-        given = {"objective": objective, "lambda_": weight, "objective_options": tuple(own.items())}
-        alone = SimRegConfig(**given)  # type: ignore[arg-type]
-        rest = _DEFAULTS.keys() - given.keys() - {"temperature"} - set(alone._idle_settings)
-        shared = {name: getattr(config, name) for name in rest}
-        if temperature is not None:
-            shared["temperature"] = checked_option(f"{objective}.temperature", 1.0, temperature)
-        found.append(SimRegConfig(**given, **shared))  # type: ignore[arg-type]
-    return tuple(found)
-
-
-def _weights(text: str) -> dict[str, float | str]:
-    """ "simreg:auto,sigreg:0.05" by name."""
-    known = [name for name in objectives.names() if name != "none"]
-    found: dict[str, float | str] = {}
-    for word in text.split(","):
-        name, colon, weight = (piece.strip() for piece in word.partition(":"))
-        if not colon or name not in known or name in found:
-            raise ValueError(
-                f"SimReg objective {text!r} must be one name, or several different ones with a weight each, such as "
-                f"simreg:auto,sigreg:0.05; choose from {', '.join(known)}"
-            )
-        found[name] = _checked_lambda(weight)
-        if found[name] == 0:
-            raise ValueError(f"SimReg objective {name} has weight 0 in {text!r}: give it another, or leave it out")
-    return found
-
-
-def _shared_temperature(config: SimRegConfig, objective: str, names: list[str]) -> float | None:
-    """The one temperature goes to SimReg, or to the only part that has one."""
-    if config.temperature is None:
-        return None
-    takers = ["simreg"] if "simreg" in names else [name for name in names if objectives.find(name).temperature]
-    if len(takers) != 1:
-        raise ValueError(
-            f"SimReg temperature {config.temperature} belongs to none or to several of {config.objective}: give it "
-            f"as an option of one, such as {(takers or names)[0]}.temperature={config.temperature}"
-        )
-    return config.temperature if objective == takers[0] else None
-
-
-def _checked_layers(value: object) -> tuple[int | str, ...]:
-    """("final",), (3, "final"), or the same as text: "3,final". Numbers first, each once, ascending."""
-    words = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
-    numbers, final = set(), False
-    for word in words:
-        text = str(word).strip()
-        if text == "final":
-            final = True
-        elif text.isdecimal() and int(text) > 0:
-            numbers.add(int(text))
-        else:
-            raise ValueError(f"SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not {text!r}")
-    return (*sorted(numbers), *(("final",) if final else ()))

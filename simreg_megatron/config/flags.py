@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our flags: each sets one field of a record; from a namespace of arguments to the records, and how two differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from simreg_megatron import objectives
+from simreg_megatron.config import simreg as choices
+from simreg_megatron.config.adagc import ADAGC_VARIANTS, AdaGCConfig
+from simreg_megatron.config.simreg import SimRegConfig
+from simreg_megatron.config.values import as_typed
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One command-line flag: the attribute it leaves in Megatron's args, and the config field it sets."""
+
+    name: str
+    field: str
+    parse: Callable[[str], Any] | None  # None: a switch
+    help: str
+
+    @property
+    def dest(self) -> str:
+        return self.name.lstrip("-").replace("-", "_")
+
+
+def _one_of(values: tuple[str, ...]) -> str:
+    return "one of " + ", ".join(values)
+
+
+OF_SIMREG = (
+    Flag("--simreg-lambda", "lambda_", str, "weight of the term beside the next-token loss: a number, or auto for "
+          "10*sqrt(hidden/1024); 0 is plain Megatron (default 0)"),
+    Flag("--simreg-temperature", "temperature", float, "temperature tau, which divides the similarities (default "
+          "0.01; other objectives have their own)"),
+    Flag("--simreg-chunk-size", "chunk_size", int, "tokens that are compared with each other; 0 compares whole "
+          "sequences (default 1024)"),
+    Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, the same in every "
+          "layout, or on what each rank holds (default exact)"),
+    Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES) + ": how two states are compared "
+          "(default cosine)"),
+    Flag("--simreg-objective", "objective", str, _one_of(objectives.names()) + " (measures SimReg in log steps and "
+          "does not train on it), or several with their weights: simreg:auto,sigreg:0.05 (default simreg)"),
+    Flag("--simreg-objective-options", "objective_options", str, "options of the objective's own, as name=value with "
+          "commas: form=per_pair,self_positive=always"),
+    Flag("--simreg-layers", "layers", str, "whose states get the term: final, or layer numbers from 1 such as "
+          "12,24,final (default final)"),
+    Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": take the final states behind the "
+          "last norm or before it (default post-norm)"),
+    Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS) + ": over the positives and "
+          "over the negatives of a token (default sum)"),
+    Flag("--simreg-self-positive", "self_positive", str, _one_of(choices.SELF_POSITIVES) + ": when a token is its own "
+          "positive (default always)"),
+    Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one "
+          "sequence are weighed against each other (default token)"),
+    Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet (default off)"),
+    Flag("--simreg-warmup-iters", "warmup_iters", int, "iterations over which lambda rises from 0 (default 0)"),
+    Flag("--simreg-lambda-schedule", "lambda_schedule", str, "how lambda changes over the training: constant, or "
+          "linear:F or cosine:F down (or up) to F times lambda (default constant)"),
+    Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
+          "off and no longer computed (default never)"),
+    Flag("--simreg-every", "every", int, "compute the term in every K-th step alone, with K times the weight: another "
+          "objective, the same in expectation (default 1)"),
+    Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
+          "auto, the fastest that fits)"),
+    Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's values in the log, a multiple of "
+          "--log-interval, which is the default"),
+)  # fmt: skip
+
+
+OF_ADAGC = (
+    Flag("--adagc-lambda-rel", "lambda_rel", float, "how far a parameter's gradient norm may rise above its moving "
+          "average (default 1.04)"),
+    Flag("--adagc-lambda-abs", "lambda_abs", float, "largest global norm during the warm-up (default: --clip-grad's)"),
+    Flag("--adagc-beta", "beta", float, "of the moving average (default 0.99)"),
+    Flag("--adagc-warmup-iters", "warmup_iters", int, "steps that are clipped by their global norm (default 100)"),
+    Flag("--adagc-variant", "variant", str, _one_of(ADAGC_VARIANTS) + ": what the averages follow (default "
+          "clipped)"),
+)  # fmt: skip
+
+
+def config_from_args(args: Any) -> SimRegConfig:
+    """Read the settings from Megatron's namespace; what is absent or None keeps its default."""
+    given = {flag.field: getattr(args, flag.dest, None) for flag in OF_SIMREG}
+    return SimRegConfig(**{field: value for field, value in given.items() if value is not None})
+
+
+def adagc_from_args(args: Any) -> AdaGCConfig | None:
+    """The settings of AdaGC, or None where it is off. Its global norm is --clip-grad's, where that clips at all."""
+    if not getattr(args, "adagc", None):
+        return None
+    given = {flag.field: getattr(args, flag.dest, None) for flag in OF_ADAGC}
+    if given["lambda_abs"] is None:
+        given["lambda_abs"] = getattr(args, "clip_grad", None) or None
+    return AdaGCConfig(**{field: value for field, value in given.items() if value is not None})
+
+
+def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
+    """One line for every setting that differs between this run and the run that wrote the checkpoint."""
+    if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
+        return []
+    pairs: list[tuple[tuple[Flag, ...], Any, Any]] = [
+        (OF_SIMREG, config_from_args(checkpoint_args), config_from_args(args))
+    ]
+    clipped = [adagc_from_args(given) for given in (checkpoint_args, args)]
+    found = []
+    if (clipped[0] is None) != (clipped[1] is None):
+        found.append(
+            f"--adagc was {_on_or_off(clipped[0])} when the checkpoint was written and is {_on_or_off(clipped[1])} now"
+        )
+    elif clipped[0] is not None:
+        pairs.append((OF_ADAGC, clipped[0], clipped[1]))
+    return found + [
+        f"{flag.name} was {as_typed(getattr(before, flag.field))} when the checkpoint was written and is "
+        f"{as_typed(getattr(now, flag.field))} now{_origin(args, flag)}"
+        for flags, before, now in pairs
+        for flag in flags
+        if getattr(before, flag.field) != getattr(now, flag.field)
+    ]
+
+
+def _on_or_off(config: AdaGCConfig | None) -> str:
+    return "off" if config is None else "on"
+
+
+def _origin(args: Any, flag: Flag) -> str:
+    value: Any | None = getattr(args, flag.dest, None)
+    return " (its default; give the flag to go on as before)" if value is None else ""

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The places of Megatron that assume more of a GPU than a device's name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+
+def adapt_megatron() -> None:
+    """Let them work on the CPU; imports Megatron."""
+    import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from simreg_megatron.cpu import attention as cpu_attention
+
+    dataset_utils.compile_helpers = lambda: None  # the wheel brings them compiled
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_to_host
+    _allow_sequence_parallelism(WrappedTorchNorm)
+    cpu_attention.adapt(DotProductAttention)
+
+
+def _split_sizes_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """All-to-all takes its split sizes as numbers; upstream converts them only if they come from a GPU."""
+    import torch
+
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _allow_sequence_parallelism(norm_class: Any) -> None:
+    """torch's norms are right on a shard too: only their weights' gradients must be marked to be summed over ranks."""
+    make = norm_class.__new__
+
+    def make_marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        unsharded = copy.copy(config)
+        unsharded.sequence_parallel = False  # upstream refuses it, for want of the mark set below
+        norm = make(cls, unsharded, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    norm_class.__new__ = make_marked

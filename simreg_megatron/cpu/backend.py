@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's own training loop on a machine without a GPU: stand-ins for what it asks of CUDA.
+
+Megatron's loop names CUDA devices, streams and tensor types throughout. `activate()` answers those names on the CPU,
+one process per rank over gloo, so that a newcomer can run it and tests can hold every parallel layout. It is for
+learning and testing, never on by accident: it must be asked for, before Megatron is imported, where no GPU is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from simreg_megatron.cpu import gloo_threads, stand_ins
+from simreg_megatron.cpu.adaptations import adapt_megatron
+from simreg_megatron.cpu.errors import CpuBackendError
+
+MEGATRON_FLAGS = (
+    "--transformer-impl", "local",
+    "--distributed-backend", "gloo",
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--attention-backend", "unfused",
+    "--num-workers", "0",
+)  # fmt: skip
+"""Megatron's flags that go with the CPU: no fused kernels, gloo between processes, no loader processes."""
+
+_state = {"active": False}
+
+
+def is_active() -> bool:
+    """Whether Megatron runs on the stand-ins in this process."""
+    return _state["active"]
+
+
+def requested(argv: list[str]) -> str | None:
+    """ "on" or "force" if the command line (--simreg-cpu) or the environment (SIMREG_CPU) asks for the CPU."""
+    for word in argv:
+        if word == "--simreg-cpu" or word.startswith("--simreg-cpu="):
+            return word.partition("=")[2] or "on"
+    value = os.environ.get("SIMREG_CPU", "")
+    return {"": None, "0": None, "1": "on"}.get(value, value)
+
+
+def require_gpu() -> None:
+    """Where nobody asked for the CPU: say that a GPU is missing before Megatron's long way to its own assertion.
+
+    Raises:
+        CpuBackendError: torch sees no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CpuBackendError(
+            "no GPU is here, and Megatron needs one: add --simreg-cpu (or SIMREG_CPU=1) to try it on the CPU, "
+            "or see why torch.cuda.is_available() is false"
+        )
+
+
+def connections(flags: Sequence[str]) -> str:
+    """The CUDA_DEVICE_MAX_CONNECTIONS that Megatron demands: 1 under tensor parallelism, any other under FSDP."""
+    return "32" if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags) else "1"
+
+
+def choose_flags(parser: Any) -> None:
+    """Let Megatron's parser default to MEGATRON_FLAGS, as far as this release knows them; what is given wins."""
+    known = [flag for flag in _by_flag() if flag[0] in parser._option_string_actions]
+    chosen = parser.parse_known_args([word for flag in known for word in flag])[0]
+    dests = [parser._option_string_actions[flag[0]].dest for flag in known]
+    parser.set_defaults(**{dest: getattr(chosen, dest) for dest in dests})
+
+
+def _by_flag() -> list[list[str]]:
+    """MEGATRON_FLAGS, each with its value."""
+    flags: list[list[str]] = []
+    for word in MEGATRON_FLAGS:
+        if word.startswith("--"):
+            flags.append([])
+        flags[-1].append(word)
+    return flags
+
+
+def activate(mode: str = "on") -> None:
+    """Answer Megatron's calls to torch.cuda on the CPU, for the rest of this process.
+
+    Args:
+        mode: "on"; or "force" to leave a GPU that is there unused.
+
+    Raises:
+        CpuBackendError: Megatron is imported already, a GPU is there and mode is not "force", or mode is unknown.
+    """
+    if is_active():
+        return
+    if mode not in ("on", "force"):
+        raise CpuBackendError(f"--simreg-cpu takes no value or force (SIMREG_CPU: 1 or force), not {mode!r}")
+    if "megatron.core" in sys.modules:
+        raise CpuBackendError(
+            "the CPU backend must come before Megatron is imported: start the script with "
+            "`python -m simreg_megatron SCRIPT ... --simreg-cpu`"
+        )
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiled graphs would bypass the stand-ins
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", connections(sys.argv))
+    import torch
+
+    if torch.cuda.is_available() and mode != "force":
+        raise CpuBackendError(
+            f"a GPU is here ({torch.cuda.get_device_name(0)}): leave --simreg-cpu and SIMREG_CPU out to train on it, "
+            "or say --simreg-cpu=force (SIMREG_CPU=force) to leave it idle"
+        )
+    _state["active"] = True
+    # Megatron takes its norms and its Adam from Transformer Engine wherever that can be imported; they need a GPU.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    # Nobody on a CPU misses the fused layers whose absence Megatron reports once a module.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine|transformer-engine)")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    stand_ins.replace(torch)
+    adapt_megatron()
+    atexit.register(gloo_threads.settle)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print("> SimReg: no GPU in use, Megatron runs on the CPU over gloo (for trying and testing)", flush=True)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Megatron on a CPU, for trying and testing."""
