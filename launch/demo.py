@@ -35,6 +35,7 @@ from launch.side_by_side import Job, JobFailed, Notes, Trainings, Turns, run_sid
 from launch.timing import interval_milliseconds  # noqa: E402
 from simreg_megatron import report  # noqa: E402
 from simreg_megatron.report import own  # noqa: E402
+from simreg_megatron.report.arms import Arm, read_arms  # noqa: E402
 from simreg_megatron.report.page import Grid, Section  # noqa: E402
 from simreg_megatron.report.page import write as write_page  # noqa: E402
 from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c  # noqa: E402
@@ -281,7 +282,7 @@ def _look_inside(settings: Settings, console: Console, steps: report.Overhead) -
         run_side_by_side([probe_job(settings, name) for name in RUNS], Notes(screen))
         for name in RUNS:
             _leave_last_checkpoint(settings.output / name / "checkpoints")
-        arms = own.read_arms([str(settings.output / name) for name in RUNS])
+        arms = read_arms([str(settings.output / name) for name in RUNS])
         states = [
             report.read_hidden_states(probe_output(settings, name, step), name=f"{name}, step {step}")
             for step in settings.probed
@@ -297,7 +298,7 @@ def _leave_last_checkpoint(folder: Path) -> None:
 
 
 def _draw(
-    settings: Settings, arms: Sequence[own.Arm], states: Sequence[report.HiddenStates], steps: report.Overhead
+    settings: Settings, arms: Sequence[Arm], states: Sequence[report.HiddenStates], steps: report.Overhead
 ) -> None:
     title = f"Tiny LLaMA, SimReg lambda {settings.simreg_lambda:g}, seed {settings.seed}"
     report.draw_curves([run for arm in arms for run in arm.runs], settings.output / CURVES, title=title)

@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from simreg_megatron.evaluation.errors import EvaluationError
-
-_console = Console(soft_wrap=True, highlight=False)
 
 
 def register(app: typer.Typer) -> None:
@@ -85,6 +83,7 @@ def evaluate(
     """
     with _one_sentence():
         _need_packages()
+        from simreg_megatron.evaluation.compare import HeldOut, evaluate_all
         from simreg_megatron.evaluation.harness import refuse_unknown
         from simreg_megatron.evaluation.local_data import go_offline
         from simreg_megatron.evaluation.tasks import choose
@@ -100,30 +99,16 @@ def evaluate(
         refuse_unknown(choices, include)
         if not choices and data is None:
             raise EvaluationError("--tasks none goes with --data PREFIX: otherwise there is nothing to measure")
-        _run(
+        evaluate_all(
             models,
             output,
             choices,
             protocol,
             tokenizer=tokenizer,
-            held_out=_HeldOut(data, seq_length or None, data_tokens or None, _numbers(features, data)),
+            held_out=HeldOut(data, seq_length or None, data_tokens or None, _numbers(features, data)),
             paper=_paper_rows(paper, [choice.name for choice in choices]),
             paper_name=paper,
         )
-
-
-class _HeldOut(NamedTuple):
-    """What to measure perplexity on."""
-
-    data: Path | None
-    seq_length: int | None
-    tokens: int | None
-    features: tuple[int, ...]
-
-    def shown(self) -> dict[str, Any]:
-        if self.data is None:
-            return {}
-        return {"data": str(self.data), "features": list(self.features) or None, "data tokens": self.tokens}
 
 
 def _numbers(text: str, data: Path | None) -> tuple[int, ...]:
@@ -207,115 +192,6 @@ def _paper_rows(size: str, tasks: Sequence[str]) -> dict[str, dict[str, float]] 
     if not set(tasks) & set(known):
         raise EvaluationError(f"--paper: none of the tasks is in the paper's tables: take one of {', '.join(known)}")
     return rows()[size]
-
-
-def _run(
-    models: dict[str, Path],
-    output: Path,
-    choices: Sequence[Any],
-    protocol: Any,
-    *,
-    tokenizer: Path | None,
-    held_out: _HeldOut,
-    paper: dict[str, dict[str, float]] | None,
-    paper_name: str,
-) -> None:
-    from simreg_megatron.evaluation import paired, results, table
-    from simreg_megatron.evaluation.plot import draw
-
-    output.mkdir(parents=True, exist_ok=True)
-    settings = protocol.shown() | held_out.shown()
-    known = _already_found(output / "results.json", settings, choices)
-    found = []
-    for name, path in models.items():
-        done = known.get((name, str(path)))
-        if done is None:
-            folder = _as_model(name, path, output, tokenizer)
-            _console.print(f"> {name}: {folder}")
-            scores, questions = _scores(folder, choices, protocol)
-            losses, documents = _losses(folder, held_out, protocol)
-            paired.keep(_questions(output, name), questions, documents)
-            done = results.ModelResults(name, str(path), scores, losses)
-        found.append(done)
-        results.write(output / "results.json", found, settings)
-    first, *others = (paired.kept(_questions(output, name)) for name in models)
-    pairs = {model.name: paired.pairs_of(other, first) for model, other in zip(found[1:], others, strict=True)}
-    page = table.report(found, settings, paper=paper, name=f"paper, {paper_name}", pairs=pairs)
-    (output / "results.md").write_text(page)
-    if choices:
-        draw(found, output / "results.png")
-    _console.print(page, markup=False)
-    _console.print(f"{output}/results.md, .json" + (", .png" if choices else ""))
-
-
-def _already_found(path: Path, settings: dict[str, Any], choices: Sequence[Any]) -> dict[tuple[str, str], Any]:
-    """Models of an earlier start with the same settings and tasks."""
-    from simreg_megatron.evaluation import results
-
-    if not path.exists():
-        return {}
-    models, before = results.read(path)
-    if before != settings:
-        other = sorted(name for name in before.keys() | settings.keys() if before.get(name) != settings.get(name))
-        raise EvaluationError(f"{path} was made with another {', '.join(other)}: give another --output, or remove it")
-    names = {choice.name for choice in choices}
-    return {(model.name, model.path): model for model in models if set(model.scores) == names}
-
-
-def _as_model(name: str, path: Path, output: Path, tokenizer: Path | None) -> Path:
-    """A Hugging Face folder: itself, or the export of a Megatron checkpoint, made once."""
-    if (path / "config.json").is_file():
-        return path
-    from simreg_megatron.checkpoint.errors import CheckpointError
-    from simreg_megatron.checkpoint.export import export, plan_export
-    from simreg_megatron.checkpoint.source import open_checkpoint
-    from simreg_megatron.checkpoint.tokenizer import open_tokenizer
-
-    folder = output / "models" / name
-    if folder.exists():
-        return folder
-    if tokenizer is None:
-        raise EvaluationError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
-    try:
-        plan = plan_export(open_checkpoint(path, None), tokenizer=open_tokenizer(tokenizer))
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        export(plan, folder)
-    except CheckpointError as error:
-        raise EvaluationError(str(error)) from None
-    return folder
-
-
-def _questions(output: Path, name: str) -> Path:
-    """Where the scores by question and the losses by document of a model are kept."""
-    return output / "questions" / f"{name}.npz"
-
-
-def _scores(folder: Path, choices: Sequence[Any], protocol: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    from simreg_megatron.evaluation import harness
-
-    return harness.evaluate(folder, choices, protocol) if choices else ({}, {})
-
-
-def _losses(folder: Path, held_out: _HeldOut, protocol: Any) -> tuple[list[Any], dict[str, Any]]:
-    if held_out.data is None:
-        return [], {}
-    from transformers import AutoConfig
-
-    from simreg_megatron.data import DataError
-    from simreg_megatron.evaluation.perplexity import measure
-
-    try:
-        return measure(
-            folder,
-            held_out.data,
-            seq_length=held_out.seq_length or AutoConfig.from_pretrained(folder).max_position_embeddings,
-            features=held_out.features,
-            max_tokens=held_out.tokens,
-            dtype=protocol.dtype,
-            device=protocol.device,
-        )
-    except DataError as error:
-        raise EvaluationError(str(error)) from None
 
 
 def _need_packages() -> None:

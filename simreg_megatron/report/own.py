@@ -9,169 +9,27 @@ schedule of that length would save; and of one run each it is one draw.
 
 from __future__ import annotations
 
-import csv
 import json
 import platform
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
 from simreg_megatron.report import runs
+from simreg_megatron.report.arms import Arm
 from simreg_megatron.report.curves import draw_curves, panels_of
 from simreg_megatron.report.heatmap import HiddenStates, draw_heatmaps, excerpt, mean_cosines, read_hidden_states
 from simreg_megatron.report.page import Grid, Page, Picture, Section
-from simreg_megatron.report.runs import ReportError, Run, Series, read_run
+from simreg_megatron.report.runs import Run
 from simreg_megatron.report.welch import welch
 
 AUTHORS_SAVING = "over 30 % (abstract)"
 AUTHORS_TIME = "+0.0 % (7B, H800, Table 3)"
 _AUTHORS_LOSS = "-0.055 nats (350M, perplexity 15.06 to 14.25, Table 7)"
-_IN_TABLES = {  # columns and tags of `reproduce`, as Megatron's
-    "validation_loss": runs.VALIDATION_LOSS,
-    "train_loss": runs.TRAIN_LOSS,
-    "simreg_loss": runs.SIMREG_LOSS,
-    "positive_cosine": runs.POSITIVE_COSINE,
-    "negative_cosine": runs.NEGATIVE_COSINE,
-    "isotropy": runs.ISOTROPY,
-}
-_WHERE = (
-    "path",
-    "dir",
-    "save",
-    "load",
-    "rank",
-    "tensorboard",
-    "seed",
-    "timestamp",
-    "wandb",
-    "port",
-)  # say nothing of what was trained
-
-
-@dataclass(frozen=True)
-class Arm:
-    """Runs of one kind, which differ in their seed."""
-
-    name: str
-    runs: tuple[Run, ...]
-    folders: tuple[Path, ...]
-
-    @property
-    def losses(self) -> list[float]:
-        """The last validation loss of each run that has one."""
-        found = (run.last(runs.VALIDATION_LOSS) for run in self.runs)
-        return [loss for loss in found if loss is not None]
-
-    @property
-    def seconds(self) -> float | None:
-        """Of a step: the median over the runs, where they logged it."""
-        found = [time for run in self.runs if (time := run.median(runs.ITERATION_TIME)) is not None]
-        return float(np.median(found)) if found else None
-
-    @property
-    def objective(self) -> str:
-        """What it trains on beside the language-model loss: "" for nothing, "?" where its settings are not known."""
-        settings = self.runs[0].settings
-        if not settings:
-            return "?"
-        weight, name = settings.get("simreg_lambda", "None"), settings.get("simreg_objective", "None")
-        is_off = name == "none" or weight in ("None", "0", "0.0")
-        return "" if is_off else "simreg" if name == "None" else name
-
-    @property
-    def curve(self) -> Run:
-        """The mean over the runs, at the steps that all of them have."""
-        if len(self.runs) == 1:
-            return replace(self.runs[0], name=self.name)
-        tags = set.intersection(*(set(run.scalars) for run in self.runs))
-        mean = {tag: _mean([run.scalars[tag] for run in self.runs]) for tag in tags}
-        name = f"{self.name}, mean of {len(self.runs)}"
-        return Run(name, {tag: series for tag, series in mean.items() if len(series.steps)}, self.runs[0].settings)
-
-
-def _mean(several: Sequence[Series]) -> Series:
-    steps = several[0].steps
-    for series in several[1:]:
-        steps = np.intersect1d(steps, series.steps)
-    values = [series.values[np.isin(series.steps, steps)] for series in several]
-    return Series(steps, np.mean(values, axis=0))
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-def read_arms(words: Sequence[str]) -> list[Arm]:
-    """`PATH` or `NAME=PATH` each: an output folder of a run, its TensorBoard folder, or a CSV file. One name given to
-    several paths makes them seeds of one arm.
-
-    Raises:
-        ReportError: a path holds no run.
-    """
-    found: dict[str, list[tuple[Run, Path]]] = {}
-    paths = [Path(word.partition("=")[2] or word) for word in words]
-    repeated = {name for name, count in Counter(map(runs.own_name, paths)).items() if count > 1}
-    for word, path in zip(words, paths, strict=True):
-        named = word.partition("=")[0] if "=" in word else ""
-        own = runs.own_name(path)
-        default = f"{path.resolve().parent.name}/{own}" if own in repeated else own
-        for run in _read(path, default):
-            found.setdefault(named or run.name, []).append((run, path))
-    return [Arm(name, *(tuple(part) for part in zip(*members, strict=True))) for name, members in found.items()]
-
-
-def _read(path: Path, name: str) -> Iterator[Run]:
-    if path.suffix == ".csv":
-        yield from _read_csv(path, name)
-        return
-    folder = path / "tensorboard" if (path / "tensorboard").is_dir() else path
-    run = read_run(folder, name=name)
-    if runs.FIRST_OF_SEVERAL in run.scalars:
-        run.scalars.setdefault(runs.VALIDATION_LOSS, run.scalars[runs.FIRST_OF_SEVERAL])
-    yield run
-
-
-def _read_csv(path: Path, name: str) -> Iterator[Run]:
-    """A line a value (tag, step, value, and run where there are several), or a line a step with a column a tag."""
-    try:
-        with path.open(encoding="utf-8", newline="") as stream:
-            rows = list(csv.DictReader(stream))
-        points = list(_points(rows, name))
-        np.array([step for _, _, step, _ in points], dtype=np.int64)  # see that they fit
-    except (OSError, csv.Error, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise ReportError(
-            f"{path} cannot be read as runs ({error}): its columns must be tag, step, value and, of several runs, run; "
-            "or step and a tag each"
-        ) from None
-    if not points:
-        raise ReportError(f"{path} holds no values")
-    by_run: dict[str, dict[str, dict[int, float]]] = {}
-    for run, tag, step, value in points:
-        by_run.setdefault(run, {}).setdefault(_IN_TABLES.get(tag, tag), {})[step] = value
-    for run, tags in by_run.items():
-        yield Run(run, {tag: _series(values) for tag, values in tags.items()})
-
-
-def _points(rows: Sequence[dict[str, str]], name: str) -> Iterator[tuple[str, str, int, float]]:
-    long = bool(rows) and {"tag", "step", "value"} <= set(rows[0])
-    for row in rows:
-        run = row.get("run") or name
-        if long:
-            yield run, row["tag"], int(row["step"]), float(row["value"])
-        else:
-            columns = {tag: text for tag, text in row.items() if tag not in ("step", "run") and text}
-            yield from ((run, tag, int(row["step"]), float(text)) for tag, text in columns.items())
-
-
-def _series(values: dict[int, float]) -> Series:
-    steps = sorted(values)
-    return Series(np.array(steps, dtype=np.int64), np.array([values[step] for step in steps]))
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
+_WHERE = ("path", "dir", "save", "load", "rank", "tensorboard", "seed", "timestamp", "wandb", "port")
+"""Arguments whose names hold one of these say nothing of what was trained."""
 
 
 def page_of(arms: Sequence[Arm], *, title: str = "SimReg: runs", further: Sequence[Section] = ()) -> Page:

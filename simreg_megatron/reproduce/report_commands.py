@@ -58,9 +58,10 @@ def runs(
     One HTML file that needs no network, and Markdown with its pictures.
     """
     from simreg_megatron.report import own
+    from simreg_megatron.report.arms import read_arms
 
     with _one_sentence():
-        arms = own.read_arms(run)
+        arms = read_arms(run)
         page = own.page_of(arms)
         _write(page, output)
     for sentence in page.sections[0].verdicts:

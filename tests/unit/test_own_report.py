@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from simreg_megatron.cli import app
 from simreg_megatron.report import own, runs
+from simreg_megatron.report.arms import Arm, read_arms
 from simreg_megatron.report.page import Grid, Page, Section, as_html, as_markdown
 from simreg_megatron.report.runs import ReportError, Run, Series
 from simreg_megatron.report.welch import welch
@@ -103,8 +104,8 @@ def test_the_saving_is_of_tokens_and_of_time(written) -> None:
     ],
 )
 def test_the_authors_stand_beside_their_own_pair_alone(settings: dict[str, str], objective: str) -> None:
-    arm = own.Arm("a", (Run("a", {}, settings),), (Path(),))
-    plain = own.Arm("b", (Run("b", {}, {"lr": "1"}),), (Path(),))
+    arm = Arm("a", (Run("a", {}, settings),), (Path(),))
+    plain = Arm("b", (Run("b", {}, {"lr": "1"}),), (Path(),))
     assert arm.objective == objective
     assert own._beside(arm, plain, "theirs") == ("theirs" if objective == "simreg" else "-")
     assert own._beside(arm, arm, "theirs") == "-"
@@ -121,9 +122,9 @@ def test_the_markdown_has_pictures_of_both_kinds_beside_it(written) -> None:
 
 
 def test_paths_of_one_name_are_seeds_and_have_an_interval() -> None:
-    def arm(name: str, ends: tuple[float, ...]) -> own.Arm:
+    def arm(name: str, ends: tuple[float, ...]) -> Arm:
         found = tuple(Run(name, {runs.VALIDATION_LOSS: curve(6.0, end)}) for end in ends)
-        return own.Arm(name, found, tuple(Path() for _ in ends))
+        return Arm(name, found, tuple(Path() for _ in ends))
 
     plain, simreg = (4.50, 4.52, 4.51), (4.40, 4.43, 4.41)
     page = own.page_of([arm("plain", plain), arm("simreg", simreg)])
@@ -142,7 +143,7 @@ def test_a_diverged_run_decides_for_nothing() -> None:
 def test_seeds_are_averaged_where_all_of_them_have_a_value() -> None:
     one = Run("a", {"x": Series(np.array([1, 2, 3]), np.array([1.0, 2.0, 3.0])), "y": curve(1.0)})
     other = Run("a", {"x": Series(np.array([2, 3, 4]), np.array([4.0, 7.0, 9.0]))})
-    mean = own.Arm("a", (one, other), (Path(), Path())).curve
+    mean = Arm("a", (one, other), (Path(), Path())).curve
     assert mean.name == "a, mean of 2" and list(mean.scalars) == ["x"]
     assert mean.scalars["x"].steps.tolist() == [2, 3] and mean.scalars["x"].values.tolist() == [3.0, 5.0]
 
@@ -169,9 +170,9 @@ def test_where_a_loss_is_reached_first(values: tuple[float, ...], loss: float, s
 )
 def test_csv_files_are_runs_in_both_shapes(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(text)
-    a, b = own.read_arms([str(tmp_path / "mine.csv")])
+    a, b = read_arms([str(tmp_path / "mine.csv")])
     assert (a.name, b.name) == ("a", "b") and a.losses == [4.5] and b.losses == [4.0]
-    named = own.read_arms([f"both={tmp_path / 'mine.csv'}"])
+    named = read_arms([f"both={tmp_path / 'mine.csv'}"])
     assert [(arm.name, arm.losses) for arm in named] == [("both", [4.5, 4.0])]
 
 
@@ -179,13 +180,13 @@ def test_csv_files_are_runs_in_both_shapes(text: str, tmp_path: Path) -> None:
 def test_other_csv_files_are_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(text)
     with pytest.raises(ReportError, match=r"mine\.csv"):
-        own.read_arms([str(tmp_path / "mine.csv")])
+        read_arms([str(tmp_path / "mine.csv")])
 
 
 def test_runs_whose_folders_have_one_name_stay_apart(tmp_path: Path) -> None:
     for parent in ("first", "second"):
         write_run(tmp_path / parent / "simreg", 5.0)
-    arms = own.read_arms([str(tmp_path / parent / "simreg") for parent in ("first", "second")])
+    arms = read_arms([str(tmp_path / parent / "simreg") for parent in ("first", "second")])
     assert [arm.name for arm in arms] == ["first/simreg", "second/simreg"]
 
 
