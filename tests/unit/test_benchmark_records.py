@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import objective_cost, objectives, plot, preprocessing, records, search, step_pairs, steps
+from benchmarks import claims, objective_cost, objectives, plot, preprocessing, records, search, step_pairs, steps
 from benchmarks.alternating_run import is_plain
 from benchmarks.cases import Size
 from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
+from simreg_megatron.reproduce.check import read_tables
 
 WHERE = {
     "date": "2026-11-22", "commit": "abc", "machine": "x86_64 CPU", "cores": "2", "threads": "2", "python": "3.12.1",
@@ -90,6 +91,12 @@ def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None
         if path.stem in PAGES:
             page = ROOT / "docs" / PAGES[path.stem]
             assert records.quoted(page.read_text(encoding="utf-8"), path.stem) == text
+
+
+def test_the_table_of_claims_is_of_the_runs_that_are_kept() -> None:
+    text = "\n".join(claims.table(read_tables(claims.FOLDER))) + "\n"
+    page = claims.PAGE.read_text(encoding="utf-8")
+    assert (RESULTS / "claims.md").read_text() == text == records.quoted(page, "claims"), "python -m benchmarks.claims"
 
 
 def test_the_table_of_the_search_is_of_its_runs() -> None:

@@ -12,11 +12,12 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
+from benchmarks import claims
 from simreg_megatron.cli import app
 from simreg_megatron.reproduce.check import measured_steps, read_tables, violations
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.pace import Pace, pace
-from simreg_megatron.reproduce.plan import plan_of
+from simreg_megatron.reproduce.plan import plan_names, plan_of, read_plan
 from simreg_megatron.reproduce.runs import entries_of
 from simreg_megatron.reproduce.store import DIVERGED, DONE, Store
 from simreg_megatron.reproduce.tuned import tuned_in, untuned
@@ -370,3 +371,33 @@ def test_the_detectable_difference_is_found_four_times_in_five(results):
         draw(-verdict.detectable, noise, (5, 20000)), draw(0, noise, (5, 20000)), equal_var=False, alternative="less"
     )
     assert (found.pvalue < 0.05).mean() == pytest.approx(0.8, abs=0.03)
+
+
+def test_the_paper_s_claims_stand_beside_what_was_seen(results, monkeypatch):
+    """Without runs, and with a table that the protocol refuses, there is no verdict."""
+    known = claims.Claimed("lower", "Figure 3", "mine", (0,))
+    lines = (
+        known,
+        claims.Claimed("longer", "Figure 4", "horizon"),
+        claims.Claimed("tasks", "Table 1", untestable="why"),
+    )
+    monkeypatch.setattr(claims, "OF_THE_PAPER", lines)
+    monkeypatch.setattr(claims, "BEYOND_THE_PAPER", ())
+    lower, longer, tasks = claims.table(read_tables(results))[2:]
+    assert lower.startswith("| lower | Figure 3 | held | SimReg ends lower: held, -0.050 (")
+    assert "5 and 5 seeds, width 64; " in lower and "SimReg with 70 %" not in lower
+    assert longer == "| longer | Figure 4 | not tested yet | `simreg-megatron reproduce horizon` |"
+    assert tasks == "| tasks | Table 1 | cannot be tested here | why |"
+    rewrite(results / "mine.csv", _without_seeds)
+    assert "not tested yet" in claims.table(read_tables(results))[2]
+
+
+def test_every_experiment_with_a_claim_stands_in_the_table_of_claims():
+    told = {claimed.experiment for claimed in (*claims.OF_THE_PAPER, *claims.BEYOND_THE_PAPER)} - {""}
+    assert told == {name for name in plan_names() if read_plan(name).claims}
+
+
+@pytest.mark.parametrize("name", plan_names())
+def test_a_claim_of_a_difference_says_so(name):
+    """It is held where a difference was seen."""
+    assert [claim.says for claim in read_plan(name).claims if claim.sign == "differs" and "alike" in claim.says] == []
