@@ -35,7 +35,7 @@ def checked_layers(value: object) -> tuple[int | str, ...]:
         text = str(word).strip()
         if text == "final":
             final = True
-        elif text.isdecimal() and int(text) > 0:
+        elif text.isdecimal() and len(text) < 10 and int(text) > 0:
             numbers.add(int(text))
         else:
             raise ValueError(f"SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not {text!r}")

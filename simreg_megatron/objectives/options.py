@@ -58,8 +58,12 @@ def checked_option(name: str, known: OptionKind, value: object) -> str | float:
 
 def _checked_prefixes(name: str, default: str, value: object) -> str:
     numbers = str(value).split("/")
-    if value not in (None, default) and not all(number.isdecimal() and int(number) > 0 for number in numbers):
+    if value not in (None, default) and not all(_is_prefix(number) for number in numbers):
         raise ValueError(
             f"SimReg objective option {name} must be {default}, or whole numbers from 1 such as 64/128, not {value!r}"
         )
     return default if value is None else str(value)
+
+
+def _is_prefix(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10 and int(text) > 0

@@ -7,13 +7,21 @@ import argparse
 import difflib
 import os
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import OF_ADAGC, OF_SIMREG, Flag, adagc_from_args, config_from_args
 from simreg_megatron.cpu import backend as cpu_backend
+from simreg_megatron.sentences import one_line
 
 _PREFIXES = ("--simreg-", "--adagc")
+_WORDS_OF_ARGPARSE = (
+    ("invalid int value:", "takes a whole number, not"),
+    ("invalid float value:", "takes a number, not"),
+    ("expected one argument", "needs a value: write it behind the flag"),
+    ("ignored explicit argument", "is a switch: give it without the value"),
+)
+"""How its sentences begin, and ours in their place."""
 _BARE_PERCENT = re.compile(r"(?<!%)%(?![%(])")  # neither escaped nor the name of a value
 
 
@@ -54,7 +62,17 @@ def _add_flags(group: argparse._ArgumentGroup, flags: tuple[Flag, ...]) -> None:
 
 def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
     """Check the settings together as soon as they are parsed, in every Megatron alike."""
-    parse_known_args = parser.parse_known_args
+    parse_known_args, argparse_error = parser.parse_known_args, parser.error
+
+    def told(message: str) -> NoReturn:
+        """Of a flag of ours in one sentence; argparse prints all of Megatron's flags first."""
+        of_ours = re.match(r"argument ((?:--simreg-|--adagc)[\w-]*): (.*)", message, re.DOTALL)
+        if of_ours is None:
+            argparse_error(message)
+        name, what = of_ours.groups()
+        for argparses, words in _WORDS_OF_ARGPARSE:
+            what = what.replace(argparses, words, 1)
+        parser.exit(2, f"error: {one_line(f'{name} {what}')}\n")
 
     def checked(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
         namespace, unknown = parse_known_args(*args, **kwargs)
@@ -62,10 +80,11 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
             _refuse_unknown(parser, unknown)
             _check_namespace(namespace)
         except ValueError as error:
-            parser.exit(2, f"error: {error}\n")
+            parser.exit(2, f"error: {one_line(error)}\n")
         return namespace, unknown
 
     parser.parse_known_args = checked  # type: ignore[method-assign,assignment]
+    parser.error = told  # type: ignore[method-assign]
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:

@@ -77,6 +77,16 @@ def test_adding_twice_is_adding_once() -> None:
         ("--adagc-labmda-rel 1", "did you mean --adagc-lambda-rel?"),
         ("--simreg-zzz", "`simreg-megatron flags` lists them"),
         ("--simreg-lambda 1 --simreg-layers 2,7 --num-layers 4", "--simreg-layers 7 is beyond the model, which has"),
+        ("--simreg-chunk-size 1.5", "--simreg-chunk-size takes a whole number, not '1.5'"),
+        ("--simreg-temperature=", "--simreg-temperature takes a number, not ''"),
+        ("--adagc-beta x", "--adagc-beta takes a number, not 'x'"),
+        ("--simreg-document-mask=yes", "--simreg-document-mask is a switch: give it without the value"),
+        ("--adagc=on", "--adagc is a switch: give it without the value"),
+        ("--simreg-lambda", "--simreg-lambda needs a value: write it behind the flag"),
+        (f"--simreg-warmup-iters {'9' * 5000}", "--simreg-warmup-iters takes a whole number, not '999"),
+        (f"--simreg-lambda 1 --simreg-layers {'9' * 5000}", "SimReg layers must be final, or layer numbers"),
+        (f"--simreg-lambda 1 --simreg-scope {'x' * 5000}", "unknown SimReg scope 'xxx"),
+        ("--simreg-objective mic:1 --simreg-scope \x1b[2J", "SimReg scope ?[2J has no effect"),
     ],
 )
 def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +94,13 @@ def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytes
         parser().parse_args(line.split())
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
+    assert error.startswith("error: ") and sentence in error and error.count("\n") == 1 and len(error) < 1100
+
+
+def test_other_flags_are_argparses_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--num-layers", "x"])
+    assert "usage: " in (error := capsys.readouterr().err) and "--num-layers: invalid int value: 'x'" in error
 
 
 def test_a_wrong_flag_is_refused_where_a_script_passes_over_others(capsys: pytest.CaptureFixture[str]) -> None:
