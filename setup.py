@@ -30,7 +30,7 @@ def read_description() -> str:
 # NVIDIA Apex is optional and is detected when it is there, but it must never be listed here: the package that
 # the public index calls `apex` is another project's. The real one is built from NVIDIA's own sources.
 # megatron.training writes its run settings as YAML; writing a checkpoint on the CPU asks psutil about memory.
-MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6", "psutil>=5.9"]
+MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6.0.2", "psutil>=5.9"]
 DATA = [
     "sentencepiece>=0.2,<0.3",
     "protobuf>=4",  # reads what a sentencepiece model is; without it tokenizing is slower
@@ -45,7 +45,7 @@ HF = ["transformers>=4.50,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
 EVALUATION = [*HF, "lm-eval[hf]>=0.4.12,<0.5"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 # Experiments: plans are YAML, verdicts are scipy's tests.
-REPRODUCE = [*REPORT, "sentencepiece>=0.2,<0.3", "pyyaml>=6", "scipy>=1.11,<2"]
+REPRODUCE = [*REPORT, "sentencepiece>=0.2,<0.3", "pyyaml>=6.0.2", "scipy>=1.12,<2"]
 # The documentation as a site; `make docs` installs these alone (tools/extra.py), into a venv of their own.
 DOCS = [
     "mkdocs>=1.6,<2",

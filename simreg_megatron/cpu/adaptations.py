@@ -4,6 +4,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 
@@ -16,10 +22,29 @@ def adapt_megatron() -> None:
 
     from simreg_megatron.cpu import attention as cpu_attention
 
-    dataset_utils.compile_helpers = lambda: None  # the wheel brings them compiled
+    has_helpers = find_spec("megatron.core.datasets.helpers_cpp")  # as wheels do; a fresh source tree has to build them
+    build = dataset_utils.compile_helpers
+    dataset_utils.compile_helpers = (lambda: None) if has_helpers else (lambda: _build_for_this_python(build))
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_to_host
     _allow_sequence_parallelism(WrappedTorchNorm)
     cpu_attention.adapt(DotProductAttention)
+
+
+def _build_for_this_python(build: Callable[[], None]) -> None:
+    """Megatron's Makefile takes the first python3 and python3-config on the PATH, which may be another Python's."""
+    before = dict(os.environ)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before.get("PATH", "")])
+    os.environ["MAKEFLAGS"] = f"-- LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
+    try:
+        build()
+    except SystemExit:
+        sys.exit(
+            "error: Megatron could not build its dataset helpers (see what make says above): megatron/core/datasets/"
+            "helpers.cpp needs make, g++ and `pip install pybind11`"
+        )
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _split_sizes_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

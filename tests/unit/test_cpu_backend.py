@@ -139,3 +139,22 @@ def test_transformer_engine_stays_out_of_it(tmp_path: Path) -> None:
     assert hidden.stdout.splitlines()[-1:] == ["whole"], hidden.stderr
     seen = python(imported, PYTHONPATH=path)
     assert "undefined symbol" in seen.stderr and "whole" not in seen.stdout
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("works", [True, False])
+def test_megatron_s_helpers_are_built_by_this_python_or_a_sentence_says_why_not(works: bool) -> None:
+    code = (
+        "from simreg_megatron.cpu import backend; backend.activate()\n"
+        "import os, sys; from simreg_megatron.cpu import adaptations\n"
+        "def build():\n"
+        "    print('first on the PATH:', os.environ['PATH'].partition(':')[0])\n"
+        f"    {'pass' if works else 'sys.exit(1)'}\n"
+        "adaptations._build_for_this_python(build)\n"
+        "print('restored:', os.environ['PATH'])"
+    )
+    done = python(code, PATH="/usr/bin:/bin")
+    assert f"first on the PATH: {Path(sys.executable).parent}" in done.stdout
+    assert done.returncode == (0 if works else 1)
+    assert ("restored: /usr/bin:/bin\n" in done.stdout) == works
+    assert ("error: Megatron could not build its dataset helpers" in done.stderr) != works
