@@ -49,7 +49,7 @@ LAW = {
     "measures": room("config geometry losses magnitude notices parallel sharded weights", "torch"),
     "cpu": room(packages="torch megatron"),
     "plugin": room(
-        "cpu config objectives losses kernels adagc parallel sharded weights measures trial notices",
+        "cpu config objectives losses kernels adagc parallel sharded weights measures trial notices sentences",
         "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),
