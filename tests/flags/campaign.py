@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many combinations: each batch draws from its own number, and a table of what they came to keeps growing."""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.flags.combination import Combination
+from tests.flags.judge import RAN, WRONG, Verdict, apart, judged
+from tests.flags.life import live
+
+COMPARED_EVERY = 5  # of those that train one is also compared with the same run of plain Megatron
+_BATCHES = "batches"
+
+
+class Row(NamedTuple):
+    """What some combinations came to alike.
+
+    Attributes:
+        kind, what: of the verdict.
+        combinations: how many.
+        compared: how many of these were also run without us, and were what they should be beside that.
+        detail: words for a reader.
+        flags: the shortest of them; of a wrong one reduced to what is needed for it.
+    """
+
+    kind: str
+    what: str
+    combinations: int
+    compared: int
+    detail: str
+    flags: str
+
+
+class Table:
+    """Rows by verdict, kept in a file; and how many batches they are of."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows: dict[tuple[str, str], Row] = {}
+        self.batches = 0
+        if path.is_file():
+            with path.open(newline="", encoding="utf-8") as file:
+                for line in csv.DictReader(file):
+                    self._read(line)
+
+    def _read(self, line: dict[str, str]) -> None:
+        if line["kind"] == _BATCHES:
+            self.batches = int(line["combinations"])
+            return
+        counts = {name: int(line[name]) for name in ("combinations", "compared")}
+        self.rows[line["kind"], line["what"]] = Row(**{**line, **counts})  # type: ignore[arg-type]
+
+    @property
+    def total(self) -> int:
+        return sum(row.combinations for row in self.rows.values())
+
+    @property
+    def wrong(self) -> list[Row]:
+        return [row for row in self.rows.values() if row.kind == WRONG]
+
+    def knows(self, verdict: Verdict) -> bool:
+        return verdict[:2] in self.rows
+
+    def add(self, verdict: Verdict, combination: Combination, *, compared: bool) -> None:
+        new = Row(verdict.kind, verdict.what, 1, int(compared), verdict.detail, str(combination))
+        old = self.rows.get(verdict[:2], new._replace(combinations=0, compared=0))
+        shortest = old if len(old.flags) <= len(new.flags) else new
+        counts = {"combinations": old.combinations + 1, "compared": old.compared + new.compared}
+        self.rows[verdict[:2]] = shortest._replace(**counts)
+
+    def keep(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        part = self._path.with_suffix(".part")
+        with part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(Row._fields)
+            writer.writerows(row for _, row in sorted(self.rows.items()))
+            writer.writerow((_BATCHES, "", self.batches, 0, "", ""))
+        part.replace(self._path)
+
+
+def verdict_on(combination: Combination, folder: Path, *, compared: bool) -> Verdict:
+    """Run it and judge it; `compared`: beside plain Megatron also if it trains."""
+    plain = functools.cache(functools.partial(live, combination, folder, plain=True))
+    found = live(combination, folder)
+    verdict = judged(combination, found, plain)
+    if compared and verdict.kind == RAN:
+        return apart(combination, found, plain()) or verdict
+    return verdict
+
+
+def smaller(combination: Combination, verdict: Verdict, folder: Path, *, compared: bool) -> Combination:
+    """What is left of it without flags that the verdict does not need."""
+    for candidate in _without_one(combination):
+        if verdict_on(candidate, folder, compared=compared)[:2] == verdict[:2]:
+            return smaller(candidate, verdict, folder, compared=compared)
+    return combination
+
+
+def _without_one(combination: Combination) -> Iterator[Combination]:
+    groups, ours = combination.groups, combination.ours
+    for index in range(len(groups) - (combination.processes > 1)):  # the last one is the layout then
+        yield replace(combination, groups=groups[:index] + groups[index + 1 :])
+    for index in range(len(ours)):
+        yield replace(combination, ours=ours[:index] + ours[index + 1 :])
+
+
+def run_batch(table: Table, combinations: list[Combination], folder: Path) -> Iterator[Verdict]:
+    """One after the other; the batch counts when it is whole."""
+    rows = []
+    for index, combination in enumerate(combinations):
+        compared = index % COMPARED_EVERY == 0
+        verdict = verdict_on(combination, folder, compared=compared)
+        shown = combination
+        if verdict.kind == WRONG and not table.knows(verdict):
+            shown = smaller(combination, verdict, folder, compared=compared)
+        rows.append((verdict, shown, compared and verdict.kind == RAN))
+        yield verdict
+    for verdict, shown, beside in rows:
+        table.add(verdict, shown, compared=beside)
+    table.batches += 1
+    table.keep()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One combination of flags, and its command line. Ranks import it, so it imports little."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.megatron.runs import MEGATRON_FLAGS
+
+Group = tuple[str, ...]
+"""Flags of Megatron that belong together, each a word."""
+
+BASE: Group = (
+    *("--num-layers=2", "--hidden-size=16", "--num-attention-heads=2", "--ffn-hidden-size=32"),
+    *("--seq-length=16", "--max-position-embeddings=16", "--micro-batch-size=2", "--global-batch-size=4"),
+    *("--mock-data", "--tokenizer-type=NullTokenizer", "--vocab-size=40", "--make-vocab-size-divisible-by=8"),
+    *("--split=90,10,0", "--train-iters=2", "--lr=1e-3", "--lr-decay-style=constant", "--seed=7"),
+    *("--eval-iters=0", "--eval-interval=1000", "--log-interval=1", "--distributed-timeout-minutes=1"),
+    *MEGATRON_FLAGS,
+)
+"""The tiniest model that has all that we touch; later flags win."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Flags of one run.
+
+    Attributes:
+        ours: each a word.
+        groups: of Megatron's, each some words that belong together.
+        processes: that it runs on.
+    """
+
+    ours: tuple[str, ...]
+    groups: tuple[Group, ...]
+    processes: int = 1
+
+    def flags(self, out: Path, *, plain: bool = False) -> list[str]:
+        """The command line; without ours where `plain`."""
+        more = [word for group in self.groups for word in group]
+        by_samples = any(word.startswith("--train-samples") for word in more)
+        given = [word for word in BASE if not (by_samples and word.startswith("--train-iters"))] + more
+        return [word.replace("{out}", str(out)) for word in given] + ([] if plain else list(self.ours))
+
+    def __str__(self) -> str:
+        """What is not in every run, as one would type it."""
+        split = (f"({self.processes} processes)",) if self.processes > 1 else ()
+        return " ".join((*map(shlex.quote, self.ours), *(word for group in self.groups for word in group), *split))
