@@ -15,7 +15,7 @@ RAN, REFUSED, MEGATRONS, WRONG = "ran", "refused", "Megatron's own", "wrong"
 _OUR_ERRORS = ("ValueError", "NotImplementedError", "MegatronSeamError", "CpuBackendError", "SchemaError")
 _OURS = re.compile(r"SimReg|--simreg|AdaGC|--adagc|Megatron|--load|^--|^\w+=\w+ ", re.IGNORECASE)
 _MEND = re.compile(
-    r": |choose from|must be|did you mean|takes |has no effect|drop |give |leave |set |use |name |beyond|at least"
+    r": |choose from|must be|did you mean|takes |needs |has no effect|drop |give |leave |set |use |name |beyond|at least"
 )
 _LONGEST = 450  # characters of a sentence, without the user's own
 _WEAK = 1e-3  # weights below may change no bit
@@ -129,7 +129,7 @@ def _silent(combination: Combination, found: list[Outcome]) -> str:
     names = {name for outcome in found for line in outcome.logged for name in line}
     if any(any(outcome.strength) for outcome in found) and not any(outcome.terms for outcome in found):
         return "SimReg trains and computed no term"
-    if _is_on(ours) and not any(outcome.strength for outcome in found) and "--simreg-objective=none" not in ours:
+    if _is_on(ours) and not any(any(outcome.strength) for outcome in found) and "--simreg-objective=none" not in ours:
         return "SimReg is asked for and trains in no step"
     if _is_on(ours) and not any(name.endswith(" loss") for name in names):
         return "SimReg is on and not in the log"

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some combinations of the space hold what the campaign asks of all; the judge, the reducer and the table are sound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.flags import campaign, judge, ours
+from tests.flags.combination import Combination
+from tests.flags.judge import MEGATRONS, RAN, REFUSED, WRONG, Verdict, apart, judged
+from tests.flags.life import Outcome
+from tests.flags.space import BATCH, drawn
+
+pytestmark = pytest.mark.megatron
+
+QUICK, SLOW = 40, 15  # combinations; batches
+TRAINS = Combination(("--simreg-lambda=3",), ())
+SOUND = Outcome(losses=[3.7, 3.6], norms=[2.0, 1.9], logged=[{"simreg loss": 1.0}], terms=[True], digest="a",
+                strength=[True, True])  # fmt: skip
+PLAIN = Outcome(losses=[3.7, 3.5], norms=[1.0, 1.0], digest="b")
+
+
+@pytest.mark.parametrize("batch", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in range(2, SLOW))])
+def test_every_combination_trains_or_is_refused_in_a_sentence(batch: int, tmp_path: Path) -> None:
+    for index, combination in enumerate(drawn(batch)[: QUICK // 2 if batch < 2 else BATCH]):
+        compared = index % campaign.COMPARED_EVERY == 0
+        verdict = campaign.verdict_on(combination, tmp_path, compared=compared)
+        assert verdict.kind != WRONG, f"{verdict}\npython -m tests.flags --only {combination}"
+
+
+def test_combinations_are_drawn_by_number() -> None:
+    assert drawn(3) == drawn(3) != drawn(4)
+    assert len(set(drawn(3))) == len(drawn(3)) > BATCH / 2
+
+
+def test_every_flag_of_ours_is_in_the_space() -> None:
+    from simreg_megatron.config.flags import OF_ADAGC, OF_SIMREG
+
+    of_objectives = {"--simreg-objective", "--simreg-objective-options"}  # drawn by the objectives' records
+    assert set(ours.VALUES) | of_objectives == {flag.name for flag in OF_SIMREG}
+    assert set(ours.ADAGC) == {flag.name for flag in OF_ADAGC}
+
+
+def never() -> list[Outcome]:
+    raise AssertionError("nobody asked for the same run without us")
+
+
+def test_a_run_that_trains_is_one() -> None:
+    assert judged(TRAINS, [SOUND], never) == Verdict(RAN, "simreg")
+    assert apart(TRAINS, [SOUND], [PLAIN]) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (replace(SOUND, losses=[math.nan]), "a loss that is not finite"),
+        (replace(SOUND, norms=[math.inf]), "a gradient norm that is not finite"),
+        (replace(SOUND, terms=[True, False]), "a term that is not finite"),
+        (replace(SOUND, logged=[{"simreg loss": math.nan}]), "in the log a simreg loss that is not finite"),
+        (replace(SOUND, logged=[]), "SimReg is on and not in the log"),
+        (replace(SOUND, terms=[]), "SimReg trains and computed no term"),
+        (replace(SOUND, strength=[False], terms=[]), "trains in no step"),
+        (Outcome(error="hung"), "hung in"),
+        (Outcome(error="status 134"), "status"),
+        (Outcome(error="KeyError", said="'x'", place="plugin/inner.py:take", is_ours=True), "KeyError in plugin"),
+        (Outcome(error="RuntimeError", said="shape", place="torch/functional.py:f"), "RuntimeError in torch"),
+        (Outcome(error="ValueError", said="invalid literal for int()", place="a.py:f", is_ours=True), "invalid"),
+        (Outcome(error="ValueError", said="SimReg cannot\ndo it: drop it", place="a.py:f", is_ours=True), "cannot"),
+        (Outcome(error="exit 2", said="usage: ... error: argument --simreg-every: invalid int value"), "usage"),
+    ],
+)
+def test_what_must_not_be_is_wrong(found: Outcome, words: str) -> None:
+    verdict = judged(TRAINS, [found], lambda: [PLAIN])
+    assert verdict.kind == WRONG and words in verdict.what
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        Outcome(error="exit 2", said="error: SimReg lambda must be a finite number of 0 or more, or auto, not nan"),
+        Outcome(error="ValueError", said="--simreg-off-after 0.5 is no iteration: drop it", place="a:f", is_ours=True),
+    ],
+)
+def test_a_sentence_of_ours_refuses(found: Outcome) -> None:
+    assert judged(TRAINS, [found], never).kind == REFUSED
+
+
+def test_megatrons_own_errors_are_those_of_the_same_run_without_us() -> None:
+    own = Outcome(error="AssertionError", said="expected 3", place="megatron/training/arguments.py:validate_args")
+    assert judged(TRAINS, [own], lambda: [replace(own, said="expected 4")]).kind == MEGATRONS
+    assert judged(TRAINS, [own], lambda: [replace(own, said="another")]).kind == WRONG
+    assert judged(TRAINS, [own], lambda: [PLAIN]).kind == WRONG
+    lost = Outcome(error="RuntimeError", said="Connection closed by peer", place="torch/distributed.py:f")
+    assert judged(TRAINS, [lost, own], lambda: [own, lost]).kind == MEGATRONS
+
+
+def test_what_a_run_does_to_megatrons_numbers() -> None:
+    off = replace(SOUND, strength=[], terms=[])
+    assert apart(TRAINS, [SOUND], [replace(PLAIN, losses=[3.8])]) is not None, "the first loss is Megatron's"
+    assert apart(TRAINS, [SOUND], [replace(PLAIN, digest="a")]) is not None, "its gradient must be felt"
+    assert apart(TRAINS, [off], [PLAIN]) is not None, "off is bit-identical"
+    assert apart(TRAINS, [off], [replace(PLAIN, digest="a")]) is None
+    assert apart(TRAINS, [SOUND], [Outcome(error="KeyError")]) is not None
+
+
+def test_a_wrong_end_is_reduced_to_the_flags_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(combination: Combination, folder: Path, *, compared: bool) -> Verdict:
+        needed = "--simreg-every=2" in combination.ours and ("--bf16",) in combination.groups
+        return Verdict(WRONG, "it") if needed else Verdict(RAN, "simreg")
+
+    monkeypatch.setattr(campaign, "verdict_on", fails)
+    given = Combination(("--simreg-lambda=1", "--simreg-every=2"), (("--fp16",), ("--bf16",)), 1)
+    found = campaign.smaller(given, Verdict(WRONG, "it"), tmp_path, compared=False)
+    assert found == Combination(("--simreg-every=2",), (("--bf16",),), 1)
+
+
+def test_the_table_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(campaign, "verdict_on", lambda *args, **kwargs: Verdict(RAN, "simreg"))
+    longer = replace(TRAINS, ours=("--simreg-lambda=3", "--simreg-every=2"))
+    for _ in range(2):
+        table = campaign.Table(tmp_path / "flags.csv")
+        assert len(list(campaign.run_batch(table, [longer, TRAINS], tmp_path))) == 2
+    table = campaign.Table(tmp_path / "flags.csv")
+    (row,) = table.rows.values()
+    assert (table.batches, table.total, row.compared, row.flags) == (2, 4, 2, "--simreg-lambda=3")
+
+
+def test_patterns_leave_out_what_differs_from_run_to_run() -> None:
+    assert judge.pattern("SimReg 'a' of 3.5 in /x/y/saved/iter\nmore") == "SimReg '...' of N in FOLDER/saved/iter"
