@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm test-te parity versions lint audit docs bench fuzz faults stress gpu cost tables stale dist clean distclean
+TARGETS := help setup demo test test-all test-slurm test-te parity versions lint audit docs bench fuzz faults stress flags gpu cost tables stale dist clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -29,6 +29,8 @@ FUZZ_SECONDS ?= 600
 FUZZ_ARGS ?=
 # How many cases: make stress STRESS_ARGS="--small 1000000 --large 200 --record"
 STRESS_ARGS ?=
+# How many combinations, and where they are counted: make flags FLAGS_ARGS="--combinations 5000 --record"
+FLAGS_ARGS ?=
 # Which faults: make faults FAULTS_ARGS="--only full-disk --jobs 2"
 FAULTS_ARGS ?=
 # Tables to make again, stale or not: make tables ONLY="parity versions"
@@ -99,6 +101,9 @@ faults: setup ## kill, hang and starve tiny runs, and see that they end with the
 
 stress: setup ## compare SimReg's numbers with float64 on hard random inputs (10,000 cases; STRESS_ARGS for more)
 	$(PY) -m tests.stress $(STRESS_ARGS)
+
+flags: setup ## our flags in combination with Megatron's: a step runs, or one sentence refuses (600 combinations; FLAGS_ARGS for more)
+	$(PY) -m tests.flags $(FLAGS_ARGS)
 
 gpu: setup ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (GPU_ARGS=--quick is shorter)
 	$(PY) -m benchmarks.gpu $(GPU_ARGS)
