@@ -242,10 +242,25 @@ def gain_of_the_search() -> list[float]:
     return [best[0] - best[1]]
 
 
+EDGE = Source("benchmarks/results/evidence/edge.csv", "simreg-megatron reproduce edge")
+
+
+def ends_of_the_rate_searched(arm: str = "cross-entropy") -> list[float]:
+    """The lowest and the highest validation loss."""
+    found = column(EDGE, "validation_loss", arm=arm)
+    return [min(found), max(found)]
+
+
+def ends_of_twice_the_rate() -> list[float]:
+    return ends_of_the_rate_searched("cross-entropy-above")
+
+
 OBJECTIVES = "docs/objectives.md"
 OF_OBJECTIVES = (
     Figure("README.md", "| {} to {} nats in three seeds of the tiny model", PREFIXES, gains_of_three_seeds),
     Figure("docs/evidence.md", "not tuned: {} to {} nats per token in three seeds", PREFIXES, gains_of_three_seeds),
+    Figure("docs/evidence.md", "ended\nbetween {} and {}, and at the rate", EDGE, ends_of_twice_the_rate),
+    Figure("docs/evidence.md", "rate of the search between {} and {}.", EDGE, ends_of_the_rate_searched),
     Figure("docs/evidence.md", "its best is {} nats per token below that one", SEARCH, gain_of_the_search),
     Figure(OBJECTIVES, "take the loss of {} validation tokens", PREFIXES, lambda: [column(PREFIXES, "tokens")[0]]),
     states(OBJECTIVES, "is {} and that of a total collapse", "tests/unit/test_sigreg.py", r'"mean", 768, "([\d.]+)"'),

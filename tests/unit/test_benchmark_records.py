@@ -14,7 +14,7 @@ from benchmarks.alternating_run import is_plain
 from benchmarks.cases import Size
 from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
-from simreg_megatron.reproduce.check import read_tables
+from simreg_megatron.reproduce.check import read_tables, violations
 
 WHERE = {
     "date": "2026-11-22", "commit": "abc", "machine": "x86_64 CPU", "cores": "2", "threads": "2", "python": "3.12.1",
@@ -91,6 +91,11 @@ def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None
         if path.stem in PAGES:
             page = ROOT / "docs" / PAGES[path.stem]
             assert records.quoted(page.read_text(encoding="utf-8"), path.stem) == text
+
+
+def test_the_evidence_that_is_kept_passes_its_own_protocol() -> None:
+    tables = read_tables(claims.FOLDER)
+    assert [told for name in tables for told in violations(name, tables)] == []
 
 
 def test_the_table_of_claims_is_of_the_runs_that_are_kept() -> None:
