@@ -248,6 +248,7 @@ def make_plain_adam_loadable() -> None:
         finally:
             self.optimizer.state.clear()
 
+    @torch.no_grad()  # Megatron copies into views of float32 parameters, which autograd refuses
     def without_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
         set_states(self, parameter, {**tensors, "step": None})
 

@@ -27,6 +27,8 @@ class Installation:
         self._inside = inside
         self._regularizer: Regularizer | None = None
         self.clipping: Clipping | None = None
+        self.checkpoint_config: SimRegConfig | None = None
+        """Of the run that wrote the checkpoint, once Megatron has read its arguments."""
         self.paused = False
         """While true, models train as plain Megatron trains them."""
         self.met: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from simreg_megatron.config.flags import adagc_from_args, differences_to_checkpoint
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
 from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat, forms, installation
 from simreg_megatron.plugin.announce import begin
@@ -31,6 +32,7 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
         here = installation.current()
         regularizer = here.begin_run()
+        here.checkpoint_config = None
         here.clipping = _clipping_of(get_args()) if here.given_config is None else None
         if regularizer.config.active:
             refuse_arguments(get_args(), regularizer.config)
@@ -38,8 +40,8 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
             refuse_start_over(get_args())
         try:
             built = setup_model_and_optimizer(*args, **kwargs)
-        except Exception as error:
-            learnable.explain(error, regularizer.config)
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            _explain(error, regularizer.config)
             raise
         models, optimizer = built[:2]
         if regularizer.config.active:
@@ -51,6 +53,28 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         return built
 
     return checked
+
+
+def _explain(error: BaseException, config: SimRegConfig) -> None:
+    """Raise a sentence about our scalars in the place of an error of Megatron's load, where it is about them."""
+    from megatron.training.global_vars import get_args
+
+    args, before = get_args(), installation.current().checkpoint_config
+    if before is None and learnable.may_be_of_scalars(error):
+        before = _config_of_checkpoint(args)
+    is_distributed = bool(getattr(args, "use_distributed_optimizer", False))
+    learnable.explain(error, config, before, is_distributed=is_distributed)
+
+
+def _config_of_checkpoint(args: Any) -> SimRegConfig | None:
+    """Where Megatron failed before it compared arguments."""
+    from megatron.training import checkpointing
+
+    try:
+        state = checkpointing._load_base_checkpoint(args.load, args, rank0=True)[0]
+        return config_from_args(state["args"])
+    except Exception:  # what Megatron said is all that is known then
+        return None
 
 
 def _make_ready(regularizer: Regularizer, models: Any, args: Any) -> None:
@@ -177,6 +201,7 @@ def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callab
     def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
+        installation.current().checkpoint_config = config_from_args(checkpoint_args)
         for difference in differences_to_checkpoint(checkpoint_args, get_args()):
             log_once(f"SimReg: {difference}")
         return check_checkpoint_args(checkpoint_args, *args, **kwargs)

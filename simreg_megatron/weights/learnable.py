@@ -19,6 +19,8 @@ from simreg_megatron.objectives import Scalar
 from simreg_megatron.parallel.collectives import share_work
 
 PREFIX = "simreg_"
+# Where averages have no names: torch's words under --ckpt-format torch, Megatron's of the distributed optimizer.
+_OTHER_SIZE = ("parameter group that doesn't match", "tensor for key optimizer.")
 _SHOWN = {"exp": torch.exp, "sigmoid": torch.sigmoid}
 _SIMILARITY = {"query": 0.0, "key": 0.0}  # half a power of each norm is divided out
 
@@ -85,15 +87,39 @@ def _shown(scalar: Scalar, value: Tensor) -> Tensor:
     return (_SHOWN[scalar.by](value) if scalar.by else value).clamp(max=scalar.most)
 
 
-def explain(error: Exception, config: SimRegConfig) -> None:
-    """Raise a sentence in the place of what Megatron says of a checkpoint that has no such scalars.
+def names(config: SimRegConfig) -> list[str]:
+    """Of the parameters that the settings train, as a model has them."""
+    return [f"{PREFIX}{module}.{name}" for module, start in wanted(config).items() for name in start]
+
+
+def may_be_of_scalars(error: BaseException) -> bool:
+    """Whether Megatron's words may stand for averages of other scalars: they name none."""
+    return any(words in str(error) for words in _OTHER_SIZE)
+
+
+def explain(
+    error: BaseException, config: SimRegConfig, before: SimRegConfig | None = None, *, is_distributed: bool = False
+) -> None:
+    """Raise a sentence in the place of what Megatron says of a checkpoint that has other scalars.
+
+    Args:
+        before: the settings that the checkpoint was written with, as far as they are known.
+        is_distributed: whether the optimizer is, which cannot load averages where some are missing.
 
     Raises:
         RuntimeError: the error is about one of them.
     """
-    missing = [f"{PREFIX}{module}.{name}" for module, start in wanted(config).items() for name in start]
-    if any(name in str(error) for name in missing):
+    now, said = names(config), str(error)
+    if any(name in said for name in now):
+        anew = f"--dist-ckpt-strictness log_all{' --no-load-optim' if is_distributed else ''}"
         raise RuntimeError(
-            f"the checkpoint was written without {' and '.join(missing)}, which these settings train: start "
-            f"{'them' if len(missing) > 1 else 'it'} anew with --dist-ckpt-strictness log_all, or train nothing here"
+            f"the checkpoint was written without {' and '.join(now)}, which these settings train: start "
+            f"{'them' if len(now) > 1 else 'it'} anew with {anew}, or train nothing here"
+        ) from error
+    then = now if before is None else names(before)
+    if then != now and may_be_of_scalars(error):
+        there, here = (" and ".join(some) or "no scalars of SimReg" for some in (then, now))
+        raise RuntimeError(
+            f"the checkpoint's optimizer trained {there}, and these settings train {here}: go on with the settings "
+            "that wrote it, or start the optimizer's averages anew with --no-load-optim"
         ) from error

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tests.fixtures import snapshot
+
 SPIKED = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
@@ -158,3 +160,8 @@ def adagc_spike() -> None:
         watched(self)
 
     Clipping.clip = spiked
+
+
+def state() -> None:
+    """Write all that each rank holds before the first step and after the last one, see `tests.fixtures.snapshot`."""
+    snapshot.watch(Path(os.environ["RECORD_OUT"]))

@@ -135,8 +135,25 @@ def test_a_checkpoint_without_trained_scalars_is_named() -> None:
     config = SimRegConfig(lambda_=1, similarity="learnable")
     with pytest.raises(RuntimeError, match=r"without simreg_similarity\.query and simreg_similarity\.key.* log_all"):
         learnable.explain(KeyError("simreg_similarity.key from model not in state dict: [...]"), config)
+    with pytest.raises(RuntimeError, match="anew with --dist-ckpt-strictness log_all --no-load-optim, or"):
+        learnable.explain(KeyError("simreg_similarity.key"), config, is_distributed=True)
     learnable.explain(KeyError("decoder.weight from model not in state dict"), config)
     learnable.explain(KeyError("simreg_similarity.key from model not in state dict"), SimRegConfig(lambda_=1))
+
+
+def test_an_optimizer_of_other_scalars_is_named() -> None:
+    error = ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
+    plain, config = SimRegConfig(lambda_=1), SimRegConfig(lambda_=1, similarity="learnable")
+    with pytest.raises(
+        RuntimeError, match=r"trained no scalars of SimReg, and .* simreg_similarity\.query and .*optim"
+    ):
+        learnable.explain(error, config, plain)
+    with pytest.raises(
+        RuntimeError, match=r"trained simreg_similarity\.query and .* train no scalars of SimReg: go on"
+    ):
+        learnable.explain(error, plain, config)
+    learnable.explain(error, config, config)
+    learnable.explain(error, config)
 
 
 def test_ranks_in_an_unknown_order_are_refused() -> None:
