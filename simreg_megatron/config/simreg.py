@@ -9,7 +9,14 @@ from dataclasses import dataclass, fields
 
 from simreg_megatron import objectives
 from simreg_megatron.config.together import checked_together, parts_of
-from simreg_megatron.config.values import as_typed, checked_lambda, checked_layers
+from simreg_megatron.config.values import (
+    TEMPERATURES,
+    as_typed,
+    checked_lambda,
+    checked_layers,
+    refuse_beyond,
+    refuse_larger,
+)
 from simreg_megatron.objectives.options import checked_options
 from simreg_megatron.objectives.record import Kind, Objective
 from simreg_megatron.schedule import Schedule, parsed
@@ -23,6 +30,7 @@ CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-co
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "gemm", "triton")
 
 _REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
+_RAREST = 10_000  # steps from one with the term to the next, which has so many times the weight
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ class SimRegConfig:
             raise ValueError(f"SimReg objective {self.objective} has no temperature: drop it")
         if not (math.isfinite(self.tau) and self.tau > 0):
             raise ValueError(f"the SimReg temperature must be a finite number above 0, not {self.tau}")
+        refuse_beyond("SimReg temperature", self.tau, TEMPERATURES)
         if self.chunk_size < 0 or self.chunk_size == 1:
             raise ValueError(
                 f"the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not {self.chunk_size}: "
@@ -107,8 +116,11 @@ class SimRegConfig:
             raise ValueError(f"the SimReg warm-up must be 0 or more iterations, not {self.warmup_iters}")
         if self.every < 1:
             raise ValueError(f"SimReg can be computed in every step (1) or every K-th one, not every {self.every}")
+        if self.every > _RAREST:
+            raise ValueError(f"SimReg every {self.every} steps is too rare: give at most {_RAREST:,}")
         if self.log_interval is not None and self.log_interval < 1:
             raise ValueError(f"the SimReg log interval must be 1 or more iterations, not {self.log_interval}")
+        refuse_larger(chunk_size=self.chunk_size, warmup_iters=self.warmup_iters, log_interval=self.log_interval)
         self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:

@@ -5,6 +5,12 @@ from __future__ import annotations
 
 import math
 
+_LAMBDAS = (1e-9, 1e6)
+TEMPERATURES = (1e-4, 1e4)
+"""In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
+LARGEST = 10**9
+"""Of tokens and steps."""
+
 
 def as_typed(value: object) -> str:
     """A setting as one would give it: options as name=value, several of anything with commas."""
@@ -24,7 +30,23 @@ def checked_lambda(value: float | str) -> float | str:
         raise ValueError(
             f"SimReg lambda must be a finite number of 0 or more, or auto, not {value if str(value) else 'empty'}"
         )
+    if number:
+        refuse_beyond("SimReg lambda", number, _LAMBDAS)
     return number
+
+
+def refuse_beyond(what: str, number: float, bounds: tuple[float, float]) -> None:
+    """Raise for a number that float32 would lose beside others, or that would take its gradients out of float32."""
+    least, most = bounds
+    if not least <= number <= most:
+        raise ValueError(f"{what} {number} is beyond what float32 can hold: give a number from {least:g} to {most:g}")
+
+
+def refuse_larger(**settings: int | None) -> None:
+    """Raise for a whole number that nothing has as many of."""
+    for name, number in settings.items():
+        if number is not None and number > LARGEST:
+            raise ValueError(f"SimReg {name.replace('_', ' ')} must be at most {LARGEST:,}, not {number}")
 
 
 def checked_layers(value: object) -> tuple[int | str, ...]:

@@ -15,10 +15,10 @@ RAN, REFUSED, MEGATRONS, WRONG = "ran", "refused", "Megatron's own", "wrong"
 _OUR_ERRORS = ("ValueError", "NotImplementedError", "MegatronSeamError", "CpuBackendError", "SchemaError")
 _OURS = re.compile(r"SimReg|--simreg|AdaGC|--adagc|Megatron|--load|^--|^\w+=\w+ ", re.IGNORECASE)
 _MEND = re.compile(
-    r": |choose from|must be|did you mean|takes |needs |has no effect|drop |give |leave |set |use |name |beyond|at least"
+    r": |choose|must be|ends at|did you mean|takes |needs |has no effect|drop |give |leave |set |use |name |at most"
 )
 _LONGEST = 450  # characters of a sentence, without the user's own
-_WEAK = 1e-3  # weights below may change no bit
+_LOST = 1e-4  # the gradient of smaller terms may change no bit
 
 
 class Verdict(NamedTuple):
@@ -61,18 +61,32 @@ def apart(combination: Combination, found: list[Outcome], plain: list[Outcome]) 
     changes = any(any(outcome.strength) and outcome.terms for outcome in found) or any(
         "--adagc" in word for word in combination.ours
     )
-    if same and changes and _is_felt(combination):
+    if same and changes and _is_felt(combination, found):
         return Verdict(WRONG, "trains as plain Megatron does", f"{found[0].norms}")
     if not same and not changes:
         return Verdict(WRONG, "is off, and trains otherwise than Megatron", f"{found[0].norms} {plain[0].norms}")
     return None
 
 
-def _is_felt(combination: Combination) -> bool:
-    """Whether the settings are such that some bit must change."""
-    return not any(re.search(r"--(lr|adagc)", word) for word in combination.ours) and "--seq-length=1" not in str(
-        combination
+def _is_felt(combination: Combination, found: list[Outcome]) -> bool:
+    """Whether some bit must change: SimReg of a strong weight alone, and not so near 0 that float32 loses it."""
+    given = _given(combination)
+    strong = ":" in given.get("--simreg-objective", "") or given.get("--simreg-lambda") in (
+        "auto",
+        "0.5",
+        "3",
+        "10",
+        "1e4",
     )
+    terms = [
+        value for outcome in found for line in outcome.logged for name, value in line.items() if name.endswith(" loss")
+    ]
+    return strong and "--adagc" not in combination.ours and max(terms, default=0.0) > _LOST
+
+
+def _given(combination: Combination) -> dict[str, str]:
+    """Values by flag; the last one wins."""
+    return dict(word.partition("=")[::2] for word in combination.ours)
 
 
 def _first_failure(found: list[Outcome]) -> Outcome | None:
@@ -123,35 +137,37 @@ def _not_finite(found: list[Outcome]) -> str:
 def _silent(combination: Combination, found: list[Outcome]) -> str:
     """Settings that were given and had no effect, in silence."""
     steps = max(len(outcome.norms) for outcome in found)
-    ours = [word for word in combination.ours if word.startswith("--simreg")]
     if not steps:
         return ""  # --skip-train
     names = {name for outcome in found for line in outcome.logged for name in line}
     if any(any(outcome.strength) for outcome in found) and not any(outcome.terms for outcome in found):
         return "SimReg trains and computed no term"
-    if _is_on(ours) and not any(any(outcome.strength) for outcome in found) and "--simreg-objective=none" not in ours:
+    if (
+        _is_on(combination)
+        and not any(any(outcome.strength) for outcome in found)
+        and "--simreg-objective=none" not in combination.ours
+    ):
         return "SimReg is asked for and trains in no step"
-    if _is_on(ours) and not any(name.endswith(" loss") for name in names):
+    if _is_on(combination) and not any(name.endswith(" loss") for name in names):
         return "SimReg is on and not in the log"
-    if "--adagc" in combination.ours and not any(name.startswith("adagc") for name in names):
+    stepped = any(norm is not None for outcome in found for norm in outcome.norms)
+    if "--adagc" in combination.ours and stepped and not any(name.startswith("adagc") for name in names):
         return "AdaGC is on and not in the log"
     return ""
 
 
-def _is_on(ours: list[str]) -> bool:
+def _is_on(combination: Combination) -> bool:
     """Whether SimReg is asked for at all: with a lambda, several objectives with weights, or to measure."""
-    given = dict(word.partition("=")[::2] for word in ours)
-    objective = given.get("--simreg-objective", "simreg")
-    weight = given.get("--simreg-lambda", "0")
+    given = _given(combination)
+    objective, weight = given.get("--simreg-objective", "simreg"), given.get("--simreg-lambda", "0")
     return objective == "none" or ":" in objective or weight == "auto" or bool(float(weight))
 
 
 def _objective(combination: Combination) -> str:
-    given = dict(word.partition("=")[::2] for word in combination.ours)
-    objective = given.get("--simreg-objective", "simreg")
+    objective = _given(combination).get("--simreg-objective", "simreg")
     if ":" in objective:
         return "several"
-    return objective if _is_on(list(combination.ours)) else "lambda 0"
+    return objective if _is_on(combination) else "lambda 0"
 
 
 def _signature(failed: Outcome) -> str:

@@ -87,6 +87,42 @@ def test_adding_twice_is_adding_once() -> None:
         (f"--simreg-lambda 1 --simreg-layers {'9' * 5000}", "SimReg layers must be final, or layer numbers"),
         (f"--simreg-lambda 1 --simreg-scope {'x' * 5000}", "unknown SimReg scope 'xxx"),
         ("--simreg-objective mic:1 --simreg-scope \x1b[2J", "SimReg scope ?[2J has no effect"),
+        (
+            "--simreg-lambda 1e39",
+            "SimReg lambda 1e+39 is beyond what float32 can hold: give a number from 1e-09 to 1e+06",
+        ),
+        ("--simreg-lambda 1e-45", "SimReg lambda 1e-45 is beyond"),
+        ("--simreg-objective sigmoid:1e30,creg:1", "SimReg lambda 1e+30 is beyond"),
+        ("--simreg-lambda 1 --simreg-temperature 1e-30", "SimReg temperature 1e-30 is beyond"),
+        ("--simreg-lambda 1 --simreg-temperature 1e30", "give a number from 0.0001 to 10000"),
+        ("--simreg-lambda 1 --simreg-every 99999", "SimReg every 99999 steps is too rare: give at most 10,000"),
+        ("--simreg-lambda 1 --simreg-chunk-size 99999999999", "SimReg chunk size must be at most 1,000,000,000"),
+        ("--simreg-lambda 1 --simreg-warmup-iters 99999999999", "SimReg warmup iters must be at most 1,000,000,000"),
+        ("--simreg-lambda 1 --simreg-lambda-schedule linear:1e308", "ends at a share of at most 1,000, not '1e308'"),
+        ("--adagc --adagc-lambda-abs 1e-320", "AdaGC's lambda-abs 1e-320 is beyond"),
+        ("--adagc --adagc-warmup-iters 99999999999", "0 or more iterations, and at most 1,000,000,000"),
+        (
+            "--simreg-objective sigmoid --simreg-lambda 1 --simreg-objective-options bias=1e30",
+            "bias must be a number from",
+        ),
+        ("--simreg-objective mic --simreg-lambda 1 --simreg-objective-options t=1e30", "t must be a number from"),
+        (
+            "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options coupling=2",
+            "coupling must be from 0 to 1",
+        ),
+        (
+            "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options target_temperature=0",
+            "must be from 0.0001",
+        ),
+        (
+            "--simreg-objective sce --simreg-lambda 1 --simreg-objective-options exclude_self=yes,target=instance",
+            "use target=label",
+        ),
+        (
+            "--simreg-objective sigreg --simreg-lambda 1 --simreg-objective-options directions=99999999",
+            "directions must be at most 65,536",
+        ),
+        ("--simreg-objective sigreg --simreg-lambda 1 --simreg-objective-options seed=1e30", "at most 1,000,000,000"),
     ],
 )
 def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
