@@ -92,7 +92,8 @@ def _refuse_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:
     for word in words:
         name = word.partition("=")[0]
         if name.startswith(_PREFIXES):
-            known = {_tail(option): option for option in parser._option_string_actions if option.startswith(_PREFIXES)}
+            family = "--adagc" if name.startswith("--adagc") else "--simreg-"
+            known = {_tail(option): option for option in parser._option_string_actions if option.startswith(family)}
             near = difflib.get_close_matches(_tail(name), known, n=1)
             hint = f"did you mean {known[near[0]]}?" if near else "`simreg-megatron flags` lists them"
             raise ValueError(f"there is no flag {name}: {hint}")

@@ -44,7 +44,6 @@ MODELS = _groups("""
     --mtp-num-layers=2 --mtp-use-repeated-layer --position-embedding-type=rope
     --hidden-dropout=0 --attention-dropout=0
     --apply-residual-connection-post-layernorm
-    --fp32-residual-connection
     --softmax-type=off-by-one
     --attention-output-gate
     --use-mup
@@ -98,8 +97,6 @@ OPTIMIZERS = _groups("""
     --overlap-grad-reduce
     --ddp-average-in-collective
     --use-distributed-optimizer --bf16
-    --use-distributed-optimizer --bf16 --use-precision-aware-optimizer
-    --optimizer=muon
     --use-torch-fsdp2 --untie-embeddings-and-output-weights --no-ckpt-fully-parallel-save --ckpt-format=torch_dcp
     --clip-grad=0
     --clip-grad=0.1
@@ -118,7 +115,6 @@ MEMORY = _groups("""
     --recompute-granularity=selective
     --recompute-activations
     --cuda-graph-impl=local
-    --cuda-graph-impl=full_iteration --no-check-for-nan-in-loss-and-grad
     --empty-unused-memory-level=1
 """)
 DATA = _groups("""
@@ -160,8 +156,6 @@ SAVES = _groups("""
     --save={out}/saved --save-interval=1 --no-save-optim
     --load={out}/nowhere
     --load={out}/nowhere --finetune
-    --load={out}/nowhere --exit-on-missing-checkpoint
-    --pretrained-checkpoint={out}/nowhere
 """)
 LAYOUTS = _groups("""
     --tensor-model-parallel-size=2

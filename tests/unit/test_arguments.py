@@ -75,6 +75,7 @@ def test_adding_twice_is_adding_once() -> None:
         ("--simreg-lamda 10", "there is no flag --simreg-lamda: did you mean --simreg-lambda?"),
         ("--simreg-chunksize=64", "did you mean --simreg-chunk-size?"),
         ("--adagc-labmda-rel 1", "did you mean --adagc-lambda-rel?"),
+        ("--adagc-lambda 1", "did you mean --adagc-lambda-"),
         ("--simreg-zzz", "`simreg-megatron flags` lists them"),
         ("--simreg-lambda 1 --simreg-layers 2,7 --num-layers 4", "--simreg-layers 7 is beyond the model, which has"),
         ("--simreg-chunk-size 1.5", "--simreg-chunk-size takes a whole number, not '1.5'"),
