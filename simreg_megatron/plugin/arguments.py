@@ -133,6 +133,11 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
         )
     if cpu_backend.is_active() and getattr(namespace, "distributed_backend", None) == "nccl":
         raise ValueError("--distributed-backend nccl needs a GPU, and this run is on the CPU: leave the flag out")
+    if cpu_backend.is_active() and getattr(namespace, "async_save", None):
+        raise ValueError(
+            "--async-save writes in a process of Megatron's own, which needs a GPU, and this run is on the CPU: "
+            "leave the flag out"
+        )
     of_triton = namespace.simreg_impl in ("gemm", "triton") and not os.environ.get("TRITON_INTERPRET")
     if cpu_backend.is_active() and of_triton:
         raise ValueError(

@@ -168,6 +168,7 @@ class TestOnTheCpu:
         made.add_argument("--distributed-backend", default="nccl", choices=["nccl", "gloo"])
         made.add_argument("--no-rope-fusion", dest="apply_rope_fusion", action="store_false")
         made.add_argument("--num-workers", type=int, default=2)
+        made.add_argument("--async-save", action="store_true")
         return add_simreg_arguments(made).parse_args(line.split())
 
     def test_the_flags_that_go_with_it_are_defaults(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +176,9 @@ class TestOnTheCpu:
         assert (args.distributed_backend, args.apply_rope_fusion, args.num_workers) == ("gloo", False, 0)
         assert self.parsed("--num-workers 3", monkeypatch).num_workers == 3
 
-    @pytest.mark.parametrize("line", ["--distributed-backend nccl", "--simreg-lambda 1 --simreg-impl triton"])
+    @pytest.mark.parametrize(
+        "line", ["--distributed-backend nccl", "--simreg-lambda 1 --simreg-impl triton", "--async-save"]
+    )
     def test_what_needs_a_gpu_is_refused(self, line: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         with pytest.raises(SystemExit):
