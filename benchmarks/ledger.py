@@ -417,10 +417,15 @@ FAULTS = Source("benchmarks/results/faults.csv", "make faults FAULTS_ARGS='--res
 _RANKS = {"one": 1, "tp2-sp": 2, "pp2": 2, "cp2": 2, "dp2": 2, "ep2": 2}
 STRESS = Source("benchmarks/results/stress.csv", "make stress STRESS_ARGS='--small 1000000 --large 200 --record'")
 STRESSED_FORMS = ("reference", "tiled")
+FLAGS = Source("benchmarks/results/flags.csv", "make flags FLAGS_ARGS='--combinations 5000 --record'")
 
 
 def cases_of(size: str) -> list[float]:
     return column(STRESS, "cases", size=size)
+
+
+def of_flags(kind: str, what: str = "combinations") -> list[float]:
+    return column(FLAGS, what, kind=kind)
 
 
 OF_RELIABILITY = (
@@ -430,9 +435,18 @@ OF_RELIABILITY = (
     Figure(RELIABILITY, "So far {} faults of the list's", FAULTS, lambda: [len(csv_of(FAULTS.file))]),
     Figure(RELIABILITY, "have been run, and {} of these were sound", FAULTS,
            lambda: [sum(not row["wrong"] for row in csv_of(FAULTS.file))]),
+    Figure(RELIABILITY, "So far {} combinations have been run: {} trained, {} were refused in {} different sentences, "
+           "and {} failed in Megatron", FLAGS,
+           lambda: [sum(column(FLAGS, "combinations")) - of_flags("batches")[0], sum(of_flags("ran")),
+                    sum(of_flags("refused")), len(of_flags("refused")), sum(of_flags("Megatron's own"))]),
+    Figure(RELIABILITY, "{} of those that trained were also compared", FLAGS,
+           lambda: [sum(of_flags("ran", "compared"))]),
+    Figure(RELIABILITY, "Wrong ends that are left: {}.", FLAGS, lambda: [sum(of_flags("wrong"))]),
     NotMeasured(RELIABILITY, "settings, an aim, and what a format allows",
                 ("in turn, 10 minutes", "ten million inputs", "at most 4 KiB", "to be 128 MiB")),
     NotMeasured("CONTRIBUTING.md", "a setting", ("mutated inputs (10 minutes;",)),
+    NotMeasured("CHANGELOG.md", "bounds of settings",
+                ("lambda beyond 1e-9 to 1e6", "temperatures beyond 0.0001 to 10,000")),
     Figure(RELIABILITY, "So far {} small and {} large sequences", STRESS,
            lambda: [sum(cases_of("small")) / len(STRESSED_FORMS), sum(cases_of("large"))]),
     Figure(RELIABILITY, "error of a value was {} of its bound", STRESS, lambda: [max(column(STRESS, "value"))]),
