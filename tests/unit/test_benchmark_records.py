@@ -3,18 +3,32 @@
 
 from __future__ import annotations
 
+import html
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import claims, objective_cost, objectives, plot, preprocessing, records, search, step_pairs, steps
+from benchmarks import (
+    claims,
+    evidence,
+    objective_cost,
+    objectives,
+    plot,
+    preprocessing,
+    records,
+    search,
+    step_pairs,
+    steps,
+)
 from benchmarks.alternating_run import is_plain
 from benchmarks.cases import Size
 from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
 from simreg_megatron.reproduce.check import read_tables, violations
+from simreg_megatron.reproduce.verdict import judge
 
 WHERE = {
     "date": "2026-11-22", "commit": "abc", "machine": "x86_64 CPU", "cores": "2", "threads": "2", "python": "3.12.1",
@@ -96,6 +110,24 @@ def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None
 def test_the_evidence_that_is_kept_passes_its_own_protocol() -> None:
     tables = read_tables(claims.FOLDER)
     assert [told for name in tables for told in violations(name, tables)] == []
+
+
+def test_the_page_of_experiments_tells_every_verdict_of_the_runs_that_are_kept() -> None:
+    page = html.unescape(evidence.PAGE.read_text(encoding="utf-8"))
+    tables = read_tables(claims.FOLDER)
+    verdicts = [verdict for table in tables.values() for verdict in judge(table.plan, table.rows)]
+    assert [verdict.sentence for verdict in verdicts if verdict.sentence not in page] == [], evidence.__name__
+    assert all(table.plan.question in page for table in tables.values())
+
+
+def test_complete_experiments_are_kept_and_others_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "results"
+    shutil.copytree(claims.FOLDER, folder)
+    cut = (folder / "edge.csv").read_text().splitlines(keepends=True)[:-1]
+    (folder / "edge.csv").write_text("".join(cut))
+    assert "edge" not in evidence.keep(folder, tmp_path / "kept") and "edge is left out" in capsys.readouterr().out
+    assert (tmp_path / "kept" / "tuning.csv").read_bytes() == (claims.FOLDER / "tuning.csv").read_bytes()
+    assert not list((tmp_path / "kept").glob("edge*"))
 
 
 def test_the_table_of_claims_is_of_the_runs_that_are_kept() -> None:

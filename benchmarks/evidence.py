@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.evidence [FOLDER]`: keep what a folder of `simreg-megatron reproduce` has whole, and tell it.
+
+Copies the experiments whose runs are complete and pass the protocol to benchmarks/results/evidence, with curves of few
+points, and a search also to where the package ships it. Then it makes again what the pages say of them: the tables of
+the search and of the claims in docs/evidence.md, and docs/experiments.html. Without a folder it does only that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import shutil
+from pathlib import Path
+
+from benchmarks import claims, search
+from benchmarks.records import RESULTS, ROOT
+from simreg_megatron.report.page import as_html
+from simreg_megatron.reproduce import shipped
+from simreg_megatron.reproduce.check import read_tables, violations
+from simreg_megatron.reproduce.page import page_of
+from simreg_megatron.reproduce.store import CURVE_COLUMNS, PLAN, read_csv, thinned
+
+KEPT = RESULTS / "evidence"
+PAGE = ROOT / "docs" / "experiments.html"
+POINTS = 60
+"""Of a curve: a line in a figure needs no more, and the repository keeps hundreds of them."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?", help="the --output folder of `simreg-megatron reproduce`")
+    options = parser.parse_args()
+    if options.folder:
+        keep(options.folder)
+    search.main()
+    claims.main()
+    PAGE.write_text(as_html(page_of(read_tables(KEPT))), encoding="utf-8")
+    print(f"Written: {PAGE}")
+
+
+def keep(folder: Path, kept: Path = KEPT) -> list[str]:
+    """The names of the experiments that were copied."""
+    tables = read_tables(folder)
+    whole = [name for name in tables if not violations(name, tables)]
+    kept.mkdir(parents=True, exist_ok=True)
+    for name in tables:
+        if name not in whole:
+            print(f"{name} is left out: {violations(name, tables)[0]}")
+            continue
+        for ending in (PLAN, ".csv"):
+            shutil.copyfile(folder / f"{name}{ending}", kept / f"{name}{ending}")
+        _copy_curves(folder / f"{name}-curves.csv", kept / f"{name}-curves.csv")
+        if tables[name].plan.is_search and kept == KEPT:
+            for path in kept.glob(f"{name}*"):
+                shutil.copyfile(path, shipped.RESULTS / path.name)
+    return whole
+
+
+def _copy_curves(source: Path, target: Path) -> None:
+    curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for point in read_csv(source):
+        curves.setdefault((point["run"], point["tag"]), []).append((int(point["step"]), float(point["value"])))
+    with target.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(CURVE_COLUMNS)
+        for (run, tag), points in curves.items():
+            writer.writerows((run, tag, step, f"{value:.5g}") for step, value in thinned(points, POINTS))
+
+
+if __name__ == "__main__":
+    main()
