@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm test-te parity versions lint audit docs bench fuzz faults stress flags gpu cost tables stale dist clean distclean
+TARGETS := help setup demo test test-all test-slurm test-te test-lowest parity versions lint audit docs bench fuzz faults stress flags gpu cost tables stale dist clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -40,7 +40,7 @@ ONLY ?=
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## make .venv with all that the demo and the tests need (once: 1 to 4 minutes, 6.2 GB)
 	@bash tools/setup.sh
@@ -61,6 +61,9 @@ test-slurm: setup ## the life of a cluster job, on a SLURM of two nodes that it 
 
 test-te: setup ## Transformer Engine and Megatron-Bridge without a GPU, in an environment of their own (first: some minutes)
 	@bash tools/te_on_cpu.sh $(PYTEST_ARGS)
+
+test-lowest: setup ## the quick tests with the lowest versions of all packages that setup.py allows, in an environment of their own
+	@bash tools/lowest.sh $(PYTEST_ARGS)
 
 parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)

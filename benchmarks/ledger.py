@@ -418,6 +418,13 @@ _RANKS = {"one": 1, "tp2-sp": 2, "pp2": 2, "cp2": 2, "dp2": 2, "ep2": 2}
 STRESS = Source("benchmarks/results/stress.csv", "make stress STRESS_ARGS='--small 1000000 --large 200 --record'")
 STRESSED_FORMS = ("reference", "tiled")
 FLAGS = Source("benchmarks/results/flags.csv", "make flags FLAGS_ARGS='--combinations 5000 --record'")
+RESUMED = Source("benchmarks/results/resumed_releases.csv", "python -m tests.versions.carried --sources DIR --record")
+
+
+def resumes(*, up: bool, refused: bool | None = None) -> list[dict[str, str]]:
+    """From a release to the same or a newer one, or to an older one."""
+    rows = [row for row in csv_of(RESUMED.file) if (row["saved_by"] <= row["resumed_by"]) == up]
+    return [row for row in rows if refused is None or refused == (not row["apart"])]
 
 
 def cases_of(size: str) -> list[float]:
@@ -441,6 +448,13 @@ OF_RELIABILITY = (
                     sum(of_flags("refused")), len(of_flags("refused")), sum(of_flags("Megatron's own"))]),
     Figure(RELIABILITY, "{} of those that trained were also compared", FLAGS,
            lambda: [sum(of_flags("ran", "compared"))]),
+    Figure(RELIABILITY, "the same or a newer one all {} resumes went on", RESUMED,
+           lambda: [len(resumes(up=True, refused=False))]),
+    Figure(RELIABILITY, "a clipped gradient was {}. Of the {} to an older release, the {} from 0.17 to 0.16", RESUMED,
+           lambda: [max(float(row["apart"]) for row in csv_of(RESUMED.file) if row["apart"]), len(resumes(up=False)),
+                    len(resumes(up=False, refused=False))]),
+    NotMeasured(RELIABILITY, "counted: what tests/megatron/test_planted.py asserts",
+                ("and of a gradient | 250 |", "one is sound | 246 |", "the same | 246 |", "loss is\" | 116 |")),
     Figure(RELIABILITY, "Wrong ends that are left: {}.", FLAGS, lambda: [sum(of_flags("wrong"))]),
     NotMeasured(RELIABILITY, "settings, an aim, and what a format allows",
                 ("in turn, 10 minutes", "ten million inputs", "at most 4 KiB", "to be 128 MiB")),

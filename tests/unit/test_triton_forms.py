@@ -353,6 +353,7 @@ def test_blocks_fit_into_the_budget(tiles: type[walk.Tiles]) -> None:
                 assert way.side % 16 == 0 and way.side >= 16
 
 
+@pytest.mark.skipif(not halves.BMM_WIDENS, reason="the Triton beside an older torch compiles by another interface")
 @pytest.mark.parametrize("which", ["one-of-each", pytest.param("all", marks=pytest.mark.slow)])
 def test_compiled_for_sm_90(which: str) -> None:
     """Registers do not spill and shared memory fits for every configuration that is shipped."""

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The quick tests with the lowest version that setup.py allows of everything it names. `make setup` takes the newest.
+#
+#   tools/lowest.sh [PYTEST OPTIONS]      make build/lowest-venv if it is not there or setup.py changed, then run them
+#
+# uv chooses (--resolution lowest-direct), and asks the package index that pip is configured for through UV_* variables.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${LOWEST_VENV:-$root/build/lowest-venv}
+python=$venv/bin/python
+stamp=$venv/lowest-stamp
+uv=$root/.venv/bin/uv
+
+say() { printf 'test-lowest: %s\n' "$*" >&2; }
+
+make_environment() {
+  local recipe
+  recipe=$(sha256sum "$root/setup.py" "${BASH_SOURCE[0]}" | cut -c1-64 | tr '\n' ' ')
+  if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$recipe" ]; then return 0; fi
+  if [ -e "$venv" ] && [ ! -e "$stamp" ]; then
+    say "$venv was not made by this script and will not be overwritten: name another folder with LOWEST_VENV="
+    exit 1
+  fi
+  say "installing the lowest versions into $venv"
+  "$uv" venv --quiet --clear --python "$root/.venv/bin/python" "$venv"
+  touch "$stamp"
+  "$uv" pip install --quiet --python "$python" --resolution lowest-direct --editable "${root}[demo,dev]"
+  printf '%s\n' "$recipe" >"$stamp"
+}
+
+if [ ! -x "$uv" ]; then
+  say "skipped: uv, which chooses the versions, is not in .venv"
+  exit 0
+fi
+make_environment
+cd "$root"
+export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH # the launch scripts take its Python
+exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -p no:cacheprovider \
+  -m "not slow and not gpu and not slurm and not te" "$@" tests
