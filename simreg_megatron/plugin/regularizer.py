@@ -48,6 +48,10 @@ class _Part(NamedTuple):
     learned: dict[str, Tensor]
 
 
+_STOPPED = (
+    "the SimReg term is not finite while the language-model loss is: the step is stopped "
+    "(where ranks share sequences, look at the others' logs: states of one of them may have failed first)"
+)
 SPAN = "SimReg forward"
 """Under which name a profiler shows it: nsys, too, where Megatron's --profile runs under it."""
 
@@ -271,8 +275,8 @@ def _stop_hidden_failure(beside: Tensor, terms: list[Tensor]) -> None:
     """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
 
     A loss (or, on an earlier stage, output) that is not finite itself is left to Megatron, which stops or reruns the
-    step.
+    step. Where terms are made of states of other ranks, these may be at fault: their own loss is not finite then.
     """
     largest = functools.reduce(torch.add, [_largest(part) for part in terms])
     sound = (largest < math.inf) >= (_largest(beside) < math.inf)
-    torch._assert_async(sound, "the SimReg term is not finite while the language-model loss is: the step is stopped")
+    torch._assert_async(sound, _STOPPED)

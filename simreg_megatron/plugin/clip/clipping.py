@@ -88,6 +88,8 @@ class Clipping:
         for member in members:
             member.config.clip_grad = 0.0
         self._restore()
+        if self._loaded is None and getattr(get_args(), "no_load_optim", None) and getattr(get_args(), "load", None):
+            log_once("AdaGC: --no-load-optim leaves the checkpoint's averages out, so its warm-up starts now")
         self._wrap(optimizer)
         log_once(
             f"AdaGC ({self.config.variant}): {len(self._names)} parameters, lambda-rel {self.config.lambda_rel:g}, "

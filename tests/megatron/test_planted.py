@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NaN or infinity in one rank's weight, states, gradient, loss mask or term: the step never reaches the optimizer.
+
+Every objective on one process and, of three, every kind of layout, under three guards: Megatron's own check, which ends
+the run; AdaGC and fp16, which leave the step out on every rank. No weight and no average of any rank may change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simreg_megatron.objectives import BUILT_IN
+from tests.helpers.quick import quick
+from tests.megatron import runs
+from tests.megatron.parity.run import Bench
+from tests.megatron.plant import PLACES
+from tests.megatron.test_adagc import ADAGC, start
+
+TP2 = "--tensor-model-parallel-size 2"
+LAYOUTS = {  # the model, the flags, the processes, and the rank that is struck: one that has a loss mask of its own
+    "one": ("dense", "", 1, 0),
+    "tp2": ("dense", TP2, 2, 1),
+    "tp2-sp": ("dense", f"{TP2} --sequence-parallel", 2, 1),
+    "pp2": ("dense", "--pipeline-model-parallel-size 2", 2, 1),
+    "pp2-first": ("dense", "--pipeline-model-parallel-size 2", 2, 0),
+    "cp2": ("dense", "--context-parallel-size 2", 2, 1),
+    "dp2-distributed": ("dense", "--use-distributed-optimizer", 2, 1),
+    "ep2": ("moe", "--expert-model-parallel-size 2", 2, 1),
+}
+OBJECTIVES = [name for name in BUILT_IN if name != "none"]
+IN_EVERY_LAYOUT = ("simreg", "simcse", "prefixes-ce")  # pairs of tokens, sequences, the output layer
+UNCHECKED = ("--no-check-for-nan-in-loss-and-grad",)
+GUARDS = {
+    "none": UNCHECKED,
+    "check": (),
+    "adagc": (*ADAGC, *UNCHECKED),
+    "fp16": ("--fp16", "--initial-loss-scale", "1024", *UNCHECKED),
+}
+NUMBERS = ("nan", "inf")
+SENTENCES = (  # of Megatron
+    r"found (NaN|Inf) in local forward loss",
+    r"found (NaN|Inf) in local grad norm",
+)
+OURS = "the SimReg term is not finite while the language-model loss is: the step is stopped"
+
+
+def flags_of(name: str) -> tuple[str, ...]:
+    felt = BUILT_IN[name].felt
+    chunk = () if felt.chunk_size is None else ("--simreg-chunk-size", f"{felt.chunk_size}")
+    options = ("--simreg-objective-options", felt.options) if felt.options else ()
+    temperature = ("--simreg-temperature", "0.5") if BUILT_IN[name].temperature is not None else ()
+    return ("--simreg-objective", name, "--simreg-lambda", f"{felt.weight:g}", *chunk, *options, *temperature)
+
+
+def planted(
+    out: Path, bench: Bench, layout: str, objective: str, guard: str, steps: list[tuple[str, str]]
+) -> tuple[runs.Finished, list[list[dict[str, Any]]]]:
+    """The run, and what each rank told of each step."""
+    model, split, processes, rank = LAYOUTS[layout]
+    out.mkdir(parents=True)
+    (out / "plan.json").write_text(json.dumps({"rank": rank, "steps": steps}))
+    flags = (*start(bench, model, len(steps)), *flags_of(objective), *GUARDS[guard], *split.split())
+    done = runs.attempt(out, flags, model=model, processes=processes, patch="plant:numbers")
+    told = [json.loads(path.read_text()) for path in sorted(out.glob("planted*.json"))]
+    return done, told
+
+
+CASES = [("one", objective) for objective in OBJECTIVES]
+CASES += list(itertools.product((layout for layout in LAYOUTS if layout != "one"), IN_EVERY_LAYOUT))
+SOUND = ("", "0")
+
+
+SPREAD = {("cp2", "simreg"), ("cp2", "simcse")}
+"""Where terms are made of other ranks' states: what fails on one of them fails in SimReg alone on the others."""
+
+
+def places_of(layout: str) -> list[str]:
+    """The mask of a first stage goes nowhere."""
+    return [place for place in PLACES if (layout, place) != ("pp2-first", "mask")]
+
+
+@pytest.mark.parametrize("guard", ["adagc", "fp16"])
+@pytest.mark.parametrize("case", quick(CASES, lambda case: case in (CASES[0], ("tp2-sp", "simreg"))), ids="-".join)
+def test_the_step_is_left_out_on_every_rank(case: tuple[str, str], guard: str, bench: Bench, tmp_path: Path) -> None:
+    layout, objective = case
+    places = [place for place in places_of(layout) if case not in SPREAD or place != "states"]
+    plants = list(itertools.product(places, NUMBERS))
+    done, ranks = planted(tmp_path / "run", bench, layout, objective, guard, [SOUND, *plants, SOUND])
+    assert done.status == 0, done.output[-3000:]
+    assert len(ranks) == LAYOUTS[layout][2]
+    for told in ranks:
+        first, *struck, last = told
+        assert [step["skipped"] for step in (first, last)] == [0, 0] and first["changed"] and last["changed"]
+        for step in struck:
+            assert (step["changed"], step["stepped"], step["skipped"]) == ([], False, 1), step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("guard", ["adagc", "fp16"])
+@pytest.mark.parametrize("case", sorted(SPREAD), ids="-".join)
+def test_states_that_fail_elsewhere_end_the_run(
+    case: tuple[str, str], guard: str, number: str, bench: Bench, tmp_path: Path
+) -> None:
+    assert OURS in ended(tmp_path / "run", bench, case, guard, ("states", number))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("case", quick(CASES, lambda case: case == CASES[0]), ids="-".join)
+def test_the_run_ends_with_a_sentence(case: tuple[str, str], number: str, bench: Bench, tmp_path: Path) -> None:
+    for place in places_of(case[0]):
+        output = ended(tmp_path / place, bench, case, "check", (place, number))
+        said = SENTENCES if case not in SPREAD else (*SENTENCES, OURS)  # whichever rank is first
+        assert any(re.search(sentence, output) for sentence in said), output[-3000:]
+
+
+@pytest.mark.parametrize("guard", ["check", *quick(["none", "adagc", "fp16"], lambda guard: False)])
+@pytest.mark.parametrize("case", quick(CASES, lambda case: case == CASES[0]), ids="-".join)
+def test_a_term_alone_ends_it_with_ours(case: tuple[str, str], guard: str, bench: Bench, tmp_path: Path) -> None:
+    if case[0] == "pp2-first":
+        pytest.skip("the last stage has the terms")
+    assert OURS in ended(tmp_path / "run", bench, case, guard, ("term", "nan"))
+
+
+def ended(out: Path, bench: Bench, case: tuple[str, str], guard: str, plant: tuple[str, str]) -> str:
+    """What the run printed; it ended in the struck step, and no rank took that."""
+    done, ranks = planted(out, bench, *case, guard, [SOUND, plant, SOUND])
+    assert done.status != 0, f"{plant}: it went on"
+    assert len(ranks) == LAYOUTS[case[0]][2]
+    for first, *later in ranks:
+        assert first["stepped"] and first["changed"] and len(later) <= 1
+        assert not any(step["stepped"] or step["changed"] for step in later), (plant, later)
+    return done.output
+
+
+def test_without_a_guard_the_step_is_taken(bench: Bench, tmp_path: Path) -> None:
+    """What is planted arrives."""
+    plan = [SOUND, ("states", "nan")]
+    done, ((_, struck),) = planted(tmp_path / "run", bench, "one", "simreg", "none", plan)
+    assert done.status == 0 and struck["stepped"] and len(struck["changed"]) > 10, done.output[-3000:]
