@@ -56,7 +56,8 @@ def _one(words: list[str], work: Path) -> int:
     ours = tuple(word for word in words if word.startswith(("--simreg", "--adagc")))
     rest = tuple(word for word in words if word not in ours)
     processes = 2 if any("parallel-size=2" in word for word in rest) else 1
-    verdict = campaign.verdict_on(Combination(ours, (rest,), processes), work, compared=True)
+    combination = Combination(ours, (rest,), processes)
+    verdict = campaign.verdict_on(combination, work, compared=campaign.is_compared(0, combination))
     print("\n".join(verdict))
     return int(verdict.kind == "wrong")
 

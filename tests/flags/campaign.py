@@ -85,6 +85,11 @@ class Table:
         part.replace(self._path)
 
 
+def is_compared(index: int, combination: Combination) -> bool:
+    """Whether the one of this place in its batch is; a run that goes on has its first loss from what it learned."""
+    return index % COMPARED_EVERY == 0 and not combination.resumes
+
+
 def verdict_on(combination: Combination, folder: Path, *, compared: bool) -> Verdict:
     """Run it and judge it; `compared`: beside plain Megatron also if it trains."""
     plain = functools.cache(functools.partial(live, combination, folder, plain=True))
@@ -115,7 +120,7 @@ def run_batch(table: Table, combinations: list[Combination], folder: Path) -> It
     """One after the other; the batch counts when it is whole."""
     rows = []
     for index, combination in enumerate(combinations):
-        compared = index % COMPARED_EVERY == 0
+        compared = is_compared(index, combination)
         verdict = verdict_on(combination, folder, compared=compared)
         shown = combination
         if verdict.kind == WRONG and not table.knows(verdict):

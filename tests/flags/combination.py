@@ -37,6 +37,11 @@ class Combination:
     groups: tuple[Group, ...]
     processes: int = 1
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it is started twice: the second run goes on from the first one's checkpoint."""
+        return any("--load={out}/saved" in group for group in self.groups) and "--train-samples" not in str(self)
+
     def flags(self, out: Path, *, plain: bool = False) -> list[str]:
         """The command line; without ours where `plain`."""
         more = [word for group in self.groups for word in group]

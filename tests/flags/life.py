@@ -29,6 +29,7 @@ from tests.megatron.runs import PRETRAIN
 
 TIMEOUT = 60.0  # seconds; most take less than one
 _PACKAGE = str(PRETRAIN.parent) + os.sep
+_AGAIN = ("--train-iters=7", "--override-opt_param-scheduler")  # a resume that has steps left
 _FRAMES = 8  # of a traceback that are kept
 _TAIL = 500  # characters of a log
 
@@ -63,24 +64,30 @@ class Outcome:
 
 
 def live(combination: Combination, folder: Path, *, plain: bool = False, timeout: float = TIMEOUT) -> list[Outcome]:
-    """What each rank came to; `plain` leaves the plugin and our flags out."""
+    """What each rank came to, of the last start; `plain` leaves the plugin and our flags out."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         out = Path(place)
-        log = out / "log"
         flags = combination.flags(out, plain=plain)
-        options = {"processes": combination.processes, "log": log, "timeout": timeout}
-        try:
-            status = forks.run_ranks(_rank, out, flags, plain, **options)
-        except jobs.HungError as error:
-            return [Outcome(error="hung", trace=_where_it_hung(str(error)))]
-        found = [Outcome(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(out.glob("rank*.json"))]
-        printed = log.read_text(errors="replace")
-        if status and not any(outcome.error for outcome in found):
-            found.append(Outcome(error=f"status {status}", said=printed[-_TAIL:]))
-        for outcome in found:
-            if outcome.error.startswith("exit"):
-                outcome.said = _printed_error(printed)
+        found = _start_once(out / "first", flags, combination.processes, plain, timeout)
+        if combination.resumes and not any(outcome.error for outcome in found):
+            found = _start_once(out / "again", [*flags, *_AGAIN], combination.processes, plain, timeout)
         return found
+
+
+def _start_once(out: Path, flags: list[str], processes: int, plain: bool, timeout: float) -> list[Outcome]:
+    log = out / "log"
+    try:
+        status = forks.run_ranks(_rank, out, flags, plain, processes=processes, log=log, timeout=timeout)
+    except jobs.HungError as error:
+        return [Outcome(error="hung", trace=_where_it_hung(str(error)))]
+    found = [Outcome(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(out.glob("rank*.json"))]
+    printed = log.read_text(errors="replace")
+    if status and not any(outcome.error for outcome in found):
+        found.append(Outcome(error=f"status {status}", said=printed[-_TAIL:]))
+    for outcome in found:
+        if outcome.error.startswith("exit"):
+            outcome.said = _printed_error(printed)
+    return found
 
 
 def _printed_error(printed: str) -> str:

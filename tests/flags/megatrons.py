@@ -154,6 +154,10 @@ SAVES = _groups("""
     --save={out}/saved --save-interval=1
     --save={out}/saved --save-interval=2 --ckpt-format=torch
     --save={out}/saved --save-interval=1 --no-save-optim
+    --save={out}/saved --save-interval=1 --load={out}/saved
+    --save={out}/saved --save-interval=2 --load={out}/saved --ckpt-format=torch
+    --save={out}/saved --save-interval=1 --load={out}/saved --no-load-optim --no-load-rng
+    --save={out}/saved --save-interval=1 --load={out}/saved --no-save-optim --finetune
     --load={out}/nowhere
     --load={out}/nowhere --finetune
 """)

@@ -27,8 +27,7 @@ PLAIN = Outcome(losses=[3.7, 3.5], norms=[1.0, 1.0], digest="b")
 @pytest.mark.parametrize("batch", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in range(2, SLOW))])
 def test_every_combination_trains_or_is_refused_in_a_sentence(batch: int, tmp_path: Path) -> None:
     for index, combination in enumerate(drawn(batch)[: QUICK // 2 if batch < 2 else BATCH]):
-        compared = index % campaign.COMPARED_EVERY == 0
-        verdict = campaign.verdict_on(combination, tmp_path, compared=compared)
+        verdict = campaign.verdict_on(combination, tmp_path, compared=campaign.is_compared(index, combination))
         assert verdict.kind != WRONG, f"{verdict}\npython -m tests.flags --only {combination}"
 
 
