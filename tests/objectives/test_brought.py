@@ -44,6 +44,7 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.megatron
 def test_it_passes_what_every_objective_must(package: Path) -> None:
     said = run(package, "-m", "pytest", "-q", "-rs", "tests/objectives/test_every_objective.py", "--objective", "toy")
     assert " passed" in said and "failed" not in said and "skipped" not in said, said

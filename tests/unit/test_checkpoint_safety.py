@@ -212,7 +212,7 @@ class TestForeign:
     def test_a_checkpoint_of_torch_alone(self, tmp_path: Path, save: Path) -> None:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save({"weight": torch.zeros(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+        dcp.save({"weight": torch.zeros(2)}, checkpoint_id=str(tmp_path / "dcp"))
         assert "no metadata.json" in refused(tmp_path / "dcp", save)
 
     def test_a_tracker_that_leads_nowhere(self, checkpoint: Path, tmp_path: Path, save: Path) -> None:
