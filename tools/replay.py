@@ -32,6 +32,11 @@ def settings() -> Iterator[dict[str, Any]]:
     """Of every case: each choice of each option by itself, on chunks that leave a ragged end."""
     from simreg_megatron import config, objectives
 
+    choices = {
+        "similarity": config.SIMILARITIES, "group_reduce": config.GROUP_REDUCTIONS, "scope": config.SCOPES,
+        "self_positive": config.SELF_POSITIVES, "chunk_weight": config.CHUNK_WEIGHTS,
+    }  # fmt: skip
+
     for objective in objectives.BUILT_IN.values():
         weight = {"lambda_": 2.0} if objective.trains else {}
         base = {"objective": objective.name, "temperature": 0.1, "chunk_size": 24, **weight}
@@ -43,8 +48,8 @@ def settings() -> Iterator[dict[str, Any]]:
             values = known[1:] if isinstance(known, tuple) else ("8/16",) if isinstance(known, str) else (1,)
             yield from ({**base, "objective_options": f"{name}={value}"} for value in values)
     base = {"lambda_": 2.0, "chunk_size": 24}
-    for name in ("similarity", "group_reduce", "self_positive", "chunk_weight", "scope"):
-        yield from ({**base, name: value} for value in config._CHOICES[name])
+    for name, values in choices.items():
+        yield from ({**base, name: value} for value in values)
     yield from ({**base, "impl": impl} for impl in ("reference", "tiled"))
     head = "pairs=hidden-head,adapter=yes,self_positive=never"
     yield {"lambda_": 2.0, "objective": "sigmoid", "chunk_size": 24, "objective_options": head}
