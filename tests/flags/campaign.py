@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +69,7 @@ class Table:
         return verdict[:2] in self.rows
 
     def add(self, verdict: Verdict, combination: Combination, *, compared: bool) -> None:
-        new = Row(verdict.kind, verdict.what, 1, int(compared), verdict.detail, str(combination))
+        new = Row(verdict.kind, verdict.what, 1, int(compared), verdict.detail, shown(combination))
         old = self.rows.get(verdict[:2], new._replace(combinations=0, compared=0))
         shortest = old if len(old.flags) <= len(new.flags) else new
         counts = {"combinations": old.combinations + 1, "compared": old.compared + new.compared}
@@ -83,6 +84,11 @@ class Table:
             writer.writerows(row for _, row in sorted(self.rows.items()))
             writer.writerow((_BATCHES, "", self.batches, 0, "", ""))
         part.replace(self._path)
+
+
+def shown(combination: Combination) -> str:
+    """Its flags in a cell: ASCII, and of thousands of digits the first ones."""
+    return re.sub("9{31,}", "9" * 30 + "...", str(combination)).encode("unicode_escape").decode()
 
 
 def is_compared(index: int, combination: Combination) -> bool:
@@ -122,12 +128,12 @@ def run_batch(table: Table, combinations: list[Combination], folder: Path) -> It
     for index, combination in enumerate(combinations):
         compared = is_compared(index, combination)
         verdict = verdict_on(combination, folder, compared=compared)
-        shown = combination
+        kept = combination
         if verdict.kind == WRONG and not table.knows(verdict):
-            shown = smaller(combination, verdict, folder, compared=compared)
-        rows.append((verdict, shown, compared and verdict.kind == RAN))
+            kept = smaller(combination, verdict, folder, compared=compared)
+        rows.append((verdict, kept, compared and verdict.kind == RAN))
         yield verdict
-    for verdict, shown, beside in rows:
-        table.add(verdict, shown, compared=beside)
+    for verdict, kept, beside in rows:
+        table.add(verdict, kept, compared=beside)
     table.batches += 1
     table.keep()

@@ -128,5 +128,10 @@ def test_the_table_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert (table.batches, table.total, row.compared, row.flags) == (2, 4, 2, "--simreg-lambda=3")
 
 
+def test_cells_are_short_and_plain() -> None:
+    long = Combination((f"--simreg-layers={'9' * 5000}", "--simreg-scope=\u2028"), ())
+    assert campaign.shown(long) == f"--simreg-layers={'9' * 30}... '--simreg-scope=\\u2028'"
+
+
 def test_patterns_leave_out_what_differs_from_run_to_run() -> None:
     assert judge.pattern("SimReg 'a' of 3.5 in /x/y/saved/iter\nmore") == "SimReg '...' of N in FOLDER/saved/iter"
