@@ -97,6 +97,7 @@ def never_joins(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.megatron  # forks have it in memory
 def test_forked_ranks_that_hang_are_ended_and_show_their_stacks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
