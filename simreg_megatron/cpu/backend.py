@@ -90,6 +90,24 @@ def _by_flag() -> list[list[str]]:
     return flags
 
 
+def refuse(arguments: Any) -> None:
+    """Refuse what would wait for a GPU, where this process runs on the stand-ins.
+
+    Args:
+        arguments: Megatron's, just parsed.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    if is_active() and getattr(arguments, "distributed_backend", None) == "nccl":
+        raise ValueError("--distributed-backend nccl needs a GPU, and this run is on the CPU: leave the flag out")
+    if is_active() and getattr(arguments, "async_save", None):
+        raise ValueError(
+            "--async-save writes in a process of Megatron's own, which needs a GPU, and this run is on the CPU: "
+            "leave the flag out"
+        )
+
+
 def activate(mode: str = "on") -> None:
     """Answer Megatron's calls to torch.cuda on the CPU, for the rest of this process.
 

@@ -4,24 +4,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 from typing import Any, NoReturn
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import OF_ADAGC, OF_SIMREG, Flag, adagc_from_args, config_from_args
+from simreg_megatron.config.spelling import in_our_words, refuse_unknown
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.sentences import one_line
 
-_PREFIXES = ("--simreg-", "--adagc")
-_WORDS_OF_ARGPARSE = (
-    ("invalid int value:", "takes a whole number, not"),
-    ("invalid float value:", "takes a number, not"),
-    ("expected one argument", "needs a value: write it behind the flag"),
-    ("ignored explicit argument", "is a switch: give it without the value"),
-)
-"""How its sentences begin, and ours in their place."""
 _BARE_PERCENT = re.compile(r"(?<!%)%(?![%(])")  # neither escaped nor the name of a value
 
 
@@ -66,18 +58,15 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
 
     def told(message: str) -> NoReturn:
         """Of a flag of ours in one sentence; argparse prints all of Megatron's flags first."""
-        of_ours = re.match(r"argument ((?:--simreg-|--adagc)[\w-]*): (.*)", message, re.DOTALL)
-        if of_ours is None:
+        ours = in_our_words(message)
+        if ours is None:
             argparse_error(message)
-        name, what = of_ours.groups()
-        for argparses, words in _WORDS_OF_ARGPARSE:
-            what = what.replace(argparses, words, 1)
-        parser.exit(2, f"error: {one_line(f'{name} {what}')}\n")
+        parser.exit(2, f"error: {one_line(ours)}\n")
 
     def checked(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
         namespace, unknown = parse_known_args(*args, **kwargs)
         try:
-            _refuse_unknown(parser, unknown)
+            refuse_unknown(unknown, parser._option_string_actions)
             _check_namespace(namespace)
         except ValueError as error:
             parser.exit(2, f"error: {one_line(error)}\n")
@@ -85,23 +74,6 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
 
     parser.parse_known_args = checked  # type: ignore[method-assign,assignment]
     parser.error = told  # type: ignore[method-assign]
-
-
-def _refuse_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    """Also where a script lets Megatron pass over what it does not know."""
-    for word in words:
-        name = word.partition("=")[0]
-        if name.startswith(_PREFIXES):
-            family = "--adagc" if name.startswith("--adagc") else "--simreg-"
-            known = {_tail(option): option for option in parser._option_string_actions if option.startswith(family)}
-            near = difflib.get_close_matches(_tail(name), known, n=1)
-            hint = f"did you mean {known[near[0]]}?" if near else "`simreg-megatron flags` lists them"
-            raise ValueError(f"there is no flag {name}: {hint}")
-
-
-def _tail(name: str) -> str:
-    """What tells our flags apart."""
-    return name.removeprefix("--simreg-").removeprefix("--adagc-")
 
 
 def _let_help_be_printed(parser: argparse.ArgumentParser) -> None:
@@ -131,13 +103,7 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
             "--simreg-cpu came too late, Megatron is imported already: start the script with "
             "`python -m simreg_megatron SCRIPT ...` or set SIMREG_CPU=1 and use the launch scripts"
         )
-    if cpu_backend.is_active() and getattr(namespace, "distributed_backend", None) == "nccl":
-        raise ValueError("--distributed-backend nccl needs a GPU, and this run is on the CPU: leave the flag out")
-    if cpu_backend.is_active() and getattr(namespace, "async_save", None):
-        raise ValueError(
-            "--async-save writes in a process of Megatron's own, which needs a GPU, and this run is on the CPU: "
-            "leave the flag out"
-        )
+    cpu_backend.refuse(namespace)
     of_triton = namespace.simreg_impl in ("gemm", "triton") and not os.environ.get("TRITON_INTERPRET")
     if cpu_backend.is_active() and of_triton:
         raise ValueError(

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
+from simreg_megatron.measures.charts import layout
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import loop_hooks, refusals
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of
-from simreg_megatron.plugin.writers import layout, write_scalars
+from simreg_megatron.plugin.writers import write_scalars
 from simreg_megatron.weights import learnable
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)

@@ -85,7 +85,7 @@ FLAGS = [
     ("--simreg-lambda ten", "SimReg lambda must be a finite number of 0 or more, or auto, not ten"),
     ("--simreg-objective foo --simreg-lambda 1", "unknown SimReg objective 'foo': choose from simreg, "),
     ("--simreg-lambda 1 --simreg-chunk-size -3", "the SimReg chunk size must be at least 2 tokens"),
-    ("--simreg-lambda 1 --simreg-chunk-size big", "argument --simreg-chunk-size: invalid int value: 'big'"),
+    ("--simreg-lambda 1 --simreg-chunk-size big", "--simreg-chunk-size takes a whole number, not 'big'"),
     ("--simreg-lambda 1 --simreg-layers 7", "--simreg-layers 7 is beyond the model, which has layers 1 to 4"),
     ("--simreg-scope local", "--simreg-scope has no effect while --simreg-lambda is 0"),
     ("--adagc-beta 0.9", "--adagc-beta has no effect without --adagc"),
@@ -285,7 +285,7 @@ VALUES = """
 --recipe paper --plain | --plain leaves the plugin out, and --recipe is the plugin's
 --plain --simreg-lambda 1 | --plain leaves the plugin out, and --simreg-lambda is the plugin's
 --recipe simcse --simreg-objective creg | --recipe simcse and --simreg-objective creg both name the objective
---simreg-lambda | argument --simreg-lambda: expected one argument
+--simreg-lambda | --simreg-lambda needs a value: write it behind the flag
 --simreg-lambda -1 | SimReg lambda must be a finite number of 0 or more, or auto, not -1
 --simreg-lambda nan | SimReg lambda must be a finite number of 0 or more, or auto, not nan
 --simreg-lambda inf | SimReg lambda must be a finite number of 0 or more, or auto, not inf
@@ -300,7 +300,7 @@ VALUES = """
 --adagc --adagc-beta 2 | AdaGC's beta must be at least 0 and below 1, not 2.0
 --adagc --adagc-rel 0.5 | there is no flag --adagc-rel
 --adagc --adagc-warmup-iters -1 | AdaGC's warm-up must be 0 or more iterations
---adagc=yes | argument --adagc: ignored explicit argument 'yes'
+--adagc=yes | --adagc is a switch: give it without the value 'yes'
 --simreg-cpu=yes | --simreg-cpu takes no value, or force, not 'yes'
 --layout abacus | there is no layout abacus for llama tiny
 --ffn 0 | --ffn takes literal, aligned or a positive number, not '0'
@@ -317,7 +317,7 @@ extra | 'extra' belongs to no flag
 OF_SIMREG = """
 --simreg-temperature 0 | the SimReg temperature must be a finite number above 0, not 0.0
 --simreg-temperature -0.1 | the SimReg temperature must be a finite number above 0, not -0.1
---simreg-temperature hot | argument --simreg-temperature: invalid float value: 'hot'
+--simreg-temperature hot | --simreg-temperature takes a number, not 'hot'
 --simreg-similarity cos | unknown SimReg similarity 'cos': choose from cosine,
 --simreg-scope global | unknown SimReg scope 'global': choose from exact, local
 --simreg-layers 0 | SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not '0'
@@ -329,7 +329,7 @@ OF_SIMREG = """
 --simreg-self-positive maybe | unknown SimReg self positive 'maybe': choose from
 --simreg-chunk-weight foo | unknown SimReg chunk weight 'foo': choose from
 --simreg-chunk-size 1 | the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1
---simreg-chunk-size 1.5 | argument --simreg-chunk-size: invalid int value: '1.5'
+--simreg-chunk-size 1.5 | --simreg-chunk-size takes a whole number, not '1.5'
 --simreg-warmup-iters -5 | the SimReg warm-up must be 0 or more iterations, not -5
 --simreg-lambda-schedule quadratic | the SimReg lambda schedule must be constant, or linear or cosine
 --simreg-lambda-schedule linear | the SimReg lambda schedule must be constant, or linear or cosine
@@ -339,13 +339,13 @@ OF_SIMREG = """
 --simreg-every 2 --simreg-similarity learnable | SimReg every 2 steps leaves scalars that it trains without a gradient
 --simreg-off-after 2 | SimReg is off after a share of the training above 0 and below 1, not 2
 --simreg-off-after 0 | SimReg is off after a share of the training above 0 and below 1, not 0
---simreg-off-after half | argument --simreg-off-after: invalid float value: 'half'
+--simreg-off-after half | --simreg-off-after takes a number, not 'half'
 --simreg-impl cuda | unknown SimReg impl 'cuda': choose from auto, reference, tiled, gemm, triton
 --simreg-log-interval 0 | the SimReg log interval must be 1 or more iterations, not 0
 --simreg-objective-options foo=1 | unknown option 'foo' of SimReg objective simreg: it has prefixes
 --simreg-objective sigreg --simreg-objective-options form=quick | unknown option 'form' of SimReg objective sigreg
 --simreg-objective sigreg --simreg-similarity dot | SimReg similarity dot has no effect on objective sigreg
---simreg-document-mask=yes | argument --simreg-document-mask: ignored explicit argument 'yes'
+--simreg-document-mask=yes | --simreg-document-mask is a switch: give it without the value 'yes'
 """
 COMMANDS = """
 submit | error: name what to run: launch/pretrain_llama.sh or launch/pretrain_mixtral.sh
