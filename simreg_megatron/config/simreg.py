@@ -114,6 +114,8 @@ class SimRegConfig:
             )
         if self.warmup_iters < 0:
             raise ValueError(f"the SimReg warm-up must be 0 or more iterations, not {self.warmup_iters}")
+        if self.warmup_iters == 1:
+            raise ValueError("a SimReg warm-up of 1 iteration has no effect, as it begins at its end: give 2 or more")
         if self.every < 1:
             raise ValueError(f"SimReg can be computed in every step (1) or every K-th one, not every {self.every}")
         if self.every > _RAREST:

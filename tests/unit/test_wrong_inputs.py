@@ -331,6 +331,7 @@ OF_SIMREG = """
 --simreg-chunk-size 1 | the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1
 --simreg-chunk-size 1.5 | --simreg-chunk-size takes a whole number, not '1.5'
 --simreg-warmup-iters -5 | the SimReg warm-up must be 0 or more iterations, not -5
+--simreg-warmup-iters 1 | a SimReg warm-up of 1 iteration has no effect
 --simreg-lambda-schedule quadratic | the SimReg lambda schedule must be constant, or linear or cosine
 --simreg-lambda-schedule linear | the SimReg lambda schedule must be constant, or linear or cosine
 --simreg-lambda-schedule linear:x | the SimReg lambda schedule linear ends at a finite share of 0 or more, not 'x'
