@@ -42,7 +42,7 @@ DATA = [
     "lxml>=5",  # reads the HTML of the large corpus
 ]
 HF = ["transformers>=4.50,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
-EVALUATION = [*HF, "lm-eval[hf]>=0.4.12,<0.5"]
+EVALUATION = [*HF, "lm-eval[hf]>=0.4.13,<0.5"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 # Experiments: plans are YAML, verdicts are scipy's tests.
 REPRODUCE = [*REPORT, "sentencepiece>=0.2,<0.3", "pyyaml>=6.0.2", "scipy>=1.12,<2"]

@@ -195,7 +195,7 @@ def _paper_rows(size: str, tasks: Sequence[str]) -> dict[str, dict[str, float]] 
 
 
 def _need_packages() -> None:
-    packages = {"lm_eval": "'lm-eval[hf]>=0.4.12'", "transformers": "transformers"}
+    packages = {"lm_eval": "'lm-eval[hf]>=0.4.13'", "transformers": "transformers"}
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
         raise EvaluationError(f"packages are missing: pip install {' '.join(missing)}")

@@ -129,5 +129,5 @@ def test_missing_packages_are_named_as_pip_takes_them(monkeypatch: pytest.Monkey
         monkeypatch.setattr(where, lambda name: None)
     with pytest.raises(ValueError, match=r"pip install transformers safetensors$"):
         conversion._need_transformers()
-    with pytest.raises(ValueError, match=r"pip install 'lm-eval\[hf\]>=0.4.12' transformers$"):
+    with pytest.raises(ValueError, match=r"pip install 'lm-eval\[hf\]>=0.4.13' transformers$"):
         evaluation._need_packages()
