@@ -188,6 +188,7 @@ def test_commands_and_flags_between_words_exist(page: Path, megatron: frozenset[
         ("<your command> --train-iterations 2", "Megatron has no --train-iterations"),
         ("bash launch/slurm/submit.sh --node 2 launch/pretrain_llama.sh", "launch/slurm/submit.sh has no --node"),
         ("python -m benchmarks.step", "there is no benchmarks.step"),
+        ("python -m tests.flags --only --simreg-lamda=3 --fp16", "Megatron has no --simreg-lamda"),
         ("python -m benchmarks.plot --colour", "python benchmarks.plot has no --colour"),
         ("bash launch/evaluate.sh --models x", "simreg-megatron evaluate has no --models"),
         ("deepspeed train.py", "nothing is known of 'deepspeed'"),
