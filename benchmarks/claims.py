@@ -84,7 +84,7 @@ def _found(claimed: Claimed, tables: Mapping[str, Table]) -> tuple[str, str]:
     if found := violations(claimed.experiment, dict(tables)):
         return "not tested yet", f"`{claimed.experiment}` is under way: {len(found)} of the protocol's conditions unmet"
     verdicts = verdicts_of(claimed, tables[claimed.experiment])
-    return "; ".join(dict.fromkeys(_word(each) for each in verdicts)), "<br>".join(map(_seen, verdicts))
+    return "; ".join(dict.fromkeys(each.word.lower() for each in verdicts)), "<br>".join(map(_seen, verdicts))
 
 
 def verdicts_of(claimed: Claimed, table: Table) -> list[Verdict]:
@@ -94,15 +94,11 @@ def verdicts_of(claimed: Claimed, table: Table) -> list[Verdict]:
     return [verdict for verdict in judge(table.plan, table.rows) if verdict.claim in wanted]
 
 
-def _word(verdict: Verdict) -> str:
-    return verdict.sentence.partition(":")[0].partition(" (")[0].lower()
-
-
 def _seen(verdict: Verdict) -> str:
     low, high = verdict.interval
     saved = f"; {verdict.saving:.0%} of the tokens saved" if verdict.saving is not None else ""
     return (
-        f"{verdict.claim.says}: {_word(verdict)}, {verdict.difference:+.3f} ({low:+.3f} to {high:+.3f}), "
+        f"{verdict.claim.says}: {verdict.word.lower()}, {verdict.difference:+.3f} ({low:+.3f} to {high:+.3f}), "
         f"{verdict.numbers[0]} and {verdict.numbers[1]} seeds, width {verdict.place.size}{saved}"
     )
 

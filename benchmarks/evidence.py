@@ -14,14 +14,14 @@ import shutil
 from pathlib import Path
 
 from benchmarks import claims, search
-from benchmarks.records import RESULTS, ROOT
+from benchmarks.claims import FOLDER as KEPT
+from benchmarks.records import ROOT
 from simreg_megatron.report.page import as_html
 from simreg_megatron.reproduce import shipped
 from simreg_megatron.reproduce.check import read_tables, violations
 from simreg_megatron.reproduce.page import page_of
 from simreg_megatron.reproduce.store import CURVE_COLUMNS, PLAN, read_csv, thinned
 
-KEPT = RESULTS / "evidence"
 PAGE = ROOT / "docs" / "experiments.html"
 POINTS = 60
 """Of a curve: a line in a figure needs no more, and the repository keeps hundreds of them."""
@@ -44,12 +44,13 @@ def main() -> None:
 def keep(folder: Path, kept: Path = KEPT) -> list[str]:
     """The names of the experiments that were copied."""
     tables = read_tables(folder)
-    whole = [name for name in tables if not violations(name, tables)]
+    whole = []
     kept.mkdir(parents=True, exist_ok=True)
     for name in tables:
-        if name not in whole:
-            print(f"{name} is left out: {violations(name, tables)[0]}")
+        if found := violations(name, tables):
+            print(f"{name} is left out: {found[0]}")
             continue
+        whole.append(name)
         for ending in (PLAN, ".csv"):
             shutil.copyfile(folder / f"{name}{ending}", kept / f"{name}{ending}")
         _copy_curves(folder / f"{name}-curves.csv", kept / f"{name}-curves.csv")

@@ -14,10 +14,11 @@ import csv
 import json
 import re
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
+from benchmarks import claims
 from benchmarks.figures import ROOT, Entry, Figure, Ledger, Made, NotMeasured, Source, complaints, write
 from benchmarks.step_pairs import windows_of
 from simreg_megatron.report.steps import overhead
@@ -247,14 +248,10 @@ def gain_of_the_search() -> list[float]:
 EDGE = Source("benchmarks/results/evidence/edge.csv", "simreg-megatron reproduce edge")
 
 
-def ends_of_the_rate_searched(arm: str = "cross-entropy") -> list[float]:
-    """The lowest and the highest validation loss."""
+def ends_at_the_edge(arm: str) -> list[float]:
+    """The lowest and the highest validation loss of an arm."""
     found = column(EDGE, "validation_loss", arm=arm)
     return [min(found), max(found)]
-
-
-def ends_of_twice_the_rate() -> list[float]:
-    return ends_of_the_rate_searched("cross-entropy-above")
 
 
 SAVING = Source("benchmarks/results/evidence/saving.csv", "simreg-megatron reproduce saving --sizes 64")
@@ -262,28 +259,22 @@ SAVING = Source("benchmarks/results/evidence/saving.csv", "simreg-megatron repro
 
 def verdict_of_saving(place: int) -> list[float]:
     """The size of the difference and of the ends of its interval, the nearer end first."""
-    table = read_tables(ROOT / "benchmarks" / "results" / "evidence")["saving"]
+    table = read_tables(claims.FOLDER)["saving"]
     found = verdict.judge(table.plan, table.rows)[place]
     return [abs(found.difference), *sorted(map(abs, found.interval))]
-
-
-def against_the_whole_baseline() -> list[float]:
-    return verdict_of_saving(0)
-
-
-def against_the_short_baseline() -> list[float]:
-    return verdict_of_saving(1)
 
 
 OBJECTIVES = "docs/objectives.md"
 OF_OBJECTIVES = (
     Figure("README.md", "| {} to {} nats in three seeds of the tiny model", PREFIXES, gains_of_three_seeds),
     Figure("docs/evidence.md", "not tuned: {} to {} nats per token in three seeds", PREFIXES, gains_of_three_seeds),
-    Figure("docs/evidence.md", "ended\nbetween {} and {}, and at the rate", EDGE, ends_of_twice_the_rate),
-    Figure("docs/evidence.md", "rate of the search between {} and {}.", EDGE, ends_of_the_rate_searched),
+    Figure("docs/evidence.md", "ended\nbetween {} and {}, and at the rate", EDGE,
+           partial(ends_at_the_edge, "cross-entropy-above")),
+    Figure("docs/evidence.md", "rate of the search between {} and {}.", EDGE,
+           partial(ends_at_the_edge, "cross-entropy")),
     Figure("docs/evidence.md", "ends {} nats per token above the tuned baseline with all of them (95 % interval {} to "
-           "{}", SAVING, against_the_whole_baseline),
-    Figure("docs/evidence.md", "{} below that baseline with 70 % ({} to {})", SAVING, against_the_short_baseline),
+           "{}", SAVING, partial(verdict_of_saving, 0)),
+    Figure("docs/evidence.md", "{} below that baseline with 70 % ({} to {})", SAVING, partial(verdict_of_saving, 1)),
     Figure("docs/evidence.md", "its best is {} nats per token below that one", SEARCH, gain_of_the_search),
     Figure(OBJECTIVES, "take the loss of {} validation tokens", PREFIXES, lambda: [column(PREFIXES, "tokens")[0]]),
     states(OBJECTIVES, "is {} and that of a total collapse", "tests/unit/test_sigreg.py", r'"mean", 768, "([\d.]+)"'),

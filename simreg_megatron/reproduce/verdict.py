@@ -20,6 +20,7 @@ from simreg_megatron.report.welch import LEVEL, deviation, mean, welch
 from simreg_megatron.reproduce.plan import Claim, Plan
 
 Row = Mapping[str, str]
+NOT_SHOWN = "Not shown"
 
 
 class Place(NamedTuple):
@@ -64,16 +65,18 @@ class Verdict:
             f"{self.difference:+.4f} ({low:+.4f} to {high:+.4f}, p {self.p_value:.2g}, "
             f"{self.numbers[0]} and {self.numbers[1]} seeds)"
         )
-        return f"{self._verdict}: {self.claim.says}. {where}: {told}."
+        missed = f" (a difference below {self.detectable:.4f} would be missed with these seeds)"
+        return f"{self.word}{missed if self.word == NOT_SHOWN else ''}: {self.claim.says}. {where}: {told}."
 
     @property
-    def _verdict(self) -> str:
+    def word(self) -> str:
+        """What became of the claim."""
         low, high = self.interval
         if self.held:
             return "Held"
         if self.claim.sign != "differs" and (low > 0 if self.claim.sign == "lower" else high < 0):
             return "Did not hold, the opposite was seen"
-        return f"Not shown (a difference below {self.detectable:.4f} would be missed with these seeds)"
+        return NOT_SHOWN
 
 
 def judge(plan: Plan, rows: Sequence[Row]) -> list[Verdict]:
