@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 
+from simreg_megatron.objectives.options import counts_from_one
+
 _LAMBDAS = (1e-9, 1e6)
 TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
@@ -57,7 +59,7 @@ def checked_layers(value: object) -> tuple[int | str, ...]:
         text = str(word).strip()
         if text == "final":
             final = True
-        elif text.isdecimal() and len(text) < 10 and int(text) > 0:
+        elif counts_from_one(text):
             numbers.add(int(text))
         else:
             raise ValueError(f"SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not {text!r}")

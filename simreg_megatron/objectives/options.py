@@ -66,12 +66,13 @@ def checked_option(name: str, known: OptionKind, value: object) -> str | float:
 
 def _checked_prefixes(name: str, default: str, value: object) -> str:
     numbers = str(value).split("/")
-    if value not in (None, default) and not all(_is_prefix(number) for number in numbers):
+    if value not in (None, default) and not all(map(counts_from_one, numbers)):
         raise ValueError(
             f"SimReg objective option {name} must be {default}, or whole numbers from 1 such as 64/128, not {value!r}"
         )
     return default if value is None else str(value)
 
 
-def _is_prefix(text: str) -> bool:
+def counts_from_one(text: str) -> bool:
+    """Whether it is a whole number above 0, of no more digits than a layer or a feature can have."""
     return text.isdecimal() and len(text) < 10 and int(text) > 0
