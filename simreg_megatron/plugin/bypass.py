@@ -7,6 +7,7 @@ that hide the wrapped ones; so each model is asked at the end of its forward pas
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,15 @@ def watch(model: Any) -> None:
         model.register_forward_hook(refuse_bypass)
 
 
+def watch_built(classes: tuple[type, ...]) -> None:
+    """Those that were built before `install()`, too."""
+    for known in gc.get_objects():
+        if issubclass(type(known), classes):
+            watch(known)
+
+
 def ask_after(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Also models that were built before anyone could watch them."""
+    """Also models whose `forward` is called without their hooks."""
 
     def asked(model: Any, *args: Any, **kwargs: Any) -> Any:
         installation.current().passed.discard(model)
@@ -41,10 +49,9 @@ def refuse_bypass(model: Any, *_: Any) -> None:
     Raises:
         NotImplementedError: it was one of training, and did not pass SimReg.
     """
-    here = installation.installed()
-    if here is not None:
+    if installation.installed() is not None:
         _refuse_bypass(model)
-        here.passed.discard(model)
+        installation.current().passed.discard(model)
 
 
 def _refuse_bypass(model: Any) -> None:

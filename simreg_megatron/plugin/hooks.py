@@ -49,8 +49,8 @@ def _install(config: SimRegConfig | None) -> None:
         new.wrap(seam, wrapper)
     new.model_classes = tuple(seam.holder() for seam in models)
     installation.keep(new)
-    if config is not None:
-        new.regularizer()
+    if config is not None and new.regularizer().config.active:
+        bypass.watch_built(new.model_classes)
 
 
 def uninstall() -> None:

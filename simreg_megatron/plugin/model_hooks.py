@@ -62,8 +62,7 @@ def regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Parameters that an objective trains belong to the model from its birth on, before anyone wraps or loads it; and
-    from then on it is asked whether its loss came by."""
+    """Parameters that an objective trains belong to the model before anyone wraps or loads it; and it is watched."""
 
     def prepared(model: Any, *args: Any, **kwargs: Any) -> None:
         initialize(model, *args, **kwargs)

@@ -78,6 +78,26 @@ def main() -> None:
     uninstall()
     assert GPTModel._postprocess is original
 
+    # A class that overrides both functions, of a model that was built before install(): its first step is refused.
+    class Deaf(GPTModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self._postprocess()
+
+        def _postprocess(self) -> Any:
+            return torch.zeros(())
+
+    model.__class__ = Deaf
+    install(config=CONFIG)
+    try:
+        model()
+    except NotImplementedError as error:
+        assert "Deaf overrides _postprocess" in str(error)
+    else:
+        raise AssertionError("a model that hides both functions must not train past SimReg")
+    uninstall()
+    model()  # and is left alone afterwards
+    model.__class__ = GPTModel
+
     # A subclass that overrides the function and calls super().
     class Mine(GPTModel):
         def _postprocess(self, *args: Any, **kwargs: Any) -> Any:
