@@ -142,6 +142,7 @@ def trace(case: Case) -> Trace:
     model = SimpleNamespace(
         config=SimpleNamespace(sequence_parallel=False, hidden_size=case.width),
         pg_collection=SimpleNamespace(tp=group, cp=group, dp_cp=group),
+        share_embeddings_and_output_weights=False,
     )
     regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl=case.form))
     regularizer.metrics.wants_geometry = case.logs
@@ -154,6 +155,8 @@ def trace(case: Case) -> Trace:
         labels = torch.empty(case.batch, case.length, dtype=torch.int64, **cuda)
         mask = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda)
         loss = torch.empty(case.batch, case.length, dtype=torch.float32, **cuda).requires_grad_()
+        head = torch.empty(ASSUMED_VOCABULARY, case.width, dtype=torch.bfloat16, **cuda)
+        model.output_layer = SimpleNamespace(weight=head)  # of which a log step takes margins
         regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
         with trace as counted:
             result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)

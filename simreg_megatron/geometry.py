@@ -4,9 +4,11 @@
 Sums and counts, never means: they add up over micro-batches and ranks, and one place divides.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +19,24 @@ from simreg_megatron.losses._chunks import (
     Span,
     as_batch,
     blocks,
+    by_sequence,
     check_tokens,
-    label_pairs,
+    joined,
     no_autocast,
-    self_pairs,
     usable_tokens,
 )
+from simreg_megatron.losses.roles import names_of, pair_counts
 from simreg_megatron.losses.similarity import unit_rows
 
-_WORKSPACE = 64 << 20  # bytes that the pairs of one step may take
-_BYTES_PER_PAIR = 24  # cosines, masks, and what is selected by them
+_WORKSPACE = {"cpu": 64 << 20, "cuda": 176 << 20}  # bytes that the pairs of one step may take
+
+
+class RowCosines(NamedTuple):
+    """Per anchor [b, p], over the other tokens that it meets."""
+
+    same: Tensor  # sum of cosines with tokens of its label
+    different: Tensor  # of other labels
+    hardest: Tensor  # the largest of these; meaningless where there are none
 
 
 class PairCosines(NamedTuple):
@@ -67,50 +77,61 @@ def pair_cosines(
     embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     usable = usable_tokens(embeddings, labels, valid)
-    sums = embeddings.new_zeros(len(PairCosines._fields), dtype=torch.float64)
-    with no_autocast(embeddings.device.type):
-        for block in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
-            units = unit_rows(block.rows)
-            for span in _strips(block):
-                sums += _strip_sums(block._replace(anchors=span), units)
+    met: dict[str, Any] = {"documents": documents, "chunk_size": chunk_size}
+    same, different = (count[:, slice(*anchors)] for count in pair_counts(labels, usable, **met))
+    sums = pair_sums(row_cosines(embeddings, labels, usable, anchors=anchors, **met), same, different)
     return PairCosines._make(sums.unbind())
 
 
-def _strips(block: Block) -> Iterator[Span]:
+def pair_sums(cosines: RowCosines, same: Tensor, different: Tensor) -> Tensor:
+    """PairCosines [6] of anchors each of which meets so many [b, p] others of its label, and of other labels."""
+    has = different > 0
+    hardest = cosines.hardest.masked_fill(~has, 0.0)
+    parts = torch.stack([cosines.same, same, cosines.different, different, hardest, has])
+    return parts.sum(dim=(-2, -1), dtype=torch.float64)
+
+
+@torch.no_grad()
+def row_cosines(
+    embeddings: Tensor, labels: Tensor, usable: Tensor, *, documents: Tensor | None, chunk_size: int, anchors: Span
+) -> RowCosines:
+    """Of the anchors' rows; `usable` [b, n] as `usable_tokens` finds it, all else as in `pair_cosines`."""
+    dtype = torch.promote_types(embeddings.dtype, torch.float32)
+    nothing = [embeddings.new_zeros((len(labels), 0), dtype=dtype)] * len(RowCosines._fields)
+    names, found = names_of(labels, usable, documents), []
+    with no_autocast(embeddings.device.type):
+        for block in blocks(embeddings, names, usable, documents, chunk_size=chunk_size, anchors=anchors):
+            units = unit_rows(block.rows).mul_(block.usable.unsqueeze(-1))  # others have a cosine of 0 with all
+            strips = [_strip(block, units, span) for span in _strips(block, dtype)]
+            found.append([by_sequence(joined(part), len(labels)) for part in zip(*strips, strict=True)])
+    return RowCosines._make(map(joined, zip(*(found or [nothing]), strict=True)))
+
+
+def _strips(block: Block, dtype: torch.dtype) -> Iterator[Span]:
     """The anchors in parts, so that no matrix of all pairs of a long chunk is ever held."""
-    num_chunks, length = block.labels.shape
-    step = max(1, _WORKSPACE // max(1, num_chunks * length * _BYTES_PER_PAIR))
+    step = _at_once(block.labels.numel(), dtype, block.rows.device)
     for first in range(block.anchors[0], block.anchors[1], step):
         yield first, min(first + step, block.anchors[1])
 
 
-def _strip_sums(block: Block, units: Tensor) -> Tensor:
-    """PairCosines of some anchors, [6]."""
-    own = slice(*block.anchors)
+def _at_once(partners: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Of how many rows the cosines with so many partners fit: these, a copy of them, and masks."""
+    workspace = _WORKSPACE.get(device.type, _WORKSPACE["cuda"])
+    return max(1, workspace // max(1, partners * (2 * dtype.itemsize + 4)))
+
+
+def _strip(block: Block, units: Tensor, anchors: Span) -> tuple[Tensor, Tensor, Tensor]:
+    """RowCosines of some anchors of the chunks, [m, p]."""
+    own = slice(*anchors)
     cosines = product(units[:, own], units.mT)
-    same, different = label_pairs(block)
-    same = same & ~self_pairs(block)
-    has_negative = different.any(dim=-1)
-    hardest = torch.where(different, cosines, -math.inf).amax(dim=-1)
-    return torch.stack(
-        [
-            _sum(torch.where(same, cosines, 0.0)),
-            _count(same),
-            _sum(torch.where(different, cosines, 0.0)),
-            _count(different),
-            _sum(torch.where(has_negative, hardest, 0.0)),
-            _count(has_negative),
-        ]
-    )
-
-
-def _sum(values: Tensor) -> Tensor:
-    # Rows first, so that only m * k numbers are widened.
-    return values.sum(dim=-1).sum(dtype=torch.float64)
-
-
-def _count(mask: Tensor) -> Tensor:
-    return mask.sum(dtype=torch.float64)
+    cosines.diagonal(anchors[0], -2, -1).zero_()
+    excluded = same = block.labels[:, own].unsqueeze(-1) == block.labels.unsqueeze(-2)
+    of_label = (cosines * same).sum(dim=-1)
+    if block.documents is not None:
+        excluded = same | (block.documents[:, own].unsqueeze(-1) != block.documents.unsqueeze(-2))
+    of_others = cosines.masked_fill_(excluded, 0.0).sum(dim=-1)
+    hardest = cosines.masked_fill_(excluded | ~block.usable.unsqueeze(-2), -math.inf).amax(dim=-1)
+    return of_label, of_others, hardest
 
 
 def mean_angle_degrees(mean_cosine: float) -> float:
@@ -138,15 +159,17 @@ class Isotropy(NamedTuple):
 
 
 @torch.no_grad()
-def moments(embeddings: Tensor, usable: Tensor) -> Moments:
-    """Of the usable tokens [...] of embeddings [..., d], none of which is a zero vector."""
+def moments(embeddings: Tensor, valid: Tensor) -> Moments:
+    """Of the valid tokens [...] of embeddings [..., d]; a zero vector has no direction, and is left out."""
     rows = embeddings.detach().flatten(0, -2)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    usable = usable.flatten().unsqueeze(-1)
+    norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    left_out = ~(valid.flatten() & (norms != 0))
+    rows = rows.masked_fill(left_out.unsqueeze(-1), 0.0)
+    weights = torch.stack([torch.ones_like(norms), 1.0 / norms]).masked_fill_(left_out, 0.0)
     with no_autocast(rows.device.type):
-        units = torch.where(usable, unit_rows(torch.where(usable, rows, 1.0)), 0.0)
-        rows = torch.where(usable, rows, 0.0)
-        return Moments(usable.sum().to(rows.dtype), rows.sum(dim=0), units.sum(dim=0), product(rows.mT, rows))
+        total, units = product(weights.to(rows.dtype), rows)
+        return Moments(weights[0].sum().to(rows.dtype), total, units, product(rows.mT, rows))
 
 
 @torch.no_grad()
@@ -188,7 +211,7 @@ def constellation(one: Tensor, other: Tensor) -> Constellation:
     dtype = torch.promote_types(one.dtype, torch.float32)
     one, other = unit_rows(one.to(dtype)), unit_rows(other.to(dtype))
     numbers = torch.arange(len(one), device=one.device)
-    step = max(1, _WORKSPACE // max(1, len(one) * _BYTES_PER_PAIR))
+    step = _at_once(len(other), dtype, one.device)
     paired, hardest, nearest = [], [], []
     for rows in numbers.split(step):
         cosines = product(one[rows], other.mT)

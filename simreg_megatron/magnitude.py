@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class NormSums(NamedTuple):
-    """Of the norms of some tokens: float64 scalars on the device of the embeddings."""
+    """Of the norms of some tokens, or [...] of several sets of them: float64 on the device of the embeddings."""
 
     number: Tensor
     total: Tensor
@@ -25,12 +25,14 @@ def norm_sums(embeddings: Tensor, weights: Tensor) -> NormSums:
     """Sums over |e_i|, |e_i|^2 and 1, each times the weight of its token.
 
     Args:
-        embeddings: [..., d]; norms are taken in float64. A token of weight 0 may hold anything.
-        weights: bool or numbers [...]: whether, or how often, a token counts.
+        embeddings: [n..., d]; norms are taken in float64. A token of weight 0 may hold anything.
+        weights: bool or numbers [..., n...]: whether, or how often, a token counts.
     """
     norms = torch.linalg.vector_norm(embeddings.detach(), dim=-1, dtype=torch.float64)
-    norms, weights = torch.where(weights != 0, norms, 0.0), weights.double()
-    return NormSums(weights.sum(), (weights * norms).sum(), (weights * norms.square()).sum())
+    tokens = tuple(range(-norms.dim(), 0))
+    norms, weights = norms.masked_fill(weights == 0, 0.0), weights.double()
+    totals = weights * norms
+    return NormSums._make(torch.stack([weights, totals, totals * norms]).sum(dim=tokens).unbind())
 
 
 def mean_norm(sums: NormSums) -> Tensor:
@@ -65,12 +67,9 @@ def radial_sums(gradients: Tensor, embeddings: Tensor, weights: Tensor) -> tuple
         weights: bool or numbers [...]; a token of weight 0, or of length 0, may hold anything.
     """
     dtype = torch.promote_types(embeddings.dtype, torch.float32)
-    gradients, embeddings = gradients.to(dtype), embeddings.detach().to(dtype)
-    lengths = embeddings.square().sum(dim=-1)
-    counts = (weights != 0) & (lengths != 0)
-    along = (gradients * embeddings).sum(dim=-1).square() / torch.where(counts, lengths, 1.0)
-    whole, weights = gradients.square().sum(dim=-1), weights.double()
-    return (
-        (weights * torch.where(counts, along, 0.0)).sum(),
-        (weights * torch.where(counts, whole, 0.0)).sum(),
-    )
+    embeddings = embeddings.detach()
+    lengths, sizes = (torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) for rows in (embeddings, gradients))
+    along = (gradients.to(dtype) * embeddings).sum(dim=-1) / lengths
+    parts = torch.stack([along, sizes]).masked_fill((weights == 0) | (lengths == 0), 0.0)
+    radial, whole = (weights * parts.square()).flatten(1).sum(dim=-1, dtype=torch.float64)
+    return radial, whole

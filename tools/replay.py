@@ -2,7 +2,7 @@
 """`python -m tools.replay REF`: does the code here compute the same bits as at a commit? For changes that move code.
 
 Every objective, option, form and type on one small micro-batch in one process: gradients of the hidden states, of the
-loss and of trained scalars, and the values of the log, as they are in memory. With `--kernels` also the machine code of
+loss and of trained scalars, and apart from these the values of the log, as they are in memory. With `--kernels` also the machine code of
 every Triton kernel for sm_90, without its line numbers. Exit status 1, and the names, where anything differs.
 
 The commit is put into a worktree of its own and asked for the same cases by this very file, so it must offer what is
@@ -58,19 +58,19 @@ def settings() -> Iterator[dict[str, Any]]:
 
 
 def results(cases: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """A digest, or the sentence of an error, by case."""
+    """Digests of the training and of the log, or the sentence of an error, by case."""
     found = {}
     for given in cases:
         for dtype in ("float32", "bfloat16"):
             name = json.dumps({**given, "dtype": dtype})
             try:
-                found[name] = _digest(given, dtype)
+                found[name], found[f"{name}, log"] = _digests(given, dtype)
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
-def _digest(given: dict[str, Any], dtype: str) -> str:
+def _digests(given: dict[str, Any], dtype: str) -> tuple[str, str]:
     import torch
 
     from simreg_megatron import SimRegConfig
@@ -95,7 +95,11 @@ def _digest(given: dict[str, Any], dtype: str) -> str:
     result = regularizer.add_to(loss, model, hidden_states=hidden_states, labels=labels, loss_mask=mask)
     (result * mask).sum().backward()
     parts = [result, loss.grad, hidden_states.grad, *(parameter.grad for parameter in model.parameters())]
-    parts += [torch.as_tensor(value) for _, value in sorted(regularizer.metrics.reduce(_Alone()).items())]
+    log = [torch.as_tensor(value) for _, value in sorted(regularizer.metrics.reduce(_Alone()).items())]
+    return _digest(parts), _digest(log)
+
+
+def _digest(parts: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(b"-" if part is None else part.detach().double().numpy().tobytes())

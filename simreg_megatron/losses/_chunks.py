@@ -188,9 +188,9 @@ def unfold(tokens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
     return by_sequence(tokens, num_sequences)[:, :num_tokens]
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
     """[b, n] of several stretches, one after the other; one alone is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
 def by_sequence(values: Tensor, num_sequences: int) -> Tensor:

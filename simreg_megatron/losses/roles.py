@@ -66,7 +66,7 @@ def token_roles(
     num_sequences, num_tokens = labels.shape
     length = chunk_length(num_tokens, chunk_size)
     chunks = _Counts.of(
-        fold(_named(labels, usable, documents), length, NO_LABEL),
+        fold(names_of(labels, usable, documents), length, NO_LABEL),
         None if documents is None else fold(torch.where(usable, documents, NO_LABEL), length, NO_LABEL),
         self_positive,
         dtype,
@@ -90,7 +90,7 @@ def pair_counts(
     num_sequences, num_tokens = labels.shape
     length = chunk_length(num_tokens, chunk_size)
     chunks = _Counts.of(
-        fold(_named(labels, usable, documents), length, NO_LABEL),
+        fold(names_of(labels, usable, documents), length, NO_LABEL),
         None if documents is None else fold(torch.where(usable, documents, NO_LABEL), length, NO_LABEL),
         "always",
         torch.float64,
@@ -119,7 +119,7 @@ class _Counts(NamedTuple):
         return cls(anchor, (positive * anchor).to(dtype), ((meets - same) * anchor).to(dtype))
 
 
-def _named(labels: Tensor, usable: Tensor, documents: Tensor | None) -> Tensor:
+def names_of(labels: Tensor, usable: Tensor, documents: Tensor | None) -> Tensor:
     """One number for each (document, label); NO_LABEL for tokens left out."""
     names = labels.long()
     if documents is not None:
@@ -150,7 +150,7 @@ def _count_correction(
 ) -> Tensor:
     """log(N_i in the sequence / N_i in the chunk) - log(P_i in the sequence / P_i in the chunk), [m, k]."""
     whole = _Counts.of(
-        _named(labels, usable, documents),
+        names_of(labels, usable, documents),
         None if documents is None else torch.where(usable, documents, NO_LABEL),
         self_positive,
         dtype,

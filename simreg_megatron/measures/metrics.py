@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,6 @@ from torch.nn import functional
 
 from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.losses._chunks import zero_rows
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.magnitude import norm_sums, radial_sums
 from simreg_megatron.measures import naming, slots
@@ -87,8 +87,7 @@ class Metrics:
             self._learned = as_logged(self._parts, learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
             for view in views:
-                self._sums[slots.PAIRS] += self._pair_sums(view)
-                self._add_pair_norms(view)
+                self._add_pairs(view)
 
     def _count_tokens(self, own_valid: Tensor, usable: list[Tensor]) -> None:
         """Tokens that count, rows without one, and (where there are views) hidden states of norm zero."""
@@ -107,40 +106,32 @@ class Metrics:
             log_once(f"SimReg: isotropy is not logged for states wider than {_WIDEST}, as it needs width^2 numbers")
             return
         sample = EveryKth.of_at_most(_SAMPLED_TOKENS, num_sequences, shard)
-        found = geometry.moments(sample.taken(hidden_states), sample.taken(valid & ~zero_rows(hidden_states)))
+        found = geometry.moments(sample.taken(hidden_states), sample.taken(valid))
         if self._moments is None:
             self._moments = list(found)
         else:
             for total, part in zip(self._moments, found, strict=True):
                 total += part
 
-    def _pair_sums(self, view: View) -> Tensor:
-        pairs = geometry.pair_cosines(
-            view.embeddings,
-            view.labels,
-            valid=view.usable,
-            documents=view.documents,
-            chunk_size=self.config.chunk_size,
-            anchors=view.anchors,
-        )
-        return torch.stack(pairs)  # sum and count: same label, different label, hardest
-
-    def _add_pair_norms(self, view: View) -> None:
-        """The norm of each own token, once for every anchor that meets it: as often as it meets others itself."""
+    def _add_pairs(self, view: View) -> None:
+        """Cosines, and the norm of each own token once for every anchor that meets it: as often as it meets others."""
         assert self._sums is not None
-        own, size = slice(*view.anchors), self.config.chunk_size
-        counts = pair_counts(view.labels, view.usable, documents=view.documents, chunk_size=size)
-        for place, count in zip((slots.SAME_NORMS, slots.OTHER_NORMS), counts, strict=True):
-            self._add_norms(place, view.embeddings[:, own], count[:, own])
+        own = slice(*view.anchors)
+        met: dict[str, Any] = {"documents": view.documents, "chunk_size": self.config.chunk_size}
+        usable = view.usable[:, own]
+        same, different = (count[:, own] for count in pair_counts(view.labels, view.usable, **met))
+        cosines = geometry.row_cosines(view.embeddings, view.labels, view.usable, anchors=view.anchors, **met)
+        pairs = geometry.pair_sums(cosines, same, different)
+        self._sums[slots.PAIRS].add_(pairs)
         if not self.config.sends_no_rows:  # those do not ask for other labels
-            self._sums[slots.ONE_LABEL] += (view.usable & (counts[1] == 0))[:, own].sum()
-        alone = counts[0] == 0
-        for place, members in ((slots.ONCE_NORMS, view.usable & alone), (slots.OFTEN_NORMS, view.usable & ~alone)):
-            self._add_norms(place, view.embeddings[:, own], members[:, own])
+            self._sums[slots.ONE_LABEL].add_(usable.sum() - pairs[-1])
+        alone = usable & (same == 0)
+        weights = torch.stack([same, different, alone, usable ^ alone])
+        self._add_norms(slots.OF_PAIRS, view.embeddings[:, own], weights)
 
     def _add_norms(self, place: slice, states: Tensor, weights: Tensor) -> None:
         assert self._sums is not None
-        self._sums[place] += torch.stack(norm_sums(states, weights))
+        self._sums[place].add_(torch.stack(norm_sums(states, weights), dim=-1).flatten())
 
     def observe_predictions(
         self, model: Any, predicting: Tensor, states: Tensor | None, labels: Tensor, valid: Tensor, shard: SequenceShard
@@ -175,15 +166,14 @@ class Metrics:
         self._add_margins(found, counted, right)
         if states is None:
             return
-        of_states = sample.taken(states.transpose(0, 1))
-        for place, members in ((slots.RIGHT_NORMS, right), (slots.WRONG_NORMS, counted & ~right)):
-            self._add_norms(place, of_states, members)
+        members = torch.stack([right, counted & ~right])
+        self._add_norms(slots.OF_PREDICTIONS, sample.taken(states.transpose(0, 1)), members)
 
     def _add_margins(self, found: Tensor, counted: Tensor, right: Tensor) -> None:
         assert self._sums is not None
-        for place, members in ((slots.MARGIN, counted), (slots.RIGHT_MARGIN, right)):
-            total = torch.where(members, found, 0.0).sum(dtype=torch.float64)
-            self._sums[place] += torch.stack([total, members.sum().double()])
+        left_out = torch.stack([~counted, ~right])
+        sums = torch.stack([found.double().masked_fill(left_out, 0.0), ~left_out], dim=1)
+        self._sums[slots.OF_MARGINS].add_(sums.sum(dim=(-2, -1)).flatten())
         self._margins.append(torch.where(counted, found, torch.nan).flatten())
 
     def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
@@ -200,7 +190,8 @@ class Metrics:
             assert self._sums is not None
             of_own = shard.own_columns(gradient[: valid.shape[1]].transpose(0, 1))
             sums = torch.stack(radial_sums(of_own, own, counted))
-            self._sums[slots.RADIAL] += torch.where(sums.isfinite().all(), sums, 0.0)
+            overflown = ~(torch.linalg.vector_norm(sums, ord=math.inf) < math.inf)  # or NaN
+            self._sums[slots.RADIAL].add_(sums.masked_fill_(overflown, 0.0))
 
         states.register_hook(add_up)
 

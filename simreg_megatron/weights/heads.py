@@ -19,7 +19,7 @@ from simreg_megatron.parallel.collectives import gather, gather_rows, share_work
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 
-_STATES_AT_ONCE = 256  # so that their logits, over a large vocabulary, stay small beside those of a training step
+_STATES_AT_ONCE = 512  # so that their logits, over a large vocabulary, stay small beside those of a training step
 
 
 @torch.no_grad()
@@ -143,11 +143,14 @@ def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.Proce
 
 
 def _of_label_and_other(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tensor:
-    """[2, N]: the label's logit, or -inf where its row is on another rank, and the largest other one here."""
+    """[2, N]: the label's logit, or -inf where its row is on another rank, and the largest other one here.
+
+    Overwrites the logits.
+    """
     index, apart = torch.where(here, local, 0).unsqueeze(1), ~here.unsqueeze(1)
     of_label = logits_NV.gather(1, index)
-    others = logits_NV.scatter(1, index, torch.where(apart, of_label, -torch.inf))
-    return torch.stack([of_label.masked_fill(apart, -torch.inf).squeeze(1), others.amax(dim=1)]).float()
+    logits_NV.scatter_(1, index, torch.where(apart, of_label, -torch.inf))
+    return torch.stack([of_label.masked_fill_(apart, -torch.inf).squeeze(1), logits_NV.amax(dim=1)]).float()
 
 
 def _logit_scale(model: Any) -> float:

@@ -71,7 +71,7 @@ def test_sl6_the_shift_of_the_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     most = cosines.masked_fill(torch.eye(6, dtype=torch.bool), -2).max()
     assert found.margin == (least - most) / 2 and found.bias == (least + most) / 2
     assert found.accuracy == (cosines.argmax(-1) == torch.arange(6)).double().mean()
-    monkeypatch.setattr(geometry, "_WORKSPACE", 1)
+    monkeypatch.setitem(geometry._WORKSPACE, "cpu", 1)
     torch.testing.assert_close(tuple(constellation(rows[:6], rows[6:])), tuple(found))
 
 
