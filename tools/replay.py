@@ -2,8 +2,9 @@
 """`python -m tools.replay REF`: does the code here compute the same bits as at a commit? For changes that move code.
 
 Every objective, option, form and type on one small micro-batch in one process: gradients of the hidden states, of the
-loss and of trained scalars, and apart from these the values of the log, as they are in memory. With `--kernels` also the machine code of
-every Triton kernel for sm_90, without its line numbers. Exit status 1, and the names, where anything differs.
+loss and of trained scalars, and apart from these the values of the log, as they are in memory. With `--kernels` also
+the machine code of every Triton kernel for sm_90, without its line numbers. Exit status 1, and the names, where
+anything differs.
 
 The commit is put into a worktree of its own and asked for the same cases by this very file, so it must offer what is
 used here: `SimRegConfig`, `Regularizer.add_to`, and `learnable.add_to`.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,16 @@ from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens
 from simreg_megatron.measures import slots
 
 QUANTILES = {f"simreg margin {share:.0%}": share for share in (0.1, 0.5, 0.9)}
+_NOT_IN_CONSOLE = (  # Megatron's line is long enough
+    "simreg norm difference",
+    "simreg norm difference of rare labels",
+    "simreg norm difference of right predictions",
+    "simreg radial gradient",
+    "simreg effective rank",
+    "simreg mean cosine",
+    "simreg margin of right predictions",
+    *QUANTILES,
+)
 
 
 def means(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
@@ -70,3 +81,14 @@ def of_isotropy(measured: Tensor) -> dict[str, Tensor]:
         "simreg effective rank": effective_rank,
         "simreg mean cosine": mean_cosine,
     }
+
+
+def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *, skipped: bool) -> None:
+    """Put interval means where `training_log` prints its own: it divides every entry by the advanced iterations.
+
+    Some are for TensorBoard and Weights & Biases alone.
+    """
+    advanced = total_loss_dict.get("advanced iterations", 0) + (0 if skipped else 1)
+    for name, value in means.items():
+        if name not in _NOT_IN_CONSOLE:
+            total_loss_dict[name] = value * max(1, advanced)

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -184,11 +185,23 @@ def built(model: Seam) -> Seam:
 
 def has_parsed_arguments() -> bool:
     """Whether Megatron's training loop has read its command line in this process."""
-    if training_loop() is None:
-        return False
-    from megatron.training import global_vars
+    return training_loop() is not None and _of_loop("_GLOBAL_ARGS") is not None
 
-    return getattr(global_vars, "_GLOBAL_ARGS", None) is not None
+
+def arguments() -> Any:
+    """What it read there."""
+    from megatron.training.global_vars import get_args
+
+    return get_args()
+
+
+def timers() -> Any:
+    """Those of Megatron's training loop; None where another one runs."""
+    return _of_loop("_GLOBAL_TIMERS")
+
+
+def _of_loop(name: str) -> Any:
+    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
 
 
 def megatron_version() -> str:
@@ -262,11 +275,11 @@ def adds_up_tokens_of_context_ranks() -> bool:
     return "vp_stage" not in inspect.signature(inspect.unwrap(getattr(STAGE_SEAM.holder(), STAGE_SEAM.name))).parameters
 
 
-def data_group() -> Any:
-    """Ranks that train on other sequences, without those that share theirs."""
+def data_group(*, with_context: bool = False) -> Any:
+    """Ranks that train on other sequences, without those that share theirs, or with the context ranks among them."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=with_context)
 
 
 def _group(model: Any, name: str, global_name: str) -> Any:

@@ -112,6 +112,4 @@ def clipping_in_force() -> Clipping | None:
 
 
 def _config_of_megatron() -> SimRegConfig:
-    from megatron.training.global_vars import get_args
-
-    return config_from_args(get_args())
+    return config_from_args(compat.arguments())

@@ -9,6 +9,7 @@ from typing import Any
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
+from simreg_megatron.measures.naming import add_to_console
 from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat, forms, installation
 from simreg_megatron.plugin.announce import begin
@@ -16,7 +17,7 @@ from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer
-from simreg_megatron.plugin.writers import add_to_console, write_scalars
+from simreg_megatron.plugin.writers import log_timer, write_scalars
 from simreg_megatron.weights import learnable
 
 
@@ -28,16 +29,14 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse what cannot work, before and after Megatron has built its models; make all ready for the first step."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
         here = installation.current()
         regularizer = here.begin_run()
         here.checkpoint_config = None
-        here.clipping = _clipping_of(get_args()) if here.given_config is None else None
+        here.clipping = _clipping_of(compat.arguments()) if here.given_config is None else None
         if regularizer.config.active:
-            refuse_arguments(get_args(), regularizer.config)
+            refuse_arguments(compat.arguments(), regularizer.config)
         if regularizer.config.active or here.clipping is not None:
-            refuse_start_over(get_args())
+            refuse_start_over(compat.arguments())
         try:
             built = setup_model_and_optimizer(*args, **kwargs)
         except BaseException as error:  # torch's CheckpointException is no Exception
@@ -45,7 +44,7 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
             raise
         models, optimizer = built[:2]
         if regularizer.config.active:
-            _make_ready(regularizer, models, get_args())
+            _make_ready(regularizer, models, compat.arguments())
         if optimizer is None:  # --skip-train
             here.clipping = None
         if here.clipping is not None:
@@ -57,9 +56,7 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 def _explain(error: BaseException, config: SimRegConfig) -> None:
     """Raise a sentence about our scalars in the place of an error of Megatron's load, where it is about them."""
-    from megatron.training.global_vars import get_args
-
-    args, before = get_args(), installation.current().checkpoint_config
+    args, before = compat.arguments(), installation.current().checkpoint_config
     if before is None and learnable.may_be_of_scalars(error):
         before = _config_of_checkpoint(args)
     is_distributed = bool(getattr(args, "use_distributed_optimizer", False))
@@ -122,12 +119,13 @@ def tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
         regularizer = installation.regularizer()
         if not regularizer.config.active:
             return train_step(*args, **kwargs)
-        given = compat.named_arguments(signature, *args, **kwargs)
+        given, settings = compat.named_arguments(signature, *args, **kwargs), compat.arguments()
         iteration = given.get("iteration")
-        iteration = _iteration_of_args() if iteration is None else iteration
+        iteration = int(getattr(settings, "curr_iteration", 0)) if iteration is None else iteration
         is_first = not regularizer.strength.follows_iterations  # Megatron prints a line after it, in a resumed run, too
         measures = is_first or _is_log_step(iteration + 1)
-        begin_step(iteration, measures=measures, num_iterations=_iterations_of_args())
+        # Megatron counts the iterations of the whole training where it is given samples, too.
+        begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
         result = train_step(*args, **kwargs)
         refuse_silence(regularizer, given["model"])
         return result
@@ -135,24 +133,8 @@ def tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
     return with_iteration
 
 
-def _iteration_of_args() -> int:
-    from megatron.training.global_vars import get_args
-
-    return int(getattr(get_args(), "curr_iteration", 0))
-
-
-def _iterations_of_args() -> int | None:
-    """Of the whole training; Megatron counts them, too, where it is given samples."""
-    from megatron.training.global_vars import get_args
-
-    iterations: int | None = getattr(get_args(), "train_iters", None)
-    return iterations
-
-
 def _is_log_step(iteration: int) -> bool:
-    from megatron.training.global_vars import get_args
-
-    return iteration % (installation.regularizer().config.log_interval or get_args().log_interval) == 0
+    return iteration % (installation.regularizer().config.log_interval or compat.arguments().log_interval) == 0
 
 
 def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,6 +153,7 @@ def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
         add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
         if not first:
             write_scalars(means, iteration)
+            log_timer(compat.arguments(), iteration)
         result = training_log(*args, **kwargs)
         for name in means:  # interval means, not sums: Megatron must not go on adding to them
             total_loss_dict.pop(name, None)
@@ -187,22 +170,15 @@ def reduced_means(*, reset: bool = True) -> dict[str, Any]:
     regularizer = installation.regularizer()
     pipeline = compat.pipeline_group() if regularizer.config.layer_numbers else None
     several = pipeline if pipeline is not None and pipeline.size() > 1 else None
-    means = regularizer.metrics.reduce(_data_group(), several, reset=reset or not regularizer.trains)
+    data_group, resets = compat.data_group(with_context=True), reset or not regularizer.trains
+    means = regularizer.metrics.reduce(data_group, several, reset=resets)
     return means | regularizer.lambdas() if means else {}
-
-
-def _data_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:
     def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
         installation.current().checkpoint_config = config_from_args(checkpoint_args)
-        for difference in differences_to_checkpoint(checkpoint_args, get_args()):
+        for difference in differences_to_checkpoint(checkpoint_args, compat.arguments()):
             log_once(f"SimReg: {difference}")
         return check_checkpoint_args(checkpoint_args, *args, **kwargs)
 

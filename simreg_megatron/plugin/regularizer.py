@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.measures.agreement import Agreement
@@ -33,6 +32,7 @@ from simreg_megatron.plugin.tokens import (
     shard_of,
     valid_tokens,
 )
+from simreg_megatron.plugin.writers import timed
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import views_of
 from simreg_megatron.sharded.views import View
@@ -52,8 +52,6 @@ _STOPPED = (
     "the SimReg term is not finite while the language-model loss is: the step is stopped "
     "(where ranks share sequences, look at the others' logs: states of one of them may have failed first)"
 )
-SPAN = "SimReg forward"
-"""Under which name a profiler shows it: nsys, too, where Megatron's --profile runs under it."""
 
 
 class Regularizer:
@@ -114,7 +112,7 @@ class Regularizer:
         self.has_met_model, self._hidden_size = True, model.config.hidden_size
         if not self.computes:
             return loss_BS
-        with record_function(SPAN):
+        with timed():
             return self._add_to(loss_BS, model, hidden_states, labels, loss_mask, packed_seq_params)
 
     def _add_to(
@@ -152,7 +150,7 @@ class Regularizer:
         self.has_met_model = True
         if not self.computes:
             return output_SBD
-        with record_function(SPAN):
+        with timed():
             return self._add_to_stage(output_SBD, model, given)
 
     def _add_to_stage(self, output_SBD: Tensor, model: Any, given: MicroBatch) -> Tensor:

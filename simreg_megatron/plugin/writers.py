@@ -1,45 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where SimReg's means go: Megatron's log line, TensorBoard with charts of its own, Weights & Biases."""
+"""Where SimReg's means and its time go: Megatron's log, TensorBoard with charts of its own, Weights & Biases."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from simreg_megatron.measures import charts
+from simreg_megatron.plugin import compat
 
-QUANTILES = {f"simreg margin {share:.0%}": share for share in (0.1, 0.5, 0.9)}
-_NOT_IN_CONSOLE = (  # Megatron's line is long enough
-    "simreg norm difference",
-    "simreg norm difference of rare labels",
-    "simreg norm difference of right predictions",
-    "simreg radial gradient",
-    "simreg effective rank",
-    "simreg mean cosine",
-    "simreg margin of right predictions",
-    *QUANTILES,
-)
+TIMER = "simreg-forward"
 _laid_out: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *, skipped: bool) -> None:
-    """Put interval means where `training_log` prints its own: it divides every entry by the advanced iterations.
-
-    Some are for TensorBoard and Weights & Biases alone.
-    """
-    advanced = total_loss_dict.get("advanced iterations", 0) + (0 if skipped else 1)
-    for name, value in means.items():
-        if name not in _NOT_IN_CONSOLE:
-            total_loss_dict[name] = value * max(1, advanced)
-
-
 def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
-    """TensorBoard and Weights & Biases, on the rank where Megatron opened them."""
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    """To TensorBoard and Weights & Biases."""
+    tensorboard, wandb = _writers()
     if tensorboard and tensorboard not in _laid_out:
         _laid_out.add(tensorboard)
         tensorboard.add_custom_scalars(charts.layout(means))
@@ -48,3 +29,33 @@ def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
             tensorboard.add_scalar(name, value, iteration)
         if wandb:
             wandb.log({name: value}, iteration)
+
+
+def _writers() -> tuple[Any, Any]:
+    """TensorBoard's and Weights & Biases', on the rank where Megatron opened them; None elsewhere."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    return get_tensorboard_writer(), get_wandb_writer()
+
+
+@contextmanager
+def timed() -> Iterator[None]:
+    """A span in profiles and nsys; with --timing-log-level 2 one of Megatron's timers, too, which wait for the GPU."""
+    timers = compat.timers()
+    with record_function("SimReg forward"):
+        if timers is None:
+            yield
+            return
+        timers(TIMER, log_level=2).start()
+        yield
+        timers(TIMER, log_level=2).stop()
+
+
+def log_timer(args: Any, iteration: int) -> None:
+    """Megatron logs those timers alone that it knows by name. A collective over all ranks."""
+    if args.timing_log_level < 2 or iteration % args.log_interval:
+        return
+    timers, interval = compat.timers(), args.log_interval
+    for writer in _writers() if args.log_timers_to_tensorboard else ():
+        timers.write([TIMER], writer, iteration, normalizer=interval, reset=False)
+    timers.log([TIMER], normalizer=interval)

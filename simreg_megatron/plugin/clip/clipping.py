@@ -61,9 +61,8 @@ class Clipping:
             NotImplementedError: the gradients of a parameter are nowhere to be found, or on more ranks than known.
             MegatronSeamError: this Megatron lacks what AdaGC wraps.
         """
-        from megatron.training.global_vars import get_args
-
-        refuse_hidden(optimizer, get_args())
+        args = compat.arguments()
+        refuse_hidden(optimizer, args)
         members = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         named = {id(entry.parameter): entry for entry in named_parameters(compat.unwrapped(model_chunks))}
         self._names = _all_names([entry.name for entry in named.values()])
@@ -88,7 +87,7 @@ class Clipping:
         for member in members:
             member.config.clip_grad = 0.0
         self._restore()
-        if self._loaded is None and getattr(get_args(), "no_load_optim", None) and getattr(get_args(), "load", None):
+        if self._loaded is None and getattr(args, "no_load_optim", None) and getattr(args, "load", None):
             log_once("AdaGC: --no-load-optim leaves the checkpoint's averages out, so its warm-up starts now")
         self._wrap(optimizer)
         log_once(
