@@ -65,13 +65,13 @@ test-te: setup ## Transformer Engine and Megatron-Bridge without a GPU, in an en
 test-lowest: setup ## the quick tests with the lowest versions of all packages that setup.py allows, in an environment of their own
 	@bash tools/lowest.sh $(PYTEST_ARGS)
 
-parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
+parity: setup ## the same function in every parallel layout: print the table (half an hour on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)
 
 versions: setup ## drive every release of Megatron and write docs/versions.md (30 minutes on 2 cores)
 	$(PY) -m tests.versions --output docs/versions.md $(VERSIONS_ARGS)
 
-lint: setup ## ruff (rules, bandit's among them, and format), mypy, shellcheck, zizmor for the workflows, lines per room
+lint: setup ## ruff (rules, bandit's among them, and format), mypy, shellcheck, zizmor for the workflows, lines of code per package
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy simreg_megatron
@@ -96,7 +96,7 @@ build/docs-venv/stamp: setup.py tools/extra.py
 bench: setup ## what SimReg costs, as ratios of one run
 	$(PY) -m benchmarks $(BENCH_ARGS)
 
-fuzz: setup ## every reader of foreign bytes under mutated inputs (10 minutes; FUZZ_SECONDS=60 is shorter)
+fuzz: setup ## every reader of untrusted files under mutated inputs (10 minutes; FUZZ_SECONDS=60 is shorter)
 	$(PY) -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 
 faults: setup ## kill, hang and starve tiny runs, and see that they end with the same bits (220 faults: hours)
@@ -105,7 +105,7 @@ faults: setup ## kill, hang and starve tiny runs, and see that they end with the
 stress: setup ## compare SimReg's numbers with float64 on hard random inputs (10,000 cases; STRESS_ARGS for more)
 	$(PY) -m tests.stress $(STRESS_ARGS)
 
-flags: setup ## our flags in combination with Megatron's: a step runs, or one sentence refuses (600 combinations; FLAGS_ARGS for more)
+flags: setup ## our flags in combination with Megatron's: a step runs, or one sentence refuses it (600 combinations; FLAGS_ARGS for more)
 	$(PY) -m tests.flags $(FLAGS_ARGS)
 
 gpu: setup ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (GPU_ARGS=--quick is shorter)
@@ -117,15 +117,15 @@ cost: setup ## what SimReg launches on a GPU, counted without one (10 seconds)
 tables: setup ## make generated tables again that are older than their code (all: an hour on 2 cores that are otherwise idle)
 	PARITY_ARGS="$(PARITY_ARGS)" VERSIONS_ARGS="$(VERSIONS_ARGS)" $(PY) -m tools.tables --make $(ONLY)
 
-stale: setup ## tell which of them are, and how long each takes
+stale: setup ## list the generated tables that are stale, and how long each takes
 	@$(PY) -m tools.tables
 
 dist: setup ## build the wheel and the source archive into dist/
 	$(PY) -m build --outdir dist
 
-clean: ## remove builds, caches and runs/; keep .venv
-	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache runs
+clean: ## remove builds and caches; keep .venv and the runs
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-distclean: clean ## the same, and .venv too
+distclean: clean ## the same, and .venv
 	rm -rf .venv .venv.lock

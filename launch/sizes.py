@@ -94,3 +94,9 @@ def checkpoint_bytes(flags: Sequence[Flag], *, vocabulary: int) -> int:
     in_half = bool(given & {"--bf16", "--fp16"})
     state = 0 if "--no-save-optim" in given else _ADAM + (_MASTER if in_half else 0)
     return ((2 if in_half else 4) + state) * count_parameters(flags, vocabulary=vocabulary)
+
+
+def flops_per_token(flags: Sequence[Flag], *, vocabulary: int) -> int:
+    """Of a training step: 6 N + 6 L S H, with the N weights that a token meets, and causal attention over S tokens."""
+    layers, length, width = (flag_number(flags, name, 1) for name in ("--num-layers", "--seq-length", "--hidden-size"))
+    return 6 * (count_parameters(flags, vocabulary=vocabulary, active=True) + layers * length * width)

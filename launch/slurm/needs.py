@@ -39,8 +39,8 @@ def step_of(plan: Plan, machine: Machine, given: float | None) -> Step | None:
         return Step(measured, "as measured in its slices so far")
     if plan.on_cpu:
         return None
-    weights = sizes.count_parameters(plan.flags, vocabulary=ASSUMED_VOCABULARY, active=True)
-    seconds = 6 * weights * step_tokens(plan) / (machine.world_size * PEAK * SHARE_OF_PEAK)
+    flops = step_tokens(plan) * sizes.flops_per_token(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+    seconds = flops / (machine.world_size * PEAK * SHARE_OF_PEAK)
     return Step(seconds, f"guessed at {SHARE_OF_PEAK:.0%} of the peak; --step-seconds S sets it", is_guess=True)
 
 

@@ -26,7 +26,7 @@ NOT_RUN = {
     (
         "docs/existing-pipeline.md",
         "from megatron.bridge",
-    ): "Megatron-Bridge's loop needs a GPU; tests/megatron runs the callback's protocol",
+    ): "needs Megatron-Bridge, which make test-te has; tests/megatron runs the callback's protocol",
     ("docs/ecosystem.md", "from mcore_bridge"): "test_ecosystem.py runs it beside stand-ins for ms-swift",
     ("docs/ecosystem.md", "import torch"): "test_ecosystem.py runs it beside stand-ins for slime",
 }

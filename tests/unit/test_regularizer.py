@@ -14,10 +14,10 @@ from simreg_megatron import SimRegConfig, geometry, notices
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures import metrics
+from simreg_megatron.measures.naming import add_to_console
 from simreg_megatron.plugin import compat, refusals, tokens
 from simreg_megatron.plugin import regularizer as regularizer_module
 from simreg_megatron.plugin.regularizer import Regularizer
-from simreg_megatron.plugin.writers import add_to_console
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.learnable import Scalars
 

@@ -326,7 +326,7 @@ class TestWhatARunTakes:
         """12,500 steps of 2048 sequences of 2048 tokens; 14 bytes for each of 6.74 billion weights."""
         reads, takes, disk = self.told(LLAMA, "--model", "7b", *data)
         assert reads == "reads  52.4 billion tokens in 12,500 iterations"
-        assert takes.startswith("takes  11.4 h on 128 GPUs, 1,459 GPU hours, 3 slices, at 3.28 s a step (guessed")
+        assert takes.startswith("takes  11.9 h on 128 GPUs, 1,519 GPU hours, 4 slices, at 3.42 s a step (guessed")
         assert disk == "disk   87.9 GiB a checkpoint, 351.4 GiB for 3 and one being written"
 
     def test_what_is_left_and_how_often_the_text_is_read(self, data: list[str], tmp_path: Path) -> None:

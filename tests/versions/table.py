@@ -135,7 +135,7 @@ process and with TP 2 + SP.
 - **AdaGC**: four steps with --adagc, two objectives, trained scalars and a warm-up of lambda. The number is the largest
   relative difference of what became of a parameter's gradient norm between Megatron's preparation and its step from
   AdaGC's formula in float64.
-- **resume**: that run saves after its second step; a run that goes on from there has the same losses, norms, clipping
+- **resume**: that run saves after its second step; a run that resumes from there has the same losses, norms, clipping
   and, at the end, parameters as the run that never stopped, bit for bit. Format torch_dist; for 0.12 the old one, as
   its writer of torch_dist does not know torch 2.13, and for 0.15, whose writer compiles for a GPU.
 - **patch**: the patch of patches/ applies to that tree by added lines only and comes off again; the patched
