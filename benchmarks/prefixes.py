@@ -3,7 +3,7 @@
 
 Real runs of launch/pretrain_llama.sh, the tiny model on the built-in corpus, the objectives taking turns within each
 seed. Each trained model is then measured on validation text through the first features of its states and of its output
-layer alone, as `simreg-megatron perplexity --features` does. One weight each, not tuned.
+layer alone, as `simreg-megatron evaluate --features` does. One weight each, not tuned.
 
 A row of OUTPUT is one run, written when it is finished; the table beside it (.md) is made from the rows. Started again,
 it goes on with the runs that are not there yet.

@@ -261,7 +261,9 @@ def _go_on(plan: Plan) -> Plan:
     try:
         sentences = checkpoints.repair(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
     except OSError as error:
-        raise LaunchError(f"{error.filename} cannot be repaired ({error.strerror}): free some space there") from None
+        raise LaunchError(
+            f"{error.filename} cannot be repaired ({error.strerror}): free some space there, or make it writable"
+        ) from None
     for sentence in sentences:
         _say(f"> {sentence}")
     newest = checkpoints.newest_whole(folder)

@@ -3,8 +3,8 @@
 
 A process that was killed leaves the file behind. On the same machine the process id tells; from another one, with
 clocks of its own and a node that may be gone, only what can be seen counts: the holder touches its file every few
-seconds, so a file that stays as it is for a minute belongs to nobody. Jobs of a chain, resumed and requeued ones go on
-like that without a word of the user's.
+seconds, so a file that does not change for a minute belongs to nobody. So chained, resumed and requeued jobs continue
+without any action by the user.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def _say_off(options: argparse.Namespace, asked: Sequence[Flag]) -> list[str]:
     """Whoever starts these scripts most likely wants it; who says 0, or baseline, has chosen."""
     if options.recipe or options.plain or flag_names(asked) & {"--simreg-lambda", "--simreg-objective"}:
         return []
-    return ["SimReg is off: no flag turns it on, as --simreg-lambda auto or --recipe paper would"]
+    return ["SimReg is off: add --simreg-lambda auto or --recipe paper to train with it"]
 
 
 def _say_default(family: str, options: argparse.Namespace, machine: Machine, *, builtin: bool) -> list[str]:
@@ -425,7 +425,7 @@ def _fit_warmup(preset: list[Flag], user: Sequence[Flag], notes: list[str]) -> l
     end = flag_number(both, "--lr-decay-iters", flag_number(both, "--train-iters", 1))
     own = flag_value(user, name) or ""
     if own.isdecimal() and int(own) >= end and "--train-samples" not in flag_names(user):
-        raise LaunchError(f"{name} {own} leaves none of {end} iterations for the decay: give fewer")
+        raise LaunchError(f"{name} {own} leaves none of {end} iterations for the decay: give a smaller number")
     chosen = flag_names(user) & {name, "--lr-warmup-fraction", "--train-samples"}
     if chosen or flag_number(preset, name, 1) < end:
         return preset

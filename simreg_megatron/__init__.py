@@ -18,20 +18,20 @@ __all__ = ["SimRegConfig", "install", "uninstall"]
 
 
 def install(config: SimRegConfig | None = None, models: Any = None) -> None:
-    """Make SimReg part of Megatron in this process.
+    """Add SimReg to Megatron in this process.
 
-    Call it once, any time before Megatron parses its flags: the `--simreg-*` flags then decide. In a script that
-    never parses Megatron's flags, pass the settings: `install(config=SimRegConfig(lambda_=10))`. Calling it again
-    with the same argument changes nothing.
+    Call it once, before Megatron parses its flags; the settings then come from the `--simreg-*` flags. In a script
+    that never parses Megatron's flags, pass the settings instead: `install(config=SimRegConfig(lambda_=10))`. Calling
+    it again with the same `config` changes nothing.
 
     Args:
         config: the settings, for training loops other than Megatron's own.
-        models: what such a loop trains, if it is built already: one model, or the list of model chunks.
+        models: the model or the list of model chunks, if already built; checked at once against `config`.
 
     Raises:
-        NotImplementedError: SimReg does not reach these models. (A model that it reaches but whose loss passes it by
-            is an error in the first training forward pass.)
-        MegatronSeamError: this Megatron lacks a function the plugin must wrap; the message names it and the way out.
+        ValueError: SimReg is installed with another `config`, or `models` is given without `config`.
+        NotImplementedError: SimReg does not support these models (a bypassed model raises this in its first step).
+        MegatronSeamError: this Megatron lacks a function that the plugin must wrap; the message says what to do.
     """
     from simreg_megatron.plugin import hooks
 
@@ -39,7 +39,7 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
 
 
 def uninstall() -> None:
-    """Give back every Megatron function that `install()` wrapped."""
+    """Restore every Megatron function that `install()` wrapped; RuntimeError if one was wrapped again since."""
     from simreg_megatron.plugin import hooks
 
     hooks.uninstall()

@@ -47,7 +47,8 @@ def main() -> None:
     plain = argv[0] == PLAIN
     argv = argv[1:] if plain else argv
     if not argv or not os.path.isfile(argv[0]):
-        print(f"error: there is no script {' '.join(argv[:1])}\n{USAGE}", file=sys.stderr)
+        cause = f"there is no script {argv[0]}" if argv else f"{PLAIN} needs a script"
+        print(f"error: {cause}\n{USAGE}", file=sys.stderr)
         raise SystemExit(2)
     run(argv, plain=plain)
 

@@ -42,7 +42,7 @@ app = typer.Typer(
     cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
-    help="SimReg for Megatron-LM: look before you train, prepare text, export and evaluate what came out.",
+    help="SimReg for Megatron-LM: check the installation, prepare data, export and evaluate models, run experiments.",
 )
 app.add_typer(data_commands, name="data")
 checkpoint_commands.register(app)
@@ -64,7 +64,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and stop")
     ] = False,
 ) -> None:
-    """SimReg for Megatron-LM: look before you train, prepare text, export and evaluate what came out."""
+    """SimReg for Megatron-LM: check the installation, prepare data, export and evaluate models, run experiments."""
 
 
 @app.command()
@@ -78,9 +78,9 @@ def doctor(
         bool, typer.Option("--gpu", help="try every form of SimReg on the first GPU: is it right, and how fast?")
     ] = False,
 ) -> None:
-    """Tell what is installed, where training would run, and what of Megatron the plugin would wrap.
+    """Show what is installed, where training would run, and which Megatron functions the plugin would wrap.
 
-    Exit status 1 where SimReg could not be installed, or, with --gpu, where no fast form of it is right.
+    Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU or no fast form is correct on it.
     """
     console = Console()
     if gpu:
@@ -208,7 +208,7 @@ def _version(package: str) -> str | None:
 
 def _device_sentence() -> str:
     if importlib.util.find_spec("torch") is None:
-        return "Device: unknown, torch is missing."
+        raise typer.Exit(1)  # the table of packages has said why
     import torch
 
     if torch.cuda.is_available():

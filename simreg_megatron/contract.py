@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a training loop of your own trains with SimReg: to be run once, before the first real step.
+"""Test whether your own training loop trains with SimReg; run it once, before the first real step.
 
     g = d loss          the gradient of a step without SimReg
     h = d (loss + lambda * SimReg)          with it
 
-What the loop reports as its loss must be the same number both times, down to the bit, and h must differ from g.
+The loss that the loop reports must be the same number in both cases, bit for bit, and h must differ from g.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 from simreg_megatron.plugin import compat, foreign, installation
 
 Gradients = list[Tensor]
+
+_ENDLESS = 10**12  # iterations
 
 
 class ContractError(RuntimeError):
@@ -45,21 +47,25 @@ class Found(NamedTuple):
 def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     """Run one step's forward and backward passes three times, the second time with SimReg, and compare.
 
-    Every rank calls it, after `install(config=...)` and before the first step. Random numbers start from the same state
-    each time, and gradients of before are dropped, as are the three runs' own.
+    Call it on every rank, after `install(config=...)` and before the first step. It clears all gradients.
 
     Args:
         models: the model, or the list of model chunks on this rank, with or without Megatron's wrappers around them.
-        forward_backward: runs both passes over the same data each time, without a step of the optimizer, and returns
-            the loss that your log would show, or None if this rank knows none.
+        forward_backward: runs both passes without an optimizer step and returns the loss that your log would show, or
+            None on a rank without a loss. It must use the same data each time; the random state is reset for it.
 
     Raises:
-        ContractError: the loss differs, the gradients do not, or two runs without SimReg are not the same.
-        NotImplementedError: SimReg does not reach these models.
+        ContractError: SimReg changes the reported loss, or no gradient; or two runs without SimReg differ.
+        NotImplementedError: SimReg does not support these models.
+        ValueError: lambda is 0, so there is nothing to compare.
     """
     foreign.begin_run(models)
-    if not installation.regularizer().config.trains:
+    regularizer = installation.regularizer()
+    config = regularizer.config
+    if not config.trains:
         raise ValueError("there is nothing to check while lambda is 0: install SimReg with the settings of the run")
+    if config.every > 1 or not config.schedule.is_constant:  # look at a step with the whole of lambda
+        regularizer.set_iteration(config.every * config.warmup_iters, num_iterations=_ENDLESS)
     with foreign.paused():
         loss_without, without = _run(models, forward_backward)
     loss_with, with_simreg = _run(models, forward_backward)
@@ -68,13 +74,13 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     _clear(models)
     if not (_same(loss_without, loss_again) and all(map(torch.equal, without, again))):
         raise ContractError(
-            "the same step without SimReg came out different twice: give forward_backward the same data each time, and "
-            "make it repeatable (no asynchronous gradients left, torch.use_deterministic_algorithms(True) on a GPU)"
+            "two runs of the same step without SimReg gave different results: forward_backward must use the same data "
+            "each time, finish all gradients, and be deterministic (torch.use_deterministic_algorithms(True) on a GPU)"
         )
     if not _same(loss_without, loss_with):
         raise ContractError(
             f"the loop reports {loss_with} with SimReg and {loss_without} without, on the same weights and data: "
-            "SimReg must be in the gradient alone"
+            "report the loss that the model returns, which SimReg leaves unchanged"
         )
     return _compared(without, with_simreg)
 
@@ -82,15 +88,15 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
 def _compared(without: Gradients, with_simreg: Gradients) -> Found:
     if len(without) != len(with_simreg):
         raise ContractError(
-            f"{len(without)} parameters have a gradient without SimReg and {len(with_simreg)} with it: gradients must "
-            "be there when forward_backward returns"
+            f"{len(without)} parameters have a gradient without SimReg and {len(with_simreg)} with it: "
+            "forward_backward must not return before all gradients are computed"
         )
     differences = [after.double() - before.double() for before, after in zip(without, with_simreg, strict=True)]
     changed = sum(bool(difference.any()) for difference in differences)
     if not changed:
         raise ContractError(
-            "no gradient changes with SimReg: the loss that this loop trains on is not the one that the model returns "
-            "for its labels"
+            "no gradient changes with SimReg: this loop does not train on the loss that the model returns; pass labels "
+            "to the model, and call backward on the loss that it returns"
         )
     change = _norm(differences) / (_norm(without) or math.nan)
     return Found(change, changed, len(without))

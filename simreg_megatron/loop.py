@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For training loops other than Megatron's own: what they tell SimReg, and what they get for their log.
+"""Functions to call from a training loop other than Megatron's own, around each step and for the log.
 
     install(config=SimRegConfig(lambda_=10))
     begin_run(models)
@@ -8,9 +8,9 @@
         ...                                             # forward, backward, optimizer
         log(end_step(models, reduces=step % 10 == 9))
 
-A loop that calls none of these trains with SimReg all the same, if its models are given their labels. What it lacks is
-the log, a lambda that changes from step to step, and `--simreg-impl auto` trying what is fastest.
-`simreg_megatron.contract.check` tells whether a loop trains as it should.
+A loop that calls none of them still trains with SimReg, as long as it passes labels to its models. But SimReg's values
+are then not logged, lambda cannot follow a schedule, and `impl="auto"` does not search for the fastest implementation.
+`simreg_megatron.contract.check` tests whether a loop trains correctly with SimReg.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ __all__ = ["begin_run", "begin_step", "end_step", "settings"]
 
 
 def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
-    """Before the first step: refuse models that SimReg does not reach, and say that it is on.
+    """Call before the first step: check that SimReg supports the models, and log its settings.
 
     Args:
         models: the model, or the list of model chunks on this rank, with or without Megatron's wrappers around them.
-        micro_batch_size, seq_length: of the run, so that impl auto can try what is fastest on a GPU; without them it is
-            tiled.
+        micro_batch_size, seq_length: of the run. With them, `impl="auto"` searches for the fastest implementation on a
+            GPU; without them it uses tiled.
 
     Raises:
         RuntimeError: SimReg is not installed.
-        NotImplementedError: SimReg does not reach these models.
+        NotImplementedError: SimReg does not support these models.
     """
     foreign.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
 
 
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
-    """Before each step.
+    """Call before each step.
 
     Args:
-        iteration: of the training, from 0; a run that resumes goes on counting.
-        measures: whether the log is to have this step's cosines, angles and margins. With objective none, and where a
-            schedule of lambda has ended, nothing is computed in other steps.
-        num_iterations: of the whole training; a schedule of lambda that ends with it needs to know.
+        iteration: number of the step, from 0; a resumed run continues the count.
+        measures: whether to measure cosines, angles and margins in this step for the log. With objective none, and
+            after a schedule has switched the term off, the other steps compute nothing.
+        num_iterations: length of the whole training; required by a lambda schedule that depends on it.
 
     Raises:
-        RuntimeError: a schedule needs `num_iterations`.
+        RuntimeError: the lambda schedule needs `num_iterations`.
     """
     loop_hooks.begin_step(iteration, measures=measures, num_iterations=num_iterations)
 
 
 def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
-    """After each step: the means since the last reduction by their names in Megatron's log, or nothing.
+    """Call after each step. If `reduces`, returns SimReg's means since the last reduction by log name, else nothing.
 
     Args:
-        reduces: whether to reduce them now. A collective: the same in all ranks.
+        reduces: whether to reduce them over the ranks now: a collective, so pass the same value on every rank.
 
     Raises:
-        MegatronSeamError: SimReg is on, and no forward pass met it.
+        MegatronSeamError: SimReg is on, but no forward pass has called a function that it wraps.
     """
     return foreign.end_step(models, reduces=reduces)
 
 
 def settings() -> SimRegConfig:
-    """Of the installation in this process."""
+    """The settings of the SimReg that is installed in this process."""
     return installation.regularizer().config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How lambda changes over a training: a factor that follows from the iteration alone, so a resumed run goes on with it.
+"""How lambda changes over a training: a factor computed from the iteration alone, so a resumed run continues it.
 
     factor(i) = min(1, (i + 1) / warmup) * shape(i / N),   0 from iteration N on where N is not the whole training
     linear:    shape(p) = 1 + (final - 1) p

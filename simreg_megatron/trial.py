@@ -9,7 +9,7 @@ depends on the shape. So both are found out where the run is, once, before its f
   float32, which were compared with the reference before;
 * fast: forward and backward of the whole shape, the best of a few.
 
-A form that fails, or does not fit into memory, is left out by name. Every rank does so, and all take the same form.
+A form that fails, or does not fit into memory, is excluded and named in the log. All ranks agree on one form.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ def _require_sound(device: torch.device, impl: str) -> None:
         _wait(device)
     except RuntimeError as error:
         raise RuntimeError(
-            f"SimReg tried impl {impl} on {device}, and the GPU can compute nothing since ({_first(error)}): "
-            "start again with --simreg-impl tiled, and please report it"
+            f"SimReg tried impl {impl} on {device}, and the GPU has failed since ({_first(error)}): "
+            "restart with --simreg-impl tiled, and please report it"
         ) from error
 
 

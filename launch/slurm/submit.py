@@ -215,7 +215,7 @@ def _check(
     if options.reserve < 0.5:
         raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
     if re.search(r"[\s%\"'\\]", str(plan.output.absolute())):
-        raise LaunchError(f"sbatch cannot name a log in {plan.output.absolute()}: no spaces, quotes or % in --output")
+        raise LaunchError(f"sbatch cannot log to {plan.output.absolute()}: use an --output without spaces, quotes or %")
     preflight.check_output(plan.output)
     if progress.has_ended(plan):
         raise LaunchError(f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output")

@@ -112,11 +112,11 @@ class Architecture:
         )
         if not all(0 < size < _LARGEST for size in sizes) or self.num_heads % self.num_groups:
             raise CheckpointError(
-                f"its sizes (layers, hidden, heads, groups, channels of a head, feed-forward, vocabulary) are {sizes}: "
-                "each is a number above 0, and the groups divide the heads"
+                f"the model's sizes (layers, hidden, heads, groups, head channels, FFN, vocabulary) are {sizes}: all "
+                "must be numbers above 0, and the groups must divide the heads"
             )
         if not all(map(math.isfinite, (self.norm_epsilon, self.rope_base, self.balance_coefficient))):
-            raise CheckpointError("the epsilon of its norms, its rotary base or its balance coefficient is no number")
+            raise CheckpointError("the model's norm epsilon, rotary base or load-balancing coefficient is not finite")
 
     @property
     def family(self) -> str:
@@ -187,14 +187,14 @@ def _refuse_others(args: Mapping[str, Any], num_experts: int) -> None:
         value = args.get(name)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             raise CheckpointError(
-                f"it was trained with {name} = {_shown(value)}, which transformers' {family} does not have: "
+                f"the model was trained with {name} = {_shown(value)}, which transformers' {family} does not support: "
                 f"only {' or '.join(_shown(one) for one in allowed)} can be converted"
             )
     frequency = args.get("moe_layer_freq", 1)
     pattern = frequency if isinstance(frequency, list) else [1]
     if num_experts and (not all(pattern) or (not isinstance(frequency, list) and frequency != 1)):
         raise CheckpointError(
-            f"it was trained with moe_layer_freq = {frequency}, and transformers' Mixtral has experts in every layer"
+            f"the model has moe_layer_freq = {frequency}, but transformers' Mixtral needs experts in every layer"
         )
 
 
@@ -206,7 +206,7 @@ def _number(args: Mapping[str, Any], name: str, default: int | None = None) -> i
     value = args.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CheckpointError(f"its arguments give {name} as {value!r}, where a number is needed")
+        raise CheckpointError(f"the checkpoint's arguments have {name} = {value!r}, where a number is needed")
     return value
 
 
@@ -214,7 +214,7 @@ def _epsilon(args: Mapping[str, Any]) -> float:
     """`layernorm_epsilon` since 0.17, `norm_epsilon` before; never a default: a wrong one would go unnoticed."""
     value = args.get("layernorm_epsilon", args.get("norm_epsilon"))
     if not isinstance(value, float):
-        raise CheckpointError("its arguments do not tell the epsilon of its norms (norm_epsilon)")
+        raise CheckpointError("the checkpoint's arguments have no norm epsilon (layernorm_epsilon or norm_epsilon)")
     return value
 
 
@@ -232,8 +232,8 @@ def _rope_scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
     factor = args.get("rope_scaling_factor")
     if factor not in (None, LLAMA3_SCALING["factor"]):
         raise CheckpointError(
-            f"its arguments have rope_scaling_factor = {factor}, but Megatron's own scripts build the model with 8 "
-            "whatever is given: which of the two it was trained with cannot be told"
+            f"the checkpoint's arguments have rope_scaling_factor = {factor}, but Megatron's own scripts always build "
+            "the model with 8: which of the two it was trained with is unknown, so it cannot be converted"
         )
     return dict(LLAMA3_SCALING)
 

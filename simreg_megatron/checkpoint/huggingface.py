@@ -176,7 +176,7 @@ def architecture_of(entries: Mapping[str, Any], *, dtype: str) -> Architecture:
     """
     family = entries.get("model_type")
     if not isinstance(family, str) or family not in _CLASSES:
-        raise CheckpointError(f"it is a model of the type {family!r}: only llama and mixtral can be imported")
+        raise CheckpointError(f"the model is of type {family!r}: only llama and mixtral can be imported")
     _refuse_unknown(entries)
     heads, hidden = _whole(entries, "num_attention_heads"), _whole(entries, "hidden_size")
     base, scaling = _rope(entries)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits of Megatron's own GPTModel, in fp32 on the CPU: what an exported model is held against.
+"""Logits of Megatron's own GPTModel, in fp32 on the CPU: the reference for an exported model.
 
 `python -m simreg_megatron.checkpoint.megatron_logits LOAD TOKENS.safetensors LOGITS.safetensors DTYPE` in a process of
 its own, for Megatron needs the CPU stand-ins there. Megatron reads its arguments and builds the model as in training;

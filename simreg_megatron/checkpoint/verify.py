@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold an exported model against Megatron's own: the same logits and the same perplexity, in fp32 on the CPU."""
+"""Compare an exported model with Megatron's own: logits and perplexity must agree, in fp32 on the CPU."""
 
 from __future__ import annotations
 

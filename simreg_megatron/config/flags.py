@@ -37,22 +37,22 @@ OF_SIMREG = (
           "10*sqrt(hidden/1024); 0 is plain Megatron (default 0)"),
     Flag("--simreg-temperature", "temperature", float, "temperature tau, which divides the similarities (default "
           "0.01; other objectives have their own)"),
-    Flag("--simreg-chunk-size", "chunk_size", int, "tokens that are compared with each other; 0 compares whole "
-          "sequences (default 1024)"),
+    Flag("--simreg-chunk-size", "chunk_size", int, "tokens per chunk; only tokens of one chunk are compared; "
+          "0 compares whole sequences (default 1024)"),
     Flag("--simreg-scope", "scope", str, _one_of(choices.SCOPES) + ": cut chunks on the sequence, the same in every "
           "layout, or on what each rank holds (default exact)"),
     Flag("--simreg-similarity", "similarity", str, _one_of(choices.SIMILARITIES) + ": how two states are compared "
           "(default cosine)"),
     Flag("--simreg-objective", "objective", str, _one_of(objectives.names()) + " (measures SimReg in log steps and "
           "does not train on it), or several with their weights: simreg:auto,sigreg:0.05 (default simreg)"),
-    Flag("--simreg-objective-options", "objective_options", str, "options of the objective's own, as name=value with "
-          "commas: form=per_pair,self_positive=always"),
-    Flag("--simreg-layers", "layers", str, "whose states get the term: final, or layer numbers from 1 such as "
+    Flag("--simreg-objective-options", "objective_options", str, "the objective's own options, as name=value separated "
+          "by commas: form=per_pair,self_positive=always"),
+    Flag("--simreg-layers", "layers", str, "layers whose outputs get the term: final, or numbers from 1 such as "
           "12,24,final (default final)"),
-    Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": take the final states behind the "
+    Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": take the final states after the "
           "last norm or before it (default post-norm)"),
-    Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS) + ": over the positives and "
-          "over the negatives of a token (default sum)"),
+    Flag("--simreg-group-reduce", "group_reduce", str, _one_of(choices.GROUP_REDUCTIONS) + ": over the positives, and "
+          "over the negatives, of a token (default sum)"),
     Flag("--simreg-self-positive", "self_positive", str, _one_of(choices.SELF_POSITIVES) + ": when a token is its own "
           "positive (default always)"),
     Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one "
@@ -63,8 +63,8 @@ OF_SIMREG = (
           "linear:F or cosine:F down (or up) to F times lambda (default constant)"),
     Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
           "off and no longer computed (default never)"),
-    Flag("--simreg-every", "every", int, "compute the term in every K-th step alone, with K times the weight: another "
-          "objective, the same in expectation (default 1)"),
+    Flag("--simreg-every", "every", int, "compute the term only in every K-th step, with K times the weight: not the "
+          "same objective, but equal in expectation (default 1)"),
     Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
           "auto, the fastest that fits)"),
     Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's values in the log, a multiple of "
@@ -76,7 +76,7 @@ OF_ADAGC = (
     Flag("--adagc-lambda-rel", "lambda_rel", float, "how far a parameter's gradient norm may rise above its moving "
           "average (default 1.04)"),
     Flag("--adagc-lambda-abs", "lambda_abs", float, "largest global norm during the warm-up (default: --clip-grad's)"),
-    Flag("--adagc-beta", "beta", float, "of the moving average (default 0.99)"),
+    Flag("--adagc-beta", "beta", float, "decay of the moving averages (default 0.99)"),
     Flag("--adagc-warmup-iters", "warmup_iters", int, "steps that are clipped by their global norm (default 100)"),
     Flag("--adagc-variant", "variant", str, _one_of(ADAGC_VARIANTS) + ": what the averages follow (default "
           "clipped)"),
@@ -129,4 +129,4 @@ def _on_or_off(config: AdaGCConfig | None) -> str:
 
 def _origin(args: Any, flag: Flag) -> str:
     value: Any | None = getattr(args, flag.dest, None)
-    return " (its default; give the flag to go on as before)" if value is None else ""
+    return " (its default; set the flag to continue as before)" if value is None else ""

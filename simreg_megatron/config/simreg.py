@@ -43,24 +43,24 @@ class SimRegConfig:
         chunk_size: tokens per chunk; 0 compares within the whole sequence.
         scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
         similarity: how two hidden states are compared.
-        objective: "simreg", another one, "none" to measure SimReg, in log steps, without training on it, or "placebo",
-            SimReg with labels that were moved around inside each chunk: a control. Several at once, each with its
-            weight in the place of lambda: "simreg:auto,sigreg:0.05"; settings go to those that know them.
-        objective_options: settings of an objective's own, as pairs or as text: "form=per_pair,self_positive=always".
-            Of several objectives: "sigreg.seed=1,creg.temperature=0.2".
-        layers: whose states get the term: "final" and layer numbers from 1; several are added up, lambda for each.
-        placement: "post-norm" takes the final states behind the last norm (what enters the output layer), "pre-norm"
-            before it. A numbered layer's output is behind no norm.
-        group_reduce: "sum" or "mean" over the positive and over the negative group.
+        objective: "simreg" or another objective; "none" measures SimReg in log steps without training on it; "placebo"
+            is a control, SimReg with the labels shuffled inside each chunk. Several at once, each with its own weight
+            instead of lambda: "simreg:auto,sigreg:0.05"; each takes the settings that apply to it.
+        objective_options: the objective's own settings, as pairs or as text: "form=per_pair,self_positive=always".
+            With several objectives: "sigreg.seed=1,creg.temperature=0.2".
+        layers: whose outputs get the term: "final" and layer numbers from 1; the terms are added, each times lambda.
+        placement: take the final states after the last norm ("post-norm": what enters the output layer) or before it
+            ("pre-norm"). Outputs of numbered layers have not passed that norm.
+        group_reduce: "sum" or "mean" over a token's positives, and over its negatives.
         self_positive: when a token counts as its own positive.
-        chunk_weight: how the chunks of one sequence are weighed against each other.
-        document_mask: tokens of different documents in one sequence never meet.
+        chunk_weight: how the chunks of a sequence are weighted.
+        document_mask: tokens of different documents in a sequence are never compared.
         warmup_iters: iterations over which lambda rises linearly from 0.
         lambda_schedule: "constant"; "linear:F" or "cosine:F" go from lambda to F times lambda over the training.
-        off_after: share of the training after which the term is off, and not computed any more; None is never. A
-            schedule then ends there.
-        every: the term is computed in each step whose number (from 0) this divides, with so many times the weight:
-            another objective, the same in expectation.
+        off_after: share of the training after which the term is off and no longer computed; None is never. A
+            lambda_schedule then ends there.
+        every: the term is computed only in steps whose number (from 0) is a multiple of this, with the weight times
+            this: not the same objective, but equal in expectation.
         impl: which implementation computes the loss.
         log_interval: iterations between SimReg's log values; None is Megatron's own interval.
 
@@ -103,7 +103,7 @@ class SimRegConfig:
         if self.temperature is None:
             object.__setattr__(self, "temperature", self.record.temperature)
         elif self.record.temperature is None:
-            raise ValueError(f"SimReg objective {self.objective} has no temperature: drop it")
+            raise ValueError(f"SimReg objective {self.objective} has no temperature: drop the temperature")
         if not (math.isfinite(self.tau) and self.tau > 0):
             raise ValueError(f"the SimReg temperature must be a finite number above 0, not {self.tau}")
         refuse_beyond("SimReg temperature", self.tau, TEMPERATURES)
@@ -129,8 +129,8 @@ class SimRegConfig:
         self.record.check(self)
         if self.impl in ("tiled", "gemm", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"):
             raise ValueError(
-                f"SimReg impl {self.impl} knows similarity cosine and self positive always only: use impl reference, "
-                "or auto"
+                f"SimReg impl {self.impl} supports only similarity cosine with self positive always: use impl "
+                "reference, or auto"
             )
         if self.group_reduce == "mean" and self.chunk_weight == "count-corrected":
             raise ValueError(
@@ -149,20 +149,20 @@ class SimRegConfig:
                 "drop it, or add final to the layers"
             )
         if not (self.schedule.is_constant or self.trains):
-            what = "warm-up" if self.warmup_iters else "schedule of lambda"
-            raise ValueError(f"a SimReg {what} has no effect while lambda is 0: give lambda, or drop the {what}")
+            what = "warm-up" if self.warmup_iters else "off after" if self.off_after else "lambda schedule"
+            raise ValueError(f"SimReg {what} has no effect while lambda is 0 or with objective none: drop it")
         if self.every > 1:
             self._refuse_rests()
 
     def _refuse_rests(self) -> None:
         if not self.trains:
             raise ValueError(
-                f"SimReg every {self.every} steps has no effect while lambda is 0: give lambda, or drop it"
+                f"SimReg every {self.every} steps has no effect while lambda is 0 or with objective none: drop it"
             )
         if self.trains_scalars:
             raise ValueError(
-                f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the others: "
-                "compute it in every step, or train none"
+                f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "
+                "compute it in every step, or choose settings that train no scalars"
             )
 
     @property
@@ -175,9 +175,12 @@ class SimRegConfig:
             names += ["scope", "document_mask"]
         if self.through_head:
             names += ["layers", "placement"]
-        if self.by_sequence or self.through_head or not self.record.has_chunks(self.options):
-            names.append("chunk_size")
-        return names
+        return names if self.has_chunks else [*names, "chunk_size"]
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether the objective compares the tokens of a chunk."""
+        return self.is_simreg or not (self.by_sequence or self.through_head or not self.record.has_chunks(self.options))
 
     @property
     def combines(self) -> bool:

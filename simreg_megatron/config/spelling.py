@@ -12,7 +12,7 @@ _OF_OURS = re.compile(r"argument ((?:--simreg-|--adagc)[\w-]*): (.*)", re.DOTALL
 _WORDS_OF_ARGPARSE = (
     ("invalid int value:", "takes a whole number, not"),
     ("invalid float value:", "takes a number, not"),
-    ("expected one argument", "needs a value: write it behind the flag"),
+    ("expected one argument", "needs a value: write it after the flag"),
     ("ignored explicit argument", "is a switch: give it without the value"),
 )
 """How its sentences begin, and ours in their place."""

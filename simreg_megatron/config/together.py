@@ -17,8 +17,8 @@ def checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ...
     """The options of all parts; what they were given and no part knows is refused."""
     if config.lambda_ != 0:
         raise ValueError(
-            f"SimReg lambda {config.lambda_} has no effect where each objective has a weight: "
-            f"write it behind the name, as in simreg:{config.lambda_}"
+            f"SimReg lambda {config.lambda_} has no effect when each objective has its own weight: "
+            f"write it after the name, as in simreg:{config.lambda_}"
         )
     defaults = _defaults(config)
     for name in defaults.keys() - {"objective", "objective_options", "temperature"}:
@@ -30,8 +30,8 @@ def checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ...
     of_head = [part.objective for part in config.parts if part.through_head]
     if config.looks_inside and of_head:
         raise ValueError(
-            f"SimReg objective {of_head[0]} is of the final states, as the output layer is given them: train it "
-            "without --simreg-layers and --simreg-placement"
+            f"SimReg objective {of_head[0]} is of the final states only, which enter the output layer: drop "
+            "--simreg-layers and --simreg-placement"
         )
     own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
     temperatures = [(name, value) for name, value in words(config.objective_options) if name.endswith(".temperature")]

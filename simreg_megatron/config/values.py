@@ -41,7 +41,7 @@ def refuse_beyond(what: str, number: float, bounds: tuple[float, float]) -> None
     """Raise for a number that float32 would lose beside others, or that would take its gradients out of float32."""
     least, most = bounds
     if not least <= number <= most:
-        raise ValueError(f"{what} {number} is beyond what float32 can hold: give a number from {least:g} to {most:g}")
+        raise ValueError(f"{what} {number} is beyond float32's useful range: give a number from {least:g} to {most:g}")
 
 
 def refuse_larger(**settings: int | None) -> None:

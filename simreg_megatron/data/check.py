@@ -26,7 +26,7 @@ def check_dataset(
     vocab_size: int | None = None,
     seq_length: int | None = None,
 ) -> list[str]:
-    """See that a data set is whole, and what its manifest tells against what a run will use.
+    """Check that a data set is complete, and that its manifest fits the tokenizer and sizes of a run.
 
     Args:
         prefix: path of the pair without .bin and .idx.
@@ -35,10 +35,10 @@ def check_dataset(
         seq_length: tokens of one training sample.
 
     Returns:
-        What the user should know and need not mend.
+        Notices for the user that need no action.
 
     Raises:
-        DataError: one sentence with the cause and the mend.
+        DataError: one sentence with the cause and the fix.
     """
     if not is_pair(prefix):
         raise DataError(explain_missing(prefix))
@@ -68,7 +68,7 @@ def check_dataset(
 
 
 def check_split(prefix: str | os.PathLike[str], split: str) -> None:
-    """See that a split by documents leaves each side some: Megatron's data sets look for ever in one that has none.
+    """Check that a split by documents leaves none of its sides empty, as Megatron's data sets would then hang.
 
     Args:
         split: weights of training, validation and test text, such as 99,1,0.

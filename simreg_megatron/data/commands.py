@@ -54,7 +54,7 @@ def prepare(
     valid_share: Annotated[
         float | None,
         typer.Option(
-            help="else the share of documents for validation, chosen by their text (default: 0.005; c4 has its own set)"
+            help="without --valid: share of the documents to use for validation (default: 0.005; c4 has its own set)"
         ),
     ] = None,
     valid_tokens: _ValidTokens = "",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From sources of text to parts, by many processes, on one machine or several; and on one, to the whole set.
 
-The order of documents is that of the sources, whoever tokenizes them. A run that was stopped, however, goes on with the
-blocks that have no part yet and ends with the same bytes.
+Documents keep the order of the sources, whichever process tokenizes them. A stopped run, once restarted, continues with
+the blocks that have no part yet, and gives the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simreg_megatron.data.sources import Input, find_inputs
 from simreg_megatron.data.work import BOS_POLICIES, ERROR_POLICIES, Recipe, start_worker, work
 
 BLOCK_BYTES = 32 << 20
-_BUSY = "another process prepares this in {} right now: wait for it, or end it"
+_BUSY = "another process is preparing this data set in {}: wait for it, or stop it"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Task:
             if number is not None and number < 1:
                 raise DataError(f"--{name} takes a positive number, not {number}")
         if self.valid_tokens and not self.valid_sources:
-            raise DataError("--valid-tokens goes with --valid: a share of the documents is as large as it is")
+            raise DataError("--valid-tokens goes with --valid: otherwise --valid-share sets the size of the set")
 
     @property
     def budget(self) -> dict[str, int | None]:
@@ -103,7 +103,7 @@ def prepare(task: Task, progress: Progress | None = None) -> dict[str, Any] | No
         The manifest; None after a shard, whose parts `assemble` will join.
 
     Raises:
-        DataError: one sentence with the cause and the mend; what was made stays, and the same call goes on with it.
+        DataError: one sentence with the cause and the fix; finished parts are kept, and the same call continues.
     """
     from filelock import FileLock, Timeout
 

@@ -115,7 +115,7 @@ def _numbers(text: str, data: Path | None) -> tuple[int, ...]:
     if not text:
         return ()
     if data is None:
-        raise EvaluationError("--features goes with --data PREFIX: they are of the validation loss")
+        raise EvaluationError("--features goes with --data PREFIX, as it measures validation loss")
     words = text.replace("/", ",").split(",")
     if not all(word.isdecimal() for word in words):
         raise EvaluationError(f"--features takes numbers such as 64,128,256, not {text!r}")

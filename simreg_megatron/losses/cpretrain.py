@@ -47,10 +47,10 @@ def cpretrain_loss(
     Args:
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
         temperature: tau, above 0: one over the scale of the original.
-        level: "token" as above; "sequence": the pairs are the means of the two halves of each sequence of the batch,
-            and chunks and documents are not looked at.
-        log_scale: a scalar theta that gets a gradient: exp(min(theta, log 100)) in the place of 1 / tau. Beyond the
-            limit the gradient is that at the limit, so that theta can come back.
+        level: "token" as above; "sequence": the pairs are the means of the two halves of each sequence of the batch;
+            chunks and documents are ignored.
+        log_scale: a trained scalar theta: exp(min(theta, log 100)) replaces 1 / tau. Above the limit theta still gets
+            the gradient at the limit, so that it can come back.
         same_label: "masked" leaves other pairs of the same label out of both softmaxes; "kept" has them as negatives.
         reduction: as in `creg_loss`.
 

@@ -56,10 +56,10 @@ def creg_loss(
     Raises:
         ValueError: an argument is out of range, or shapes, types or devices do not fit.
 
-    Source: our adaptation of Yin et al. 2023 to tokens of pretraining, which SimReg (arXiv 2605.08809) compares with
-    in one sentence. The token-level contrast is theirs by description; its form, the temperature and leaving out
-    their second part are our choices: consistent predictions under dropout, which pretraining has not; dropout on the
-    hidden states alone would still cost two more products with the output layer, the largest of the model.
+    Source: our adaptation of Yin et al. 2023 to pretraining tokens; the SimReg paper (arXiv 2605.08809) mentions it as
+    a baseline in one sentence. The token-level contrast follows their description; its form and the temperature are our
+    choices. Their second part, consistent predictions under dropout, is left out: pretraining has no dropout, and
+    dropout on the hidden states alone would cost two more products with the output layer, the largest of the model.
     """
     block_terms = creg_terms(temperature=temperature, form=form, self_positive=self_positive)
     return reduced(
@@ -104,8 +104,8 @@ def _per_positive(logits: Tensor, positive: Tensor, negative: Tensor, others: Te
 def _per_pair(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor) -> Tensor:
     if logits.shape[-1] > PER_PAIR_TOKENS:
         raise ValueError(
-            f"form 'per_pair' compares every positive with every negative: chunks of at most {PER_PAIR_TOKENS} "
-            f"tokens, got {logits.shape[-1]}."
+            f"form 'per_pair' holds chunk_size^3 numbers, so it needs chunks of at most {PER_PAIR_TOKENS} "
+            f"tokens, got {logits.shape[-1]}: use a smaller chunk size."
         )
     pairs = F.softplus(logits.unsqueeze(-2) - logits.unsqueeze(-1), threshold=60)  # [m, p, positive, negative]
     of_pairs = (positive.unsqueeze(-1) & negative.unsqueeze(-2)).flatten(-2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MIC: the first features of a hidden state shall not repeat the others, and shall be spread (Matryoshka prefixes).
+"""MIC: make the first features of a hidden state (Matryoshka prefixes) not redundant with the others, and spread out.
 
-Tokens meet only in sums, which `add` adds up over the ranks that share a micro-batch; on one process it does nothing.
+Tokens enter only through sums, which `add` reduces over the ranks that share a micro-batch (one process: a no-op).
 
 Shapes: b sequences, n tokens, d features of which p are the prefix; r pooled rows.
 """
@@ -36,11 +36,11 @@ class MICOptions:
 
     Attributes:
         prefixes: p, each at least 1 and below the width; empty: powers of two from 16 to half the width.
-        pool: whose means the second part compares: of chunks, of sequences, or each token by itself.
-        norm_scope: whether features are normalized over each sequence, or over all of the micro-batch.
-        threshold: correlations up to it are free.
-        t: of the uniformity.
-        correlation, variance, balance, uniformity: weights of the four parts.
+        pool: what L_cv and L_unif compare: "chunk" or "sequence" means, or every "token".
+        norm_scope: normalize features over each "sequence", or over the whole micro-"batch".
+        threshold: tau; correlations up to it cost nothing.
+        t: the t of L_unif.
+        correlation, variance, balance, uniformity: w_1 to w_4, the weights of the four parts.
     """
 
     prefixes: tuple[int, ...] = ()
@@ -83,15 +83,15 @@ def mic_loss(
 
     Args:
         embeddings: [b, n, d] or [n, d]; computed in float32 (float64 for float64).
-        labels: integer [b, n]; only looked at for labels below 0, which make a token invalid.
-        options: see `MICOptions`. Where only one chunk or sequence is there to be pooled, tokens stand by themselves.
+        labels: integer [b, n]; used only to make tokens with a label below 0 invalid.
+        options: see `MICOptions`. If there is only one chunk or sequence, pool is "token".
         valid: bool [b, n].
         chunk_size: tokens in a chunk, for the pool; 0 is the whole sequence.
 
     Raises:
         ValueError: an argument is out of range, or shapes, types or devices do not fit.
 
-    Source: arXiv 2605.29987 as told by others: tau, t, the weights and where the deviation is taken are our choices.
+    Source: arXiv 2605.29987, from secondary sources; tau, t, the weights and where L_var is taken are our choices.
     """
     options = options or MICOptions()
     if labels is None:

@@ -43,9 +43,9 @@ def sce_loss(
     Raises:
         ValueError: an argument is out of range, or shapes, types or devices do not fit.
 
-    Source: our adaptation of Denize et al. 2023 to tokens of pretraining. Their weights and temperatures; labels in
-    the place of the instance, and keys of the same forward pass, are our choices: a momentum copy, as theirs, would be
-    a second model that runs on every micro-batch.
+    Source: our adaptation of Denize et al. 2023 to pretraining tokens, with their weights and temperatures. Labels
+    instead of instances, and keys from the same forward pass, are our choices: their momentum copy would be a second
+    model that runs on every micro-batch.
     """
     block_terms = sce_terms(
         temperature=temperature,

@@ -47,16 +47,16 @@ def sigmoid_loss(
     Args:
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
         temperature: 1 / t, above 0.
-        log_t: a scalar theta that gets a gradient: t = exp(theta) in the place of 1 / temperature.
-        bias: b; a scalar tensor gets a gradient.
+        log_t: a trained scalar theta: t = exp(theta) replaces 1 / temperature.
+        bias: b; a scalar tensor is trained.
         param: "relative": bias is b, the cosine at which a pair changes sides. "absolute": bias is t b.
         pair_reduction: "anchor": each token has the sum over its pairs. "pair": the mean over the pairs of a chunk.
             "balanced": half the mean over its positive pairs and half that over its negative ones, as positives are
             rare. The latter two are spread over the chunk's tokens, so that a chunk weighs as much as it has tokens.
         self_positive: "never"; "always": j = i is a positive pair, which moves t and b alone, as its cosine is 1.
-        heads: shape of embeddings: e_i meets heads_j in the place of e_j, i itself included. For rows of the output
-            layer, one for each label: a modality that is locked, as they get no gradient.
-        adapter: a scalar x that gets a gradient: with delta = sigmoid(x) and r^2 = 1 - delta^2, unit vectors e_i become
+        heads: shape of embeddings: e_i is compared with heads_j instead of e_j, also for j = i. For the output layer's
+            row of each label: a frozen second modality, as heads get no gradient.
+        adapter: a trained scalar x: with delta = sigmoid(x) and r^2 = 1 - delta^2, unit vectors e_i become
             (delta e_i, -r) and heads_j (delta heads_j, r), so their cosine becomes delta^2 cos - r^2.
         reduction: as in `creg_loss`.
 

@@ -57,7 +57,7 @@ def simreg_loss(
 
     P_i are the tokens of the same chunk with the label of token i (itself included), N_i those with another
     label. Labels are the ids of the tokens to predict: the targets of the cross-entropy at these positions. The
-    gradient goes through e_i and e_j; a form that holds the keys e_j fixed, with half the gradient, is not offered.
+    gradient flows through both e_i and e_j; there is no option to detach the keys e_j.
 
     Args:
         embeddings: [b, n, d] or [n, d], float16, bfloat16, float32 or float64; sequences never meet. Computed
@@ -70,21 +70,21 @@ def simreg_loss(
         chunk_size: tokens in a chunk, at least 2, cut from the start of the sequence; the last may be short.
             0, or n and more: the whole sequence.
         similarity: "cosine", "dot", "qnorm" (anchor normalised), "dnorm" (keys normalised) or "learnable".
-        exponents: for "learnable": two scalars whose sigmoids are the powers of the anchor's and the key's norm that
-            are divided out; they get gradients.
+        exponents: for "learnable": two trained scalars x, y; the similarity is the dot product of e_i and e_j divided
+            by |e_i|^sigmoid(x) |e_j|^sigmoid(y).
         group_reduce: "sum", or "mean" over P_i and over N_i in place of the sums.
         self_positive: whether i belongs to P_i: "always", "only_if_alone" (no other positive), or "never"
             (tokens without another positive have no term, but remain negatives of others).
-        chunk_weight: how the chunks of a sequence are weighed. "token": every token alike. "uniform": every
-            chunk alike. "pos-neg-ratio", "neg-pos-ratio": by the number of positive over negative pairs, or
-            its inverse; chunks that lack either have weight 0. These three are normalised inside each
-            sequence, to its number of anchors. "count-corrected": every token alike, its two sums scaled up
-            to the number of positives and negatives in the whole sequence.
+        chunk_weight: how the chunks of a sequence are weighted. "token": all tokens equally. "uniform": all
+            chunks equally. "pos-neg-ratio", "neg-pos-ratio": by the number of positive over negative pairs, or
+            its inverse; chunks without either have weight 0. These three are normalised within each sequence
+            to its number of anchors. "count-corrected": all tokens equally, but the sums over P_i and N_i are
+            scaled up to the number of positives and negatives in the whole sequence.
         reduction: "none": [b, n] or [n], 0 at tokens without a term; "sum"; "mean": the sum divided by the
             number of anchors of all sequences, 0 where there are none.
-        impl: "reference": a matrix of all pairs of a chunk, every option; "tiled": tile by tile, memory O(n), for
-            similarity "cosine" and self_positive "always"; "gemm" and "triton": the same on a GPU, with Triton;
-            "auto": tiled where it can, or what `simreg_megatron.trial` has found to be faster.
+        impl: "reference": a matrix of all pairs of a chunk, every option; "tiled": tile by tile, memory O(n), only
+            for similarity "cosine" and self_positive "always"; "gemm" and "triton": the same on a GPU, with Triton;
+            "auto": the fastest that `simreg_megatron.trial` found, else tiled; reference for all other options.
 
     Returns:
         A tensor of float32 (float64 for float64). A token without negatives has term 0 and gradient 0.
@@ -186,7 +186,7 @@ def chosen_impl(
     fits = similarity == "cosine" and self_positive == "always"
     if impl in MODULES and not fits:
         raise ValueError(
-            f"impl {impl!r} knows similarity 'cosine' and self_positive 'always' only, not {similarity!r} and "
+            f"impl {impl!r} supports only similarity 'cosine' with self_positive 'always', not {similarity!r} with "
             f"{self_positive!r}: use impl 'reference'."
         )
     if impl != "auto":

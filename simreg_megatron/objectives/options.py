@@ -30,7 +30,7 @@ def checked_options(objective: Objective, value: object) -> Pairs:
     for name, setting in given.items():
         why = objective.not_offered.get((name, str(setting)))
         if why:
-            raise ValueError(f"SimReg objective {objective.name} has no {name}={setting}: {why}")
+            raise ValueError(f"SimReg objective {objective.name} does not support {name}={setting}: {why}")
         if name not in known:
             has = ", ".join(known) if known else "no options"
             raise ValueError(f"unknown option {name!r} of SimReg objective {objective.name}: it has {has}")

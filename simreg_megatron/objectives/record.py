@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 OptionKind = tuple[str, ...] | int | float | str
-"""Words to choose from, the first is the default; or a number, its default, which must be whole and not negative where
-the default is; or a word in the place of whole numbers with slashes: 64/128."""
+"""A tuple of words to choose from, the default first; or the default number: an int takes whole numbers from 0 only,
+a float any number; or a default word that stands for whole numbers with slashes, such as 64/128."""
 Options = Mapping[str, str | float | bool]
 
 
@@ -32,9 +32,9 @@ class Settings(Protocol):
 
 
 class Kind(enum.Enum):
-    """How tokens meet: it decides what is sent between ranks, which settings have an effect, and how terms are called.
+    """What tokens are compared with: decides what ranks exchange, which settings apply, and how `terms` is called.
 
-    Each has its own call, by keyword where a star stands; B micro-batch, A anchors of this rank:
+    The signature of `terms` is given below each kind; B micro-batch, A anchors of this rank:
     """
 
     SIMREG = "chunks, with every setting of SimReg"
@@ -95,11 +95,11 @@ class Objective:
             travels between ranks that share a sequence.
         temperature: the default, or None if it has none.
         options: by name, the default first; see `OptionKind`.
-        other_options: those that choose a way through the plugin, and are not handed to the terms.
-        not_offered: option and value that its original has and a plugin cannot have, and why.
-        check: raises ValueError for options that make no sense together.
-        scalars: what it trains itself, by name.
-        warning: said when a run starts, or nothing.
+        other_options: options that only the plugin reads; they are not passed to the terms.
+        not_offered: (option, value) of the original method that the plugin does not support, and why.
+        check: raises ValueError for settings that contradict each other.
+        scalars: the parameters that it trains itself, by name.
+        warning: a warning for the start of the run, or None.
         trains: whether it adds to the gradient at all.
         draws: whether each iteration draws random numbers of its own.
         relabels: SimReg on other labels: the function that gives them, "module:function".

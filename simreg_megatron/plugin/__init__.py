@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms that know Megatron: its flags, its seams, its log, and a CPU to run it on."""
+"""The part that depends on Megatron: the flags, the functions of Megatron that are wrapped, the log, AdaGC."""

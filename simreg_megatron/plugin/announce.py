@@ -28,7 +28,7 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     asked = " (auto)" if config.lambda_ == "auto" else ""
     changes = f" {config.schedule}" if str(config.schedule) else ""
     if config.every > 1:
-        changes += f" times {config.every} in every step of {config.every} (another objective)"
+        changes += f", once every {config.every} steps with {config.every} times the weight (another objective)"
     what = (
         f"lambda {config.weight(hidden_size):g}{asked}{changes}"
         if config.trains
@@ -41,13 +41,11 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
     if config.by_sequence:
         log_once(f"SimReg objective {config.objective}: {what}, temperature {config.tau:g}, whole sequences{options}")
         return
-    if config.through_head:
-        log_once(f"SimReg objective {config.objective}: {what}{options}")
-        return
-    if config.sums_up:
-        log_once(f"SimReg objective {config.objective}: {what}, chunk size {config.chunk_size}{options}")
-        return
     chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
+    if config.through_head or config.sums_up:
+        chunk = f", {chunk}" if config.has_chunks else ""
+        log_once(f"SimReg objective {config.objective}: {what}{chunk}{options}")
+        return
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
     impl = fast_form(config, forms.rows_like(compat.unwrapped(model_chunks)[0])) or "reference"
     log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}")

@@ -28,7 +28,7 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--adagc",
         action="store_true",
         default=None,
-        help="clip by AdaGC in the place of --clip-grad; needs no SimReg (default off)",
+        help="clip with AdaGC instead of --clip-grad; works without SimReg too (default off)",
     )
     _add_flags(clipping, OF_ADAGC)
     group.add_argument(

@@ -4,7 +4,7 @@
     install(config=SimRegConfig(lambda_=10))
     pretrain(config, forward_step, callbacks=[SimRegCallback()])
 
-Without it SimReg trains all the same, but nobody logs it, and a lambda that changes is refused at the first step.
+Without it SimReg still trains, but its values are not logged, and a schedule of lambda is an error at the first step.
 The events are those of Megatron-Bridge 0.6: `context.state.train_state.step`, `.cfg.logger.log_interval`,
 `.cfg.train.train_iters`, `.tensorboard_logger`, `.wandb_logger`, and `context.model`.
 """
@@ -22,11 +22,11 @@ class SimRegCallback:
     """To be passed in `pretrain(..., callbacks=[SimRegCallback()])`, after `install(config=...)`."""
 
     def on_train_start(self, context: Any) -> None:
-        """Refuse models that SimReg does not reach, and say that it is on.
+        """Check that SimReg supports the models, and log its settings.
 
         Raises:
             RuntimeError: `install(config=...)` was not called before.
-            NotImplementedError: the run builds a model whose loss does not pass what SimReg wraps.
+            NotImplementedError: the run builds a model that SimReg does not support.
         """
         settings = context.state.cfg
         foreign.begin_run(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that trains past SimReg: its forward pass ends with an error in the place of silence.
+"""Raise an error when a model's training forward pass bypasses SimReg, instead of silently training without it.
 
-Megatron's own loop asks after its steps. Other loops ask nobody, and their models may override, or be given, functions
-that hide the wrapped ones; so each model is asked at the end of its forward pass.
+Megatron's own loop checks this after each step. Other loops do not, and their models may override or replace the
+wrapped functions; so each model is checked at the end of its forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from simreg_megatron.plugin import compat, installation
 
-WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md tells how other frameworks reach SimReg)"
+WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md explains SimReg in other frameworks)"
 
 
 def watch(model: Any) -> None:
@@ -59,8 +59,8 @@ def _refuse_bypass(model: Any) -> None:
     trains = model.training and torch.is_grad_enabled() and getattr(model, "post_process", True) and not here.paused
     if trains and model not in here.passed and here.regularizer().config.active:
         raise NotImplementedError(
-            f"this {type(model).__name__} ended a training forward pass without passing the function that SimReg "
-            f"wraps, {compat.MODEL_SEAM.path}{_own_function(model)}: let it call that one, {WAY_OUT}"
+            f"this {type(model).__name__} ended a training forward pass without calling the function that SimReg "
+            f"wraps, {compat.MODEL_SEAM.path}{_own_function(model)}: make it call that function, {WAY_OUT}"
         )
 
 

@@ -18,7 +18,7 @@ _USE_ANOTHER = "use megatron-core 0.12 or newer"
 
 
 class MegatronSeamError(RuntimeError):
-    """This Megatron lacks a function that the plugin must wrap."""
+    """This Megatron lacks a function that the plugin must wrap, or a model does not call it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Seam:
 
     def _missing(self, what: str, mend: str = _USE_ANOTHER) -> MegatronSeamError:
         return MegatronSeamError(
-            f"megatron-core {megatron_version()} cannot carry SimReg ({self.purpose}): {what}; "
+            f"SimReg cannot use megatron-core {megatron_version()} ({self.purpose}): {what}; "
             f"{mend} (`simreg-megatron doctor` lists what was found)"
         )
 

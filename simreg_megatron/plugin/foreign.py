@@ -17,9 +17,7 @@ from simreg_megatron.plugin.refusals import refuse_models, refuse_silence
 
 def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
     """See `simreg_megatron.loop.begin_run`."""
-    here = installation.installed()
-    if here is None:
-        raise RuntimeError("SimReg is not installed: call install(config=SimRegConfig(lambda_=...)) first")
+    here = installation.current()
     config = here.begin_run().config
     if config.active:
         chunks = models if isinstance(models, list) else [models]

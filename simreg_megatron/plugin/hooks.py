@@ -32,8 +32,8 @@ def _install(config: SimRegConfig | None) -> None:
     has_loop = compat.training_loop() is not None
     if config is None and not has_loop:
         raise compat.MegatronSeamError(
-            f"megatron-core {compat.megatron_version()} comes without megatron.training, so nobody parses --simreg-* "
-            "flags: pass install(config=SimRegConfig(lambda_=...)), or put a Megatron-LM source tree on PYTHONPATH"
+            f"megatron-core {compat.megatron_version()} has no megatron.training to parse the --simreg-* flags: call "
+            "install(config=SimRegConfig(lambda_=...)), or put a Megatron-LM source tree on PYTHONPATH"
         )
     models = compat.model_seams()
     wrappers = _around_models(models) + (_around_loop(parses_flags=config is None) if has_loop else [])
@@ -41,8 +41,8 @@ def _install(config: SimRegConfig | None) -> None:
         seam.holder()  # all seams are there, or nothing is wrapped
     if compat.is_untried_release():
         warn(
-            f"SimReg was not yet tried with megatron-core {compat.megatron_version()}: all functions it wraps are "
-            "there, so it goes on; compare a short run with --simreg-lambda 0 and without the plugin first"
+            f"SimReg was not yet tried with megatron-core {compat.megatron_version()}. It continues, as all functions "
+            "that it wraps exist; first compare a short run with --simreg-lambda 0 to one without the plugin"
         )
     new = Installation(config, model_hooks.inside)
     for seam, wrapper in wrappers:

@@ -34,8 +34,8 @@ class InnerStates:
         refuse_decoder(self.config, decoder)
         if not decoder.post_process and kwargs.get("packed_seq_params") is not None:
             raise NotImplementedError(
-                "SimReg does not follow packed sequences on a pipeline stage before the last: name layers of the last "
-                "stage in --simreg-layers, or train unpacked"
+                "SimReg does not support packed sequences on pipeline stages before the last: name only layers of the "
+                "last stage in --simreg-layers, or train unpacked"
             )
         caught: dict[State, Tensor] = {}
         handles = list(self._watch(decoder, caught))
@@ -72,8 +72,8 @@ class InnerStates:
         for layer, state in found.items():
             if self.config.trains and not state.requires_grad:
                 raise NotImplementedError(
-                    f"the states of layer {layer} were computed without a graph, so SimReg cannot train on them: all "
-                    "parameters before them are frozen, or they are recomputed; choose another layer in --simreg-layers"
+                    f"the states of layer {layer} were computed without a graph (all parameters before it are frozen, "
+                    "or it is recomputed), so SimReg cannot train on them: choose another layer in --simreg-layers"
                 )
         return found
 
@@ -102,7 +102,7 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
 
     if not isinstance(decoder, TransformerBlock):
         raise NotImplementedError(
-            f"SimReg sees the final states only of a {type(decoder).__name__}: drop --simreg-layers and "
+            f"SimReg sees only the final states of a {type(decoder).__name__}: drop --simreg-layers and "
             "--simreg-placement"
         )
     here = [layer.layer_number for layer in decoder.layers]

@@ -86,7 +86,9 @@ def installed() -> Installation | None:
 
 
 def current() -> Installation:
-    assert _installation is not None
+    """RuntimeError without one."""
+    if _installation is None:
+        raise RuntimeError("SimReg is not installed: call install(config=SimRegConfig(lambda_=...)) first")
     return _installation
 
 

@@ -106,8 +106,8 @@ def _refuse_unlabelled(model: Any) -> None:
     """A model that had labels before may be asked for its logits, too."""
     if model not in installation.current().met:
         raise NotImplementedError(
-            f"this {type(model).__name__} trains without labels, so its loss is computed elsewhere and SimReg has "
-            f"nothing to add to: give it the labels, {bypass.WAY_OUT}"
+            f"this {type(model).__name__} trains without labels, so its loss is computed elsewhere, where "
+            f"SimReg cannot add its term: pass labels to the model, {bypass.WAY_OUT}"
         )
 
 

@@ -12,9 +12,9 @@ from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.weights import heads
 
 PACKED_AND_SPLIT = (
-    "SimReg does not follow how packed sequences are cut over context-parallel ranks: train them with "
-    "--context-parallel-size 1, or unpacked (drop --sft and --dataloader-inter-document-masking), "
-    "or set --simreg-lambda 0"
+    "SimReg does not support how packed sequences are cut over context-parallel ranks: train without "
+    "--context-parallel-size and --hybrid-context-parallel, or unpacked (drop --sft and "
+    "--dataloader-inter-document-masking), or set --simreg-lambda 0"
 )
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -61,7 +61,7 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     for part in config.parts:
         if packed and part.record.takes_rows(part.options):
             raise NotImplementedError(
-                f"SimReg objective {part.objective} takes a row for one sequence, and packed rows hold several: "
+                f"SimReg objective {part.objective} treats each row as one sequence, but packed rows hold several: "
                 "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
             )
     if packed and getattr(args, "overlap_moe_expert_parallel_comm", False):
@@ -119,7 +119,7 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
         if not isinstance(model, model_classes):
             known = " and ".join(known.__name__ for known in model_classes)
             raise NotImplementedError(
-                f"SimReg reaches {known} only, and this run builds {type(model).__name__}: set --simreg-lambda 0 for it"
+                f"SimReg supports only {known}, and this run builds {type(model).__name__}: set --simreg-lambda 0"
             )
         if config.looks_inside:
             inner.refuse_decoder(config, model.decoder)
@@ -147,6 +147,6 @@ def refuse_silence(regularizer: Regularizer, model_chunks: Any) -> None:
     for model in compat.unwrapped(model_chunks):
         if getattr(model, "post_process", True) or inner.holds_earlier_layers(regularizer.config, model):
             raise compat.MegatronSeamError(
-                f"SimReg is on, but {type(model).__name__} computed its loss without passing the function that SimReg "
-                "wraps: let its override call super(), or set --simreg-lambda 0"
+                f"SimReg is on, but {type(model).__name__} computed its loss without calling the function that SimReg "
+                "wraps: make its override call super(), or set --simreg-lambda 0"
             )

@@ -50,7 +50,7 @@ class _Part(NamedTuple):
 
 _STOPPED = (
     "the SimReg term is not finite while the language-model loss is: the step is stopped "
-    "(where ranks share sequences, look at the others' logs: states of one of them may have failed first)"
+    "(with tensor or context parallelism, see the other ranks' logs too: one of them may have failed first)"
 )
 
 

@@ -70,8 +70,8 @@ class _Reader:
 
 
 _OTHER_BATCHES = (
-    "SimReg finds the labels of a pipeline stage before the last in one dictionary a micro-batch, with labels and "
-    "loss_mask [micro-batch, sequence], and this script's data loader gives something else: name layers of the last "
+    "on pipeline stages before the last, SimReg needs one dictionary per micro-batch with labels and loss_mask "
+    "[micro-batch, sequence], and this script's data loader gives something else: name only layers of the last "
     "stage in --simreg-layers"
 )
 

@@ -14,8 +14,8 @@ from simreg_megatron.weights.learnable import wanted
 
 _NEEDS_LOOP = (
     "a SimReg lambda that changes (--simreg-warmup-iters, --simreg-lambda-schedule, --simreg-off-after, "
-    "--simreg-every) needs Megatron's training loop to tell the iteration and their number: drop these flags where "
-    "megatron.training does not run"
+    "--simreg-every) needs Megatron's training loop, or one that passes the number of the step and of all steps to "
+    "simreg_megatron.loop.begin_step: call that before each step, or drop these settings"
 )
 
 
@@ -76,8 +76,8 @@ class Strength:
         self.iteration += 1
         if any(part.record.draws for part in self.config.parts):
             log_once(
-                "SimReg: no training loop tells the iteration, so each micro-batch draws directions or permutations of "
-                "its own, and a run that is resumed begins with the first ones again"
+                "SimReg: nothing passes the step's number (simreg_megatron.loop.begin_step), so each micro-batch draws "
+                "its own random directions or permutations, and a resumed run repeats the first ones"
             )
 
     def refuse_uncounted(self) -> None:
@@ -89,6 +89,6 @@ class Strength:
         drawing = [part.objective for part in self.config.parts if part.record.draws]
         if drawing and not self.follows_iterations:
             raise NotImplementedError(
-                f"SimReg objective {drawing[0]} draws random numbers by the iteration, which no training loop tells "
-                "here, so pipeline stages would draw different ones: name layers of the last stage in --simreg-layers"
+                f"SimReg objective {drawing[0]} draws random numbers by the iteration, which is not known here, so "
+                "pipeline stages would differ: call simreg_megatron.loop.begin_step, or use only last-stage layers"
             )

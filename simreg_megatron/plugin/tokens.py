@@ -104,7 +104,7 @@ def documents_of(packed_seq_params: Any, end_of_document: int | None) -> Documen
 
 def describe_chunks(config: SimRegConfig, shard: SequenceShard, sample_length: int | None) -> None:
     """Say once where chunks are not what the settings name."""
-    if all(part.by_sequence or part.through_head for part in config.parts):
+    if not any(part.has_chunks for part in config.parts):
         return
     size, sequence = config.chunk_size, sample_length or shard.layout.length
     if size > sequence:

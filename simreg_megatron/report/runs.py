@@ -90,7 +90,7 @@ def read_run(folder: str | Path, *, name: str | None = None) -> Run:
 
     folder = Path(folder)
     if not folder.is_dir():
-        raise ReportError(f"{folder} is no folder: name the one that the run got as --tensorboard-dir")
+        raise ReportError(f"{folder} is not a folder: give the run's output folder or its --tensorboard-dir")
     try:
         events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})  # 0 keeps every point
         events.Reload()

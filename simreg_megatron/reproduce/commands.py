@@ -42,7 +42,7 @@ def reproduce(
         str, typer.Option(help="a preset such as tiny or 350m instead of the plan's sizes", show_default=False)
     ] = "",
     sizes: Annotated[str, typer.Option(help="only these widths, such as 64,96", show_default=False)] = "",
-    seeds: Annotated[int, typer.Option(min=0, help="so many seeds, instead of the plan's", show_default=False)] = 0,
+    seeds: Annotated[int, typer.Option(min=0, help="number of seeds, instead of the plan's", show_default=False)] = 0,
     data: Annotated[
         str, typer.Option(help="builtin, large or a folder, instead of the plan's", show_default=False)
     ] = "",
@@ -104,7 +104,7 @@ def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
     if model:
         preset(plan.family, model)
         if not seeds and not isinstance(plan.seeds, int) and model not in plan.seeds:
-            raise ReproduceError(f"{plan.name} says no number of seeds for {model}: give --seeds N")
+            raise ReproduceError(f"{plan.name} states no number of seeds for {model}: give --seeds N")
         plan = replace(plan, sizes=(model,), data="builtin" if model == "tiny" else plan.data)
     return replace(plan, seeds=seeds or plan.seeds, data=data or plan.data)
 

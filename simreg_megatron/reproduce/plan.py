@@ -258,15 +258,15 @@ def _check_kinds(plan: Plan, where: str) -> None:
         if type(size) is not int and not (isinstance(size, str) and _FILE_NAME.fullmatch(size)):
             raise ReproduceError(f"{where}: a size is a width or the name of a preset, not {size!r}")
     if not plan.sizes or not all(map(_is_number, plan.tokens_per_parameter)):
-        raise ReproduceError(f"{where}: sizes has one or several, and tokens_per_parameter is numbers")
+        raise ReproduceError(f"{where}: sizes must not be empty, and tokens_per_parameter must be numbers")
     counts = [*(plan.seeds.values() if isinstance(plan.seeds, Mapping) else [plan.seeds])]
     steps = plan.steps.values() if isinstance(plan.steps, Mapping) else [None]
     if not all(type(count) is int for count in (*counts, *steps)):
-        raise ReproduceError(f"{where}: seeds is a whole number, or one for each size; steps has one for some sizes")
+        raise ReproduceError(f"{where}: seeds must be a whole number, or one per size; steps, one for some sizes")
     trials = max(len(arm.trials_of(size)) for arm in plan.arms for size in plan.sizes)
     runs = len(plan.sizes) * len(plan.tokens_per_parameter) * len(plan.arms) * max(1, trials) * max(counts)
     if runs > _MOST_RUNS:
-        raise ReproduceError(f"{where} asks for {runs:,} runs, and at most {_MOST_RUNS:,} are taken for meant")
+        raise ReproduceError(f"{where} asks for {runs:,} runs, and at most {_MOST_RUNS:,} are allowed")
 
 
 def _check(plan: Plan, where: str) -> None:

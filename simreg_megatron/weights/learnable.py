@@ -64,8 +64,8 @@ def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.Process
         own: Scalars | None = getattr(model, PREFIX + module, None)
         if own is None:
             raise RuntimeError(
-                f"SimReg's {module} trains {' and '.join(start)}, and the plugin came after the model was built: "
-                "install it before, or choose what trains nothing"
+                f"SimReg's {module} trains {' and '.join(start)}, but the model was built before SimReg was installed: "
+                "call install() earlier, or choose settings that train no scalars"
             )
         scalars = own()
         for name in start:
@@ -113,13 +113,13 @@ def explain(
     if any(name in said for name in now):
         anew = f"--dist-ckpt-strictness log_all{' --no-load-optim' if is_distributed else ''}"
         raise RuntimeError(
-            f"the checkpoint was written without {' and '.join(now)}, which these settings train: start "
-            f"{'them' if len(now) > 1 else 'it'} anew with {anew}, or train nothing here"
+            f"the checkpoint was written without {' and '.join(now)}, which these settings train: initialize "
+            f"{'them' if len(now) > 1 else 'it'} with {anew}, or choose settings that train no scalars"
         ) from error
     then = now if before is None else names(before)
     if then != now and may_be_of_scalars(error):
         there, here = (" and ".join(some) or "no scalars of SimReg" for some in (then, now))
         raise RuntimeError(
-            f"the checkpoint's optimizer trained {there}, and these settings train {here}: go on with the settings "
-            "that wrote it, or start the optimizer's averages anew with --no-load-optim"
+            f"the checkpoint's optimizer trained {there}, and these settings train {here}: resume with the settings "
+            "that wrote it, or reset the optimizer's state with --no-load-optim"
         ) from error

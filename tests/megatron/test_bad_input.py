@@ -39,8 +39,8 @@ def test_hidden_states_that_are_not_finite_stop_the_run(data_flags: tuple[str, .
     ("flags", "breakage", "sentence"),
     [
         (("--simreg-log-interval", "3", "--log-interval", "2"), "", "must be a multiple of --log-interval 2"),
-        ((), "breakage:other_model_class", "SimReg reaches GPTModel and HybridModel only, and this run builds Other"),
-        ((), "breakage:overwritten_wrapper", "GPTModel ended a training forward pass without passing the function"),
+        ((), "breakage:other_model_class", "SimReg supports only GPTModel and HybridModel, and this run builds Other"),
+        ((), "breakage:overwritten_wrapper", "GPTModel ended a training forward pass without calling the function"),
         (("--simreg-layers", "3"), "", "--simreg-layers 3 is beyond the model, which has layers 1 to 2"),
         (("--simreg-chunk-size", "1"), "", "error: the SimReg chunk size must be at least 2"),
     ],

@@ -56,7 +56,7 @@ OTHER = {
     True: f"the checkpoint's optimizer trained no scalars of SimReg, and these settings train {ALL}",
     False: f"the checkpoint's optimizer trained {ALL}, and these settings train no scalars of SimReg",
 }
-FORGOTTEN = "AdaGC: the checkpoint was written with --adagc, and this run goes on without it"
+FORGOTTEN = "AdaGC: the checkpoint was written with --adagc, and this run continues without it"
 LEFT_OUT = "AdaGC: --no-load-optim leaves the checkpoint's averages out, so its warm-up starts now"
 WARM_UP = "AdaGC: the checkpoint has no state of it, so its warm-up starts now"
 

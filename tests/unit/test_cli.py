@@ -25,6 +25,13 @@ def test_doctor_finds_the_seams() -> None:
     assert "SimReg can be installed" in done.stdout
 
 
+def test_doctor_without_torch_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "_version", lambda package: None)
+    done = CliRunner().invoke(cli.app, ["doctor"])
+    assert done.exit_code == 1 and "missing: SimReg needs it" in done.output and "Traceback" not in done.output
+
+
 def doctor_without_a_seam() -> None:
     import megatron.training.training as training
 

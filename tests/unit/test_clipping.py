@@ -120,7 +120,7 @@ def test_averages_go_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     after.load_state_dict(before.state_dict())
     assert after._adagc.gammas.tolist() == [3.0, float("inf"), 1.0] and after._adagc.steps == 7
     said = capsys.readouterr().out
-    assert "knows parameters that are not in the model: b" in said and "lacks: d" in said
+    assert "has parameters that are not in the model: b" in said and "lacks: d" in said
 
 
 def test_another_variant_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,4 +139,4 @@ def test_the_schedulers_state_is_left_alone_without_adagc(capsys: pytest.Capture
     load(None, state)
     assert seen == [state] and not capsys.readouterr().out
     load(None, {**state, clipping.STATE_KEY: {}})
-    assert "written with --adagc, and this run goes on without it" in capsys.readouterr().out
+    assert "written with --adagc, and this run continues without it" in capsys.readouterr().out

@@ -126,6 +126,7 @@ def test_without_a_gpu_and_without_asking(tmp_path: Path) -> None:
 def test_a_missing_script_is_named() -> None:
     done = python("", "-m", "simreg_megatron", "nowhere.py")
     assert done.returncode == 2 and "there is no script nowhere.py" in done.stderr
+    assert "error: --plain needs a script" in python("", "-m", "simreg_megatron", "--plain").stderr
 
 
 @pytest.mark.megatron

@@ -14,6 +14,7 @@ Shapes: T tokens of a packed row, V words, D features.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ LENGTHS = (20, 28)  # of the samples that a row packs
 TOTAL = sum(LENGTHS)
 CONFIG = SimRegConfig(lambda_=10)
 UNLABELLED = "trains without labels, so its loss is computed elsewhere"
-BYPASSED = "ended a training forward pass without passing the function that SimReg wraps.*_postprocess, but"
+BYPASSED = "ended a training forward pass without calling the function that SimReg wraps.*_postprocess, but"
 Gradients = dict[str, Tensor]
 
 CONTRACTS: dict[str, int] = {}
@@ -543,6 +544,20 @@ def a_sound_loop_keeps_the_contract() -> None:
 
 
 @contract(ranks=1)
+def a_lambda_that_changes_is_checked_where_it_is_whole() -> None:
+    from simreg_megatron.contract import check
+
+    model = build()
+    install(config=CONFIG)
+    whole = check(model, lambda: labelled_step(model))
+    uninstall()
+    changing = {"warmup_iters": 7, "lambda_schedule": "linear:0", "off_after": 0.5, "every": 3}
+    install(config=dataclasses.replace(CONFIG, **changing))
+    found = check(model, lambda: labelled_step(model))
+    assert found.changed == whole.changed and found.change == pytest.approx(3 * whole.change, rel=1e-4)
+
+
+@contract(ranks=1)
 def random_numbers_begin_anew() -> None:
     from simreg_megatron.contract import check
 
@@ -576,9 +591,9 @@ def broken_loops_are_told_apart() -> None:
         loss = labelled_step(model)
         return loss.item() + float(model.embedding.word_embeddings.weight.grad.norm())
 
-    assert "came out different twice" in refusal(model, other_data)
+    assert "without SimReg gave different results" in refusal(model, other_data)
     assert "no gradient changes with SimReg" in refusal(model, loss_of_its_own)
-    assert "must be in the gradient alone" in refusal(model, log_with_simreg)
+    assert "which SimReg leaves unchanged" in refusal(model, log_with_simreg)
     uninstall()
     install(config=SimRegConfig())
     with pytest.raises(ValueError, match="while lambda is 0"):

@@ -39,7 +39,7 @@ CPU = Machine()
 GPU = Machine(gpus=8, transformer_engine=True, world_size=8, local_world_size=8)
 WHOLE = replace(GPU, apex_gradient_kernel=True)
 OWN = ("--data", "text", "--tokenizer", "tokenizer.model")
-OFF = ("SimReg is off: no flag turns it on, as --simreg-lambda auto or --recipe paper would",)
+OFF = ("SimReg is off: add --simreg-lambda auto or --recipe paper to train with it",)
 
 # layers, heads, hidden, FFN, global batch, peak, end, steps, experts, parameters in millions with 32,000 ids
 PAPER = {

@@ -192,7 +192,7 @@ def test_runs_whose_folders_have_one_name_stay_apart(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     done = report(tmp_path / "nowhere", "--output", tmp_path / "x.html")
-    assert done.exit_code == 2 and "is no folder" in done.output
+    assert done.exit_code == 2 and "is not a folder" in done.output
     assert report("check", tmp_path).exit_code == 2, "the other commands are reached by their names"
 
 

@@ -500,7 +500,7 @@ def test_a_foreign_manifest_is_left_alone(folder: Path, tokenizer: Path, tmp_pat
 def test_two_at_once_are_refused(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
     from filelock import FileLock
 
-    with FileLock(tmp_path / ".prepare-1-of-1.lock"), pytest.raises(DataError, match="another process prepares this"):
+    with FileLock(tmp_path / ".prepare-1-of-1.lock"), pytest.raises(DataError, match="another process is preparing"):
         make(tmp_path, folder, tokenizer=tokenizer)
 
 

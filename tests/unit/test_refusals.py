@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from simreg_megatron import SimRegConfig
+from simreg_megatron import SimRegConfig, loop
 from simreg_megatron.measures.charts import layout
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
@@ -136,7 +136,7 @@ def test_a_checkpoint_without_trained_scalars_is_named() -> None:
     config = SimRegConfig(lambda_=1, similarity="learnable")
     with pytest.raises(RuntimeError, match=r"without simreg_similarity\.query and simreg_similarity\.key.* log_all"):
         learnable.explain(KeyError("simreg_similarity.key from model not in state dict: [...]"), config)
-    with pytest.raises(RuntimeError, match="anew with --dist-ckpt-strictness log_all --no-load-optim, or"):
+    with pytest.raises(RuntimeError, match="initialize them with --dist-ckpt-strictness log_all --no-load-optim, or"):
         learnable.explain(KeyError("simreg_similarity.key"), config, is_distributed=True)
     learnable.explain(KeyError("decoder.weight from model not in state dict"), config)
     learnable.explain(KeyError("simreg_similarity.key from model not in state dict"), SimRegConfig(lambda_=1))
@@ -150,7 +150,7 @@ def test_an_optimizer_of_other_scalars_is_named() -> None:
     ):
         learnable.explain(error, config, plain)
     with pytest.raises(
-        RuntimeError, match=r"trained simreg_similarity\.query and .* train no scalars of SimReg: go on"
+        RuntimeError, match=r"trained simreg_similarity\.query and .* train no scalars of SimReg: resume"
     ):
         learnable.explain(error, plain, config)
     learnable.explain(error, config, config)
@@ -264,3 +264,8 @@ def test_values_that_belong_together_share_a_chart(tmp_path: Path) -> None:
         writer.add_custom_scalars(layout(names))
     read = EventAccumulator(str(tmp_path)).Reload()
     assert read.Tags()["tensors"] == ["custom_scalars__config__"]
+
+
+def test_a_loop_that_forgot_install_is_told() -> None:
+    with pytest.raises(RuntimeError, match="SimReg is not installed: call install"):
+        loop.begin_step(0, measures=True)

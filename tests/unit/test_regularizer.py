@@ -139,7 +139,7 @@ def test_a_model_that_bypasses_the_wrapper_is_found_out(config: SimRegConfig) ->
     regularizer.metrics.wants_geometry = False
     earlier, last = SimpleNamespace(post_process=False), SimpleNamespace(post_process=True)
     refusals.refuse_silence(regularizer, [earlier])
-    with pytest.raises(compat.MegatronSeamError, match="computed its loss without passing the function"):
+    with pytest.raises(compat.MegatronSeamError, match="computed its loss without calling the function"):
         refusals.refuse_silence(regularizer, [earlier, last])
     add(regularizer, *micro_batch())
     refusals.refuse_silence(regularizer, [last])
@@ -345,7 +345,7 @@ def test_scalars_get_a_gradient_of_zero_when_the_term_is_off(monkeypatch: pytest
 def test_a_schedule_needs_a_loop_that_tells_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     regularizer = Regularizer(SimRegConfig(lambda_=1, lambda_schedule="linear:0"))
-    with pytest.raises(RuntimeError, match="needs Megatron's training loop to tell the iteration and their number"):
+    with pytest.raises(RuntimeError, match="needs Megatron's training loop, or one that passes the number of the step"):
         add(regularizer, *micro_batch())
     with pytest.raises(RuntimeError, match="needs Megatron's training loop"):
         regularizer.set_iteration(0)

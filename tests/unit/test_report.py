@@ -67,7 +67,7 @@ def test_a_step_written_twice_counts_once_with_its_later_value(tmp_path):
 def test_a_folder_without_events_is_one_sentence(tmp_path):
     with pytest.raises(report.ReportError, match="holds no TensorBoard scalars"):
         report.read_run(tmp_path)
-    with pytest.raises(report.ReportError, match="is no folder"):
+    with pytest.raises(report.ReportError, match="is not a folder"):
         report.read_run(tmp_path / "nowhere")
 
 

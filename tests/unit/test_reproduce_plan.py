@@ -241,4 +241,4 @@ class TestRealSizes:
     def test_how_many_seeds_must_be_said(self, tmp_path: Path) -> None:
         words = ["reproduce", "convergence", "--model", "350m", "--dry-run", "--output", str(tmp_path)]
         done = CliRunner().invoke(app, words)
-        assert done.exit_code == 2 and "convergence says no number of seeds for 350m: give --seeds N" in done.stdout
+        assert done.exit_code == 2 and "convergence states no number of seeds for 350m: give --seeds N" in done.stdout

@@ -168,7 +168,7 @@ def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str],
 
 
 def test_output_that_slurm_cannot_name(data: list[str], tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="no spaces, quotes or %"):
+    with pytest.raises(LaunchError, match="without spaces, quotes or %"):
         text_of(LLAMA, "--model", "7b", *data, "--output", str(tmp_path / "a b"))
 
 

@@ -242,7 +242,7 @@ def test_what_needs_the_last_stage_is_refused(settings, sentence: str, monkeypat
 
 def test_directions_need_the_iteration() -> None:
     regularizer = Regularizer(SimRegConfig(lambda_=1, layers=4, objective="sigreg"))
-    with pytest.raises(NotImplementedError, match="which no training loop tells here"):
+    with pytest.raises(NotImplementedError, match="which is not known here"):
         regularizer.add_to_stage(torch.zeros(1), Stage(), stages.MicroBatch(MASK, MASK, MASK))
 
 

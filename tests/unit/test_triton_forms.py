@@ -329,7 +329,7 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, labels = clustered(length=8)
     with pytest.raises(ValueError, match=r"not torch.float64: use impl 'tiled'"):
         simreg_loss(rows.double(), labels, impl="triton")
-    with pytest.raises(ValueError, match="impl 'triton' knows similarity 'cosine'"):
+    with pytest.raises(ValueError, match="impl 'triton' supports only similarity 'cosine'"):
         simreg_loss(rows, labels, impl="triton", similarity="dot")
     monkeypatch.setattr(row_kernels, "INTERPRETS", False)
     with pytest.raises(ValueError, match="needs a CUDA device, and the rows are on cpu"):

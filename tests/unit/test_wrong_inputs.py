@@ -181,7 +181,7 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     said: list[str] = []
     monkeypatch.setattr(launcher, "_say", said.append)
     assert ask("llama --dry-run --data data/mine/trian --tokenizer data/mine/tokenizer.model")[0] == 0
-    assert "--train-iters" in said[0] and "SimReg is off: no flag turns it on" in said[0]
+    assert "--train-iters" in said[0] and "SimReg is off: add --simreg-lambda auto" in said[0]
     assert said[1].startswith(
         "# note      the run itself would be refused on this machine: there is no data/mine/trian"
     )
@@ -210,7 +210,7 @@ def test_a_dry_run_says_what_lambda_comes_to(words: str, sentence: str, ask: Ask
 
 
 def test_submitting_without_simreg_is_said(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
-    off = "> SimReg is off: no flag turns it on, as --simreg-lambda auto or --recipe paper would"
+    off = "> SimReg is off: add --simreg-lambda auto or --recipe paper to train with it"
     dry = SUBMIT.replace("launch/", "--dry-run launch/", 1)
     assert ask(dry) == (0, off)
     assert ask(f"{dry} --simreg-lambda 1")[1] != off != ask(f"{dry} --recipe baseline")[1]
@@ -285,7 +285,7 @@ VALUES = """
 --recipe paper --plain | --plain leaves the plugin out, and --recipe is the plugin's
 --plain --simreg-lambda 1 | --plain leaves the plugin out, and --simreg-lambda is the plugin's
 --recipe simcse --simreg-objective creg | --recipe simcse and --simreg-objective creg both name the objective
---simreg-lambda | --simreg-lambda needs a value: write it behind the flag
+--simreg-lambda | --simreg-lambda needs a value: write it after the flag
 --simreg-lambda -1 | SimReg lambda must be a finite number of 0 or more, or auto, not -1
 --simreg-lambda nan | SimReg lambda must be a finite number of 0 or more, or auto, not nan
 --simreg-lambda inf | SimReg lambda must be a finite number of 0 or more, or auto, not inf
@@ -296,7 +296,7 @@ VALUES = """
 --simreg-objective simreg:1,foo:2 | SimReg objective 'simreg:1,foo:2' must be one name, or several
 --simreg-objective none:1 | SimReg objective 'none:1' must be one name, or several
 --simreg-objective none --simreg-lambda 1 | SimReg lambda 1.0 has no effect with objective none
---simreg-warmup-iters 10 | a SimReg warm-up has no effect while lambda is 0
+--simreg-warmup-iters 10 | SimReg warm-up has no effect while lambda is 0
 --adagc --adagc-beta 2 | AdaGC's beta must be at least 0 and below 1, not 2.0
 --adagc --adagc-rel 0.5 | there is no flag --adagc-rel
 --adagc --adagc-warmup-iters -1 | AdaGC's warm-up must be 0 or more iterations
@@ -395,7 +395,7 @@ simreg-megatron evaluate --model none --output scores | error: --model takes NAM
 simreg-megatron evaluate --model a=none --output scores | error: --model a: there is no folder none
 simreg-megatron evaluate --model a=data --tasks none --data x --output s --device cuda | error: --device cuda: torch
 simreg-megatron evaluate --model a=data --tasks none --data x --output s --device gpu | error: --device takes cpu, cuda
-simreg-megatron report none | error: none is no folder: name the one that the run got as --tensorboard-dir
+simreg-megatron report none | error: none is not a folder: give the run's output folder or its --tensorboard-dir
 simreg-megatron report data/mine | error: data/mine holds no TensorBoard scalars
 simreg-megatron report check none | error: none holds no results: name the --output folder of `simreg-megatron
 simreg-megatron report page none | error: none holds no results

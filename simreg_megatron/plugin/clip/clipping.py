@@ -93,7 +93,7 @@ class Clipping:
         log_once(
             f"AdaGC ({self.config.variant}): {len(self._names)} parameters, lambda-rel {self.config.lambda_rel:g}, "
             f"beta {self.config.beta:g}, {self.config.warmup_iters} warm-up steps below a global norm of "
-            f"{self.config.lambda_abs:g}, in the place of --clip-grad"
+            f"{self.config.lambda_abs:g}, instead of --clip-grad"
         )
 
     def _wrap(self, optimizer: Any) -> None:
@@ -171,7 +171,7 @@ class Clipping:
         names = ["global"] if self.config.variant == "global" else self._names
         gammas: dict[str, float] = self._loaded["gammas"]
         unknown, missing = sorted(gammas.keys() - set(names)), [name for name in names if name not in gammas]
-        for what, some in (("knows parameters that are not in the model", unknown), ("lacks", missing)):
+        for what, some in (("has parameters that are not in the model", unknown), ("lacks", missing)):
             if some:
                 log_once(f"AdaGC: the checkpoint {what}: {', '.join(some[:3])}{' ...' if len(some) > 3 else ''}")
         values = [gammas.get(name, math.inf) for name in names]
@@ -255,7 +255,7 @@ def loading(clipping_of: Callable[[], Clipping | None], load_state_dict: Callabl
         if clipping := clipping_of():
             clipping.load_state_dict(state.get(STATE_KEY))
         elif STATE_KEY in state:
-            log_once("AdaGC: the checkpoint was written with --adagc, and this run goes on without it")
+            log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
         return load_state_dict(scheduler, state, *args, **kwargs)
 
     return with_adagc
