@@ -17,12 +17,13 @@ from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
+    Stretch,
     as_batch,
-    blocks,
     by_sequence,
     check_tokens,
     joined,
     no_autocast,
+    stretches,
     usable_tokens,
 )
 from simreg_megatron.losses.roles import names_of, pair_counts
@@ -100,16 +101,28 @@ def row_cosines(
     nothing = [embeddings.new_zeros((len(labels), 0), dtype=dtype)] * len(RowCosines._fields)
     names, found = names_of(labels, usable, documents), []
     with no_autocast(embeddings.device.type):
-        for block in blocks(embeddings, names, usable, documents, chunk_size=chunk_size, anchors=anchors):
-            units = unit_rows(block.rows).mul_(block.usable.unsqueeze(-1))  # others have a cosine of 0 with all
-            strips = [_strip(block, units, span) for span in _strips(block, dtype)]
+        for stretch in stretches(labels.shape[1], chunk_size, anchors):
+            block = _block_of_units(stretch, embeddings, names, usable, documents)
+            strips = [_strip(block, span) for span in _strips(block)]
             found.append([by_sequence(joined(part), len(labels)) for part in zip(*strips, strict=True)])
     return RowCosines._make(map(joined, zip(*(found or [nothing]), strict=True)))
 
 
-def _strips(block: Block, dtype: torch.dtype) -> Iterator[Span]:
+def _block_of_units(
+    stretch: Stretch, embeddings: Tensor, names: Tensor, usable: Tensor, documents: Tensor | None
+) -> Block:
+    """Rows are unit vectors, or zeros where a token is not usable: its cosine is 0 with all."""
+    rows, names, usable = (stretch.chunks(part).flatten(0, 1) for part in (embeddings, names, usable))
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64)
+    units = (rows / norms.to(rows.dtype)).masked_fill_(~usable.unsqueeze(-1), 0.0)
+    documents = None if documents is None else stretch.chunks(documents).flatten(0, 1)
+    return Block(units, names, usable, documents, stretch.inside)
+
+
+def _strips(block: Block) -> Iterator[Span]:
     """The anchors in parts, so that no matrix of all pairs of a long chunk is ever held."""
-    step = _at_once(block.labels.numel(), dtype, block.rows.device)
+    step = _at_once(block.labels.numel(), block.rows.dtype, block.rows.device)
     for first in range(block.anchors[0], block.anchors[1], step):
         yield first, min(first + step, block.anchors[1])
 
@@ -120,10 +133,10 @@ def _at_once(partners: int, dtype: torch.dtype, device: torch.device) -> int:
     return max(1, workspace // max(1, partners * (2 * dtype.itemsize + 4)))
 
 
-def _strip(block: Block, units: Tensor, anchors: Span) -> tuple[Tensor, Tensor, Tensor]:
+def _strip(block: Block, anchors: Span) -> tuple[Tensor, Tensor, Tensor]:
     """RowCosines of some anchors of the chunks, [m, p]."""
     own = slice(*anchors)
-    cosines = product(units[:, own], units.mT)
+    cosines = product(block.rows[:, own], block.rows.mT)
     cosines.diagonal(anchors[0], -2, -1).zero_()
     excluded = same = block.labels[:, own].unsqueeze(-1) == block.labels.unsqueeze(-2)
     of_label = (cosines * same).sum(dim=-1)
@@ -164,12 +177,13 @@ def moments(embeddings: Tensor, valid: Tensor) -> Moments:
     rows = embeddings.detach().flatten(0, -2)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
-    left_out = ~(valid.flatten() & (norms != 0))
+    counts = valid.flatten() & (norms != 0)
+    left_out = ~counts
     rows = rows.masked_fill(left_out.unsqueeze(-1), 0.0)
-    weights = torch.stack([torch.ones_like(norms), 1.0 / norms]).masked_fill_(left_out, 0.0)
+    inverse = norms.reciprocal_().masked_fill_(left_out, 0.0).to(rows.dtype)
     with no_autocast(rows.device.type):
-        total, units = product(weights.to(rows.dtype), rows)
-        return Moments(weights[0].sum().to(rows.dtype), total, units, product(rows.mT, rows))
+        units, products = product(inverse, rows), product(rows.mT, rows)
+    return Moments(counts.sum(dtype=rows.dtype), rows.sum(dim=0), units, products)
 
 
 @torch.no_grad()

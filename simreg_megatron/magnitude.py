@@ -28,11 +28,17 @@ def norm_sums(embeddings: Tensor, weights: Tensor) -> NormSums:
         embeddings: [n..., d]; norms are taken in float64. A token of weight 0 may hold anything.
         weights: bool or numbers [..., n...]: whether, or how often, a token counts.
     """
+    return NormSums._make(norm_table(embeddings, weights).unbind(dim=-1))
+
+
+@torch.no_grad()
+def norm_table(embeddings: Tensor, weights: Tensor) -> Tensor:
+    """The same as [..., 3]."""
     norms = torch.linalg.vector_norm(embeddings.detach(), dim=-1, dtype=torch.float64)
     tokens = tuple(range(-norms.dim(), 0))
     norms, weights = norms.masked_fill(weights == 0, 0.0), weights.double()
     totals = weights * norms
-    return NormSums._make(torch.stack([weights, totals, totals * norms]).sum(dim=tokens).unbind())
+    return torch.stack([weights, totals, totals * norms], dim=-1).sum(dim=tuple(place - 1 for place in tokens))
 
 
 def mean_norm(sums: NormSums) -> Tensor:
@@ -58,9 +64,9 @@ def cohens_d(one: NormSums, other: NormSums) -> Tensor:
 
 
 @torch.no_grad()
-def radial_sums(gradients: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_i w_i <g_i, e_i>^2 / |e_i|^2 and sum_i w_i |g_i|^2, float64: their ratio is the share of the gradient that
-    changes lengths. 0 for a loss of cosines alone, whose gradient is at right angles to every state.
+def radial_sums(gradients: Tensor, embeddings: Tensor, weights: Tensor) -> Tensor:
+    """sum_i w_i <g_i, e_i>^2 / |e_i|^2 and sum_i w_i |g_i|^2, float64 [2]: their ratio is the share of the gradient
+    that changes lengths. 0 for a loss of cosines alone, whose gradient is at right angles to every state.
 
     Args:
         gradients, embeddings: [..., d]; products are summed in at least float32.
@@ -71,5 +77,4 @@ def radial_sums(gradients: Tensor, embeddings: Tensor, weights: Tensor) -> tuple
     lengths, sizes = (torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) for rows in (embeddings, gradients))
     along = (gradients.to(dtype) * embeddings).sum(dim=-1) / lengths
     parts = torch.stack([along, sizes]).masked_fill((weights == 0) | (lengths == 0), 0.0)
-    radial, whole = (weights * parts.square()).flatten(1).sum(dim=-1, dtype=torch.float64)
-    return radial, whole
+    return (weights * parts.square()).flatten(1).sum(dim=-1, dtype=torch.float64)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.magnitude import norm_sums, radial_sums
+from simreg_megatron.magnitude import norm_table, radial_sums
 from simreg_megatron.measures import naming, slots
 from simreg_megatron.measures.agreement import Agreement
 from simreg_megatron.notices import log_once
@@ -131,7 +131,7 @@ class Metrics:
 
     def _add_norms(self, place: slice, states: Tensor, weights: Tensor) -> None:
         assert self._sums is not None
-        self._sums[place].add_(torch.stack(norm_sums(states, weights), dim=-1).flatten())
+        self._sums[place].add_(norm_table(states, weights).flatten())
 
     def observe_predictions(
         self, model: Any, predicting: Tensor, states: Tensor | None, labels: Tensor, valid: Tensor, shard: SequenceShard
@@ -189,7 +189,7 @@ class Metrics:
         def add_up(gradient: Tensor) -> None:
             assert self._sums is not None
             of_own = shard.own_columns(gradient[: valid.shape[1]].transpose(0, 1))
-            sums = torch.stack(radial_sums(of_own, own, counted))
+            sums = radial_sums(of_own, own, counted)
             overflown = ~(torch.linalg.vector_norm(sums, ord=math.inf) < math.inf)  # or NaN
             self._sums[slots.RADIAL].add_(sums.masked_fill_(overflown, 0.0))
 
