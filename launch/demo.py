@@ -16,13 +16,14 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / "benchmarks" / "results" / "evidence"
 sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighbours and the package like this
 
 from rich.console import Console  # noqa: E402
@@ -38,7 +39,9 @@ from simreg_megatron.report import own  # noqa: E402
 from simreg_megatron.report.arms import Arm, read_arms  # noqa: E402
 from simreg_megatron.report.page import Grid, Section  # noqa: E402
 from simreg_megatron.report.page import write as write_page  # noqa: E402
+from simreg_megatron.reproduce.check import read_tables  # noqa: E402
 from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c  # noqa: E402
+from simreg_megatron.reproduce.verdict import Verdict, judge  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
 PROBE_SCRIPT = ROOT / "simreg_megatron" / "probe.py"
@@ -323,9 +326,19 @@ def _tell(settings: Settings, found: Findings, console: Console, seconds: float)
         say(console, f"{each.name}: mean cosine {means.same:.3f} of equal next tokens, {means.other:.3f} of others.")
     console.print()
     say(console, report.compare_validation(*found.summaries), style="bold")
+    say(console, "The baseline was not tuned. Tuned ones, with more seeds (docs/evidence.md):")
+    for verdict in headlines(EVIDENCE):
+        say(console, f"- {verdict.sentence}")
+    console.print()
     say(console, f"In {settings.output}: {PAGE} (all on one page), {CURVES}, {HEATMAPS}, {RESULT}, each run's log.")
     say(console, f"It took {duration(seconds)}. To see what SimReg would wrap in your own training:")
     console.print("  .venv/bin/simreg-megatron doctor --script pretrain_gpt.py", markup=False, highlight=False)
+
+
+def headlines(folder: Path) -> Iterator[Verdict]:
+    """What kept runs say of the claims that are told first."""
+    for table in read_tables(folder).values():
+        yield from (verdict for verdict in judge(table.plan, table.rows) if verdict.claim.headline)
 
 
 def write_result(settings: Settings, found: Findings, *, commit: str, seconds: float) -> None:
