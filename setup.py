@@ -69,7 +69,7 @@ EXTRAS = {
         *EVALUATION,
         *REPRODUCE,
         "pytest>=8,<10",
-        "pytest-xdist>=3.6,<4",
+        "pytest-xdist>=3.8,<4",
         "hypothesis>=6.100,<7",
         "pytorch-optimizer>=4.1,<5",  # another AdaGC, to compare with
         "IsoScore>=2.0.1,<3",  # its authors' own, to compare with

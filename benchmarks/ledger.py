@@ -333,6 +333,16 @@ OF_THE_CORPUS = (
 # ---- bounds and sizes that stand in the code -----------------------------------------------------------------------
 
 WALK = "simreg_megatron/kernels/walk.py"
+COUNTED = Source("benchmarks/results/launches.csv", "python -m benchmarks.launches")
+
+
+def launches_of_a_log_step() -> list[float]:
+    """Those of the term in the same form are not counted."""
+    at_7b = {"preset": "llama-7b", "chunk": 1024, "impl": "tiled"}
+    logged, usual = (one(COUNTED, "launches", log_step=kind, **at_7b) for kind in ("yes", "no"))
+    return [logged - usual]
+
+
 TRIAL, LAUNCHES = "simreg_megatron/trial.py", "tests/unit/test_launches.py"
 VERIFY = "simreg_megatron/checkpoint/verify.py"
 STATED = (
@@ -368,6 +378,7 @@ STATED = (
            r'"cuda": Budget\(kept=\d+ << 20, work=(\d+) << 20\)'),
     states(PERFORMANCE, "may take {} % of the micro-batch at 350M, {} % at 1.3B and {} % at 7B", LAUNCHES,
            r'"llama-350m": ([\d.]+), "llama-1.3b": ([\d.]+), .*"llama-7b": ([\d.]+)', 100),
+    Figure(PERFORMANCE, "At 7B that is {} launches beyond", COUNTED, launches_of_a_log_step),
     states(PERFORMANCE, "in chunks of 1024, and {} launches", LAUNCHES, r'int\(row\["launches"\]\) <= (\d+)'),
     states(PERFORMANCE, "({} and {} are allowed)", TRIAL, r"LOSS_ERROR, GRADIENT_ERROR = ([\d.e-]+), ([\d.e-]+)"),
     states(PERFORMANCE, "loss and gradient of some {} tokens", TRIAL, r"_COMPARED = (\d+)"),
