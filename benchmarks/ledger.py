@@ -129,8 +129,6 @@ OF_THE_LOSS = (
     Figure(PERFORMANCE, "float64, fp32 rows | | {} and {} at most from 512 tokens on", CPU, tiled_errors),
     Figure(PERFORMANCE, "The reference keeps {} bytes a pair", CPU,
            lambda: [loss_on_cpu("extra_bytes", "reference", 8192) / 8192**2]),
-    Figure("CHANGELOG.md", "{} to {} times faster than the reference on a CPU from 512 tokens on", CPU,
-           lambda: [min(over_tiled("reference")), max(over_tiled("reference"))]),
 )  # fmt: skip
 
 
@@ -493,8 +491,6 @@ OF_RELIABILITY = (
     NotMeasured(RELIABILITY, "settings, an aim, and what a format allows",
                 ("in turn, 10 minutes", "ten million inputs", "at most 4 KiB", "to be 128 MiB")),
     NotMeasured("CONTRIBUTING.md", "a setting", ("mutated inputs (10 minutes;",)),
-    NotMeasured("CHANGELOG.md", "bounds of settings",
-                ("lambda beyond 1e-9 to 1e6", "temperatures beyond 0.0001 to 10,000")),
     Figure(RELIABILITY, "So far {} small and {} large sequences", STRESS,
            lambda: [sum(cases_of("small")) / len(STRESSED_FORMS), sum(cases_of("large"))]),
     Figure(RELIABILITY, "error of a value was {} of its bound", STRESS, lambda: [max(column(STRESS, "value"))]),
@@ -507,7 +503,6 @@ OF_RELIABILITY = (
                 ("goes from 0.001 to 1", "cosines are 1 - 1e-7,", "from 1e-20 to 1e20 (1e-3 to 1e3 in")),
     NotMeasured(RELIABILITY, "a count of processes", tuple(f"| {name} | {ranks} |" for name, ranks in _RANKS.items())),
     NotMeasured(RELIABILITY, "read from the process table when it was found", ("690 MB of memory gone", "some 48 MiB")),
-    NotMeasured("CHANGELOG.md", "read from the process table when it was found", ("a process of 690 MB behind",)),
 )  # fmt: skip
 
 ENTRIES: tuple[Entry, ...] = (
