@@ -34,9 +34,9 @@ def main() -> int:
     for name in names:
         rows.append(_run(name, options, options.seconds / len(names)))
         print(_LINE.format(**rows[-1]), flush=True)
+        if options.record:
+            _append(rows[-1])
     print(f"in all {sum(row['inputs'] for row in rows):,} inputs, {sum(row['findings'] for row in rows)} findings")
-    if options.record:
-        _append(rows)
     return 1 if any(row["findings"] for row in rows) else 0
 
 
@@ -90,13 +90,12 @@ def _outcome(folder: Path) -> dict[str, Any]:
     return {"inputs": inputs, "seconds": seconds, "covered": covered, "findings": found, "engine": "atheris"}
 
 
-def _append(rows: list[dict[str, Any]]) -> None:
+def _append(row: dict[str, Any]) -> None:
+    """At once: a campaign may be stopped."""
     kept: list[dict[str, Any]] = [*records.read(RESULTS)] if RESULTS.is_file() else []
-    about = records.surroundings()
     columns = ("target", "engine", "inputs", "seconds", "covered", "findings")
-    for row in rows:
-        kept.append({name: row[name] for name in columns} | {"seconds": f"{row['seconds']:.1f}"} | about)
-    records.write(RESULTS, kept)
+    told = {name: row[name] for name in columns} | {"seconds": f"{row['seconds']:.1f}"}
+    records.write(RESULTS, [*kept, told | records.surroundings()])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ installed here.
 from __future__ import annotations
 
 import faulthandler
+import functools
+import math
 import os
 import signal
 import sys
@@ -51,6 +53,7 @@ class _Hang(BaseException):
 
 _folder: str | None = None  # while a reader runs: the folder that is its own
 _deeds: list[str] = []
+_armed: float | None = None  # when the clock that ends a hanging library was last wound up; None where none runs
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -83,7 +86,7 @@ def _is_foreign(name: str) -> bool:
 def _watched(folder: Path) -> Iterator[None]:
     global _folder
     _deeds.clear()
-    faulthandler.dump_traceback_later(_DEAD, exit=True)
+    _wind_up()
     signal.setitimer(signal.ITIMER_PROF, _GIVE_UP)
     _folder = str(folder)
     try:
@@ -91,7 +94,26 @@ def _watched(folder: Path) -> Iterator[None]:
     finally:
         _folder = None
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@contextmanager
+def ends_hangs() -> Iterator[None]:
+    """A library that hangs inside takes this process with it, after a minute."""
+    global _armed
+    _armed = -math.inf
+    try:
+        yield
+    finally:
+        _armed = None
         faulthandler.cancel_dump_traceback_later()
+
+
+def _wind_up() -> None:
+    """Not for each input: it starts a thread, which takes longer than most readers."""
+    global _armed
+    if _armed is not None and time.monotonic() - _armed > _DEAD / 4:
+        _armed = time.monotonic()
+        faulthandler.dump_traceback_later(_DEAD, exit=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -156,14 +178,18 @@ def _is_ours(file: str) -> bool:
     return "/simreg_megatron/" in file or "/launch/" in file
 
 
+@functools.cache
+def _of_process(name: str, process: int) -> int:
+    """A file of /proc, open for as long as the process lives: opening takes longer than reading."""
+    return os.open(f"/proc/{process}/{name}", os.O_WRONLY if name == "clear_refs" else os.O_RDONLY)
+
+
 def _forget_the_peak() -> int:
     """Set the peak of memory back to what the process has now, and tell it, in bytes."""
-    with open("/proc/self/clear_refs", "w") as stream:
-        stream.write("5")
+    os.pwrite(_of_process("clear_refs", os.getpid()), b"5", 0)
     return _peak()
 
 
 def _peak() -> int:
-    with open("/proc/self/status") as stream:
-        line = next(line for line in stream if line.startswith("VmHWM"))
-    return int(line.split()[1]) << 10
+    status = os.pread(_of_process("status", os.getpid()), 4096, 0)
+    return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) << 10

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from tests.fuzz.bar import Finding, install, judge
+from tests.fuzz.bar import Finding, ends_hangs, install, judge
 from tests.fuzz.mutate import mutated
 from tests.fuzz.target import Target
 
@@ -46,7 +46,7 @@ def fuzz(
     draw, outcome, pool = random.Random(seed), Outcome(), target.seeds()
     longest = max(4096, 2 * max(map(len, pool)))
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as name, _new_lines() as new_lines:
+    with tempfile.TemporaryDirectory() as name, _new_lines() as new_lines, ends_hangs():
         folder = Path(name).resolve()
         target.begin(folder)
         _warm_up(target, folder, pool)
