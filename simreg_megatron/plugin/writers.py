@@ -47,8 +47,10 @@ def timed() -> Iterator[None]:
             yield
             return
         timers(TIMER, log_level=2).start()
-        yield
-        timers(TIMER, log_level=2).stop()
+        try:
+            yield
+        finally:
+            timers(TIMER, log_level=2).stop()
 
 
 def log_timer(args: Any, iteration: int) -> None:
