@@ -90,7 +90,9 @@ def _hugging_face(path: Path) -> Any:
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        found = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        found("a", add_special_tokens=False)  # settings of a wrong kind are used here for the first time
+        return found
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"transformers cannot read the tokenizer in {path}: {reason}") from None

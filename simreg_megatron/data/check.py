@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from simreg_megatron.data.assemble import MANIFEST
-from simreg_megatron.data.encoding import describe_tokenizer
+from simreg_megatron.data.encoding import MOST_IDS, describe_tokenizer
 from simreg_megatron.data.indexed import FIXED, HEADER, ITEM_BYTES, DataError
 from simreg_megatron.data.pairs import explain_missing, is_pair
 from simreg_megatron.data.settings import read_json, section
 
-MOST_IDS = 1 << 24  # more than any vocabulary has: a larger one is a damaged number
 _PREPARE = "prepare the data again, or copy it again from where it was made"
 
 

@@ -18,6 +18,7 @@ from simreg_megatron.data.linewise import cuts_at_lines, encode_by_lines
 
 RECORD = "tokenizer_hash.json"  # in the record of a run's start: which tokenizer it trains with
 SENTENCEPIECE, HUGGING_FACE = "sentencepiece", "huggingface"
+MOST_IDS = 1 << 21  # more than any vocabulary has: a larger one is a damaged number
 # Its ids tell tokenizers apart that have the same vocabulary: cases, digits, spaces, other scripts, bytes.
 _PROBE = (
     "The 1234 quick  brown\tfoxes' jumps,\n\n  don't_stop CamelCase http://a.b/c?d=e "
@@ -68,6 +69,10 @@ def describe_tokenizer(source: str) -> TokenizerFacts:
         raise DataError(f"the tokenizer {source} has no end-of-text token: name its eos_token in tokenizer_config.json")
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if vocabulary and vocabulary[-1][1] > MOST_IDS:
+        raise DataError(
+            f"the tokenizer {source} gives a piece the id {vocabulary[-1][1]}: its file is damaged, get it again"
+        )
     probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
     return TokenizerFacts(HUGGING_FACE, source, digest, len(tokenizer), eos, bos, _backend_of(tokenizer))
@@ -115,7 +120,9 @@ def _load_hugging_face(source: str) -> Any:
     if not Path(source).is_dir() and (Path(source).is_absolute() or source.startswith(".")):
         raise DataError(f"there is no tokenizer folder {source}: give one, a sentencepiece .model file, or a name")
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer(_PROBE, add_special_tokens=False)  # settings of a wrong kind are used here for the first time
+        return tokenizer
     except Exception as error:  # OSError, ValueError, KeyError and the Hub's own
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{source} cannot be loaded as a tokenizer ({type(error).__name__}: {reason})") from None

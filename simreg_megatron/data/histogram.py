@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.data.assemble import MANIFEST
-from simreg_megatron.data.check import MOST_IDS, vocabulary_of
+from simreg_megatron.data.check import vocabulary_of
+from simreg_megatron.data.encoding import MOST_IDS
 from simreg_megatron.data.indexed import DataError
 from simreg_megatron.data.settings import read_json
 from simreg_megatron.data.tokens import open_tokens

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.data.encoding import Encoder, describe_tokenizer
 from simreg_megatron.data.indexed import DataError
 from tests.fuzz.target import CORPUS, Target
+
+with contextlib.suppress(ImportError):  # of some tokenizers transformers imports it late, whatever is in them
+    import google.protobuf  # noqa: F401
 
 _TEXTS = ["A text of two lines,\n  with 1234 digits and \u6771\u4eac.", ""]
 _JSON = (
