@@ -23,7 +23,10 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from simreg_megatron.kernels import halves
 from tests.helpers import jobs
+
+_OF_TORCH = ["torch._dynamo", "torch.distributed", "simreg_megatron.sharded.sequence", "pytest"]
 
 
 @cache
@@ -34,8 +37,9 @@ def fork_server() -> Any:
     refuses to work in it. There is one such server for all tests of a process, so it is the same for all of them.
     """
     context = multiprocessing.get_context("forkserver")
-    has_megatron = importlib.util.find_spec("megatron") is not None
-    context.set_forkserver_preload(["tests.megatron.preload" if has_megatron else "torch.distributed"])
+    # Megatron imports Triton, and the one beside an older torch wants a GPU.
+    has_megatron = importlib.util.find_spec("megatron") is not None and halves.BMM_WIDENS
+    context.set_forkserver_preload(["tests.megatron.preload"] if has_megatron else _OF_TORCH)
     return context
 
 
