@@ -32,7 +32,7 @@ LAYOUTS = Path(__file__).resolve().parent / "layouts"
 TINY = "tiny"
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
 
-NO_DATA = "PREFIX"  # stands for --data in a dry run without it
+NO_DATA = "YOUR_DATA"  # stands for --data in a dry run without it, and is none of the words in the pages
 _OWN_DATA = {
     "--data-path",
     "--train-data-path",

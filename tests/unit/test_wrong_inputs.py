@@ -189,7 +189,9 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     said.clear()
     monkeypatch.delenv("SIMREG_CPU")
     assert ask("llama --dry-run --model 350m --simreg-lambda auto")[0] == 0
-    assert "--data-path PREFIX" in said[1] and said[-1].endswith("no --data is given")
+    assert "--data-path YOUR_DATA" in said[1] and said[-1].endswith("no --data is given")
+    assert ask("llama --dry-run --model 350m --simreg-lambda auto --data PREFIX --tokenizer PATH")[0] == 0
+    assert "there is no PREFIX.bin" in said[-1], "the word of the pages is a name like any other"
 
 
 @pytest.mark.parametrize(
