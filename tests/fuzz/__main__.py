@@ -65,7 +65,7 @@ def _run(name: str, options: argparse.Namespace, seconds: float) -> dict[str, An
             status = -1
     outcome = _outcome(folder)
     if status and not (folder / CURRENT).is_file():
-        raise SystemExit(f"{name}: the process ended with status {status} before it read anything ({folder / 'log.txt'})")
+        raise SystemExit(f"{name}: ended with status {status} before it read anything: see {folder / 'log.txt'}")
     if status:  # the library took the process down, or hangs: what it was reading is what did it
         shutil.copyfile(folder / CURRENT, folder / "died")
         outcome["findings"] += 1
