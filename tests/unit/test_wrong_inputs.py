@@ -446,8 +446,13 @@ def test_commands(command: str, sentence: str, ask: Ask, place: Path, monkeypatc
     if line.startswith("Usage: "):
         done = CliRunner().invoke(app, shlex.split(command)[1:])
         line = " ".join((done.stdout + done.stderr).split())
-        assert sentence in line and "--help" in line, line
-    assert status == 2 and sentence in line, line
+        assert "--help" in line, line
+    assert status == 2 and _plain(sentence) in _plain(line), line
+
+
+def _plain(line: str) -> str:
+    """Releases of click differ in quotes, colons and capitals."""
+    return line.translate({ord("'"): None, ord(":"): None}).lower()
 
 
 TOGETHER = """
@@ -461,6 +466,7 @@ TOGETHER = """
 """
 
 
+@pytest.mark.megatron
 def test_what_megatron_itself_would_refuse(tmp_path: Path) -> None:
     """Its own parser and assertions, and ours that read its arguments; in one process: importing it takes seconds."""
     script = """
