@@ -145,7 +145,8 @@ def test_a_run_that_another_program_trains_is_left_to_it(tmp_path, dataset):
     lock = store.claim(taken)
     assert store.claim(taken) is None
     folder = store.run_folder(taken)
-    end = f"import time; time.sleep(1); open({str(folder / 'result.json')!r}, 'w').write({WRITTEN!r})"
+    (tmp_path / "result").write_text(WRITTEN)
+    end = f"import os, time; time.sleep(1); os.replace({str(tmp_path / 'result')!r}, {str(folder / 'result.json')!r})"
     with jobs.started([sys.executable, "-c", end], pass_fds=(lock,)) as waiter:
         os.close(lock)  # the other program was killed: its training holds the lock on
         assert store.claim(taken) is None
