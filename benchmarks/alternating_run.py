@@ -37,7 +37,9 @@ def is_plain(step: int) -> bool:
 def _given_back(seams: list[tuple[Any, str, Any, Any]]) -> Iterator[None]:
     for holder, name, original, _ in seams:
         setattr(holder, name, original)
+    installation.current().paused = True  # or a model that passes nothing of SimReg would be refused
     yield
+    installation.current().paused = False
     for holder, name, _, wrapped in seams:
         setattr(holder, name, wrapped)
 
