@@ -44,7 +44,7 @@ class Site:
 
     def __post_init__(self) -> None:
         if self.runtime not in RUNTIMES:
-            raise LaunchError(f"RUNTIME is {', '.join(RUNTIMES)}, not {self.runtime!r}")
+            raise LaunchError(f"RUNTIME is {', '.join(RUNTIMES)}, not {self.runtime[:200]!r}")
         if self.runtime != "venv" and not self.container_image:
             raise LaunchError(f"RUNTIME={self.runtime} needs an image: set CONTAINER_IMAGE, or RUNTIME=venv")
         if self.runtime == "venv" and self.container_image:

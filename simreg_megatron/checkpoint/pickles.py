@@ -12,12 +12,13 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import struct
 import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._weights_only_unpickler import get_globals_in_pkl
@@ -79,6 +80,12 @@ def _plain() -> dict[str, Any]:
 _PLAIN = _plain()
 
 
+def _load_bytearray8(reader: Any) -> None:
+    """Python's own makes that room, too, before it reads the bytes."""
+    (length,) = struct.unpack("<Q", reader.read(8))
+    reader.append(bytearray(reader.read(length)))
+
+
 class _ListedOnly(pickle._Unpickler):
     """Python's own form of the reader: the one in C makes room for as many objects as a damaged number says."""
 
@@ -88,6 +95,8 @@ class _ListedOnly(pickle._Unpickler):
         if found is None:
             raise _UnlistedError(full)
         return found
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: _load_bytearray8}
 
 
 class _UnlistedError(Exception):
