@@ -55,7 +55,7 @@ TOLD = {
     "needs torch 2.8 or newer": "that the form says so is all there is to see",
     "has no overload name 'dtype_out'": "what is counted here are operators of a newer torch",
     "0 active drivers": WITHOUT_A_GPU,
-    "unexpected EOF": WITHOUT_A_GPU,  # the server that forks ranks has Megatron in memory
+    "ranks are forked with torch 2.8 or newer": "ranks that are forked with an older torch hang now and then",
     "_is_autocast_available": "an older torch.compile breaks the graph where autocast is left",
     "types.UnionType": "an older torch.compile cannot look into a union of types",
 }

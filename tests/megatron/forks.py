@@ -26,8 +26,6 @@ from torch.distributed import TCPStore
 from simreg_megatron.kernels import halves
 from tests.helpers import jobs
 
-_OF_TORCH = ["torch._dynamo", "torch.distributed", "simreg_megatron.sharded.sequence", "pytest"]
-
 
 @cache
 def fork_server() -> Any:
@@ -37,9 +35,10 @@ def fork_server() -> Any:
     refuses to work in it. There is one such server for all tests of a process, so it is the same for all of them.
     """
     context = multiprocessing.get_context("forkserver")
-    # Megatron imports Triton, and the one beside an older torch wants a GPU.
-    has_megatron = importlib.util.find_spec("megatron") is not None and halves.BMM_WIDENS
-    context.set_forkserver_preload(["tests.megatron.preload"] if has_megatron else _OF_TORCH)
+    if not halves.BMM_WIDENS:
+        raise RuntimeError("ranks are forked with torch 2.8 or newer: with an older one some hang")
+    has_megatron = importlib.util.find_spec("megatron") is not None
+    context.set_forkserver_preload(["tests.megatron.preload" if has_megatron else "torch.distributed"])
     return context
 
 
