@@ -84,11 +84,6 @@ def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def zero_rows(embeddings: Tensor) -> Tensor:
-    """Which rows [b, n] of [b, n, d] are exactly zero: they have no direction, so no cosine."""
-    return _largest_numbers(embeddings) == 0
-
-
 def _largest_numbers(embeddings: Tensor) -> Tensor:
     # Not a comparison of each number with 0: that would be a copy of all of them, in bool.
     return torch.linalg.vector_norm(embeddings.detach(), ord=math.inf, dim=-1)
