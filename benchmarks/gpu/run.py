@@ -21,6 +21,7 @@ from benchmarks.records import ROOT
 
 ENDED, FAILED, TOO_LONG = "ended", "failed", "time limit"
 _TO_TIDY_UP = 30  # seconds: pytest writes down what it has
+_TO_DIE = 60  # seconds after SIGKILL: a driver gives a GPU's memory back
 _OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
 _MARK = "SIMREG_GPU_PART"
 
@@ -106,11 +107,23 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_TO_TIDY_UP)
+    until = time.monotonic() + _TO_DIE
+    while (left := _marked(mark)) and time.monotonic() < until:  # the next part needs their memory
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    process.wait()
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes that a part has left; the environment of one that has given its memory back is empty."""
+    found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # of another user, or gone
             if f"{_MARK}={mark}".encode() in environment.read_bytes().split(b"\0"):
-                os.kill(int(environment.parent.name), signal.SIGKILL)
-    process.wait()
+                found.append(int(environment.parent.name))
+    return found
 
 
 def _is_out_of_memory(log: Path) -> bool:
