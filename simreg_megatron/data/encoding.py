@@ -69,10 +69,7 @@ def describe_tokenizer(source: str) -> TokenizerFacts:
         raise DataError(f"the tokenizer {source} has no end-of-text token: name its eos_token in tokenizer_config.json")
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if vocabulary and vocabulary[-1][1] > MOST_IDS:
-        raise DataError(
-            f"the tokenizer {source} gives a piece the id {vocabulary[-1][1]}: its file is damaged, get it again"
-        )
+    _refuse_ids_beyond_reason(source, vocabulary[-1][1] if vocabulary else 0)
     probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
     return TokenizerFacts(HUGGING_FACE, source, digest, len(tokenizer), eos, bos, _backend_of(tokenizer))
@@ -119,6 +116,7 @@ def _load_hugging_face(source: str) -> Any:
         )
     if not Path(source).is_dir() and (Path(source).is_absolute() or source.startswith(".")):
         raise DataError(f"there is no tokenizer folder {source}: give one, a sentencepiece .model file, or a name")
+    _refuse_ids_beyond_reason(source, _largest_id(Path(source) / "tokenizer.json"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         tokenizer(_PROBE, add_special_tokens=False)  # settings of a wrong kind are used here for the first time
@@ -126,6 +124,21 @@ def _load_hugging_face(source: str) -> Any:
     except Exception as error:  # OSError, ValueError, KeyError and the Hub's own
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{source} cannot be loaded as a tokenizer ({type(error).__name__}: {reason})") from None
+
+
+def _largest_id(path: Path) -> int:
+    """Before transformers loads the file: version 5.0 prints every id that is left free below the largest."""
+    from tokenizers import Tokenizer
+
+    try:
+        return max(Tokenizer.from_file(str(path)).get_vocab().values(), default=0)
+    except Exception:  # there is no such file, or transformers will say what is wrong with it
+        return 0
+
+
+def _refuse_ids_beyond_reason(source: str, largest: int) -> None:
+    if largest > MOST_IDS:
+        raise DataError(f"the tokenizer {source} gives a piece the id {largest}: its file is damaged, get it again")
 
 
 class Encoder:

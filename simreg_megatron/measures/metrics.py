@@ -48,6 +48,7 @@ class Metrics:
         self._term_slots = [slots.TERM, *range(slots.NUMBER, slots.NUMBER + len(names) - 1)]
         self.primary = names.index("simreg") if "simreg" in names else 0  # whose chunks the geometry is of
         self.config = config.parts[self.primary]
+        self.has_geometry = True  # else it is measured in no step
         self.wants_geometry = True  # a training loop that tells the iteration clears it between log steps
         self._sums: Tensor | None = None
         self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
@@ -220,8 +221,10 @@ class Metrics:
             if stage < num_stages - 1:
                 return {}
         self._tell_oddities(sums)
-        losses = dict(zip(self._objectives, self._term_slots, strict=True))
-        named = naming.means(sums, losses) | naming.of_isotropy(isotropy) | self._learned
+        losses = naming.losses(sums, dict(zip(self._objectives, self._term_slots, strict=True)))
+        if not self.has_geometry:
+            return losses
+        named = losses | naming.geometry_of(sums) | naming.of_isotropy(isotropy) | self._learned
         return named | naming.margins(sums) | quantiles if quantiles else named
 
     def _of_stage(self, dp_cp_group: dist.ProcessGroup, *, reset: bool) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,17 +27,19 @@ _NOT_IN_CONSOLE = (  # Megatron's line is long enough
 )
 
 
-def means(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
-    """Losses, cosines, norms and angles.
+def _mean(sums: Tensor, numerator: int, denominator: int) -> Tensor:
+    return (sums[numerator] / sums[denominator].clamp(min=1)).float()
 
-    Args:
-        objectives: the slot of each one's terms.
-    """
 
-    def mean(numerator: int, denominator: int) -> Tensor:
-        return (sums[numerator] / sums[denominator].clamp(min=1)).float()
+def losses(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
+    """Of each objective, whose terms are in the slot that is given for it."""
+    shown = {"simreg" if name == "none" else name: slot for name, slot in objectives.items()}
+    return {f"{name} loss": _mean(sums, slot, slots.TOKENS) for name, slot in shown.items()}
 
-    first = slots.PAIRS.start
+
+def geometry_of(sums: Tensor) -> dict[str, Tensor]:
+    """Cosines, norms and angles."""
+    mean, first = functools.partial(_mean, sums), slots.PAIRS.start
     negative = mean(first + 2, first + 3)
     norms = NormSums(*sums[slots.NORMS].unbind())
 
@@ -44,10 +47,7 @@ def means(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
         return cohens_d(NormSums(*sums[one].unbind()), NormSums(*sums[other].unbind())).float()
 
     radial, whole = sums[slots.RADIAL]
-    losses = {
-        f"{'simreg' if name == 'none' else name} loss": mean(slot, slots.TOKENS) for name, slot in objectives.items()
-    }
-    return losses | {
+    return {
         "simreg positive cosine": mean(first, first + 1),
         "simreg negative cosine": negative,
         "simreg largest negative cosine": mean(first + 4, first + 5),

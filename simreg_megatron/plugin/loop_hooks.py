@@ -11,7 +11,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
 from simreg_megatron.measures.naming import add_to_console
 from simreg_megatron.notices import log_once
-from simreg_megatron.plugin import compat, forms, installation
+from simreg_megatron.plugin import compat, forms, installation, whole_graph
 from simreg_megatron.plugin.announce import begin
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.clip.clipping import Clipping
@@ -77,6 +77,9 @@ def _config_of_checkpoint(args: Any) -> SimRegConfig | None:
 def _make_ready(regularizer: Regularizer, models: Any, args: Any) -> None:
     config = regularizer.config
     refuse_models(config, models, installation.current().model_classes)
+    if whole_graph.is_asked_for(args):
+        regularizer.repeat_one_step()
+        log_once(f"SimReg: no geometry is measured with {whole_graph.FLAG}; the log has its loss and lambda")
     forms.settle(config, models, args.micro_batch_size, args.seq_length)
     begin(config, models)
     regularizer.data_of_stages.begin(compat.unwrapped(models))
@@ -108,8 +111,9 @@ def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = N
 
     With objective none, and where a schedule has ended, all that is computed is computed in these steps.
     """
-    installation.regularizer().set_iteration(iteration, num_iterations)
-    installation.regularizer().metrics.wants_geometry = measures
+    regularizer = installation.regularizer()
+    regularizer.set_iteration(iteration, num_iterations)
+    regularizer.metrics.wants_geometry = measures and regularizer.metrics.has_geometry
 
 
 def tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:

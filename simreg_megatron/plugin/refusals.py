@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import compat, inner, stages
+from simreg_megatron.plugin import compat, inner, stages, whole_graph
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.weights import heads
 
@@ -34,11 +34,8 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     iterations = getattr(args, "train_iters", None)
     if config.schedule.needs_length and iterations:  # with samples Megatron counts them later
         config.schedule.factor(0, iterations)  # refuses a training that is too short for it
-    if "full_iteration" in f"{getattr(args, 'cuda_graph_impl', '')} {getattr(args, 'cuda_graph_scope', '')}":
-        raise NotImplementedError(
-            "SimReg has not been shown to work inside full-iteration CUDA graphs: capture layers only, "
-            "or set --simreg-lambda 0"
-        )
+    if whole_graph.is_asked_for(args):
+        whole_graph.refuse(args, config)
     if config.looks_inside:
         inner.refuse_arguments(config, args)
     sharded = [

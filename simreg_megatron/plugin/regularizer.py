@@ -83,6 +83,10 @@ class Regularizer:
         """Before step `iteration`, see `Strength.set_iteration`."""
         self.strength.set_iteration(iteration, num_iterations)
 
+    def repeat_one_step(self) -> None:
+        """From now on the host decides nothing anew in a step, see whole_graph.py."""
+        self.strength.repeats, self.metrics.has_geometry = True, False
+
     def lambdas(self) -> dict[str, Tensor]:
         """The weight of each objective in this step, under the names of the log; empty while all are constant."""
         return self.strength.lambdas(self._hidden_size)

@@ -26,6 +26,7 @@ class Strength:
         self.config = config
         self.factor: Tensor | None = None  # of lambda, 0-d on the device; None while lambda is constant
         self.is_off = False  # in this step, as the settings say
+        self.repeats = False  # one step is captured and replayed: none may leave anything out
         self.follows_iterations = False  # set once a training loop tells the iteration
         self.iteration = 0  # without one: micro-batches so far
 
@@ -49,7 +50,7 @@ class Strength:
         self.factor.fill_(factor)
         # Scalars of an objective's own need a gradient in every step, and be it zero: Megatron waits for it.
         has_ended = schedule.has_ended(iteration, num_iterations) and not wanted(self.config)
-        self.is_off = self.is_off or has_ended
+        self.is_off = self.is_off or (has_ended and not self.repeats)
 
     def lambdas(self, hidden_size: int) -> dict[str, Tensor]:
         """The weight of each objective in this step, under the names of the log; empty while all are constant."""

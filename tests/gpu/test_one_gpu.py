@@ -21,6 +21,8 @@ MANY = 32  # connections, where FSDP refuses a single one
 
 # Megatron's own fused cross-entropy; it refuses that of Transformer Engine.
 FUSED = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
+NO_NAN_CHECK = "--no-check-for-nan-in-loss-and-grad"  # a graph of a whole iteration leaves no room for it
+WHOLE_GRAPH = ("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1")
 LAYERS = {
     "local": LOCAL,
     "local-fused-ce": (*LOCAL, *FUSED),
@@ -65,6 +67,7 @@ TWINS = {
     "optimizer-graph": Twin(
         (*ENGINE, "--clip-grad", "0"), (*ENGINE, "--clip-grad", "0", "--optimizer-cuda-graph")
     ),
+    "whole-graph": Twin((*ENGINE, NO_NAN_CHECK), (*ENGINE, NO_NAN_CHECK, *WHOLE_GRAPH)),
     "torch-fsdp2": Twin(LOCAL, (*LOCAL, "--use-torch-fsdp2"), connections=MANY),
     "megatron-fsdp": Twin(
         ENGINE,

@@ -198,11 +198,31 @@ def test_a_document_mask_without_document_ends_is_refused(
         {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
     ],
 )
-def test_full_iteration_graphs_are_refused(graphs: dict) -> None:
-    with pytest.raises(NotImplementedError, match="full-iteration CUDA graphs"):
-        refusals.refuse_arguments(SimpleNamespace(log_interval=1, **graphs), SimRegConfig(lambda_=1))
+@pytest.mark.parametrize(
+    ("config", "kind", "why"),
+    [
+        (SimRegConfig(lambda_=1, every=4), NotImplementedError, "--simreg-every 4 leaves SimReg out of most steps"),
+        (SimRegConfig(objective="sigreg", lambda_=1), NotImplementedError, "sigreg draws anew in each step"),
+        (SimRegConfig(objective="simreg:1,placebo:1"), NotImplementedError, "placebo draws anew in each step"),
+        (SimRegConfig(objective="none"), ValueError, "only measures here"),
+        (SimRegConfig(lambda_=1, log_interval=10), ValueError, "--simreg-log-interval has no effect"),
+    ],
+)
+def test_what_full_iteration_graphs_cannot_repeat_is_refused(
+    graphs: dict, config: SimRegConfig, kind: type[Exception], why: str
+) -> None:
+    with pytest.raises(kind, match=why):
+        refusals.refuse_arguments(SimpleNamespace(log_interval=1, **graphs), config)
     layers = SimpleNamespace(log_interval=1, cuda_graph_impl="local", cuda_graph_scope="attn")
-    refusals.refuse_arguments(layers, SimRegConfig(lambda_=1))
+    refusals.refuse_arguments(layers, config)
+
+
+def test_full_iteration_graphs_need_a_step_before_them() -> None:
+    args = SimpleNamespace(log_interval=1, cuda_graph_impl="full_iteration", cuda_graph_warmup_steps=3)
+    refusals.refuse_arguments(args, SimRegConfig(lambda_=1))
+    args.cuda_graph_warmup_steps = 0
+    with pytest.raises(ValueError, match="set --cuda-graph-warmup-steps to 1 or more"):
+        refusals.refuse_arguments(args, SimRegConfig(lambda_=1))
 
 
 def test_a_training_must_be_long_enough_to_be_on_and_off() -> None:

@@ -23,7 +23,7 @@ from simreg_megatron.checkpoint.hf_folder import open_model
 from simreg_megatron.checkpoint.huggingface import targets
 from simreg_megatron.checkpoint.pickles import load_torch
 from simreg_megatron.checkpoint.source import TRACKER, open_checkpoint
-from tests.fuzz.target import Target
+from tests.fuzz.target import CORPUS, Target
 from tests.helpers.checkpoints import DENSE, dist_checkpoint, random_weights
 
 SMALL = replace(DENSE, num_layers=1, hidden=8, num_heads=2, num_groups=1, ffn=4, vocabulary=6)
@@ -103,7 +103,10 @@ def _read_whole(folder: Path) -> None:
 
 
 def _dist(folder: Path) -> None:
+    """Of the corpus, as another torch writes files of other lengths."""
     dist_checkpoint(folder / "made", SMALL)
+    for target, name in (("metadata", ".metadata"), ("distcp", "__0_0.distcp"), ("common", "common.pt")):
+        (folder / "made" / name).write_bytes((CORPUS / target / "valid-1").read_bytes())
 
 
 def _dist_file(name: str):  # type: ignore[no-untyped-def]
