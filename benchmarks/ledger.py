@@ -22,6 +22,7 @@ from benchmarks import claims
 from benchmarks.figures import ROOT, Entry, Figure, Ledger, Made, NotMeasured, Source, complaints, write
 from benchmarks.step_pairs import windows_of
 from simreg_megatron.report.steps import overhead
+from simreg_megatron.report.welch import deviation, welch
 from simreg_megatron.reproduce import verdict
 from simreg_megatron.reproduce.check import read_tables
 from tests.stress import judge
@@ -252,6 +253,23 @@ def ends_at_the_edge(arm: str) -> list[float]:
     return [min(found), max(found)]
 
 
+NOISE = Source("benchmarks/results/evidence/noise.csv", "simreg-megatron reproduce noise --sizes 64")
+
+
+def noise() -> list[float]:
+    """The lowest and the highest end of ten seeds of the baseline, their deviation, and that of the five first."""
+    ends = column(NOISE, "validation_loss")
+    first = [end for end, seed in zip(ends, column(NOISE, "seed"), strict=True) if seed <= 5]
+    return [min(ends), max(ends), deviation(ends), deviation(first)]
+
+
+def chunks_against_all_seeds() -> list[float]:
+    """The size of the difference and of the ends of its interval, the nearer end first."""
+    runs = Source("benchmarks/results/evidence/convergence.csv", "")
+    found = welch(column(runs, "validation_loss", arm="simreg-chunk"), column(NOISE, "validation_loss"))
+    return [-found.difference, -found.high, -found.low]
+
+
 def decided(page: str, sentence: str, experiment: str, place: int, numbers: int = 3) -> Figure:
     """The size of a claim's difference and of the ends of its interval, the nearer end first."""
 
@@ -273,6 +291,9 @@ OF_OBJECTIVES = (
     decided("docs/evidence.md", "and {} on whole sequences ({} to {})", "convergence", 1),
     decided("docs/evidence.md", "it ends {} above the baseline with all of them ({} to {})", "saving", 0),
     decided("docs/evidence.md", "{} below that baseline with 70 %\n({} to {})", "saving", 1),
+    Figure("docs/evidence.md", "all ten end between {} and {}, with a standard deviation of\n{} where it was {}.",
+           NOISE, noise),
+    Figure("docs/evidence.md", "these ten SimReg in chunks ends {} lower ({} to {})", NOISE, chunks_against_all_seeds),
     Figure("docs/evidence.md", "not tuned: {} to {} nats per token in three seeds", PREFIXES, gains_of_three_seeds),
     Figure("docs/evidence.md", "ended\nbetween {} and {}, and at the rate", EDGE,
            partial(ends_at_the_edge, "cross-entropy-above")),
