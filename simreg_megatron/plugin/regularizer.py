@@ -22,7 +22,6 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.inner import InnerStates, State
 from simreg_megatron.plugin.stages import DataOfStages, MicroBatch
-from simreg_megatron.plugin.strength import Strength
 from simreg_megatron.plugin.tokens import (
     Given,
     Tokens,
@@ -36,6 +35,7 @@ from simreg_megatron.plugin.writers import timed
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import views_of
 from simreg_megatron.sharded.views import View
+from simreg_megatron.strength import Strength
 from simreg_megatron.weights.heads import head_terms, label_rows
 from simreg_megatron.weights.learnable import learned_scalars
 

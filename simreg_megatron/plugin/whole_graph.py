@@ -2,7 +2,7 @@
 """Full-iteration CUDA graphs: Megatron captures all micro-batches of one step, and replays them in the steps after it.
 
 Python runs in the capture alone. So what changes from step to step must lie in tensors that were there before it: the
-factor of lambda and the sums of the log do (strength.py, metrics.py). What the host decides anew for each step cannot:
+factor of lambda (strength.py) and the sums of the log (metrics.py) do. What the host decides anew for each step cannot:
 the geometry of log steps is not measured, and settings that live from such decisions are refused.
 """
 

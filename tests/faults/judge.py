@@ -23,7 +23,7 @@ ROUNDING = 2e-3
 """How far the weights may be from the undisturbed run's, relative to their norm, where the layout was changed.
 
 Nearly all are some 1e-6 apart. But Adam's first steps for an element go by the sign of its gradient, whatever its size:
-where that is as small as its rounding, the element ends up to a few learning rates away. One element of 32,768 did so in
+where that is as small as its rounding, the element ends up to a few learning rates away. One of 32,768 did so in
 one run and made 3.6e-4 of its matrix; this is room for thirty.
 """
 

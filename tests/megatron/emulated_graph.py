@@ -94,7 +94,7 @@ def activate() -> None:
 
 def frozen_lambda() -> None:
     """Lambda as a number of the host."""
-    from simreg_megatron.plugin.strength import Strength
+    from simreg_megatron.strength import Strength
 
     activate()
     weight = Strength.weight

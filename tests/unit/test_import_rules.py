@@ -47,9 +47,10 @@ LAW = {
     "sharded": room("config objectives losses kernels parallel notices", "torch"),
     "weights": room("config objectives losses parallel", "torch"),
     "measures": room("config geometry losses magnitude notices parallel sharded weights", "torch"),
+    "strength": room("config notices weights", "torch"),
     "cpu": room(packages="torch megatron"),
     "plugin": room(
-        "cpu config objectives losses kernels adagc parallel sharded weights measures trial notices sentences",
+        "cpu config objectives losses kernels adagc parallel sharded weights strength measures trial notices sentences",
         "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),
