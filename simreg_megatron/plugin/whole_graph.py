@@ -8,6 +8,7 @@ the geometry of log steps is not measured, and settings that live from such deci
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
@@ -18,7 +19,8 @@ _INSTEAD = "capture layers only (--cuda-graph-impl local or transformer_engine)"
 
 def is_asked_for(args: Any) -> bool:
     """As an implementation, or in some releases as the scope of another one."""
-    return "full_iteration" in f"{getattr(args, 'cuda_graph_impl', '')} {getattr(args, 'cuda_graph_scope', '')}"
+    asked = f"{getattr(args, 'cuda_graph_impl', '')} {getattr(args, 'cuda_graph_scope', '')}"
+    return re.search(r"full_iteration(?!_inference)", asked) is not None
 
 
 def refuse(args: Any, config: SimRegConfig) -> None:

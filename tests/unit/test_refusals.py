@@ -213,8 +213,9 @@ def test_what_full_iteration_graphs_cannot_repeat_is_refused(
 ) -> None:
     with pytest.raises(kind, match=why):
         refusals.refuse_arguments(SimpleNamespace(log_interval=1, **graphs), config)
-    layers = SimpleNamespace(log_interval=1, cuda_graph_impl="local", cuda_graph_scope="attn")
-    refusals.refuse_arguments(layers, config)
+    for scope in ("attn", "full_iteration_inference", ["attn", "mlp"]):
+        layers = SimpleNamespace(log_interval=1, cuda_graph_impl="local", cuda_graph_scope=scope)
+        refusals.refuse_arguments(layers, config)
 
 
 def test_full_iteration_graphs_need_a_step_before_them() -> None:
