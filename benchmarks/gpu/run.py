@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import IO
 
 from benchmarks.gpu.parts import Part
 from benchmarks.records import ROOT
+from tests.helpers import jobs
 
 ENDED, FAILED, TOO_LONG = "ended", "failed", "time limit"
 _TO_TIDY_UP = 30  # seconds: pytest writes down what it has
-_TO_DIE = 60  # seconds after SIGKILL: a driver gives a GPU's memory back
 _OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
-_MARK = "SIMREG_GPU_PART"
 
 
 @dataclass(frozen=True)
@@ -83,47 +81,27 @@ def run(part: Part, output: Path, of: str) -> Outcome:
 
 def _status(command: Sequence[str], part: Part, seconds: float, log: IO[str]) -> int | None:
     """None where it did not end in time."""
-    mark = uuid.uuid4().hex
-    environment = {**os.environ, **part.environment, _MARK: mark, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **part.environment, "PYTHONUNBUFFERED": "1"}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
     try:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+        with jobs.started(command, cwd=ROOT, env=environment, **streams) as process:
+            try:
+                return process.wait(max(1.0, seconds))
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                _ask_to_end(process)
     except OSError as error:
         log.write(f"{error}\n")
         return 1
-    try:
-        return process.wait(max(1.0, seconds))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end(process, mark)
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """First as by Ctrl-C; then whatever is left of it, ranks in sessions of their own among them, with their memory."""
+def _ask_to_end(process: subprocess.Popen[bytes]) -> None:
+    """As by Ctrl-C; whatever is left then is killed, ranks in sessions of their own among it."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_TO_TIDY_UP)
-    until = time.monotonic() + _TO_DIE
-    while (left := _marked(mark)) and time.monotonic() < until:  # the next part needs their memory
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    process.wait()
-
-
-def _marked(mark: str) -> list[int]:
-    """The processes that a part has left; the environment of one that has given its memory back is empty."""
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # of another user, or gone
-            if f"{_MARK}={mark}".encode() in environment.read_bytes().split(b"\0"):
-                found.append(int(environment.parent.name))
-    return found
 
 
 def _is_out_of_memory(log: Path) -> bool:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0  # seconds; the slowest job takes about 30
 _MARK = "SIMREG_TEST_JOB"
 _TO_PRINT = 5.0  # seconds for the stacks of one process
+_TO_DIE = 60.0  # after SIGKILL: a driver gives a GPU's memory back
 
 
 class HungError(AssertionError):
@@ -99,7 +100,7 @@ def started(command: Sequence[str | Path], *, env: Mapping[str, str] | None = No
             _send(pid, signal.SIGKILL)
         process.kill()  # one that replaced its environment
         process.wait()
-        deadline = time.monotonic() + _TO_PRINT
+        deadline = time.monotonic() + _TO_DIE
         while process.left() and time.monotonic() < deadline:
             time.sleep(0.01)
 
