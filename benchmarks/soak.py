@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def watched(command: list[str], process: int, log: Path) -> Iterable[Sample]:
-    """Samples of one process, from its first line of the log to its end."""
+    """Samples of one process, from its first line of the log to its last step: after it, it takes itself apart."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SIMREG_CPU": "1"}
     with log.open("wb") as said:
@@ -86,9 +86,8 @@ def watched(command: list[str], process: int, log: Path) -> Iterable[Sample]:
             time.sleep(EVERY_SECONDS)
             steps = _STEP.findall(log.read_text(encoding="utf-8", errors="replace"))
             rank = trainer(job.pid)
-            if steps and rank is not None:
-                step, milliseconds = steps[-1]
-                yield {"process": process, "step": int(step), **looked_at(rank), "milliseconds": float(milliseconds)}
+            if steps and rank is not None and (step := int(steps[-1][0])) % PROCESS_STEPS:
+                yield {"process": process, "step": step, **looked_at(rank), "milliseconds": float(steps[-1][1])}
         if job.returncode:
             sys.exit(f"process {process} ended with status {job.returncode}: its log is {log}")
     finally:
