@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.soak [--steps 20000]`: does a run grow with time?
+"""`python -m benchmarks.soak [--steps 40000]`: does a run grow with time?
 
 A model of one layer trains through launch/pretrain_llama.sh with SimReg, AdaGC and trained exponents; it saves and
-evaluates every 250 steps, and every 5,000 steps its process ends and a new one resumes. Every few seconds the memory,
-open files and threads of the process are read from the kernel. A slope is that of a line through the samples of one
-process without its first 500 steps, with the 95 % interval of that line's slope; a sample hangs on the one before, so
-the interval is that of every twentieth sample.
+evaluates every 250 steps, and every 10,000 steps its process ends and a new one resumes. Every second the memory, open
+files and threads of the process are read from the kernel. The slope is that of parallel lines through the samples of
+all processes, each without its first 500 steps, with its 95 % interval; a sample hangs on the one before, so the
+interval is that of every tenth sample.
 
 OUTPUT has one line for each sample; the table beside it (.md) is made of them. Stopped at any time, it goes on where
 the run's last checkpoint is.
@@ -24,14 +24,15 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 from scipy import stats
 
 from benchmarks import records
 from benchmarks.records import ROOT
 
-PROCESS_STEPS, SAVED_EVERY, WARM = 5000, 250, 500
-EVERY_SECONDS = 3.0
-APART = 20  # samples that are taken as independent of each other
+PROCESS_STEPS, SAVED_EVERY, WARM = 10_000, 250, 500
+EVERY_SECONDS = 1.0
+APART = 10  # samples that are taken as independent of each other
 UNITS = {"memory": "MiB", "files": "", "threads": "", "milliseconds": "ms"}
 COLUMNS = ("process", "step", *UNITS)
 _STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)")
@@ -57,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--steps", type=int, default=40_000)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak", help="of the run and its checkpoints")
     parser.add_argument("--output", type=Path, default=records.RESULTS / "soak.csv", metavar="FILE.csv")
     options = parser.parse_args()
@@ -142,30 +143,35 @@ def write(path: Path, samples: list[Sample]) -> None:
     records.write(path, ({name: f"{sample[name]:g}" for name in COLUMNS} for sample in samples))
 
 
-def slope(samples: list[Sample], name: str) -> tuple[float, float]:
-    """Per 1,000 steps, and half its 95 % interval."""
-    steps, values = ([sample[key] for sample in samples] for key in ("step", name))
-    found = stats.linregress(steps, values)
-    independent = max(len(samples) // APART, 3)
-    half = stats.t.ppf(0.975, independent - 2) * found.stderr * (len(samples) / independent) ** 0.5
-    return 1000 * found.slope, 1000 * half
+def slope(processes: list[list[Sample]], name: str) -> tuple[float, float]:
+    """Per 1,000 steps, of lines that are parallel for all processes, and half its 95 % interval."""
+    own = [[(sample["step"], sample[name]) for sample in samples] for samples in processes]
+    steps, values = (np.concatenate([_from_mean(samples, place) for samples in own]) for place in (0, 1))
+    spread = float(steps @ steps)
+    found = float(steps @ values) / spread
+    independent = len(steps) / APART - len(processes) - 1
+    left = values - found * steps
+    half = stats.t.ppf(0.975, independent) * (float(left @ left) / independent / spread) ** 0.5
+    return 1000 * found, 1000 * half
+
+
+def _from_mean(samples: list[tuple[float, float]], place: int) -> np.ndarray:
+    column = np.array(samples)[:, place]
+    return column - column.mean()
 
 
 def table(samples: list[Sample]) -> str:
-    """A row for each process and what was looked at: at the start, at the end, and the slope."""
-    head = "| steps | what | at first | at last | per 1,000 steps |\n| --- | --- | --- | --- | --- |"
-    rows = []
+    """A row for each thing that was looked at: where each process began and ended, and the slope of all."""
+    processes = []
     for process in sorted({sample["process"] for sample in samples}):
         own = [sample for sample in samples if sample["process"] == process]
-        own = [sample for sample in own if sample["step"] >= own[0]["step"] + WARM]
-        if len(own) < 3:
-            continue
-        for name, unit in UNITS.items():
-            found, half = slope(own, name)
-            ends = " | ".join(f"{own[place][name]:.4g} {unit}".strip() for place in (0, -1))
-            span = f"{own[0]['step']:.0f} to {own[-1]['step']:.0f}"
-            rows.append(f"| {span} | {name} | {ends} | {found:+.2g} ± {half:.2g} {unit}".strip() + " |")
-    return "\n".join([head, *rows, ""])
+        processes.append([sample for sample in own if sample["step"] >= own[0]["step"] + WARM])
+    rows = ["| what | at first, in each process | at last | per 1,000 steps |", "| --- | --- | --- | --- |"]
+    for name, unit in UNITS.items():
+        first, last = (", ".join(f"{own[place][name]:.4g}" for own in processes) for place in (0, -1))
+        found, half = slope(processes, name)
+        rows.append(f"| {name}{', ' + unit if unit else ''} | {first} | {last} | {found:+.2g} ± {half:.2g} |")
+    return "\n".join([*rows, ""])
 
 
 if __name__ == "__main__":
