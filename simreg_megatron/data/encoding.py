@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,23 +118,36 @@ def _load_hugging_face(source: str) -> Any:
     if not Path(source).is_dir() and (Path(source).is_absolute() or source.startswith(".")):
         raise DataError(f"there is no tokenizer folder {source}: give one, a sentencepiece .model file, or a name")
     _refuse_ids_beyond_reason(source, _largest_id(Path(source) / "tokenizer.json"))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        tokenizer(_PROBE, add_special_tokens=False)  # settings of a wrong kind are used here for the first time
-        return tokenizer
-    except Exception as error:  # OSError, ValueError, KeyError and the Hub's own
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{source} cannot be loaded as a tokenizer ({type(error).__name__}: {reason})") from None
+    with _panics_told(source):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            tokenizer(_PROBE, add_special_tokens=False)  # settings of a wrong kind are used here for the first time
+            return tokenizer
+        except Exception as error:  # OSError, ValueError, KeyError and the Hub's own
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"{source} cannot be loaded as a tokenizer ({type(error).__name__}: {reason})") from None
 
 
 def _largest_id(path: Path) -> int:
     """Before transformers loads the file: version 5.0 prints every id that is left free below the largest."""
     from tokenizers import Tokenizer
 
+    with _panics_told(str(path.parent)):
+        try:
+            return max(Tokenizer.from_file(str(path)).get_vocab().values(), default=0)
+        except Exception:  # there is no such file, or transformers will say what is wrong with it
+            return 0
+
+
+@contextmanager
+def _panics_told(source: str) -> Iterator[None]:
+    """Where tokenizers' Rust gives up, it raises what is no Exception."""
     try:
-        return max(Tokenizer.from_file(str(path)).get_vocab().values(), default=0)
-    except Exception:  # there is no such file, or transformers will say what is wrong with it
-        return 0
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"the tokenizer {source} makes its library fail ({error}): get it again") from None
 
 
 def _refuse_ids_beyond_reason(source: str, largest: int) -> None:
@@ -149,6 +163,7 @@ class Encoder:
     """
 
     def __init__(self, facts: TokenizerFacts) -> None:
+        self._source = facts.source
         if facts.kind == SENTENCEPIECE:
             model = _load_sentencepiece(facts.source)
             if cuts_at_lines(model):
@@ -158,12 +173,13 @@ class Encoder:
         elif facts.backend:
             from tokenizers import Tokenizer
 
-            try:
-                fast = Tokenizer.from_str(facts.backend)
-            except Exception as error:  # the library has no class of its own
-                raise DataError(
-                    f"{facts.source} cannot be loaded as a fast tokenizer ({error}): get it again"
-                ) from None
+            with _panics_told(facts.source):
+                try:
+                    fast = Tokenizer.from_str(facts.backend)
+                except Exception as error:  # the library has no class of its own
+                    raise DataError(
+                        f"{facts.source} cannot be loaded as a fast tokenizer ({error}): get it again"
+                    ) from None
             # Without offsets, and without the wrapper's dictionaries of masks.
             self._encode = lambda texts: [one.ids for one in fast.encode_batch_fast(texts, add_special_tokens=False)]
         else:
@@ -172,7 +188,8 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without special tokens around them."""
-        return self._encode(list(texts)) if texts else []
+        with _panics_told(self._source):
+            return self._encode(list(texts)) if texts else []
 
 
 def write_dataset(prefix: Path, documents: Iterable[str], tokenizer: str | Path) -> tuple[int, int]:
