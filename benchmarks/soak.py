@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.soak [--steps 40000]`: does a run grow with time?
+"""`python -m benchmarks.soak [--steps 40000] [--plain]`: does a run grow with time?
 
 A model of one layer trains through launch/pretrain_llama.sh with SimReg, AdaGC and trained exponents; it saves and
 evaluates every 250 steps, and every 10,000 steps its process ends and a new one resumes. Every second the memory, open
@@ -39,19 +39,26 @@ _STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\
 Sample = dict[str, float]
 
 
-def words(folder: Path, steps: int) -> list[str]:
-    """The command: all the states that SimReg and AdaGC have, on the smallest model."""
+def words(folder: Path, steps: int, *, plain: bool) -> list[str]:
+    """The command: all the states that SimReg and AdaGC have, on the smallest model; or neither."""
     flags = (
         "--model tiny --num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --seq-length 64 "
-        "--global-batch-size 2 --log-interval 10 --eval-iters 1 --simreg-lambda 1 --simreg-chunk-size 24 "
-        "--simreg-similarity learnable --simreg-warmup-iters 100 --adagc"
+        "--global-batch-size 2 --log-interval 10 --eval-iters 1"
     )
+    ours = "--simreg-lambda 1 --simreg-chunk-size 24 --simreg-similarity learnable --simreg-warmup-iters 100 --adagc"
     numbers = {
         "--train-iters": steps, "--save-interval": SAVED_EVERY, "--eval-interval": SAVED_EVERY,
         "--exit-interval": PROCESS_STEPS, "--output": folder,
     }  # fmt: skip
     pairs = [str(word) for pair in numbers.items() for word in pair]
-    return ["bash", str(ROOT / "launch" / "pretrain_llama.sh"), *flags.split(), *pairs, "--auto-resume"]
+    return [
+        "bash",
+        str(ROOT / "launch" / "pretrain_llama.sh"),
+        *flags.split(),
+        *([] if plain else ours.split()),
+        *pairs,
+        "--auto-resume",
+    ]
 
 
 def main() -> None:
@@ -59,14 +66,19 @@ def main() -> None:
         prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=40_000)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak", help="of the run and its checkpoints")
-    parser.add_argument("--output", type=Path, default=records.RESULTS / "soak.csv", metavar="FILE.csv")
+    parser.add_argument("--plain", action="store_true", help="Megatron alone, into soak-plain.csv")
+    parser.add_argument("--folder", type=Path, help="of the run and its checkpoints (default: in runs)")
+    parser.add_argument("--output", type=Path, metavar="FILE.csv", help="(default: in benchmarks/results)")
     options = parser.parse_args()
+    name = "soak-plain" if options.plain else "soak"
+    options.folder = options.folder or ROOT / "runs" / name
+    options.output = options.output or records.RESULTS / f"{name}.csv"
     done = read(options.output)
     process = int(max((sample["process"] for sample in done), default=0))
     while last_step(options.folder) < options.steps:
         process += 1
-        found = list(watched(words(options.folder, options.steps), process, options.folder / f"soak-{process}.txt"))
+        command = words(options.folder, options.steps, plain=options.plain)
+        found = list(watched(command, process, options.folder / f"soak-{process}.txt"))
         done += found
         write(options.output, done)
         if not found or found[-1]["step"] >= options.steps:
