@@ -440,6 +440,7 @@ NOT_MEASURED = (
                 ("with 30 % fewer tokens", "SimReg with 70 % of the tokens", "its 95 % interval",
                  "after 20 % fewer, but not after 30 % fewer", "(95 % interval", "| 90 % of the tokens",
                  "| 80 % of the tokens", "| 70 % of the tokens", "at 70 % of the tokens for both")),
+    NotMeasured("docs/reliability.md", "how sure", ("processes, with its 95 % interval",)),
     NotMeasured("docs/exact.md", "numbers of four bytes, and of two, counted", ("(8 bytes)", "16 bytes a token",
                 "x 2 bytes a sequence")),
     NotMeasured("docs/exact.md", "what tests/megatron/inner_script.py asserts", ("2 layers run 4 times",)),
