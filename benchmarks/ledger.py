@@ -253,7 +253,11 @@ def ends_at_the_edge(arm: str) -> list[float]:
     return [min(found), max(found)]
 
 
-NOISE = Source("benchmarks/results/evidence/noise.csv", "simreg-megatron reproduce noise --sizes 64")
+def runs_of(experiment: str) -> Source:
+    return Source(f"benchmarks/results/evidence/{experiment}.csv", f"simreg-megatron reproduce {experiment} --sizes 64")
+
+
+NOISE = runs_of("noise")
 
 
 def noise() -> list[float]:
@@ -265,8 +269,8 @@ def noise() -> list[float]:
 
 def chunks_against_all_seeds() -> list[float]:
     """The size of the difference and of the ends of its interval, the nearer end first."""
-    runs = Source("benchmarks/results/evidence/convergence.csv", "")
-    found = welch(column(runs, "validation_loss", arm="simreg-chunk"), column(NOISE, "validation_loss"))
+    ends = column(runs_of("convergence"), "validation_loss", arm="simreg-chunk")
+    found = welch(ends, column(NOISE, "validation_loss"))
     return [-found.difference, -found.high, -found.low]
 
 
@@ -278,8 +282,7 @@ def decided(page: str, sentence: str, experiment: str, place: int, numbers: int 
         found = verdict.judge(table.plan, table.rows)[place]
         return [abs(found.difference), *sorted(map(abs, found.interval))][:numbers]
 
-    runs = Source(f"benchmarks/results/evidence/{experiment}.csv", f"simreg-megatron reproduce {experiment} --sizes 64")
-    return Figure(page, sentence, runs, values)
+    return Figure(page, sentence, runs_of(experiment), values)
 
 
 OBJECTIVES = "docs/objectives.md"

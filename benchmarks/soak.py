@@ -51,14 +51,8 @@ def words(folder: Path, steps: int, *, plain: bool) -> list[str]:
         "--exit-interval": PROCESS_STEPS, "--output": folder,
     }  # fmt: skip
     pairs = [str(word) for pair in numbers.items() for word in pair]
-    return [
-        "bash",
-        str(ROOT / "launch" / "pretrain_llama.sh"),
-        *flags.split(),
-        *([] if plain else ours.split()),
-        *pairs,
-        "--auto-resume",
-    ]
+    asked = (flags if plain else f"{flags} {ours}").split()
+    return ["bash", str(ROOT / "launch" / "pretrain_llama.sh"), *asked, *pairs, "--auto-resume"]
 
 
 def main() -> None:

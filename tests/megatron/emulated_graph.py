@@ -93,12 +93,12 @@ def activate() -> None:
 
 
 def frozen_lambda() -> None:
-    """Lambda as a number of the host."""
+    """Lambda as a number of the host: that of the captured step."""
     from simreg_megatron.strength import Strength
 
     activate()
     weight = Strength.weight
-    Strength.weight = lambda *args: float(weight(*args)) if not _capturing else 3.0
+    Strength.weight = lambda *args: _unseen(lambda: float(weight(*args)))
 
 
 def waits() -> None:
