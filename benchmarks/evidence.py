@@ -2,8 +2,10 @@
 """`python -m benchmarks.evidence [FOLDER]`: keep what a folder of `simreg-megatron reproduce` has whole, and tell it.
 
 Copies the experiments whose runs are complete and pass the protocol to benchmarks/results/evidence, with curves of few
-points, and a search also to where the package ships it. Then it makes again what the pages say of them: the tables of
-the search and of the claims in docs/evidence.md, and docs/experiments.html. Without a folder it does only that.
+points, and a search also to where the package ships it; the others to its folder `unfinished`, where they have no
+verdict, but are not lost with the machine: a folder with the files of both is a queue that can go on. Then it makes
+again what the pages say of the complete ones: the tables of the search and of the claims in docs/evidence.md, and
+docs/experiments.html. Without a folder it does only that.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from simreg_megatron.reproduce.page import page_of
 from simreg_megatron.reproduce.store import CURVE_COLUMNS, PLAN, read_csv, thinned
 
 PAGE = ROOT / "docs" / "experiments.html"
+UNFINISHED = "unfinished"
+"""Folder of experiments whose runs are not all there."""
 POINTS = 60
 """Of a curve: a line in a figure needs no more, and the repository keeps hundreds of them."""
 
@@ -42,22 +46,29 @@ def main() -> None:
 
 
 def keep(folder: Path, kept: Path = KEPT) -> list[str]:
-    """The names of the experiments that were copied."""
+    """The names of the experiments that were copied as complete."""
     tables = read_tables(folder)
     whole = []
-    kept.mkdir(parents=True, exist_ok=True)
     for name in tables:
         if found := violations(name, tables):
-            print(f"{name} is left out: {found[0]}")
+            print(f"{name} has no verdict yet: {found[0]}")
+            _copy(name, folder, kept / UNFINISHED)
             continue
         whole.append(name)
-        for ending in (PLAN, ".csv"):
-            shutil.copyfile(folder / f"{name}{ending}", kept / f"{name}{ending}")
-        _copy_curves(folder / f"{name}-curves.csv", kept / f"{name}-curves.csv")
+        _copy(name, folder, kept)
+        for old in (kept / UNFINISHED).glob(f"{name}[.-]*"):
+            old.unlink()
         if tables[name].plan.is_search and kept == KEPT:
             for path in kept.glob(f"{name}*"):
                 shutil.copyfile(path, shipped.RESULTS / path.name)
     return whole
+
+
+def _copy(name: str, source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for ending in (PLAN, ".csv"):
+        shutil.copyfile(source / f"{name}{ending}", target / f"{name}{ending}")
+    _copy_curves(source / f"{name}-curves.csv", target / f"{name}-curves.csv")
 
 
 def _copy_curves(source: Path, target: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from simreg_megatron.checkpoint.errors import CheckpointError
+from simreg_megatron.data.encoding import load_hugging_face
+from simreg_megatron.data.indexed import DataError
 
 _FILES = (
     "tokenizer.json",
@@ -87,15 +89,10 @@ def _or_none(number: int) -> int | None:
 
 
 def _hugging_face(path: Path) -> Any:
-    import transformers
-
     try:
-        found = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        found("a", add_special_tokens=False)  # settings of a wrong kind are used here for the first time
-        return found
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"transformers cannot read the tokenizer in {path}: {reason}") from None
+        return load_hugging_face(str(path))
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _sentencepiece(path: Path) -> Any:

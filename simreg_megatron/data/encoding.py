@@ -64,7 +64,7 @@ def describe_tokenizer(source: str) -> TokenizerFacts:
     """
     if source.endswith(".model"):
         return _describe_sentencepiece(source)
-    tokenizer = _load_hugging_face(source)
+    tokenizer = load_hugging_face(source)
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id  # as Megatron
     if eos is None:
         raise DataError(f"the tokenizer {source} has no end-of-text token: name its eos_token in tokenizer_config.json")
@@ -106,7 +106,12 @@ def _load_sentencepiece(source: str) -> Any:
         raise DataError(f"{source} is not a sentencepiece model: give the one the data was made with") from None
 
 
-def _load_hugging_face(source: str) -> Any:
+def load_hugging_face(source: str) -> Any:
+    """The tokenizer of a folder, or of a name on the Hub, without running code of its own.
+
+    Raises:
+        DataError: there is none, it is damaged, or it needs such code.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -183,7 +188,7 @@ class Encoder:
             # Without offsets, and without the wrapper's dictionaries of masks.
             self._encode = lambda texts: [one.ids for one in fast.encode_batch_fast(texts, add_special_tokens=False)]
         else:
-            slow = _load_hugging_face(facts.source)
+            slow = load_hugging_face(facts.source)
             self._encode = lambda texts: slow(texts, add_special_tokens=False).input_ids
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -30,14 +30,18 @@ _START = 120  # seconds a process may take beyond its time: libraries, seeds, a 
 def main() -> int:
     options = _options()
     names = options.only or sorted(path.name for path in CORPUS.iterdir())
-    rows = []
+    rows, not_begun = [], 0
     for name in names:
-        rows.append(_run(name, options, options.seconds / len(names)))
-        print(_LINE.format(**rows[-1]), flush=True)
+        row = _run(name, options, options.seconds / len(names))
+        if row is None:
+            not_begun += 1
+            continue
+        rows.append(row)
+        print(_LINE.format(**row), flush=True)
         if options.record:
-            _append(rows[-1])
+            _append(row)
     print(f"in all {sum(row['inputs'] for row in rows):,} inputs, {sum(row['findings'] for row in rows)} findings")
-    return 1 if any(row["findings"] for row in rows) else 0
+    return 1 if not_begun or any(row["findings"] for row in rows) else 0
 
 
 def _options() -> argparse.Namespace:
@@ -51,7 +55,8 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(name: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+def _run(name: str, options: argparse.Namespace, seconds: float) -> dict[str, Any] | None:
+    """What came of one target; None if its process ended before it read anything, which the others do not wait for."""
     folder = options.output / name
     for old in ("findings.txt", OUTCOME):
         (folder / old).unlink(missing_ok=True)
@@ -65,7 +70,8 @@ def _run(name: str, options: argparse.Namespace, seconds: float) -> dict[str, An
             status = -1
     outcome = _outcome(folder)
     if status and not (folder / CURRENT).is_file():
-        raise SystemExit(f"{name}: ended with status {status} before it read anything: see {folder / 'log.txt'}")
+        print(f"{name}: ended with status {status} before it read anything: see {folder / 'log.txt'}", flush=True)
+        return None
     if status:  # the library took the process down, or hangs: what it was reading is what did it
         shutil.copyfile(folder / CURRENT, folder / "died")
         outcome["findings"] += 1

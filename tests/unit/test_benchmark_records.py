@@ -120,14 +120,19 @@ def test_the_page_of_experiments_tells_every_verdict_of_the_runs_that_are_kept()
     assert all(table.plan.question in page for table in tables.values())
 
 
-def test_complete_experiments_are_kept_and_others_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_experiments_are_kept_and_others_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "results"
     shutil.copytree(claims.FOLDER, folder)
     cut = (folder / "edge.csv").read_text().splitlines(keepends=True)[:-1]
     (folder / "edge.csv").write_text("".join(cut))
-    assert "edge" not in evidence.keep(folder, tmp_path / "kept") and "edge is left out" in capsys.readouterr().out
-    assert (tmp_path / "kept" / "tuning.csv").read_bytes() == (claims.FOLDER / "tuning.csv").read_bytes()
-    assert not list((tmp_path / "kept").glob("edge*"))
+    kept = tmp_path / "kept"
+    assert "edge" not in evidence.keep(folder, kept) and "edge has no verdict yet" in capsys.readouterr().out
+    assert (kept / "tuning.csv").read_bytes() == (claims.FOLDER / "tuning.csv").read_bytes()
+    assert not list(kept.glob("edge*"))
+    assert (kept / "unfinished" / "edge.csv").read_text() == "".join(cut)
+    shutil.copytree(claims.FOLDER, folder, dirs_exist_ok=True)
+    assert "edge" in evidence.keep(folder, kept)
+    assert (kept / "edge.csv").is_file() and not list((kept / "unfinished").iterdir())
 
 
 def test_the_table_of_claims_is_of_the_runs_that_are_kept() -> None:

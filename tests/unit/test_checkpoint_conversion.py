@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ from simreg_megatron.checkpoint.hf_import import import_model
 from simreg_megatron.checkpoint.huggingface import join_qkv, split_qkv
 from simreg_megatron.checkpoint.source import open_checkpoint
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
+from tests.fuzz.target import REGRESSIONS
 from tests.helpers import jobs
 from tests.helpers.checkpoints import DENSE, EXPERTS, as_weights, dist_checkpoint, random_weights
 
@@ -283,7 +285,27 @@ def test_what_is_no_tokenizer_is_refused(content: bytes | None, tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"holds no tokenizer" if content is None else r"tokenizer\.model"):
         open_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="transformers cannot read the tokenizer"):
+    with pytest.raises(CheckpointError, match="cannot be loaded as a tokenizer"):
+        open_tokenizer(tmp_path)
+
+
+def test_ids_beyond_reason_are_refused(tmp_path: Path) -> None:
+    shutil.copyfile(REGRESSIONS / "tokenizer-json" / "id-beyond-any", tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="get it again"):
+        open_tokenizer(tmp_path)
+
+
+class PanicException(BaseException):  # noqa: N818 - named and derived as by pyo3, which tokenizers is built with
+    """What Rust raises in Python when it gives up."""
+
+
+def test_a_tokenizer_that_makes_its_library_fail_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panics(*_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panics)
+    with pytest.raises(CheckpointError, match=r"makes its library fail \(index out of bounds\)"):
         open_tokenizer(tmp_path)
 
 
