@@ -295,8 +295,8 @@ def test_ids_beyond_reason_are_refused(tmp_path: Path) -> None:
         open_tokenizer(tmp_path)
 
 
-class PanicException(BaseException):  # noqa: N818 - named and derived as by pyo3, which tokenizers is built with
-    """What Rust raises in Python when it gives up."""
+class PanicException(BaseException):
+    """What Rust raises in Python when it gives up, by the name and of the kind that pyo3 gives it."""
 
 
 def test_a_tokenizer_that_makes_its_library_fail_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
