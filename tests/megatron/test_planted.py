@@ -50,7 +50,13 @@ SENTENCES = (  # of Megatron
 OURS = "the SimReg term is not finite while the language-model loss is: the step is stopped"
 
 
+GATHERED = "simcse-gather"
+"""Compares with the sequences of all replicas."""
+
+
 def flags_of(name: str) -> tuple[str, ...]:
+    if name == GATHERED:
+        return (*flags_of("simcse"), "--simreg-objective-options", "gather=yes")
     felt = BUILT_IN[name].felt
     chunk = () if felt.chunk_size is None else ("--simreg-chunk-size", f"{felt.chunk_size}")
     options = ("--simreg-objective-options", felt.options) if felt.options else ()
@@ -73,11 +79,12 @@ def planted(
 
 CASES = [("one", objective) for objective in OBJECTIVES]
 CASES += list(itertools.product((layout for layout in LAYOUTS if layout != "one"), IN_EVERY_LAYOUT))
+CASES += [("dp2-distributed", GATHERED)]
 SOUND = ("", "0")
 
-
-SPREAD = {("cp2", "simreg"), ("cp2", "simcse")}
-"""Where terms are made of other ranks' states: what fails on one of them fails in SimReg alone on the others."""
+SPREAD = {("cp2", "simreg"): ("states",), ("cp2", "simcse"): ("states",), CASES[-1]: ("weight", "states")}
+"""Where terms are made of other ranks' states: what fails here on one of them fails in SimReg alone on the others."""
+SPREAD_PLACES = [(*case, place) for case, places in SPREAD.items() for place in places]
 
 
 def places_of(layout: str) -> list[str]:
@@ -93,7 +100,7 @@ QUICK = (("one", "simreg", "adagc"), ("tp2-sp", "simreg", "fp16"))
 def test_the_step_is_left_out_on_every_rank(given: tuple[str, str, str], bench: Bench, tmp_path: Path) -> None:
     layout, objective, guard = given
     case = (layout, objective)
-    places = [place for place in places_of(layout) if case not in SPREAD or place != "states"]
+    places = [place for place in places_of(layout) if place not in SPREAD.get(case, ())]
     plants = list(itertools.product(places, NUMBERS))
     done, ranks = planted(tmp_path / "run", bench, layout, objective, guard, [SOUND, *plants, SOUND])
     assert done.status == 0, done.output[-3000:]
@@ -108,11 +115,12 @@ def test_the_step_is_left_out_on_every_rank(given: tuple[str, str, str], bench: 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("guard", ["adagc", "fp16"])
-@pytest.mark.parametrize("case", sorted(SPREAD), ids="-".join)
+@pytest.mark.parametrize("given", SPREAD_PLACES, ids="-".join)
 def test_states_that_fail_elsewhere_end_the_run(
-    case: tuple[str, str], guard: str, number: str, bench: Bench, tmp_path: Path
+    given: tuple[str, str, str], guard: str, number: str, bench: Bench, tmp_path: Path
 ) -> None:
-    assert OURS in ended(tmp_path / "run", bench, case, guard, ("states", number))
+    *case, place = given
+    assert OURS in ended(tmp_path / "run", bench, tuple(case), guard, (place, number))
 
 
 @pytest.mark.parametrize("number", quick(NUMBERS, lambda number: number == "nan"))
