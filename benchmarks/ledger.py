@@ -520,7 +520,7 @@ OF_RELIABILITY = (
     NotMeasured(RELIABILITY, "settings, an aim, and what a format allows",
                 ("in turn, 10 minutes", "at most 4 KiB", "to be 128 MiB")),
     NotMeasured("CONTRIBUTING.md", "a setting", ("mutated inputs (10 minutes;",)),
-    Figure(RELIABILITY, "So far {} inputs in counted runs", FUZZ, lambda: [sum(column(FUZZ, "inputs"))]),
+    Figure(RELIABILITY, "{} inputs in counted runs", FUZZ, lambda: [sum(column(FUZZ, "inputs"))]),
     Figure(RELIABILITY, "of each run; {} findings, all fixed", FUZZ, lambda: [sum(column(FUZZ, "findings"))]),
     NotMeasured(RELIABILITY, "found by a fuzzer, and measured then", ("a loop of 12 s", "| 76 MiB for")),
     Figure(RELIABILITY, "So far {} small and {} large sequences", STRESS,
