@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 30.0
 _SAVES = 4  # on the way, so that a killed run loses a fifth at most
 _FEWEST_STEPS_TO_SAVE = 400  # a shorter run begins anew
+_LOWEST = 19  # of the priorities that `nice` gives
 
 
 @dataclass
@@ -131,6 +133,8 @@ def _start(run: Run, store: Store, dataset: Dataset, threads: int) -> _Worker | 
             start_new_session=True,  # Ctrl-C reaches this program alone, which stops the runs in order
             pass_fds=(lock,),
         )
+    if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
+        _lower_session(process.pid)
     return _Worker(run, process, lock)
 
 
@@ -178,6 +182,13 @@ def _signal(worker: _Worker, number: int) -> None:
 
 def give_way() -> None:
     """Let this program and all it starts run only when nobody else wants the processor."""
-    os.nice(19)
+    os.nice(_LOWEST)
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    _lower_session("self")
+
+
+def _lower_session(process: int | str) -> None:
+    """Where Linux groups processes by session (autogroup), groups share the processor first, whoever is in them."""
+    with suppress(OSError):  # another kernel
+        Path("/proc", str(process), "autogroup").write_text(str(_LOWEST))

@@ -192,6 +192,31 @@ def test_after_a_kill_the_same_call_continues_and_no_run_is_made_twice(number, t
     assert all(starts(store, run) == 1 for run in ended)
 
 
+# How it stands with the processor, told once its session has the lowest priority, or not within a minute.
+LOOK = """
+import os, pathlib, sys, time
+session = pathlib.Path("/proc/self/autogroup")
+standing = lambda: session.read_text().split()[-1] if session.is_file() else "19"
+deadline = time.monotonic() + 60
+while standing() != "19" and time.monotonic() < deadline:
+    time.sleep(0.02)
+folder = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
+(folder / "standing").write_text(f"{os.sched_getscheduler(0) == os.SCHED_IDLE} {os.nice(0)} {standing()}")
+sys.exit(3)
+"""
+
+
+def test_low_priority_holds_for_the_runs_sessions_too(tmp_path, dataset):
+    """Linux shares the processor among sessions first, and each run has one of its own."""
+    (tmp_path / "train.py").write_text(LOOK)
+    text = SCRIPT.format(here=str(Path(__file__).parent), folder=str(tmp_path), trainer=str(tmp_path / "train.py"))
+    text = text.replace("folder =", "local.give_way()\nfolder =", 1)
+    jobs.run([sys.executable, "-c", text])  # in a session of its own, so it lowers nothing of the tests'
+    runs = distinct(entries_of(plan(nap=1), dataset, untuned))
+    told = {(Store(tmp_path / "out").run_folder(run) / "standing").read_text() for run in runs}
+    assert told == {"True 19 19"}
+
+
 def search(**changes):
     arms = {
         "plain": {"flags": {"simreg-objective": "none"}, "trials": {"lr": [2e-3, 4e-3, 0.5]}},
