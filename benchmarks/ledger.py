@@ -274,6 +274,14 @@ def chunks_against_all_seeds() -> list[float]:
     return [-found.difference, -found.high, -found.low]
 
 
+CONTROLS = Source("benchmarks/results/evidence/unfinished/controls.csv", "simreg-megatron reproduce controls")
+
+
+def controls(arm: str) -> list[float]:
+    """Of the first two seeds."""
+    return column(CONTROLS, "validation_loss", arm=arm)[:2]
+
+
 def decided(page: str, sentence: str, experiment: str, place: int, numbers: int = 3) -> Figure:
     """The size of a claim's difference and of the ends of its interval, the nearer end first."""
 
@@ -296,6 +304,10 @@ OF_OBJECTIVES = (
     decided("docs/evidence.md", "70 % of the tokens | {} higher ({} to {}) |", "saving", 0),
     decided("docs/evidence.md", "On whole sequences SimReg ends {} lower with all tokens ({} to {})", "convergence", 1),
     decided("docs/evidence.md", "tokens for both, SimReg ends {} lower ({} to {})", "saving", 1),
+    Figure("docs/evidence.md", "chunk permuted, ended at {} and {}, where", CONTROLS, lambda: controls("placebo")),
+    Figure("docs/evidence.md", "where SimReg ended at {} and\n{} and cross", CONTROLS, lambda: controls("simreg")),
+    Figure("docs/evidence.md", "cross-entropy at {} and {}. So at this size", CONTROLS,
+           lambda: controls("cross-entropy")),
     Figure("docs/evidence.md", "all ten end between {} and {}, with a standard deviation of\n{} where it was {}.",
            NOISE, noise),
     Figure("docs/evidence.md", "these ten SimReg in chunks ends {} lower ({} to {})", NOISE, chunks_against_all_seeds),
