@@ -235,7 +235,11 @@ def margins_of_modalities() -> list[float]:
     ]
 
 
-SEARCH = Source("benchmarks/results/evidence/tuning.csv", "simreg-megatron reproduce tuning --sizes 64")
+def runs_of(experiment: str, folder: str = "evidence") -> Source:
+    return Source(f"benchmarks/results/{folder}/{experiment}.csv", f"simreg-megatron reproduce {experiment} --sizes 64")
+
+
+SEARCH = runs_of("tuning")
 
 
 def gain_of_the_search() -> list[float]:
@@ -244,17 +248,13 @@ def gain_of_the_search() -> list[float]:
     return [best[0] - best[1]]
 
 
-EDGE = Source("benchmarks/results/evidence/edge.csv", "simreg-megatron reproduce edge")
+EDGE = runs_of("edge")
 
 
 def ends_at_the_edge(arm: str) -> list[float]:
     """The lowest and the highest validation loss of an arm."""
     found = column(EDGE, "validation_loss", arm=arm)
     return [min(found), max(found)]
-
-
-def runs_of(experiment: str) -> Source:
-    return Source(f"benchmarks/results/evidence/{experiment}.csv", f"simreg-megatron reproduce {experiment} --sizes 64")
 
 
 NOISE = runs_of("noise")
@@ -274,7 +274,7 @@ def chunks_against_all_seeds() -> list[float]:
     return [-found.difference, -found.high, -found.low]
 
 
-CONTROLS = Source("benchmarks/results/evidence/unfinished/controls.csv", "simreg-megatron reproduce controls")
+CONTROLS = runs_of("controls", "evidence/unfinished")
 
 
 def controls(arm: str) -> list[float]:

@@ -125,7 +125,8 @@ def load_hugging_face(source: str) -> Any:
     _refuse_ids_beyond_reason(source, _largest_id(Path(source) / "tokenizer.json"))
     with _panics_told(source):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            local = Path(source).is_dir()  # of a folder nothing is fetched, whatever its settings name
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
             tokenizer(_PROBE, add_special_tokens=False)  # settings of a wrong kind are used here for the first time
             return tokenizer
         except Exception as error:  # OSError, ValueError, KeyError and the Hub's own

@@ -79,10 +79,11 @@ def planted(
 
 CASES = [("one", objective) for objective in OBJECTIVES]
 CASES += list(itertools.product((layout for layout in LAYOUTS if layout != "one"), IN_EVERY_LAYOUT))
-CASES += [("dp2-distributed", GATHERED)]
+ACROSS_REPLICAS = ("dp2-distributed", GATHERED)
+CASES += [ACROSS_REPLICAS]
 SOUND = ("", "0")
 
-SPREAD = {("cp2", "simreg"): ("states",), ("cp2", "simcse"): ("states",), CASES[-1]: ("weight", "states")}
+SPREAD = {("cp2", "simreg"): ("states",), ("cp2", "simcse"): ("states",), ACROSS_REPLICAS: ("weight", "states")}
 """Where terms are made of other ranks' states: what fails here on one of them fails in SimReg alone on the others."""
 SPREAD_PLACES = [(*case, place) for case, places in SPREAD.items() for place in places]
 

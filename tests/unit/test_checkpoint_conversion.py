@@ -300,7 +300,8 @@ class PanicException(BaseException):
 
 
 def test_a_tokenizer_that_makes_its_library_fail_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def panics(*_: object, **__: object) -> None:
+    def panics(*_: object, local_files_only: bool, **__: object) -> None:
+        assert local_files_only, "nothing is fetched for a folder"
         raise PanicException("index out of bounds")
 
     (tmp_path / "tokenizer.json").write_text("{}")
