@@ -84,13 +84,20 @@ def sigreg_loss(
     return terms.sum() if reduction == "sum" else terms.sum() / usable.sum().clamp(min=1)
 
 
-@lru_cache(maxsize=2)
 def random_directions(number: int, width: int, *, seed: int, iteration: int, device: torch.device) -> Tensor:
     """`number` even directions [number, width], float32: the same for equal numbers on all devices of one kind.
 
     They follow from the seed and the iteration alone, so no state is kept, all ranks agree, and a run that is resumed
     goes on as if it had never stopped. No other generator is touched.
     """
+    directions = _drawn(number, width, seed, iteration, device)
+    if type(directions) is not Tensor:  # drawn in a mode without numbers: not for those who ask next
+        _drawn.cache_clear()
+    return directions
+
+
+@lru_cache(maxsize=2)
+def _drawn(number: int, width: int, seed: int, iteration: int, device: torch.device) -> Tensor:
     digest = hashlib.blake2b(f"{seed} {iteration}".encode(), digest_size=8).digest()
     generator = torch.Generator(device)  # the CPU's looks at 32 bits of its seed only: hence the digest
     generator.manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -25,8 +25,9 @@ def _name(word: str) -> str:
 
 
 def checked_options(objective: Objective, value: object) -> Pairs:
-    """All options of the objective, those not given at their defaults."""
-    known, given = objective.options, dict(words(value))
+    """All options of the objective, those not given at their defaults; its own name may stand before each."""
+    own = f"{objective.name}."
+    known, given = objective.options, {name.removeprefix(own): setting for name, setting in words(value)}
     for name, setting in given.items():
         why = objective.not_offered.get((name, str(setting)))
         if why:

@@ -8,7 +8,6 @@ Shapes: B sequences, S tokens, D features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.losses.sigreg import random_directions
 from simreg_megatron.objectives import Kind, Objective
 from simreg_megatron.objectives.record import resolved
 from simreg_megatron.parallel.layout import ShardLayout
@@ -163,15 +161,6 @@ def test_a_state_that_is_not_finite_shows(objective: Objective, config: SimRegCo
     assert not terms(config, rows, labels, valid).isfinite().all()
 
 
-@pytest.fixture
-def directions_drawn_anew() -> Iterator[None]:
-    """What is kept of a tensor that has no numbers would serve other tests."""
-    random_directions.cache_clear()
-    yield
-    random_directions.cache_clear()
-
-
-@pytest.mark.usefixtures("directions_drawn_anew")
 def test_the_host_never_waits(objective: Objective, config: SimRegConfig) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         rows = torch.empty(2, 12, WIDTH, requires_grad=True)

@@ -337,7 +337,8 @@ def test_what_the_log_says_of_trained_scalars() -> None:
 def test_settings_of_an_objective() -> None:
     config = SimRegConfig(lambda_=1, objective="creg", objective_options="form=per_pair")
     assert config.options == {"form": "per_pair", "self_positive": "never"} and config.tau == 0.1
-    assert SimRegConfig(lambda_=1, objective="sce", objective_options="coupling=0.25").options["coupling"] == 0.25
+    for options in ("coupling=0.25", "sce.coupling=0.25"):
+        assert SimRegConfig(lambda_=1, objective="sce", objective_options=options).options["coupling"] == 0.25
     assert SimRegConfig(lambda_=1).tau == 0.01 and SimRegConfig(lambda_=1, objective="simcse").tau == 0.05
 
 
