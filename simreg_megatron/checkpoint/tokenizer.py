@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from simreg_megatron.checkpoint.errors import CheckpointError
-from simreg_megatron.data.encoding import load_hugging_face
+from simreg_megatron.data.encoding import load_hugging_face, load_sentencepiece
 from simreg_megatron.data.indexed import DataError
 
 _FILES = (
@@ -89,25 +90,18 @@ def _or_none(number: int) -> int | None:
 
 
 def _hugging_face(path: Path) -> Any:
-    try:
-        return load_hugging_face(str(path))
-    except DataError as error:
-        raise CheckpointError(str(error)) from None
+    return _loaded(load_hugging_face, path)
 
 
 def _sentencepiece(path: Path) -> Any:
-    if not path.is_file():
-        raise CheckpointError(f"there is no tokenizer {path}: give a folder with tokenizer.json, or a .model file")
+    return _loaded(load_sentencepiece, path)
+
+
+def _loaded(load: Callable[[str], Any], path: Path) -> Any:
     try:
-        import sentencepiece
-    except ImportError:
-        raise CheckpointError("sentencepiece is needed for a .model tokenizer: pip install sentencepiece") from None
-    try:
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        model.id_to_piece(list(range(model.vocab_size())))  # see that all of them are text
-        return model
-    except (RuntimeError, OSError, ValueError):  # ValueError: of pieces that are no text
-        raise CheckpointError(f"{path} is not a sentencepiece model: give the one the model was trained with") from None
+        return load(str(path))
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _converted(path: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ from simreg_megatron.data.linewise import cuts_at_lines, encode_by_lines
 
 RECORD = "tokenizer_hash.json"  # in the record of a run's start: which tokenizer it trains with
 SENTENCEPIECE, HUGGING_FACE = "sentencepiece", "huggingface"
+_GIVE = "give the .model file that the data, or the model, was made with"
 MOST_IDS = 1 << 21  # more than any vocabulary has: a larger one is a damaged number
 # Its ids tell tokenizers apart that have the same vocabulary: cases, digits, spaces, other scripts, bytes.
 _PROBE = (
@@ -86,24 +87,33 @@ def _backend_of(tokenizer: Any) -> str:
 
 
 def _describe_sentencepiece(source: str) -> TokenizerFacts:
-    path = Path(source)
-    if not path.is_file() or path.stat().st_size == 0:
-        state = "is empty" if path.is_file() else "does not exist"
-        raise DataError(f"the tokenizer {source} {state}: give the model file that the data was or will be made with")
-    model = _load_sentencepiece(source)
+    model = load_sentencepiece(source)
     if model.eos_id() < 0:
         raise DataError(f"the tokenizer {source} has no end-of-text token, so documents could not be told apart")
     bos = model.bos_id() if model.bos_id() >= 0 else None
-    return TokenizerFacts(SENTENCEPIECE, source, sha256(path), model.get_piece_size(), model.eos_id(), bos)
+    return TokenizerFacts(SENTENCEPIECE, source, sha256(Path(source)), model.get_piece_size(), model.eos_id(), bos)
 
 
-def _load_sentencepiece(source: str) -> Any:
-    import sentencepiece
+def load_sentencepiece(source: str) -> Any:
+    """The processor of a `.model` file.
 
+    Raises:
+        DataError: there is no such file, or it is empty or damaged; or the library is missing.
+    """
     try:
-        return sentencepiece.SentencePieceProcessor(model_file=source)
+        import sentencepiece
+    except ImportError:
+        raise DataError("sentencepiece is needed for a .model tokenizer: pip install sentencepiece") from None
+    path = Path(source)
+    if not path.is_file() or path.stat().st_size == 0:
+        state = "is empty" if path.is_file() else "does not exist"
+        raise DataError(f"the tokenizer {source} {state}: {_GIVE}")
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=source)
+        model.id_to_piece(list(range(model.vocab_size())))  # see that all of them are text
+        return model
     except (RuntimeError, OSError, ValueError):  # ValueError: of pieces that are no text
-        raise DataError(f"{source} is not a sentencepiece model: give the one the data was made with") from None
+        raise DataError(f"{source} is not a sentencepiece model: {_GIVE}") from None
 
 
 def load_hugging_face(source: str) -> Any:
@@ -171,7 +181,7 @@ class Encoder:
     def __init__(self, facts: TokenizerFacts) -> None:
         self._source = facts.source
         if facts.kind == SENTENCEPIECE:
-            model = _load_sentencepiece(facts.source)
+            model = load_sentencepiece(facts.source)
             if cuts_at_lines(model):
                 self._encode = lambda texts: encode_by_lines(model, texts)
             else:
