@@ -513,6 +513,8 @@ OF_RELIABILITY = (
     states(RELIABILITY, "| memory | {} times the input, and {} MiB |", "tests/fuzz/bar.py",
            r"TIMES_ITS_SIZE = (\d+)\nCONSTANT = (\d+) << 20"),
     Figure(RELIABILITY, "All {} faults of the list", FAULTS, lambda: [len(csv_of(FAULTS.file))]),
+    Figure(RELIABILITY, "in another layout, one is {} away, and the others at most {}:", FAULTS,
+           lambda: sorted((float(row["equal"]) for row in csv_of(FAULTS.file) if row["then"]), reverse=True)[:2]),
     Figure(RELIABILITY, "have been run, and {} of them were sound", FAULTS,
            lambda: [sum(not row["wrong"] for row in csv_of(FAULTS.file))]),
     Figure(RELIABILITY, "{} combinations have been run: {} trained, {} were refused in {} different sentences, "

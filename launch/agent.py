@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 _IN_USE = "EADDRINUSE"
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"Stopped by {signal.Signals(error.sigval).name}.", file=sys.stderr)
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         print(f"error: {explained(str(error), argv)}", file=sys.stderr)
         return 2
@@ -43,12 +44,15 @@ def main(argv: Sequence[str]) -> int:
 
 def ended(rank: int, exitcode: int) -> int:
     """The status that stands for a process's end; one that was killed could not tell, so it is told here."""
+    if exitcode in (_INTERRUPTED, -signal.SIGINT):
+        if (rank, exitcode) != (0, _INTERRUPTED):  # that one says so itself, and which checkpoint there is
+            print(f"Stopped: rank {rank} was interrupted.", file=sys.stderr)
+        return _INTERRUPTED
     if exitcode >= 0:
         return exitcode
     name = signal.Signals(-exitcode).name
-    if name != "SIGINT":
-        hint = ", which the system does when memory runs out" if name == "SIGKILL" else ""
-        print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    hint = ", which the system does when memory runs out" if name == "SIGKILL" else ""
+    print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
     return 128 - exitcode
 
 

@@ -117,7 +117,9 @@ class SimRegConfig:
         if self.warmup_iters == 1:
             raise ValueError("a SimReg warm-up of 1 iteration has no effect, as it begins at its end: give 2 or more")
         if self.every < 1:
-            raise ValueError(f"SimReg can be computed in every step (1) or every K-th one, not every {self.every}")
+            raise ValueError(
+                f"SimReg every {self.every} steps cannot be: give 1, for every step, or K, for every K-th one"
+            )
         if self.every > _RAREST:
             raise ValueError(f"SimReg every {self.every} steps is too rare: give at most {_RAREST:,}")
         if self.log_interval is not None and self.log_interval < 1:

@@ -37,7 +37,7 @@ class ShardLayout:
     def __post_init__(self) -> None:
         if self.context_tokens < self.tensor_size:
             raise ValueError(
-                f"{self.context_tokens} tokens cannot be shared by {self.tensor_size} tensor-parallel ranks: "
+                f"SimReg cannot share {self.context_tokens} tokens among {self.tensor_size} tensor-parallel ranks: "
                 "use longer sequences or a smaller tensor-parallel size"
             )
 

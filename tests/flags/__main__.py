@@ -9,6 +9,7 @@ line alone: --only FLAGS.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ def main() -> int:
     if options.only is not None:
         return _one(options.only, options.work)
     table = campaign.Table(options.record)
+    if options.again:
+        campaign.judge_again(table, options.work)
     _run(table, options.combinations, options.work)
     for row in table.wrong:
         print(f"{row.what}\n    {row.flags}\n    {row.detail}")
@@ -53,10 +56,8 @@ def _one(words: list[str], work: Path) -> int:
     from tests.flags import campaign
     from tests.flags.combination import Combination
 
-    ours = tuple(word for word in words if word.startswith(("--simreg", "--adagc")))
-    rest = tuple(word for word in words if word not in ours)
-    processes = 2 if any("parallel-size=2" in word for word in rest) else 1
-    combination = Combination(ours, (rest,), processes)
+    split = " (2 processes)" if any("parallel-size=2" in word for word in words) else ""
+    combination = Combination.of(shlex.join(words) + split)
     verdict = campaign.verdict_on(combination, work, compared=campaign.is_compared(0, combination))
     print("\n".join(verdict))
     return int(verdict.kind == "wrong")
@@ -71,6 +72,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--record", nargs="?", type=Path, const=TABLE, default=own, metavar="FILE.csv",
                         help="default: runs/flags/flags.csv")  # fmt: skip
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "flags", help="default: runs/flags")
+    parser.add_argument("--again", action="store_true", help="first run again what ended in a wrong way")
     parser.add_argument("--only", nargs=argparse.REMAINDER, metavar="FLAGS", help="run one command line, --flag=value")
     return parser.parse_args()
 

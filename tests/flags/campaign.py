@@ -98,11 +98,11 @@ def is_compared(index: int, combination: Combination) -> bool:
 
 def verdict_on(combination: Combination, folder: Path, *, compared: bool) -> Verdict:
     """Run it and judge it; `compared`: beside plain Megatron also if it trains."""
-    plain = functools.cache(functools.partial(live, combination, folder, plain=True))
+    plain = functools.cache(functools.partial(live, folder=folder, plain=True))
     found = live(combination, folder)
     verdict = judged(combination, found, plain)
     if compared and verdict.kind == RAN:
-        return apart(combination, found, plain()) or verdict
+        return apart(combination, found, plain(combination)) or verdict
     return verdict
 
 
@@ -120,6 +120,17 @@ def _without_one(combination: Combination) -> Iterator[Combination]:
         yield replace(combination, groups=groups[:index] + groups[index + 1 :])
     for index in range(len(ours)):
         yield replace(combination, ours=ours[:index] + ours[index + 1 :])
+
+
+def judge_again(table: Table, folder: Path) -> None:
+    """Run what is kept of each wrong end once more; its like count where it belongs now."""
+    for row in table.wrong:
+        combination = Combination.of(row.flags)
+        verdict = verdict_on(combination, folder, compared=True)
+        del table.rows[row.kind, row.what]
+        for _ in range(row.combinations):
+            table.add(verdict, combination, compared=False)
+    table.keep()
 
 
 def run_batch(table: Table, combinations: list[Combination], folder: Path) -> Iterator[Verdict]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.megatron.runs import MEGATRON_FLAGS
@@ -37,10 +37,28 @@ class Combination:
     groups: tuple[Group, ...]
     processes: int = 1
 
+    @classmethod
+    def of(cls, text: str) -> Combination:
+        """The one that `str` shows."""
+        flags, _, split = text.partition(" (")
+        words = shlex.split(flags)
+        ours = tuple(word for word in words if word.startswith(("--simreg", "--adagc")))
+        rest = tuple(word for word in words if word not in ours)
+        return cls(ours, (rest,), int(split.split()[0]) if split else 1)
+
     @property
     def resumes(self) -> bool:
         """Whether it is started twice: the second run goes on from the first one's checkpoint."""
         return any("--load={out}/saved" in group for group in self.groups) and "--train-samples" not in str(self)
+
+    @property
+    def overflowing(self) -> Combination | None:
+        """The same with gradients too large for fp16 in any case; None where Megatron would scale them down."""
+        groups = tuple(
+            tuple("--loss-scale=1e30" if word.startswith("--loss-scale=") else word for word in group)
+            for group in self.groups
+        )
+        return replace(self, groups=groups) if groups != self.groups else None
 
     def flags(self, out: Path, *, plain: bool = False) -> list[str]:
         """The command line; without ours where `plain`."""

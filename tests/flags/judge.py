@@ -29,19 +29,20 @@ class Verdict(NamedTuple):
     detail: str = ""
 
 
-def judged(combination: Combination, found: list[Outcome], plain: Callable[[], list[Outcome]]) -> Verdict:
-    """The verdict; `plain` runs the same without us, where that is needed."""
+def judged(combination: Combination, found: list[Outcome], plain: Callable[[Combination], list[Outcome]]) -> Verdict:
+    """The verdict; `plain` runs a combination without us, where that is needed."""
     failed = _first_failure(found)
     if failed is None:
         wrong = _silent(combination, found) or _not_finite(found)
-        if wrong and not (wrong.startswith("a loss") and not _sound(plain())):
+        if wrong and not (wrong.startswith("a loss") and not _sound(plain(combination))):
             return Verdict(WRONG, wrong, f"losses {found[0].losses}, logged {found[0].logged[-1:]}")
         return Verdict(RAN, _objective(combination))
     if _is_our_sentence(failed):
         return Verdict(REFUSED, pattern(failed.said))
-    twin = _first_failure(plain())
-    if twin is not None and _signature(twin) == _signature(failed):
-        return Verdict(MEGATRONS, _signature(failed))
+    for without_us in filter(None, (combination, combination.overflowing)):
+        twin = _first_failure(plain(without_us))
+        if twin is not None and _signature(twin) == _signature(failed):
+            return Verdict(MEGATRONS, _signature(failed))
     return Verdict(WRONG, _signature(failed), " < ".join(reversed(failed.trace)) or failed.said)
 
 

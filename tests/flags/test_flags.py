@@ -44,7 +44,7 @@ def test_every_flag_of_ours_is_in_the_space() -> None:
     assert set(ours.ADAGC) == {flag.name for flag in OF_ADAGC}
 
 
-def never() -> list[Outcome]:
+def never(_: Combination) -> list[Outcome]:
     raise AssertionError("nobody asked for the same run without us")
 
 
@@ -73,7 +73,7 @@ def test_a_run_that_trains_is_one() -> None:
     ],
 )
 def test_what_must_not_be_is_wrong(found: Outcome, words: str) -> None:
-    verdict = judged(TRAINS, [found], lambda: [PLAIN])
+    verdict = judged(TRAINS, [found], lambda _: [PLAIN])
     assert verdict.kind == WRONG and words in verdict.what
 
 
@@ -90,11 +90,13 @@ def test_a_sentence_of_ours_refuses(found: Outcome) -> None:
 
 def test_megatrons_own_errors_are_those_of_the_same_run_without_us() -> None:
     own = Outcome(error="AssertionError", said="expected 3", place="megatron/training/arguments.py:validate_args")
-    assert judged(TRAINS, [own], lambda: [replace(own, said="expected 4")]).kind == MEGATRONS
-    assert judged(TRAINS, [own], lambda: [replace(own, said="another")]).kind == WRONG
-    assert judged(TRAINS, [own], lambda: [PLAIN]).kind == WRONG
+    assert judged(TRAINS, [own], lambda _: [replace(own, said="expected 4")]).kind == MEGATRONS
+    assert judged(TRAINS, [own], lambda _: [replace(own, said="another")]).kind == WRONG
+    assert judged(TRAINS, [own], lambda _: [PLAIN]).kind == WRONG
+    scaled = replace(TRAINS, groups=(("--fp16", "--loss-scale=128"),))
+    assert judged(scaled, [own], lambda given: [PLAIN if given == scaled else own]).kind == MEGATRONS, "an overflow"
     lost = Outcome(error="RuntimeError", said="Connection closed by peer", place="torch/distributed.py:f")
-    assert judged(TRAINS, [lost, own], lambda: [own, lost]).kind == MEGATRONS
+    assert judged(TRAINS, [lost, own], lambda _: [own, lost]).kind == MEGATRONS
 
 
 def test_what_a_run_does_to_megatrons_numbers() -> None:
@@ -126,6 +128,21 @@ def test_the_table_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_p
     table = campaign.Table(tmp_path / "flags.csv")
     (row,) = table.rows.values()
     assert (table.batches, table.total, row.compared, row.flags) == (2, 4, 2, "--simreg-lambda=3")
+
+
+def test_wrong_ends_are_judged_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spaced = Combination(("--simreg-objective=a b", "--simreg-lambda=1"), (("--load={out}/saved",), ("--fp16",)), 2)
+    table = campaign.Table(tmp_path / "flags.csv")
+    for _ in range(2):
+        table.add(Verdict(WRONG, "it"), spaced, compared=True)
+    asked = []
+    monkeypatch.setattr(campaign, "verdict_on", lambda given, *_, **__: asked.append(given) or Verdict(RAN, "simreg"))
+    campaign.judge_again(table, tmp_path)
+    assert [(given.ours, given.processes, given.flags(tmp_path)) for given in asked] == [
+        (spaced.ours, 2, spaced.flags(tmp_path))
+    ]
+    (row,) = campaign.Table(tmp_path / "flags.csv").rows.values()
+    assert (row.kind, row.combinations, row.compared) == (RAN, 2, 0)
 
 
 def test_cells_are_short_and_plain() -> None:

@@ -39,18 +39,22 @@ def test_it_ends_as_its_processes(end: str, status: int, last: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "status", "said"),
+    ("rank", "exitcode", "status", "said"),
     [
-        (0, 0, ""),
-        (1, 1, ""),
-        (130, 130, ""),
-        (-2, 130, ""),
-        (-15, 143, "error: rank 3 was ended by SIGTERM"),
-        (-11, 139, "error: rank 3 was ended by SIGSEGV"),
+        (3, 0, 0, ""),
+        (3, 1, 1, ""),
+        (0, 130, 130, ""),
+        (0, -2, 130, "Stopped: rank 0 was interrupted."),
+        (3, 130, 130, "Stopped: rank 3 was interrupted."),
+        (3, -2, 130, "Stopped: rank 3 was interrupted."),
+        (3, -15, 143, "error: rank 3 was ended by SIGTERM"),
+        (3, -11, 139, "error: rank 3 was ended by SIGSEGV"),
     ],
 )
-def test_the_status_of_an_end(exitcode: int, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert agent.ended(3, exitcode) == status
+def test_the_status_of_an_end(
+    rank: int, exitcode: int, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert agent.ended(rank, exitcode) == status
     assert capsys.readouterr().err.strip() == said
 
 

@@ -36,7 +36,10 @@ from simreg_megatron.weights.learnable import wanted
         ({"objective": "none", "lambda_": 10}, "no effect with objective none"),
         ({"warmup_iters": 10}, "no effect while lambda is 0"),
         ({"lambda_schedule": "linear:0"}, "SimReg lambda schedule has no effect while lambda is 0"),
-        ({"lambda_": 1, "every": 0}, "in every step .1. or every K-th one, not every 0"),
+        (
+            {"lambda_": 1, "every": 0},
+            "SimReg every 0 steps cannot be: give 1, for every step, or K, for every K-th one",
+        ),
         ({"objective": "none", "every": 2}, "every 2 steps has no effect while lambda is 0"),
         ({"lambda_": 1, "every": 2, "similarity": "learnable"}, "leaves scalars that it trains without a gradient"),
         (

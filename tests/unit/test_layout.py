@@ -107,7 +107,7 @@ def test_local_scope_cuts_each_block() -> None:
 
 
 def test_more_ranks_than_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 tokens cannot be shared by 4 tensor-parallel ranks"):
+    with pytest.raises(ValueError, match="cannot share 2 tokens among 4 tensor-parallel ranks"):
         ShardLayout(4, 2, 4)
 
 
