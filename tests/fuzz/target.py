@@ -28,7 +28,7 @@ class Target:
     errors: tuple[type[Exception], ...]
     begin: Callable[[Path], object] = lambda folder: None
     words: Sequence[bytes] = ()
-    mutations: int = 200
+    mutations: int = 120
 
     def seeds(self) -> list[bytes]:
         """Valid inputs, then every input that ever broke the reader; in the order of their names."""

@@ -98,7 +98,6 @@ def saves(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
 CASES = list(itertools.product(MOVES, SAVED, KINDS))
 QUICK = {
     ("one to tp2", "scalars", "scalars"),
-    ("one to tp2", "scalars", "adagc"),
     ("tp2 to one", "adagc", "adagc"),
     ("tp2 to one", "adagc", "ramp"),
 }

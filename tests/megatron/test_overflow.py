@@ -51,7 +51,7 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     ("layout", "processes"),
     [
         ("", 1),
-        ("--use-distributed-optimizer", 2),
+        pytest.param("--use-distributed-optimizer", 2, marks=pytest.mark.slow),
         pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", 2, marks=pytest.mark.slow),
     ],
     ids=["1 process", "dp2 distributed", "tp2-sp"],

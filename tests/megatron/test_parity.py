@@ -23,7 +23,11 @@ from tests.megatron.runs import Difference
 SHOWN_ELSEWHERE = (
     "deep, TP2 SP full recompute, chunk 24 layers 1,2,3,4,final",
     "deep, PP2, chunk 24 layers 1",
+    "deep, PP2 VPP2, chunk 24",
     "dense, PP2, chunk 16",
+    "dense, TP2, chunk 16",
+    "dense, TP2 SP, chunk 24 layer 1",
+    "dense, TP2 SP, sce chunk 24",
     "dense, CP2, chunk 24, per token, masked ends",
     "dense, TP2 SP, chunk 24 prefixes 16/64",
     "dense, TP2 SP, simcse view=dropout",

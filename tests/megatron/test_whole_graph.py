@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from simreg_megatron import objectives
+from tests.helpers.quick import quick
 from tests.megatron import runs
 from tests.megatron.parity.cells import neighbour
 from tests.megatron.runs import SIMREG
@@ -28,7 +29,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+QUICK = ("plain", "ramp", "document mask", "TP2 with SP", "AdaGC", "simcse", "prefixes-ce")
+
+
+@pytest.mark.parametrize("name", quick(SETTINGS, lambda name: name in QUICK))
 def test_replays_compute_the_same(name: str, data_flags: tuple[str, ...], tmp_path: Path) -> None:
     flags = (*data_flags, *EAGER, *SETTINGS[name])
     processes = 2 if name.startswith("TP2") else 1

@@ -36,9 +36,8 @@ def the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
 # The whole way -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "with_pairs", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["without pairs", "with pairs"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("with_pairs", [False, True], ids=["without pairs", "with pairs"])
 @pytest.mark.usefixtures("the_same_code")
 def test_pretend_goes_all_the_way_on_a_cpu(with_pairs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.training")

@@ -85,4 +85,5 @@ def test_computed_in_float32_and_returned_in_the_type_of_the_states(
 @every_loss
 def test_gradient_is_the_derivative(loss: Callable[..., Tensor]) -> None:
     rows, labels, valid = tokens()
-    assert torch.autograd.gradcheck(lambda given: loss(given, labels, valid), rows.requires_grad_(), atol=1e-7)
+    rows.requires_grad_()
+    assert torch.autograd.gradcheck(lambda given: loss(given, labels, valid), rows, atol=1e-7, fast_mode=True)
