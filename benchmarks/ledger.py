@@ -435,8 +435,9 @@ NOT_MEASURED = (
     NotMeasured("docs/support.md", "a Python, not a number",
                 ("| 3.12 (their wheels", "| 3.12 | exact, with one warning")),
     NotMeasured("CONTRIBUTING.md", "what `make` prints; tests/unit/test_code_blocks.py compares it",
-                ("once: 1 to 4 minutes, 6.2 GB", "root; 15 minutes", "table (half an hour on 2 cores)",
-                 "versions.md (30 minutes", "first: 190 MB", "counted without one (10 seconds)")),
+                ("once: 1 to 4 minutes, 6.2 GB", "tests (6 minutes on", "root; 15 minutes",
+                 "table (half an hour on 2 cores)", "versions.md (30 minutes", "first: 190 MB",
+                 "counted without one (10 seconds)")),
     NotMeasured("docs/cluster.md", "the pulse of a run's lock", ("touches it every 10 s",)),
     NotMeasured("docs/cluster.md", "defaults", ("MINUTES` | 10 |", "`--keep N` | 3 |")),
     NotMeasured("docs/cluster.md", "the paper's, and their share of the peak by launch/estimate.py",
@@ -490,6 +491,7 @@ _RANKS = {"one": 1, "tp2-sp": 2, "pp2": 2, "cp2": 2, "dp2": 2, "ep2": 2}
 FUZZ = Source("benchmarks/results/fuzz.csv", "make fuzz FUZZ_ARGS=--record")
 STRESS = Source("benchmarks/results/stress.csv", "make stress STRESS_ARGS='--small 1000000 --large 200 --record'")
 STRESSED_FORMS = ("reference", "tiled")
+QUIET_FAULTS = Source("benchmarks/results/faults-quiet.csv", "make faults FAULTS_ARGS='--only command --results FILE'")
 FLAGS = Source("benchmarks/results/flags.csv", "make flags FLAGS_ARGS='--combinations 5000 --record'")
 RESUMED = Source("benchmarks/results/resumed_releases.csv", "python -m tests.versions.carried --sources DIR --record")
 
@@ -508,6 +510,11 @@ def of_flags(kind: str, what: str = "combinations") -> list[float]:
     return column(FLAGS, what, kind=kind)
 
 
+def seconds_to_go_on() -> list[float]:
+    """From the command to the end of the first step, of runs that had a step left."""
+    return [float(row["seconds"]) for row in csv_of(QUIET_FAULTS.file) if float(row["seconds"])]
+
+
 OF_RELIABILITY = (
     states(RELIABILITY, "| processor time | {} s |", "tests/fuzz/bar.py", r"\nSECONDS = ([\d.]+)"),
     states(RELIABILITY, "| memory | {} times the input, and {} MiB |", "tests/fuzz/bar.py",
@@ -516,6 +523,8 @@ OF_RELIABILITY = (
     Figure("README.md", "bit for bit | {} faults of {}, on CPU", FAULTS,
            lambda: [sum(row["equal"] == "yes" for row in csv_of(FAULTS.file)),
                     sum(not row["then"] for row in csv_of(FAULTS.file))]),
+    Figure(RELIABILITY, "do nothing else {} such runs took {} to {} s", QUIET_FAULTS,
+           lambda: [len(seconds_to_go_on()), min(seconds_to_go_on()), max(seconds_to_go_on())]),
     Figure(RELIABILITY, "in another layout, one is {} away, and the others at most {}:", FAULTS,
            lambda: sorted((float(row["equal"]) for row in csv_of(FAULTS.file) if row["then"]), reverse=True)[:2]),
     Figure(RELIABILITY, "have been run, and {} of them were sound", FAULTS,
