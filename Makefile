@@ -51,7 +51,7 @@ demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, a
 test: setup ## the quick tests (6 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu and not slurm and not te" $(PYTEST_ARGS) tests
 
-test-all: setup test-slurm ## every test; those for a GPU only where one is, those of SLURM only where it can start
+test-all: setup test-slurm ## every test but those of test-te; those for a GPU only where one is, those of SLURM only where it can start
 	$(PYTEST) \
 	  -m "not slurm and not te$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else " and not gpu")')" \
 	  $(PYTEST_ARGS) tests
