@@ -417,7 +417,7 @@ STATED = (
            r'"llama-350m": ([\d.]+), "llama-1.3b": ([\d.]+), .*"llama-7b": ([\d.]+)', 100),
     Figure(PERFORMANCE, "At 7B that is {} launches beyond", COUNTED, launches_of_a_log_step),
     states(PERFORMANCE, "in chunks of 1024, and {} launches", LAUNCHES, r'int\(row\["launches"\]\) <= (\d+)'),
-    states(PERFORMANCE, "({} and {} are allowed)", TRIAL, r"LOSS_ERROR, GRADIENT_ERROR = ([\d.e-]+), ([\d.e-]+)"),
+    states(PERFORMANCE, "({} and {} are allowed, and", TRIAL, r"LOSS_ERROR, GRADIENT_ERROR = ([\d.e-]+), ([\d.e-]+)"),
     states(PERFORMANCE, "loss and gradient of some {} tokens", TRIAL, r"_COMPARED = (\d+)"),
     states(PERFORMANCE, "below {}; one rounding to the input's type", "tests/unit/test_tiled.py",
            r"apart\(loss, expected_loss\) < ([\d.e-]+)"),
