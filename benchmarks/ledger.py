@@ -493,7 +493,12 @@ _RANKS = {"one": 1, "tp2-sp": 2, "pp2": 2, "cp2": 2, "dp2": 2, "ep2": 2}
 FUZZ = Source("benchmarks/results/fuzz.csv", "make fuzz FUZZ_ARGS=--record")
 STRESS = Source("benchmarks/results/stress.csv", "make stress STRESS_ARGS='--small 1000000 --large 200 --record'")
 STRESSED_FORMS = ("reference", "tiled")
-QUIET_FAULTS = Source("benchmarks/results/faults-quiet.csv", "make faults FAULTS_ARGS='--only command --results FILE'")
+QUIET_FAULTS = Source(
+    "benchmarks/results/faults-quiet.csv",
+    "python -m tests.faults --results FILE --only one-sigkill-random-0-command tp2-sp-sigkill-last-step-2-command "
+    "pp2-sigterm-last-step-2-command cp2-sigint-last-step-2-command dp2-abort-random-0-command "
+    "ep2-exception-random-0-command",
+)
 FLAGS = Source("benchmarks/results/flags.csv", "make flags FLAGS_ARGS='--combinations 5000 --record'")
 RESUMED = Source("benchmarks/results/resumed_releases.csv", "python -m tests.versions.carried --sources DIR --record")
 

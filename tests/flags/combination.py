@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.megatron.runs import MEGATRON_FLAGS
 
+_SPLIT = re.compile(r" \((\d+) processes\)$")
 Group = tuple[str, ...]
 """Flags of Megatron that belong together, each a word."""
 
@@ -40,11 +42,11 @@ class Combination:
     @classmethod
     def of(cls, text: str) -> Combination:
         """The one that `str` shows."""
-        flags, _, split = text.partition(" (")
-        words = shlex.split(flags)
+        split = _SPLIT.search(text)
+        words = shlex.split(_SPLIT.sub("", text))
         ours = tuple(word for word in words if word.startswith(("--simreg", "--adagc")))
         rest = tuple(word for word in words if word not in ours)
-        return cls(ours, (rest,), int(split.split()[0]) if split else 1)
+        return cls(ours, (rest,), int(split[1]) if split else 1)
 
     @property
     def resumes(self) -> bool:

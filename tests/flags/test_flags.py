@@ -131,7 +131,7 @@ def test_the_table_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_wrong_ends_are_judged_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spaced = Combination(("--simreg-objective=a b", "--simreg-lambda=1"), (("--load={out}/saved",), ("--fp16",)), 2)
+    spaced = Combination(("--simreg-objective=a (b", "--simreg-lambda=1"), (("--load={out}/saved",), ("--fp16",)), 2)
     table = campaign.Table(tmp_path / "flags.csv")
     for _ in range(2):
         table.add(Verdict(WRONG, "it"), spaced, compared=True)

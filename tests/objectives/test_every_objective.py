@@ -162,7 +162,7 @@ def test_a_state_that_is_not_finite_shows(objective: Objective, config: SimRegCo
 
 
 def test_the_host_never_waits(objective: Objective, config: SimRegConfig) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True):  # directions of another test may have been kept
         rows = torch.empty(2, 12, WIDTH, requires_grad=True)
         labels, valid = torch.zeros(2, 12, dtype=torch.long), torch.ones(2, 12, dtype=torch.bool)
         found = terms(config, rows, labels, valid)
