@@ -2,7 +2,7 @@
 """What a run was, kept beside what it made: command, flags, versions, environment, the state of the source, the job.
 
 One folder per start, `OUTPUT/record/TIME[-JOB]`, written by the first rank before training begins. Values of
-variables whose names speak of secrets are left out.
+variables whose names speak of secrets are left out, and masked where a text that is kept assigns them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _SECRET = re.compile(
 )
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password of an address
 _OF_FLAG = re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])(\S+)", re.IGNORECASE)
+_ASSIGNED = re.compile(r"""\b([A-Z][A-Z0-9_]*)=("[^"\n]*"|'[^'\n]*'|[^\s;]+)""")
 _GIT_SECONDS = 20  # a source tree on a slow disk must not hold up a job
 
 
@@ -47,9 +48,9 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
     _write_tokenizer(folder, plan)
     changes = _git("diff", "HEAD")
     if changes:
-        (folder / "changes.patch").write_text(changes + "\n")
+        (folder / "changes.patch").write_text(masked(changes) + "\n")
     if job:
-        _run(["scontrol", "write", "batch_script", job, str(folder / "job.sbatch")])
+        (folder / "job.sbatch").write_text(masked(_run(["scontrol", "write", "batch_script", job, "-"])) + "\n")
     return folder
 
 
@@ -72,8 +73,9 @@ def shown(environ: Mapping[str, str]) -> list[str]:
 
 
 def masked(text: str) -> str:
-    """Without what logs somebody in: in addresses, and behind flags that are called so."""
-    return _OF_FLAG.sub(r"\1***", _IN_ADDRESS.sub("***", text))
+    """Without what logs somebody in: in addresses, behind flags, and in variables that are called so."""
+    text = _OF_FLAG.sub(r"\1***", _IN_ADDRESS.sub("***", text))
+    return _ASSIGNED.sub(lambda found: f"{found[1]}=***" if _SECRET.search(found[1]) else found[0], text)
 
 
 def packages() -> dict[str, str]:

@@ -590,6 +590,16 @@ class TestRecord:
         assert flatten(group_flags(shlex.split((folder / "flags.txt").read_text()))) == made.arguments
 
 
+    def test_changes_and_the_text_of_a_job_are_masked(self, tmp_path: Path, monkeypatch) -> None:
+        says = "export WANDB_API_KEY=hunter2 NCCL_DEBUG=INFO\ncurl https://me:hunter2@host.example"
+        monkeypatch.setattr(record, "_run", lambda command: says)
+        folder = record.write(plan("--output", str(tmp_path)), "20260101-000000", environ={"SLURM_JOB_ID": "7"})
+        for name in ("changes.patch", "job.sbatch"):
+            assert (folder / name).read_text() == (
+                "export WANDB_API_KEY=*** NCCL_DEBUG=INFO\ncurl https://***@host.example\n"
+            )
+
+
 class TestLongRunsOnGpus:
     WORDS = ("--model", "7b", "--data", "text", "--tokenizer", "tokenizer.model")
 
@@ -647,6 +657,9 @@ class TestRecordsKeepNoSecrets:
             ("--hub-token=abc", "--hub-token=***"),
             ("s3://bucket/a@b https://host/x@y", "s3://bucket/a@b https://host/x@y"),
             ("--tokenizer-model t.model", "--tokenizer-model t.model"),
+            ("+export HF_TOKEN=abc; NCCL_DEBUG=INFO", "+export HF_TOKEN=***; NCCL_DEBUG=INFO"),
+            ("export DB_PASSWORD='two words' X=1", "export DB_PASSWORD=*** X=1"),
+            ("tokens=4 MODEL_KEYS == keys", "tokens=4 MODEL_KEYS == keys"),
         ],
     )
     def test_by_shape(self, text: str, kept: str) -> None:
