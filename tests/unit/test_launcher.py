@@ -589,7 +589,6 @@ class TestRecord:
         assert json.loads((folder / "versions.json").read_text())["packages"]["torch"]
         assert flatten(group_flags(shlex.split((folder / "flags.txt").read_text()))) == made.arguments
 
-
     def test_changes_and_the_text_of_a_job_are_masked(self, tmp_path: Path, monkeypatch) -> None:
         says = "export WANDB_API_KEY=hunter2 NCCL_DEBUG=INFO\ncurl https://me:hunter2@host.example"
         monkeypatch.setattr(record, "_run", lambda command: says)
