@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For all tests: no network, an order in which long files come first, or one of chance, and old torches."""
+"""For all tests: one thread, no network, an order in which long files come first, or one of chance, and old torches."""
 
 from __future__ import annotations
+
+import os
+
+# Before torch is imported. Workers take one core each; where another job holds a core, the second thread of a small sum
+# is waited for at every sum, and a test of four seconds takes a hundred.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Generator
 from itertools import groupby
@@ -23,10 +29,13 @@ LONG = (
     "fuzz/test_fuzz.py",
     "distributed/test_shard.py",
     "unit/test_evaluation.py",
+    "objectives/test_brought.py",
+    "unit/test_reproduce_local.py",
     "megatron/test_recording.py",
-    "unit/test_gpu_report.py",
+    "unit/test_cpu_backend.py",
     "megatron/test_objectives.py",
     "megatron/test_export.py",
+    "unit/test_prepare.py",
 )
 """Files that take long; whichever worker got one of them last would end long after the other."""
 
