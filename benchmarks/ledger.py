@@ -500,6 +500,7 @@ QUIET_FAULTS = Source(
     "pp2-sigterm-last-step-2-command cp2-sigint-last-step-2-command dp2-abort-random-0-command "
     "ep2-exception-random-0-command",
 )
+SUITE = Source("benchmarks/results/suite.csv", 'make test PYTEST_ARGS="--shuffle 2"')
 FLAGS = Source("benchmarks/results/flags.csv", "make flags FLAGS_ARGS='--combinations 5000 --record'")
 RESUMED = Source("benchmarks/results/resumed_releases.csv", "python -m tests.versions.carried --sources DIR --record")
 
@@ -561,6 +562,8 @@ OF_RELIABILITY = (
     Figure(RELIABILITY, "{} small and {} large sequences have been compared", STRESS,
            lambda: [sum(cases_of("small")) / len(STRESSED_FORMS), sum(cases_of("large"))]),
     Figure(RELIABILITY, "error of a value was {} of its bound", STRESS, lambda: [max(column(STRESS, "value"))]),
+    Figure(RELIABILITY, "`make test` took {} s on two", SUITE, lambda: column(SUITE, "seconds", beside="nothing")),
+    Figure(RELIABILITY, "and {} s beside two processes", SUITE, lambda: column(SUITE, "seconds", order="shuffled 2")),
     Figure(RELIABILITY, "that of a gradient {}, and all", STRESS, lambda: [max(column(STRESS, "gradient"))]),
     Figure(RELIABILITY, "n = 1024 delta is {}.", Source("tests/stress/judge.py", "make stress"),
            lambda: [judge.delta(0.01, 1024, 1024)]),
