@@ -185,7 +185,7 @@ def short_count(number: float) -> str:
 
 
 def label_ends(figure: Figure, told: Callable[[Line2D], str] | None = None, *, colour: str | None = None) -> None:
-    """A word beside each line's end, when all else is drawn: moved up or down until no two touch.
+    """A word beside each line's end, when all else is drawn: moved up or down until no two touch, and none the axis.
 
     Args:
         told: the word; by default the last value.
@@ -210,7 +210,8 @@ def _label_ends_of(axes: Axes, told: Callable[[Line2D], str], colour: str | None
     named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
     lines = [line for line in named if np.isfinite(_end(line)[1]) and (_end(line)[1] > 0 or axes.get_yscale() != "log")]
     heights = [points * float(axes.transData.transform(_end(line))[1]) for line in lines]
-    for line, height, shown in zip(lines, heights, spread(heights, _POINTS_APART), strict=True):
+    lowest = points * axes.get_window_extent().y0 + _POINTS_APART / 2
+    for line, height, shown in zip(lines, heights, spread(heights, _POINTS_APART, lowest), strict=True):
         axes.annotate(
             told(line), _end(line), (7, shown - height), textcoords="offset points", va="center", fontsize=9,
             color=colour or line.get_color(), fontweight="bold" if colour is None else "normal",
@@ -219,8 +220,8 @@ def _label_ends_of(axes: Axes, told: Callable[[Line2D], str], colour: str | None
         )  # fmt: skip
 
 
-def spread(heights: Sequence[float], apart: float) -> list[float]:
-    """The heights, in their order, each moved as little as it takes for neighbours to be `apart`."""
+def spread(heights: Sequence[float], apart: float, lowest: float = -np.inf) -> list[float]:
+    """The heights, in their order, moved as little as it takes to be `apart` and not below `lowest`."""
     order = np.argsort(heights, kind="stable")
     groups: list[tuple[float, int]] = []  # (centre, members) of runs of labels that touch
     for place in order:
@@ -230,8 +231,8 @@ def spread(heights: Sequence[float], apart: float) -> list[float]:
             groups.append(((above * one + below * other) / (one + other), one + other))
     shown = [centre + apart * (place - (count - 1) / 2) for centre, count in groups for place in range(count)]
     found = [0.0] * len(shown)
-    for place, height in zip(order, shown, strict=True):
-        found[place] = height
+    for rank, (place, height) in enumerate(zip(order, shown, strict=True)):
+        found[place] = max(height, lowest + apart * rank)
     return found
 
 

@@ -21,6 +21,8 @@ _UNITS = {
     "isotropy": "isotropy (0 to 1)",
     "simreg_loss": "SimReg loss (per token)",
     "margin_10": "margin, 10 % quantile (nats)",
+    "margin_50": "margin, median (nats)",
+    "margin_90": "margin, 90 % quantile (nats)",
     "margin": "mean margin (nats)",
     "rare_norm_difference": "norms of rare labels (Cohen's d)",
     "seconds_per_step": "seconds per step",

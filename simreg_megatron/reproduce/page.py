@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
+
 from simreg_megatron.report.own import versions_here
 from simreg_megatron.report.page import Grid, Page, Picture, Section
 from simreg_megatron.reproduce import authors, figures
@@ -63,10 +66,16 @@ def _beside_the_authors(name: str, verdicts: list[Verdict], tables: dict[str, Ta
             )
         )
     says = (
-        "Differences are in the unit of the claim's measure, nats per token for a loss. Time saved is unmeasured where "
-        "only the judged runs tell the seconds of a step, which means nothing if they shared their cores."
+        "Differences are in the unit of the claim's measure, nats per token for a loss. A time saved is unmeasured "
+        "if only the judged runs tell the seconds of a step, which means nothing if they shared their cores."
     )
-    return Grid(heads, rows, says)
+    return Grid(*_without_empty(heads, rows), says)
+
+
+def _without_empty(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Without the columns that say nothing."""
+    kept = [any(cell != "-" for cell in column) for column in zip(*rows, strict=True)]
+    return list(compress(heads, kept)), [list(compress(row, kept)) for row in rows]
 
 
 def _means(table: Table) -> Grid:

@@ -60,7 +60,7 @@ class Verdict:
     @property
     def sentence(self) -> str:
         low, high = self.interval
-        where = f"size {self.place.size}, {self.place.tokens_per_parameter} tokens a parameter"
+        where = f"Size {self.place.size}, {self.place.tokens_per_parameter} tokens a parameter"
         told = (
             f"{self.difference:+.4f} ({low:+.4f} to {high:+.4f}, p {self.p_value:.2g}, "
             f"{self.numbers[0]} and {self.numbers[1]} seeds)"

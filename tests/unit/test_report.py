@@ -135,6 +135,10 @@ def test_labels_are_moved_apart_as_little_as_it_takes(heights, shown):
     assert curves.spread(heights, 10.0) == pytest.approx(shown)
 
 
+def test_labels_stay_above_the_axis():
+    assert curves.spread([1.0, 0.0, 40.0], 10.0, 5.0) == pytest.approx([15.0, 5.0, 40.0])
+
+
 def test_tokens_stand_below_the_steps_where_all_runs_agree(tmp_path):
     sizes = {"seq_length": "256", "global_batch_size": "8"}
     told = [Run(name, make_run(name).scalars, sizes) for name in "ab"]
