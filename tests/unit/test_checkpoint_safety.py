@@ -21,6 +21,7 @@ from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.pickles import Inert, load_pickle, load_torch
 from simreg_megatron.checkpoint.source import open_checkpoint
 from simreg_megatron.cli import app
+from tests.fuzz.readers.checkpoints import archive_of, rank_content, with_pickle
 from tests.helpers.checkpoints import EXPERTS, Calls, dist_checkpoint
 
 pytest.importorskip("transformers")
@@ -58,6 +59,14 @@ def touches(path: Path) -> Calls:
 def test_a_sound_checkpoint_is_exported(checkpoint: Path, save: Path) -> None:
     done = export(checkpoint, save)
     assert done.exit_code == 0 and (save / "config.json").is_file(), done.output
+
+
+def _shared_lists() -> list:
+    """Small on disk, and 2^40 numbers long when it is printed."""
+    lists: list = [1]
+    for _ in range(40):
+        lists = [lists, lists]
+    return lists
 
 
 class TestMalicious:
@@ -114,6 +123,40 @@ class TestMalicious:
             info.relative_path = "../../etc/passwd"
         write_metadata(checkpoint, metadata)
         assert "points outside its folder" in refused(checkpoint, save)
+
+    @pytest.mark.parametrize("key", [b")" + 400_000 * b"\x85", b")" + 100 * b"2\x86"], ids=["deep", "shared"])
+    def test_a_key_that_hashing_would_not_survive(self, key: bytes, tmp_path: Path) -> None:
+        """Tuples in tuples: so deep that Python's stack ends, or so often the same that the hash takes 2^100 steps."""
+        crafted = b"\x80\x02}" + key + b"K\x01s."
+        (tmp_path / ".metadata").write_bytes(crafted)
+        with pytest.raises(CheckpointError, match="nested too deep"):
+            load_pickle(tmp_path / ".metadata")
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            load_torch(with_pickle(archive_of({}), crafted), path=tmp_path / "common.pt")
+
+    def test_the_same_long_key_again_and_again(self, tmp_path: Path) -> None:
+        long = b"(" + 4000 * b"K\x01" + b"tq\x00"
+        (tmp_path / ".metadata").write_bytes(b"\x80\x02}" + long + b"K\x01s" + 4000 * b"h\x00K\x01s" + b".")
+        with pytest.raises(CheckpointError, match="too long to hash"):
+            load_pickle(tmp_path / ".metadata")
+
+    @pytest.mark.parametrize("value", [_shared_lists(), 10**6000, -(10**6000)], ids=["lists", "long", "negative"])
+    @pytest.mark.parametrize("name", ["num_layers", "normalization", "rotary_base", "tensor_model_parallel_size"])
+    def test_a_setting_that_printing_would_not_survive(self, name: str, value, tmp_path: Path, save: Path) -> None:
+        content = rank_content()
+        vars(content["args"])[name] = value
+        (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+        torch.save(content, tmp_path / "old" / "mp_rank_00" / "model_optim_rng.pt")
+        refused(tmp_path / "old", save)
+
+    @pytest.mark.parametrize("experts", [0, 3, "four", 10**6000], ids=["none", "three", "word", "long"])
+    def test_experts_in_one_matrix_that_do_not_divide_it(self, experts, tmp_path: Path, save: Path) -> None:
+        content = rank_content()
+        content["model"]["decoder.layers.0.mlp.experts.weight1"] = torch.zeros(8, 4)
+        vars(content["args"])["num_experts"] = experts
+        (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+        torch.save(content, tmp_path / "old" / "mp_rank_00" / "model_optim_rng.pt")
+        refused(tmp_path / "old", save)
 
     def test_classes_of_megatron_become_inert_records(self, checkpoint: Path) -> None:
         crafted = b"cmegatron.core.utils\nanything\n(S'rm -rf'\ntR."
