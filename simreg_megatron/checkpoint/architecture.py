@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from simreg_megatron.checkpoint import weights
@@ -128,13 +129,13 @@ class Architecture:
         queries, keys = self.num_heads * self.head_size, self.num_groups * self.head_size
         yield weights.EMBEDDING, (num_rows, self.hidden)
         for layer in range(self.num_layers):
-            for rest, shape in (
+            always = (
                 (weights.INPUT_NORM, (self.hidden,)),
                 (weights.QKV, (queries + 2 * keys, self.hidden)),
                 (weights.PROJ, (self.hidden, queries)),
                 (weights.MLP_NORM, (self.hidden,)),
-                *self._mlp_shapes(),
-            ):
+            )
+            for rest, shape in chain(always, self._mlp_shapes()):
                 yield weights.canonical(rest, layer), shape
         yield weights.FINAL_NORM, (self.hidden,)
         if not self.is_tied:

@@ -10,12 +10,15 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from simreg_megatron.checkpoint import weights
 from simreg_megatron.checkpoint.dist_format import DistCheckpoint
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.pickles import Inert, load_pickle, load_torch
@@ -50,6 +53,12 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def save(tmp_path: Path) -> Path:
     return tmp_path / "model"
+
+
+def older_format(folder: Path, content: dict) -> Path:
+    (folder / "mp_rank_00").mkdir(parents=True)
+    torch.save(content, folder / "mp_rank_00" / "model_optim_rng.pt")
+    return folder
 
 
 def touches(path: Path) -> Calls:
@@ -111,10 +120,8 @@ class TestMalicious:
         assert not (tmp_path / "sprung").exists()
 
     def test_the_older_format(self, tmp_path: Path, save: Path) -> None:
-        folder = tmp_path / "old" / "mp_rank_00"
-        folder.mkdir(parents=True)
-        torch.save({"args": argparse.Namespace(), "model": touches(tmp_path / "sprung")}, folder / "model_optim_rng.pt")
-        assert "posix.system" in refused(folder.parent, save)
+        content = {"args": argparse.Namespace(), "model": touches(tmp_path / "sprung")}
+        assert "posix.system" in refused(older_format(tmp_path / "old", content), save)
         assert not (tmp_path / "sprung").exists()
 
     def test_a_path_out_of_the_folder(self, checkpoint: Path, save: Path) -> None:
@@ -145,18 +152,18 @@ class TestMalicious:
     def test_a_setting_that_printing_would_not_survive(self, name: str, value, tmp_path: Path, save: Path) -> None:
         content = rank_content()
         vars(content["args"])[name] = value
-        (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
-        torch.save(content, tmp_path / "old" / "mp_rank_00" / "model_optim_rng.pt")
-        refused(tmp_path / "old", save)
+        refused(older_format(tmp_path / "old", content), save)
 
     @pytest.mark.parametrize("experts", [0, 3, "four", 10**6000], ids=["none", "three", "word", "long"])
     def test_experts_in_one_matrix_that_do_not_divide_it(self, experts, tmp_path: Path, save: Path) -> None:
         content = rank_content()
         content["model"]["decoder.layers.0.mlp.experts.weight1"] = torch.zeros(8, 4)
         vars(content["args"])["num_experts"] = experts
-        (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
-        torch.save(content, tmp_path / "old" / "mp_rank_00" / "model_optim_rng.pt")
-        refused(tmp_path / "old", save)
+        refused(older_format(tmp_path / "old", content), save)
+
+    def test_experts_without_end_are_counted_one_by_one(self) -> None:
+        many = replace(EXPERTS, num_experts=1 << 39).shapes(num_rows=10)
+        assert [name for name, _ in islice(many, 6)][-1] == weights.canonical(weights.ROUTER, 0)
 
     def test_classes_of_megatron_become_inert_records(self, checkpoint: Path) -> None:
         crafted = b"cmegatron.core.utils\nanything\n(S'rm -rf'\ntR."
