@@ -21,6 +21,7 @@ from simreg_megatron.checkpoint.source import Checkpoint
 from simreg_megatron.checkpoint.tokenizer import Tokenizer
 from simreg_megatron.checkpoint.vocabulary import check_size, check_tokenizer, size_of
 from simreg_megatron.checkpoint.weights import EMBEDDING, Weight
+from simreg_megatron.sentences import brief
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 4 << 30
@@ -70,15 +71,14 @@ def plan_export(
     args = checkpoint.args
     asked = vocabulary
     vocabulary = vocabulary or size_of(args, tokenizer)
-    if is_padded := vocabulary is None:
+    if vocabulary is None:
         vocabulary = args.get("padded_vocab_size")
+        notes.append(
+            f"the vocabulary keeps the rows that Megatron added ({brief(vocabulary)} in all): neither the checkpoint "
+            "nor a tokenizer tells how many are real; give --tokenizer or --vocab-size to leave them out"
+        )
     if not isinstance(vocabulary, int) or not 0 < vocabulary < LARGEST:
         raise CheckpointError("the checkpoint does not tell the size of its vocabulary: give --vocab-size")
-    if is_padded:
-        notes.append(
-            f"the vocabulary keeps the rows that Megatron added ({vocabulary} in all): neither the checkpoint nor a "
-            "tokenizer tells how many are real; give --tokenizer or --vocab-size to leave them out"
-        )
     architecture = from_args(args, vocabulary=vocabulary)
     num_rows = check_weights(architecture, checkpoint.weights)
     if tokenizer is not None:

@@ -7,7 +7,6 @@ its text is nonsense. So what does not fit is refused, and what nobody can tell 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.tokenizer import Tokenizer
 from simreg_megatron.data.encoding import RECORD, TokenizerFacts, describe_tokenizer
 from simreg_megatron.data.indexed import DataError
+from simreg_megatron.data.settings import read_json
 from simreg_megatron.sentences import brief
 
 _ADDED_BY_MEGATRON = 7  # <CLS>, <SEP>, <EOD>, <MASK>, <PAD>, <BOS>, <EOS>, by its sentencepiece tokenizer up to 0.15
@@ -109,8 +109,8 @@ def _recorded(checkpoint: Path) -> list[dict[str, Any]]:
     for base in (folder.parent.parent, folder.parent, folder):
         found = []
         for path in sorted((base / "record").glob(f"*/{RECORD}")):
-            with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, or of another program
-                entries = json.loads(path.read_text(encoding="utf-8"))
+            with suppress(DataError, KeyError, TypeError):  # damaged, or of another program
+                entries = read_json(path) or {}
                 found.append({name: entries[name] for name in ("kind", "source", "sha256", "vocab_size")})
         if found:
             return found
