@@ -11,6 +11,7 @@ from typing import Any
 from simreg_megatron.checkpoint import weights
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.weights import Weight
+from simreg_megatron.sentences import brief
 
 LLAMA, MIXTRAL = "llama", "mixtral"
 LLAMA3_SCALING: dict[str, Any] = {
@@ -69,7 +70,7 @@ _MUST_BE_WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_mlp_glu_interleave_size": (None,),
     "moe_expert_capacity_factor": (None,),
 }
-_LARGEST = 1 << 40  # of any size, so that no product of two overflows what torch counts with
+LARGEST = 1 << 40  # of any size, so that no product of two overflows what torch counts with
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Architecture:
             self.ffn,
             self.vocabulary,
         )
-        if not all(0 < size < _LARGEST for size in sizes) or self.num_heads % self.num_groups:
+        if not all(0 < size < LARGEST for size in sizes) or self.num_heads % self.num_groups:
             raise CheckpointError(
                 f"the model's sizes (layers, hidden, heads, groups, head channels, FFN, vocabulary) are {sizes}: all "
                 "must be numbers above 0, and the groups must divide the heads"
@@ -176,7 +177,7 @@ def from_args(args: Mapping[str, Any], *, vocabulary: int) -> Architecture:
         num_experts=num_experts,
         experts_per_token=_number(args, "moe_router_topk") if num_experts else 0,
         balance_coefficient=_balance(args) if num_experts else 0.0,
-        dtype=str(args.get("params_dtype", "torch.float32")).removeprefix("torch."),
+        dtype=brief(args.get("params_dtype", "float32")).strip("'").removeprefix("torch."),
     )
 
 
@@ -194,19 +195,19 @@ def _refuse_others(args: Mapping[str, Any], num_experts: int) -> None:
     pattern = frequency if isinstance(frequency, list) else [1]
     if num_experts and (not all(pattern) or (not isinstance(frequency, list) and frequency != 1)):
         raise CheckpointError(
-            f"the model has moe_layer_freq = {frequency}, but transformers' Mixtral needs experts in every layer"
+            f"the model has moe_layer_freq = {brief(frequency)}, but transformers' Mixtral needs experts in every layer"
         )
 
 
 def _shown(value: Any) -> str:
-    return "nothing given" if value is None else repr(value)
+    return "nothing given" if value is None else brief(value)
 
 
 def _number(args: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = args.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CheckpointError(f"the checkpoint's arguments have {name} = {value!r}, where a number is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST:
+        raise CheckpointError(f"the checkpoint's arguments have {name} = {brief(value)}, where a number is needed")
     return value
 
 
@@ -220,8 +221,8 @@ def _epsilon(args: Mapping[str, Any]) -> float:
 
 def _rope_base(args: Mapping[str, Any]) -> float:
     value = args.get("rotary_base") or 10000
-    if not isinstance(value, int | float) or not 0 < value < _LARGEST:
-        raise CheckpointError(f"its arguments give rotary_base as {value!r}, where a number is needed")
+    if not isinstance(value, int | float) or not 0 < value < LARGEST:
+        raise CheckpointError(f"its arguments give rotary_base as {brief(value)}, where a number is needed")
     return float(value)
 
 
@@ -232,15 +233,15 @@ def _rope_scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
     factor = args.get("rope_scaling_factor")
     if factor not in (None, LLAMA3_SCALING["factor"]):
         raise CheckpointError(
-            f"the checkpoint's arguments have rope_scaling_factor = {factor}, but Megatron's own scripts always build "
-            "the model with 8: which of the two it was trained with is unknown, so it cannot be converted"
+            f"the checkpoint's arguments have rope_scaling_factor = {brief(factor)}, but Megatron's own scripts always "
+            "build the model with 8: which of the two it was trained with is unknown, so it cannot be converted"
         )
     return dict(LLAMA3_SCALING)
 
 
 def _balance(args: Mapping[str, Any]) -> float:
     value = args.get("moe_aux_loss_coeff") or 0.0
-    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else 0.0
 
 
 def check_weights(architecture: Architecture, found: Mapping[str, Weight]) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.pickles import load_pickle, load_torch
+from simreg_megatron.sentences import brief
 
 METADATA = ".metadata"
 _NOT_THE_MODEL = ("optimizer.", "chained_")  # the optimizer's: far more than the model, and never read here
@@ -125,7 +126,7 @@ class DistCheckpoint:
     def _place(self, info: Any) -> Place:
         name, start, length = info.relative_path, info.offset, info.length
         if not isinstance(name, str) or not _FILE.fullmatch(name) or not isinstance(start, int) or start < 0:
-            raise CheckpointError(f"{self.folder / METADATA} points outside its folder, to {name!r}: {_COPY}")
+            raise CheckpointError(f"{self.folder / METADATA} points outside its folder, to {brief(name)}: {_COPY}")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{self.folder / name} is compressed, which Megatron never does: {_COPY}")
         path = self.folder / name

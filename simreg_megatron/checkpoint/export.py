@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.checkpoint.appearing import appearing
-from simreg_megatron.checkpoint.architecture import Architecture, check_weights, from_args
+from simreg_megatron.checkpoint.architecture import LARGEST, Architecture, check_weights, from_args
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.huggingface import Target, config_entries, config_of, targets
 from simreg_megatron.checkpoint.source import Checkpoint
@@ -70,14 +70,15 @@ def plan_export(
     args = checkpoint.args
     asked = vocabulary
     vocabulary = vocabulary or size_of(args, tokenizer)
-    if vocabulary is None:
+    if is_padded := vocabulary is None:
         vocabulary = args.get("padded_vocab_size")
+    if not isinstance(vocabulary, int) or not 0 < vocabulary < LARGEST:
+        raise CheckpointError("the checkpoint does not tell the size of its vocabulary: give --vocab-size")
+    if is_padded:
         notes.append(
             f"the vocabulary keeps the rows that Megatron added ({vocabulary} in all): neither the checkpoint nor a "
             "tokenizer tells how many are real; give --tokenizer or --vocab-size to leave them out"
         )
-    if not isinstance(vocabulary, int) or vocabulary < 1:
-        raise CheckpointError("the checkpoint does not tell the size of its vocabulary: give --vocab-size")
     architecture = from_args(args, vocabulary=vocabulary)
     num_rows = check_weights(architecture, checkpoint.weights)
     if tokenizer is not None:

@@ -24,6 +24,7 @@ import torch
 from torch._weights_only_unpickler import get_globals_in_pkl
 
 from simreg_megatron.checkpoint.errors import CheckpointError
+from simreg_megatron.checkpoint.keys import WeighingUnpickler
 
 _FAMILIES = ("megatron.", "transformer_engine.", "simreg_megatron.", "torch.distributed.checkpoint.")
 _RECORDS = {
@@ -53,6 +54,10 @@ class Inert:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.__dict__.update(options)
         self.arguments = arguments
+
+    def __repr__(self) -> str:
+        kept = self.arguments[0] if type(self) is Inert and self.arguments else self
+        return f"<{type(kept).__name__}>"
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict) and all(isinstance(name, str) for name in state):
@@ -86,7 +91,7 @@ def _load_bytearray8(reader: Any) -> None:
     reader.append(bytearray(reader.read(length)))
 
 
-class _ListedOnly(pickle._Unpickler):
+class _ListedOnly(WeighingUnpickler):
     """Python's own form of the reader: the one in C makes room for as many objects as a damaged number says."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -96,7 +101,27 @@ class _ListedOnly(pickle._Unpickler):
             raise _UnlistedError(full)
         return found
 
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: _load_bytearray8}
+    dispatch: ClassVar[dict[int, Any]] = {**WeighingUnpickler.dispatch, pickle.BYTEARRAY8[0]: _load_bytearray8}
+
+
+class _Ghost:
+    """Stands for everything that a pickle names where only its tuples and keys are of interest."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+    def _ignore(self, *values: Any) -> None: ...
+
+    __setitem__ = __setstate__ = append = extend = add = _ignore
+
+
+class _Weighing(WeighingUnpickler):
+    """Follows a pickle for its weights alone, without any of its objects."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _PLAIN.get(f"{module}.{name}", _Ghost)
+
+    def persistent_load(self, pid: Any) -> _Ghost:
+        return _Ghost()
 
 
 class _UnlistedError(Exception):
@@ -125,7 +150,8 @@ def load_pickle(path: Path) -> Any:
         CheckpointError: it asks for another name, or is damaged.
     """
     try:
-        return _ListedOnly(io.BytesIO(path.read_bytes())).load()
+        data = path.read_bytes()
+        return _ListedOnly(io.BytesIO(data), length=len(data)).load()
     except _UnlistedError as error:
         raise _refused(str(error), path) from None
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
@@ -196,9 +222,10 @@ def _check_archive(source: Any, *, with_sums: bool) -> None:
 
 
 def _check_pickles(archive: zipfile.ZipFile) -> None:
-    """torch's reader would make a bytearray of any length that is asked for, and no checkpoint holds one."""
+    """torch's reader would make a bytearray of any length that is asked for, and hash any key."""
     for record in archive.infolist():
         if record.filename.endswith("data.pkl"):
-            names = get_globals_in_pkl(io.BytesIO(archive.read(record)))
-            if found := names & {"builtins.bytearray", "__builtin__.bytearray"}:
-                raise _UnlistedError(min(found))
+            data = archive.read(record)
+            if found := get_globals_in_pkl(io.BytesIO(data)) & {"builtins.bytearray", "__builtin__.bytearray"}:
+                raise _UnlistedError(min(found))  # no checkpoint holds one
+            _Weighing(io.BytesIO(data), length=len(data)).load()

@@ -22,6 +22,7 @@ from simreg_megatron.checkpoint import weights
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.pickles import Inert, load_torch
 from simreg_megatron.checkpoint.weights import Weight
+from simreg_megatron.sentences import brief
 
 _FOLDER = re.compile(r"mp_rank_\d{2,}(?:_\d{3}){0,2}")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -60,18 +61,18 @@ class RankFiles:
         self.models, self.num_places = self._models()
         self.names = sorted({name for model in self.models.values() for name in model})
 
-    def _size(self, name: str) -> int:
-        size = self.args.get(name) or 1
-        if not isinstance(size, int) or size < 1:
-            raise CheckpointError(f"{self.folder} gives {name} as {size!r}: {_COPY}")
+    def _size(self, name: str, least: int = 1) -> int:
+        size = self.args.get(name) or least
+        if not isinstance(size, int) or size < least:
+            raise CheckpointError(f"{self.folder} gives {name} as {brief(size)}: {_COPY}")
         return size
 
     def _check_expert_tensor_parallelism(self) -> None:
         own = self.args.get("expert_tensor_parallel_size") or self._tensor
         if self.args.get("num_experts") and own != self._tensor:
             raise CheckpointError(
-                f"experts are split over {own} tensor ranks and the rest over {self._tensor}, which the torch format "
-                "does not record: load it in Megatron and save it with --ckpt-format torch_dist"
+                f"experts are split over {brief(own)} tensor ranks and the rest over {self._tensor}, which the torch "
+                "format does not record: load it in Megatron and save it with --ckpt-format torch_dist"
             )
 
     def _check_number_of_files(self) -> None:
@@ -102,7 +103,8 @@ class RankFiles:
             name += f"_{stage:03d}" * (self._stages > 1) + f"_{expert:03d}" * (self._experts > 1)
             path = self._file(name)
             loaded = self._load(path)
-            keys = ["model"] if "model" in loaded else sorted(k for k in loaded if re.fullmatch(r"model\d+", str(k)))
+            names = [key for key in loaded if isinstance(key, str)]
+            keys = ["model"] if "model" in names else sorted(key for key in names if re.fullmatch(r"model\d+", key))
             num_virtual = max(num_virtual, len(keys))
             for virtual, key in enumerate(keys):
                 state = {str(k): _sound(t, path) for k, t in dict(loaded[key]).items() if isinstance(t, Tensor)}
@@ -140,7 +142,7 @@ class RankFiles:
         return weights.joined_halves(parts)
 
     def _experts_per_rank(self) -> int:
-        return int(self.args.get("num_experts") or 0) // self._experts
+        return self._size("num_experts", least=0) // self._experts
 
     def _ungrouped(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Experts in one matrix as one matrix each: Megatron keeps them transposed, one after the other."""
@@ -151,8 +153,10 @@ class RankFiles:
             if kind is None:
                 apart[key] = tensor
                 continue
-            count, hidden = self._experts_per_rank(), int(self.args["hidden_size"])
-            each = tensor.view(count, hidden, -1) if kind == 1 else tensor.view(count, -1, hidden)
+            count, hidden = self._experts_per_rank(), self._size("hidden_size")
+            if not count or not tensor.numel() or tensor.numel() % (count * hidden):
+                raise CheckpointError(f"{self.folder}: {key} is not of {count} experts of width {hidden}; {_COPY}")
+            each = tensor.reshape(count, hidden, -1) if kind == 1 else tensor.reshape(count, -1, hidden)
             for number, matrix in enumerate(each):
                 apart[f"{layer}{weights.expert_name(number, kind)}"] = matrix.t()
         return apart

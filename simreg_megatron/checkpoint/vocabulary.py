@@ -13,10 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from simreg_megatron.checkpoint.architecture import LARGEST
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.tokenizer import Tokenizer
 from simreg_megatron.data.encoding import RECORD, TokenizerFacts, describe_tokenizer
 from simreg_megatron.data.indexed import DataError
+from simreg_megatron.sentences import brief
 
 _ADDED_BY_MEGATRON = 7  # <CLS>, <SEP>, <EOD>, <MASK>, <PAD>, <BOS>, <EOS>, by its sentencepiece tokenizer up to 0.15
 _WAY_OUT = "or leave out --tokenizer and --vocab-size, and all rows are kept"
@@ -33,7 +35,8 @@ def check_size(args: Mapping[str, Any], size: int, num_rows: int, what: str) -> 
         CheckpointError: it would not have.
     """
     multiple = _padded_to(args)
-    fitting = {-(-(size + added) // multiple) * multiple for added in _added_tokens(args)} if multiple else {num_rows}
+    added_tokens = _added_tokens(args, num_rows)
+    fitting = {-(-(size + added) // multiple) * multiple for added in added_tokens} if multiple else {num_rows}
     if size > num_rows or num_rows not in fitting:
         padded = f", which Megatron pads to {min(fitting)} rows" if multiple else ""
         raise CheckpointError(
@@ -56,17 +59,17 @@ def size_of(args: Mapping[str, Any], tokenizer: Tokenizer | None) -> int | None:
 
 def _padded_to(args: Mapping[str, Any]) -> int | None:
     factors = [args.get(name) for name in ("make_vocab_size_divisible_by", "tensor_model_parallel_size")]
-    if not all(isinstance(factor, int) and factor > 0 for factor in factors):
+    if not all(isinstance(factor, int) and 0 < factor < LARGEST for factor in factors):
         return None
     return int(factors[0] * factors[1])  # type: ignore[operator]
 
 
-def _added_tokens(args: Mapping[str, Any]) -> range:
-    """How many tokens Megatron may have put behind those of the tokenizer's own file."""
-    if "SentencePiece" not in str(args.get("tokenizer_type")):
+def _added_tokens(args: Mapping[str, Any], num_rows: int) -> range:
+    """How many tokens Megatron may have put behind those of the tokenizer's own file, of which there is a row each."""
+    if "SentencePiece" not in brief(args.get("tokenizer_type")):
         return range(1)
     extra = args.get("vocab_extra_ids")
-    return range(_ADDED_BY_MEGATRON + (extra if isinstance(extra, int) else 0) + 1)
+    return range(_ADDED_BY_MEGATRON + (extra if isinstance(extra, int) and 0 < extra < num_rows else 0) + 1)
 
 
 def _named(args: Mapping[str, Any]) -> str:
@@ -106,7 +109,7 @@ def _recorded(checkpoint: Path) -> list[dict[str, Any]]:
     for base in (folder.parent.parent, folder.parent, folder):
         found = []
         for path in sorted((base / "record").glob(f"*/{RECORD}")):
-            with suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or of another program
+            with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, or of another program
                 entries = json.loads(path.read_text(encoding="utf-8"))
                 found.append({name: entries[name] for name in ("kind", "source", "sha256", "vocab_size")})
         if found:
