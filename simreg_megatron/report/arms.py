@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,13 @@ class Arm:
         """The last validation loss of each run that has one."""
         found = (run.last(runs.VALIDATION_LOSS) for run in self.runs)
         return [loss for loss in found if loss is not None]
+
+    @property
+    def diverged(self) -> str:
+        """Which of its runs ended with a validation loss that is no number, as a sentence begins; "" for none."""
+        count = sum(not math.isfinite(loss) for loss in self.losses)
+        several = f"{count} of {len(self.losses)} runs of {self.name} diverged"
+        return "" if not count else several if len(self.losses) > 1 else f"{self.name} diverged"
 
     @property
     def seconds(self) -> float | None:

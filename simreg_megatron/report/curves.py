@@ -60,9 +60,7 @@ def panels_of(several: Sequence[Run]) -> tuple[Panel, ...]:
     """What is drawn of any runs, then what these ones logged beyond it: cosines, isotropy, margins."""
     logged = sorted({tag for run in several for tag in run.scalars})
     margins = (
-        Panel(tag, tag.removeprefix("simreg ").capitalize(), "margin, as logged")
-        for tag in logged
-        if tag.startswith(runs.MARGIN)
+        Panel(tag, tag.removeprefix("simreg ").capitalize(), "nats") for tag in logged if tag.startswith(runs.MARGIN)
     )
     return (*PANELS, *(panel for panel in FURTHER if panel.tag in logged), *margins)
 

@@ -55,9 +55,11 @@ def _verdict(arm: Arm, first: Arm) -> str:
     pair = f"{arm.name} against {first.name}"
     if not arm.losses or not first.losses:
         return f"{pair}: cannot be compared, as no validation loss was logged."
-    if min(len(arm.losses), len(first.losses)) < 2:
+    if diverged := " and ".join(filter(None, (first.diverged, arm.diverged))):
+        return f"{pair}: cannot be compared, as {diverged} (no finite validation loss)."
+    if seeds := _too_few(arm, first):
         apart = np.mean(arm.losses) - np.mean(first.losses)
-        return f"{pair}: {apart:+.4f} nats per token, one seed each: no interval, so nothing can be concluded."
+        return f"{pair}: {apart:+.4f} nats per token, {seeds}: no interval, so nothing can be concluded."
     found = welch(arm.losses, first.losses)
     told = f"{found.difference:+.4f} nats per token ({found.low:+.4f} to {found.high:+.4f}, p {found.p_value:.2g})"
     if found.low > 0 or found.high < 0:
@@ -65,21 +67,28 @@ def _verdict(arm: Arm, first: Arm) -> str:
     return f"{pair}: not told apart, {told}; {found.detectable:.4f} would be detected four times in five."
 
 
+def _too_few(arm: Arm, first: Arm) -> str:
+    """The seeds of both, where there is no interval; "" where there is."""
+    here, there = len(arm.losses), len(first.losses)
+    return "" if min(here, there) > 1 else "one seed each" if here == there else f"{here} and {there} seeds"
+
+
 def _table_of_ends(arms: Sequence[Arm]) -> Grid:
     heads = ("run", "seeds", "validation loss (nats per token)", "difference", "95 % interval", "the authors'")
     rows = []
     for arm in arms:
-        loss = f"{np.mean(arm.losses):.4f}" if arm.losses else "not logged"
+        loss = arm.diverged or (f"{np.mean(arm.losses):.4f}" if arm.losses else "not logged")
         row = [arm.name, str(len(arm.runs)), loss]
         if arm is arms[0]:
             rows.append([*row, "", "", ""])
             continue
-        both = bool(arm.losses and arms[0].losses)
-        apart = f"{np.mean(arm.losses) - np.mean(arms[0].losses):+.4f}" if both else "-"
-        interval = "one seed each"
-        if min(len(arm.losses), len(arms[0].losses)) > 1:
-            found = welch(arm.losses, arms[0].losses)
-            interval = f"{found.low:+.4f} to {found.high:+.4f}"
+        apart = interval = "-"
+        if arm.losses and arms[0].losses and not (arm.diverged or arms[0].diverged):
+            apart = f"{np.mean(arm.losses) - np.mean(arms[0].losses):+.4f}"
+            interval = _too_few(arm, arms[0])
+            if not interval:
+                found = welch(arm.losses, arms[0].losses)
+                interval = f"{found.low:+.4f} to {found.high:+.4f}"
         rows.append([*row, apart, interval, _beside(arm, arms[0], _AUTHORS_LOSS)])
     return Grid(heads, rows, f"Where they ended; differences are from {arms[0].name}.")
 
@@ -90,7 +99,7 @@ def _beside(arm: Arm, first: Arm, told: str) -> str:
 
 
 def _table_of_savings(arms: Sequence[Arm]) -> Grid:
-    loss = arms[0].curve.last(runs.VALIDATION_LOSS)
+    loss = None if arms[0].diverged else arms[0].curve.last(runs.VALIDATION_LOSS)
     rows = [_saving(arm, arms[0], loss) for arm in arms[1:]]
     says = (
         f"When each one reached the last validation loss of {arms[0].name}"
@@ -109,11 +118,14 @@ def _saving(arm: Arm, base: Arm, loss: float | None) -> list[str]:
     time = "not logged" if slower is None else f"{100 * (slower - 1):+.1f} %"
     step = None if loss is None else step_at(run, loss)
     if step is None:
-        return [arm.name, "not reached", "-", authors[0], time, authors[1], "-"]
-    per_step, per_first = (each.tokens_per_step or 1 for each in (run, first))
-    left = step * per_step / (first.scalars[runs.VALIDATION_LOSS].steps[-1] * per_first)
+        return [arm.name, "-" if loss is None else "not reached", "-", authors[0], time, authors[1], "-"]
+    left = step / first.scalars[runs.VALIDATION_LOSS].steps[-1]
     in_time = "-" if slower is None else f"{100 * (1 - left * slower):.0f} %"
-    return [arm.name, f"{step:.0f}", f"{100 * (1 - left):.0f} %", authors[0], time, authors[1], in_time]
+    if run.tokens_per_step and first.tokens_per_step:
+        saved = f"{100 * (1 - left * run.tokens_per_step / first.tokens_per_step):.0f} %"
+    else:
+        saved = f"{100 * (1 - left):.0f} % of the steps"  # which may have had more or fewer tokens
+    return [arm.name, f"{step:.0f}", saved, authors[0], time, authors[1], in_time]
 
 
 def step_at(run: Run, loss: float) -> float | None:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from simreg_megatron.reproduce.dataset import ROOT, Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.reproduce.local import clear, command_of
-from simreg_megatron.reproduce.outcome import outcome
+from simreg_megatron.reproduce.local import clear, command_of, conclude
 from simreg_megatron.reproduce.runs import Run
-from simreg_megatron.reproduce.store import FAILED, Store
+from simreg_megatron.reproduce.store import Store
 
 _SUBMIT = ("-m", "launch.slurm.submit")
 _ENDED, _BOOK = "ended.json", "slurm/slices.jsonl"  # as launch/progress.py and launch/slurm/chain.py write them
+_SUBMITTED, _TOLD = "slurm/submitted", "slurm/told"
 _SAVES = 4  # on the way of a run
 
 
@@ -73,25 +73,22 @@ def run_on_cluster(runs: Sequence[Run], store: Store, dataset: Dataset, *, site:
 def _collect(run: Run, store: Store, dataset: Dataset) -> None:
     """Keep what a run that is no longer in the queue came to."""
     folder = store.run_folder(run)
-    if not (folder / _BOOK).is_file() or (folder / "result.json").is_file():  # never begun, or told before
+    submitted = any((folder / name).is_file() for name in (_SUBMITTED, _BOOK))
+    if not submitted or (folder / "result.json").is_file():  # told before
         return
     logs = sorted((folder / "slurm").glob("*.log"), key=lambda path: path.stat().st_mtime)
     if logs:
         (folder / "log.txt").write_bytes(logs[-1].read_bytes())
-    result = outcome(folder, 0 if (folder / _ENDED).is_file() else 1, dataset)
-    store.keep(run, result)
-    if result["status"] != FAILED:
-        clear(folder, "checkpoints", "cache")
+    conclude(run, store, dataset, 0 if (folder / _ENDED).is_file() else 1)
 
 
 def _forget_failure(run: Run, store: Store) -> bool:
     """A failure is told once; the call after it submits the run anew, which resumes from what it saved."""
-    told = store.run_folder(run) / "slurm" / "told"
-    if not told.exists():
-        told.touch()
+    folder = store.run_folder(run)
+    if not (folder / _TOLD).exists():
+        (folder / _TOLD).touch()
         return False
-    for path in (told, store.run_folder(run) / "result.json", store.run_folder(run) / _BOOK):
-        path.unlink(missing_ok=True)
+    clear(folder, _TOLD, "result.json", _SUBMITTED, _BOOK, _ENDED)
     return True
 
 
@@ -103,6 +100,7 @@ def _submit(run: Run, store: Store, dataset: Dataset, site: Path) -> None:
     if "--save-interval" not in words:
         words += ["--save-interval", str(max(1, run.steps // _SAVES))]
     _answer([sys.executable, *_SUBMIT, "--cluster", str(site), "--name", run.name, script, *words])
+    (folder / _SUBMITTED).touch()
 
 
 def _names_in_queue() -> set[str]:

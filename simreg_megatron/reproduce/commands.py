@@ -14,8 +14,10 @@ import typer
 from rich.console import Console
 
 from simreg_megatron.reproduce.errors import ReproduceError
+from simreg_megatron.sentences import SentenceError
 
 if TYPE_CHECKING:
+    from simreg_megatron.reproduce.cluster import Standing
     from simreg_megatron.reproduce.dataset import Dataset
     from simreg_megatron.reproduce.plan import Plan
     from simreg_megatron.reproduce.runs import Entry
@@ -66,6 +68,7 @@ def reproduce(
     """
     from simreg_megatron.reproduce.local import give_way
     from simreg_megatron.reproduce.plan import read_plan
+    from simreg_megatron.reproduce.report_commands import conclude
     from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c
     from simreg_megatron.reproduce.store import Store
 
@@ -76,17 +79,18 @@ def reproduce(
         store = Store((output / "quick" if quick else output).absolute())  # runs start in another folder
         if low_priority:
             give_way()
-        failed = 0
+        failed = waiting = 0
         for plan in chosen:
             if slurm and not dry_run:
-                failed += _submit_plan(plan, store, slurm, quick=quick)
+                standing = _submit_plan(plan, store, slurm, quick=quick)
+                failed += len(standing.failed)
+                waiting += len(standing.queued) + len(standing.submitted)
             else:
                 failed += _run_plan(plan, store, jobs=jobs, threads=threads, quick=quick, dry_run=dry_run)
+        if not (failed or waiting or dry_run or quick):
+            conclude(dict.fromkeys(plan.name for plan in chosen), output)
     if failed:
         raise typer.Exit(1)
-    if not dry_run and not quick and not slurm:
-        told = f"`simreg-megatron report check {output}`, and as a page `simreg-megatron report page {output}`"
-        _console.print(f"What can be concluded from these results: {told}", markup=False)
 
 
 def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
@@ -114,7 +118,7 @@ def _listed(values: Sequence[object] | object) -> str:
 
 
 def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool, dry_run: bool) -> int:
-    """How many of its runs failed."""
+    """How many of its runs failed. A dry run writes nothing."""
     from simreg_megatron.reproduce import speed
     from simreg_megatron.reproduce.dataset import open_dataset
     from simreg_megatron.reproduce.local import run_here
@@ -122,27 +126,30 @@ def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool,
     from simreg_megatron.reproduce.screen import shown
 
     dataset = open_dataset(plan.data)
-    entries = _entries(plan, dataset, store, quick)
+    entries = _entries(plan, dataset, store, quick, dry_run=dry_run)
     runs = distinct(entries)
     _introduce(plan)
+    left = [run for run in runs if store.result(run) is None]
+    if not dry_run:
+        speed.measure(left, store, dataset, jobs=jobs, threads=threads, say=_console.print)
+    costs = speed.costs(left, dataset, speed.known(left, store, jobs=jobs, threads=threads))
+    hours = speed.until_all_end(costs.values(), jobs) / 3600
+    told = f"about {_duration(hours)} here with {jobs} at a time"
+    _console.print(
+        f"{len(runs)} runs of {sum(map(tokens_of, runs)) / 1e6:.1f} million tokens in all; {len(left)} are left, "
+        f"{told if len(costs) == len(left) else 'and how long they take here is measured before the first one'}"
+    )
     if dry_run:
         _print_commands(entries, store, dataset)
         return 0
-    tokens = sum(map(tokens_of, runs))
-    seconds = speed.measure(runs, store, dataset, jobs=jobs, threads=threads, say=_console.print)
-    asked = speed.estimate(runs, store, dataset, seconds, jobs=jobs, tokens=tokens)
-    _console.print(
-        f"{asked.runs} runs of {asked.tokens / 1e6:.1f} million tokens in all; {asked.runs_left} are left, "
-        f"about {_duration(asked.hours)} with {jobs} at a time"
-    )
-    with shown(_console, plan, runs, entries, store, seconds, jobs) as progress:
+    with shown(_console, plan, runs, entries, store, costs, jobs) as progress:
         run_here(runs, store, dataset, jobs=jobs, threads=threads, progress=progress)
     store.write_tables(plan, entries)
     return _report_failures(runs, store)
 
 
-def _submit_plan(plan: Plan, store: Store, site: Path, *, quick: bool) -> int:
-    """How many of its runs have failed since the last call."""
+def _submit_plan(plan: Plan, store: Store, site: Path, *, quick: bool) -> Standing:
+    """Where its runs are; `failed` are those that did since the last call."""
     from simreg_megatron.reproduce.cluster import run_on_cluster
     from simreg_megatron.reproduce.dataset import open_dataset
     from simreg_megatron.reproduce.runs import distinct, tokens_of
@@ -155,7 +162,8 @@ def _submit_plan(plan: Plan, store: Store, site: Path, *, quick: bool) -> int:
     standing = run_on_cluster(runs, store, dataset, site=site.absolute())
     store.write_tables(plan, entries)
     _console.print(standing.sentence)
-    return _report_failures(standing.failed, store)
+    _report_failures(standing.failed, store)
+    return standing
 
 
 def _introduce(plan: Plan) -> None:
@@ -165,7 +173,7 @@ def _introduce(plan: Plan) -> None:
         _console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {than})", markup=False)
 
 
-def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool) -> list[Entry]:
+def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool, *, dry_run: bool = False) -> list[Entry]:
     from simreg_megatron.reproduce.check import settings_of
     from simreg_megatron.reproduce.plan import read_plan
     from simreg_megatron.reproduce.runs import entries_of
@@ -180,7 +188,8 @@ def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool) -> list[En
     searched = entries_of(search, dataset, untuned)
     shipped = shipped_search(search.name)
     if shipped is not None and not any(store.result(entry.run) for entry in searched):
-        put_beside(search.name, store.folder)
+        if not dry_run:
+            put_beside(search.name, store.folder)
         _console.print(
             f"Settings: the best of {search.name} as it ships with the package; to search with your own text, "
             f"`simreg-megatron reproduce {search.name}` first, with another --output",
@@ -205,10 +214,10 @@ def _print_commands(entries: Sequence[Entry], store: Store, dataset: Dataset) ->
 def _report_failures(runs: Sequence, store: Store) -> int:
     failures = [(run, found) for run in runs if (found := store.failure(run)) is not None]
     for run, found in failures:
-        _console.print(
-            f"error: {run.name} ended with exit status {found['exit']}: its log is {store.run_folder(run) / 'log.txt'}",
-            style="bold red", markup=False,
-        )  # fmt: skip
+        log = store.run_folder(run) / "log.txt"
+        how = f"ended with exit status {found['exit']}" if found["exit"] else f"has no result ({found['tail']})"
+        where = f"its log is {log}" if log.is_file() else "it left no log"
+        _console.print(f"error: {run.name} {how}: {where}", style="bold red", markup=False)
     return len(failures)
 
 
@@ -220,7 +229,7 @@ def _duration(hours: float) -> str:
 def _one_sentence(output: Path) -> Iterator[None]:
     try:
         yield
-    except ReproduceError as error:
+    except SentenceError as error:
         _console.print(f"error: {error}", style="bold red", markup=False)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

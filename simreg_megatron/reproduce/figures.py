@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from simreg_megatron.report.curves import COLOURS, DASHES, MARKERS, label_ends, plain_axes
+from simreg_megatron.report.page import Picture
 from simreg_megatron.reproduce.check import Table
 from simreg_megatron.reproduce.verdict import Place, Row
 
@@ -30,6 +31,20 @@ _UNITS = {
 
 
 _PANELS_IN_A_ROW = 3
+
+
+def pictures(table: Table) -> list[Picture]:
+    """Both figures; none of a table that cannot be read, of which `check.violations` says what is wrong."""
+    if any(None in row.values() for row in table.rows):  # a line was cut
+        return []
+    try:
+        drawn = ends(table), curves(table)
+    except (AttributeError, LookupError, ValueError, TypeError, ArithmeticError):
+        return []
+    return [
+        Picture("ends", drawn[0], "Where every seed ended (a mark each), and their mean (the bar)."),
+        Picture("curves", drawn[1], "The way there: mean over the seeds, at the largest size."),
+    ]
 
 
 def ends(table: Table) -> Figure:

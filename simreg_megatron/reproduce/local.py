@@ -19,7 +19,7 @@ from simreg_megatron.reproduce.dataset import ROOT, Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.outcome import log_tail, outcome
 from simreg_megatron.reproduce.runs import Run, validation_batches
-from simreg_megatron.reproduce.store import FAILED, Store
+from simreg_megatron.reproduce.store import FAILED, Claim, Store
 
 _ITERATION = re.compile(r"\] iteration +(\d+)/ *\d+ \|")
 _POLL_SECONDS = 1.0
@@ -34,27 +34,21 @@ class Progress:
     """How far a sequence of runs is; `seen` is told after every change.
 
     steps: of each run that is at work.
+    orphans: runs at work that a program had started which was killed.
     """
 
     runs: Sequence[Run]
     seen: Callable[[Progress], None]
     ended: list[Run] = field(default_factory=list)
     steps: dict[Run, int] = field(default_factory=dict)
-
-    @property
-    def steps_done(self) -> int:
-        return sum(run.steps for run in self.ended) + sum(self.steps.values())
-
-    @property
-    def steps_in_all(self) -> int:
-        return sum(run.steps for run in self.runs)
+    orphans: int = 0
 
 
 @dataclass
 class _Worker:
     run: Run
     process: subprocess.Popen
-    lock: int
+    claim: Claim
 
 
 def command_of(run: Run, folder: Path, dataset: Dataset) -> list[str]:
@@ -82,6 +76,9 @@ def run_here(
 ) -> None:
     """Train what has not ended yet; failures are kept beside the run and do not stop the others.
 
+    Args:
+        jobs: runs at a time, orphans included; those of another living program are its own.
+
     Raises:
         KeyboardInterrupt: stopped, with all that was running; the same call resumes.
     """
@@ -89,38 +86,45 @@ def run_here(
     for run in runs:
         (progress.ended if store.result(run) else waiting).append(run)
     workers: list[_Worker] = []
+    progress.orphans = store.orphans()
     progress.seen(progress)
     try:
         while waiting or workers:
             for run in list(waiting):
-                if len(workers) < jobs and (worker := _start(run, store, dataset, threads)):
+                free = len(workers) + progress.orphans < jobs
+                if free and (worker := _start(run, store, dataset, threads)):
                     workers.append(worker)
                     waiting.remove(run)
-                elif store.result(run):  # by another program that works on the same folder
+                elif store.result(run):  # by an orphan, or another program that works on the same folder
                     waiting.remove(run)
                     progress.ended.append(run)
             time.sleep(_POLL_SECONDS)
             for worker in [worker for worker in workers if worker.process.poll() is not None]:
                 workers.remove(worker)
-                _finish(worker, store, dataset)
+                conclude(worker.run, store, dataset, worker.process.returncode)
+                worker.claim.give_back()
                 progress.ended.append(worker.run)
             progress.steps = {worker.run: _step(store.run_folder(worker.run)) for worker in workers}
+            progress.orphans = store.orphans()
             progress.seen(progress)
     finally:
         _stop(workers)
 
 
 def _start(run: Run, store: Store, dataset: Dataset, threads: int) -> _Worker | None:
-    """None where another process trains it."""
-    lock = store.claim(run)
-    if lock is None:
+    """None where another process trains it, or did."""
+    claim = store.claim(run)
+    if claim is None:
         return None
     folder = store.run_folder(run)
-    if store.result(run):  # it ended between the look and the lock
-        os.close(lock)
+    if (folder / "tensorboard").is_dir() and not (folder / "result.json").is_file():  # was killed, or is an orphan's
+        conclude(run, store, dataset, 0)
+    if store.result(run):
+        claim.give_back()
         return None
+    clear(folder, "ended.json", "result.json")  # of a failure: the launcher would find nothing left to do
     if not (folder / "checkpoints" / "latest_checkpointed_iteration.txt").is_file():
-        clear(folder, "tensorboard", "checkpoints", "ended.json", "result.json")
+        clear(folder, "tensorboard", "checkpoints")
     number = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
@@ -131,11 +135,11 @@ def _start(run: Run, store: Store, dataset: Dataset, threads: int) -> _Worker | 
             stderr=subprocess.STDOUT,
             env={**os.environ, **number, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # Ctrl-C reaches this program alone, which stops the runs in order
-            pass_fds=(lock,),
+            pass_fds=(claim.lock,),
         )
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
         _lower_session(process.pid)
-    return _Worker(run, process, lock)
+    return _Worker(run, process, claim)
 
 
 def clear(folder: Path, *names: str) -> None:
@@ -148,13 +152,13 @@ def clear(folder: Path, *names: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def _finish(worker: _Worker, store: Store, dataset: Dataset) -> None:
-    folder = store.run_folder(worker.run)
-    result = outcome(folder, worker.process.returncode, dataset)
-    store.keep(worker.run, result)
+def conclude(run: Run, store: Store, dataset: Dataset, status: int) -> None:
+    """Keep what a run came to whose process ended with exit status `status`."""
+    folder = store.run_folder(run)
+    result = outcome(folder, status, run.steps, dataset)
+    store.keep(run, result)
     if result["status"] != FAILED:
-        clear(folder, "checkpoints", "cache")
-    os.close(worker.lock)
+        clear(folder, "checkpoints", "cache", "owner")
 
 
 def _step(folder: Path) -> int:
@@ -172,7 +176,7 @@ def _stop(workers: Sequence[_Worker]) -> None:
         except subprocess.TimeoutExpired:
             _signal(worker, signal.SIGKILL)
             worker.process.wait()
-        os.close(worker.lock)
+        worker.claim.give_back()
 
 
 def _signal(worker: _Worker, number: int) -> None:

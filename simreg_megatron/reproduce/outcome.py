@@ -29,24 +29,19 @@ _CURVES = {
     "simreg margin 90%": "margin_90",
     "simreg norm difference of rare labels": "rare_norm_difference",
 }
-_NOT_FINITE = re.compile(r"found (NaN|Inf)|not finite", re.IGNORECASE)
+_NOT_FINITE = re.compile(r"\b(found (NaN|Inf)|not finite)\b", re.IGNORECASE)
 _TAIL = 4000  # bytes of a log
 
 
-def outcome(folder: Path, status: int, dataset: Dataset) -> dict[str, Any]:
-    """The result of the run in `folder`, which ended with exit status `status`."""
+def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> dict[str, Any]:
+    """The result of the run of `steps` steps in `folder`, which ended with exit status `status`."""
     kept = {"version": __version__, "commit": commit(), "curves": {}}
-    if status:
-        tail = log_tail(folder)
-        kind = DIVERGED if _NOT_FINITE.search(tail) else FAILED
-        return {"status": kind, "exit": status, "tail": tail, **kept}
-    try:
-        run = read_run(folder / "tensorboard")
-    except ReportError as error:
-        return {"status": FAILED, "exit": status, "tail": str(error), **kept}
-    loss = run.last(VALIDATION)
-    if loss is None or not math.isfinite(loss):
-        return {"status": DIVERGED, "exit": status, "tail": f"its validation loss is {loss}", **kept}
+    tail = log_tail(folder)
+    run, lacks = (None, tail) if status else _read(folder, steps)
+    if run is None:
+        kind = DIVERGED if _NOT_FINITE.search(f"{lacks}\n{tail}") else FAILED
+        return {"status": kind, "exit": status, "tail": lacks, **kept}
+    loss = float(run.scalars[VALIDATION].values[-1])
     return {
         "status": DONE,
         **{name: run.mean_of_end(tag) for tag, name in _CURVES.items()},
@@ -56,6 +51,20 @@ def outcome(folder: Path, status: int, dataset: Dataset) -> dict[str, Any]:
         **kept,
         "curves": {name: _points(run, tag) for tag, name in _CURVES.items() if tag in run.scalars},
     }
+
+
+def _read(folder: Path, steps: int) -> tuple[Run | None, str]:
+    """A run that was validated after its last step; else None, and what it lacks."""
+    try:
+        run = read_run(folder / "tensorboard")
+    except ReportError as error:
+        return None, str(error)
+    if VALIDATION not in run.scalars:
+        return None, "it ended without a validation loss"
+    step, loss = (series[-1] for series in run.scalars[VALIDATION])
+    if not math.isfinite(loss):
+        return None, f"its validation loss is not finite ({loss})"
+    return (run, "") if step == steps else (None, f"its last validation loss is of step {step}, and it has {steps}")
 
 
 def _points(run: Run, tag: str) -> list[tuple[int, float]]:

@@ -9,6 +9,7 @@ judged runs logged themselves: no measure where several shared the cores, and no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,14 +63,17 @@ def _seconds(rows: Sequence[Row]) -> float | None:
 
 
 def _kind(row: Row) -> tuple[str, ...]:
-    """What a step costs by: the objective and its chunks, or nothing. Weights, temperatures and rates cost nothing."""
+    """What a step costs by: clipping, the objectives and their chunks. Weights, temperatures and rates cost nothing."""
     words = row["flags"].split()
     given = {word: after for word, after in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
+    clipping = ("adagc",) if "--adagc" in given else ()
     objective = given.get("--simreg-objective", "simreg")
-    if given.get("--simreg-lambda", "0") == "0" or objective == "none":
-        return ("off",)
+    weighted = ":" in objective  # several, or one, whose weights stand there and not in --simreg-lambda
+    if objective == "none" or (not weighted and given.get("--simreg-lambda", "0") == "0"):
+        return ("off", *clipping)
     costly = (
-        "--simreg-chunk-size", "--simreg-similarity", "--simreg-layers", "--simreg-impl", "--simreg-off-after",
-        "--simreg-every",
+        "--simreg-objective-options", "--simreg-chunk-size", "--simreg-similarity", "--simreg-layers", "--simreg-impl",
+        "--simreg-off-after", "--simreg-every",
     )  # fmt: skip
-    return (objective, *(f"{name} {given[name]}" for name in costly if name in given))
+    names = re.sub(":[^,]*", "", objective)
+    return (names, *clipping, *(f"{name} {given[name]}" for name in costly if name in given))

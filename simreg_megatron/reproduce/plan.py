@@ -20,7 +20,24 @@ from simreg_megatron.reproduce.errors import ReproduceError
 PLANS = Path(__file__).resolve().parent / "plans"
 _MOST_RUNS = 10_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
+_FLAG = re.compile(r"[A-Za-z0-9][\w-]*")
 SIGNS = ("lower", "higher", "differs")
+METRICS = (
+    "validation_loss", "bits_per_byte", "train_loss", "simreg_loss", "positive_cosine", "negative_cosine", "isotropy",
+    "margin", "margin_10", "margin_50", "margin_90", "rare_norm_difference", "seconds_per_step",
+)  # fmt: skip
+_FALL_WITH_TRAINING = METRICS[:3]  # whatever the arm
+
+# What the program sets itself, or what makes runs comparable: size, text, length and schedule, what is read and when.
+_SAME_IN_ALL_ARMS = {
+    "model", "hidden-size", "ffn", "ffn-hidden-size", "num-layers", "num-attention-heads", "seq-length",
+    "global-batch-size", "rampup-batch-size", "train-iters", "train-samples", "exit-interval", "exit-duration-in-mins",
+    "lr-decay-iters", "lr-decay-samples", "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction", "min-lr",
+    "decoupled-min-lr", "seed", "data", "valid-data", "tokenizer", "tokenizer-type", "tokenizer-model", "data-path",
+    "train-data-path", "valid-data-path", "data-args-path", "per-split-data-args-path", "mock-data", "split",
+    "data-cache-path", "output", "save", "load", "tensorboard-dir", "auto-resume", "save-interval", "eval-iters",
+    "eval-interval", "full-validation", "log-interval", "log-timers-to-tensorboard",
+}  # fmt: skip
 
 Flags = dict[str, str]
 """Flags of launch/pretrain_*.sh without their dashes; "" is the value of a flag that stands alone."""
@@ -208,6 +225,8 @@ def _claim(content: Any, where: str) -> Claim:
     words = (claim.says, claim.arm, claim.than, claim.metric, claim.sign)
     if not all(isinstance(word, str) and word for word in words) or not _is_number(claim.times):
         raise ReproduceError(f"{where}: a claim has words as says, arm, than, metric and sign, and a number as times")
+    if not isinstance(claim.headline, bool):
+        raise ReproduceError(f"{where}: the headline of the claim {claim.says!r} is true or false, without quotes")
     return claim
 
 
@@ -223,9 +242,18 @@ def _is_number(value: Any) -> bool:
 
 def _flags(content: Any, where: str) -> Flags:
     if not isinstance(content, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, str | int | float | None) for name, value in content.items()
+        isinstance(name, str)
+        and _FLAG.fullmatch(name)
+        and isinstance(value, str | int | float | None)
+        and not str(value).startswith("--")
+        for name, value in content.items()
     ):
         raise ReproduceError(f"{where}: give each flag, without its dashes, one word or number")
+    if fixed := sorted(_SAME_IN_ALL_ARMS & set(content)):
+        raise ReproduceError(
+            f"{where} may not set {fixed[0]}, which is decided for all arms alike: leave it out (sizes, steps, "
+            "tokens_per_parameter, length, seeds and data decide)"
+        )
     return {name: "" if value is None else _word(value) for name, value in content.items()}
 
 
@@ -270,7 +298,6 @@ def _check_kinds(plan: Plan, where: str) -> None:
 
 
 def _check(plan: Plan, where: str) -> None:
-    names = [arm.name for arm in plan.arms]
     for size in plan.sizes:
         budgets = {arm.name: len(arm.trials_of(size)) for arm in plan.arms}
         if len(set(budgets.values())) > 1:
@@ -279,20 +306,54 @@ def _check(plan: Plan, where: str) -> None:
                 f"{where} gives its arms unequal numbers of trials at size {size} ({told}): a comparison of unequally "
                 "tuned arms means nothing, so give each the same number"
             )
-    for claim in plan.claims:
-        for name in (claim.arm, claim.than):
-            if name not in names:
-                raise ReproduceError(f"{where}: the claim {claim.says!r} names {name}, and the arms are {names}")
-        if not claim.times > 0 or (claim.times != 1 and claim.sign == "differs"):
-            raise ReproduceError(f"{where}: the claim {claim.says!r} compares with a multiple above 0, lower or higher")
-        if claim.sign not in SIGNS:
-            raise ReproduceError(f"{where}: the sign of a claim is one of {', '.join(SIGNS)}, not {claim.sign}")
+        for arm in plan.arms:
+            settings = {_setting(arm.flags | trial) for trial in arm.trials_of(size)}
+            if len(settings) < budgets[arm.name]:
+                raise ReproduceError(
+                    f"{where}: {arm.name} tries the same setting twice at size {size}, and it counts once: give others"
+                )
     for arm in plan.arms:
         if arm.tuned_as and not plan.tuned_in:
             raise ReproduceError(f"{where}: {arm.name} is tuned_as {arm.tuned_as}, and no tuned_in says where")
         if not 0 < arm.length <= 1:
             raise ReproduceError(f"{where}: the length of {arm.name} is a share of the plan's, above 0 and at most 1")
+    for claim in plan.claims:
+        _check_claim(claim, plan, f"{where}: the claim {claim.says!r}")
     if isinstance(plan.seeds, Mapping) and (lacking := [size for size in plan.sizes if str(size) not in plan.seeds]):
         raise ReproduceError(f"{where} says how many seeds at some sizes, and not at {lacking[0]}")
     if fewest := [size for size in plan.sizes if plan.seeds_at(size) < 1]:
         raise ReproduceError(f"{where}: seeds is a number of runs, at least 1, also at size {fewest[0]}")
+
+
+def _setting(flags: Flags) -> frozenset[tuple[str, str | float]]:
+    """The same for 0.001 and 1e-3, which is a word in YAML."""
+    return frozenset((name, _number_in(value)) for name, value in flags.items())
+
+
+def _number_in(word: str) -> str | float:
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def _check_claim(claim: Claim, plan: Plan, who: str) -> None:
+    names = [arm.name for arm in plan.arms]
+    for name in (claim.arm, claim.than):
+        if name not in names:
+            raise ReproduceError(f"{who} names {name}, and the arms are {names}")
+    if claim.arm == claim.than:
+        raise ReproduceError(f"{who} compares {claim.arm} with itself: name another arm as than")
+    if claim.metric not in METRICS:
+        raise ReproduceError(f"{who} is about {claim.metric}, and what is measured is {', '.join(METRICS)}")
+    if not claim.times > 0 or (claim.times != 1 and claim.sign == "differs"):
+        raise ReproduceError(f"{who} compares with a multiple above 0, lower or higher")
+    if claim.sign not in SIGNS:
+        raise ReproduceError(f"{who} has the sign {claim.sign}: choose from {', '.join(SIGNS)}")
+    longer = plan.arm(claim.arm).length - plan.arm(claim.than).length
+    is_given = {"lower": longer > 0, "higher": longer < 0, "differs": longer != 0}[claim.sign]
+    if is_given and claim.metric in _FALL_WITH_TRAINING:
+        raise ReproduceError(
+            f"{who} holds by itself, as one arm trains longer: compare arms of one length, or claim that the shorter "
+            "one ends lower"
+        )

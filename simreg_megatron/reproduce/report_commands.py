@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from simreg_megatron.reproduce.errors import ReproduceError
+from simreg_megatron.sentences import SentenceError
 
 if TYPE_CHECKING:
     from simreg_megatron.report.page import Page
@@ -91,20 +91,12 @@ def check(
 
     Exit status 1 where a table breaks the protocol, whatever its claims.
     """
-    from simreg_megatron.reproduce.check import read_tables, violations
+    from simreg_megatron.reproduce.check import read_tables
 
     with _one_sentence():
         tables = read_tables(results)
-    broken = False
-    for name, table in tables.items():
-        found = violations(name, tables)
-        broken = broken or bool(found)
-        _console.print(f"[bold]{name}[/bold]: {table.plan.question}")
-        for sentence in found:
-            _console.print(f"  refused: {sentence}", style="bold red", markup=False)
-        if not found:
-            _print_verdicts(table, tables)
-    if broken:
+    allowed = [_print_conclusion(name, tables) for name in tables]
+    if not all(allowed):
         raise typer.Exit(1)
 
 
@@ -124,6 +116,20 @@ def page(
         _write(page_of(read_tables(results)), output)
 
 
+def conclude(names: Iterable[str], results: Path) -> None:
+    """Say what these experiments of a folder show, and write the page of all that it has into it."""
+    from simreg_megatron.reproduce.check import read_tables
+    from simreg_megatron.reproduce.page import page_of
+
+    try:
+        tables = read_tables(results)
+        for name in names:
+            _print_conclusion(name, tables)
+        _write(page_of(tables), results / "experiments.html")
+    except SentenceError as error:
+        _console.print(f"The runs have ended, and this is missing in their report: {error}", markup=False)
+
+
 def _write(page: Page, output: Path) -> None:
     from simreg_megatron.report.page import write
 
@@ -133,14 +139,24 @@ def _write(page: Page, output: Path) -> None:
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    from simreg_megatron.data.indexed import DataError
-    from simreg_megatron.report.runs import ReportError
-
     try:
         yield
-    except (ReproduceError, ReportError, DataError) as error:
+    except SentenceError as error:
         _console.print(f"error: {error}", style="bold red", markup=False)
         raise typer.Exit(2) from None
+
+
+def _print_conclusion(name: str, tables: dict[str, Table]) -> bool:
+    """Whether the protocol allows one."""
+    from simreg_megatron.reproduce.check import violations
+
+    found = violations(name, tables)
+    _console.print(f"[bold]{name}[/bold]: {tables[name].plan.question}")
+    for sentence in found:
+        _console.print(f"  refused: {sentence}", style="bold red", markup=False)
+    if not found:
+        _print_verdicts(tables[name], tables)
+    return not found
 
 
 def _print_verdicts(table: Table, tables: dict[str, Table]) -> None:

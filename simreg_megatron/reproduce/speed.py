@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a plan will take, from steps that were measured on this machine at each of its sizes.
 
-    hours = sum over runs (start + steps * t + validation batches * t / 3) / (3600 * jobs)
+    seconds of a run = start + steps * t + validation batches * t / 3
 
 t is a step's seconds while `jobs` runs are at work; a validation step is a forward pass, a third of a training step.
 """
 
 from __future__ import annotations
 
+import heapq
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from simreg_megatron.data.settings import read_json, write_json
+from simreg_megatron.data.settings import write_json
 from simreg_megatron.reproduce.dataset import Dataset
+from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.local import Progress, run_here
 from simreg_megatron.reproduce.runs import Run, validation_batches
-from simreg_megatron.reproduce.store import Store
+from simreg_megatron.reproduce.store import Store, read_kept
 
 PROBE_STEPS = 20
 START_SECONDS = 25.0  # importing, building the model, reading the data, closing
@@ -24,30 +26,26 @@ _FORWARD_SHARE = 1 / 3
 _KEPT = "speed.json"
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a plan asks for."""
-
-    runs: int
-    runs_left: int
-    tokens: int
-    hours: float
-
-
 def measure(
     runs: Sequence[Run], store: Store, dataset: Dataset, *, jobs: int, threads: int, say: Callable[[str], None]
-) -> dict[str, float]:
-    """Seconds of a step at each size, measured once for each number of jobs and threads and then kept."""
-    kept = read_json(store.folder / _KEPT) or {}
-    found: dict[str, float] = {}
-    for run in {run.size: run for run in reversed(runs)}.values():
-        key = f"{run.family} {run.size}, {jobs} at a time, {threads} threads"
-        if key not in kept:
-            say(f"Measuring {PROBE_STEPS} steps of size {run.size}, {jobs} at a time ...")
-            kept[key] = _measured(run, store, dataset, jobs, threads)
-            write_json(store.folder / _KEPT, kept)
-        found[run.size] = kept[key]
-    return found
+) -> None:
+    """Time a step at each size, once for each number of jobs and threads."""
+    found = known(runs, store, jobs=jobs, threads=threads)
+    for run in {run.size: run for run in reversed(runs) if run.size not in found}.values():
+        say(f"Measuring {PROBE_STEPS} steps of size {run.size}, {jobs} at a time ...")
+        seconds = _measured(run, store, dataset, jobs, threads)
+        kept = read_kept(store.folder / _KEPT) or {}
+        write_json(store.folder / _KEPT, kept | {_key(run, jobs, threads): seconds})
+
+
+def known(runs: Sequence[Run], store: Store, *, jobs: int, threads: int) -> dict[str, float]:
+    """Seconds of a step at each size that was measured."""
+    kept = read_kept(store.folder / _KEPT) or {}
+    return {run.size: kept[key] for run in runs if (key := _key(run, jobs, threads)) in kept}
+
+
+def _key(run: Run, jobs: int, threads: int) -> str:
+    return f"{run.family} {run.size}, {jobs} at a time, {threads} threads"
 
 
 def _measured(run: Run, store: Store, dataset: Dataset, jobs: int, threads: int) -> float:
@@ -61,20 +59,28 @@ def _measured(run: Run, store: Store, dataset: Dataset, jobs: int, threads: int)
 
 def step_seconds(store: Store, run: Run) -> float:
     """Median of the logged steps, the first ones left out."""
-    from simreg_megatron.report.runs import read_run
+    from simreg_megatron.report.runs import ReportError, read_run
 
-    return float(
-        statistics.median(read_run(store.run_folder(run) / "tensorboard").scalars["iteration-time"].values[5:])
-    )
+    folder = store.run_folder(run)
+    try:
+        return float(statistics.median(read_run(folder / "tensorboard").scalars["iteration-time"].values[5:]))
+    except (ReportError, KeyError, statistics.StatisticsError):
+        log = folder / "log.txt"
+        raise ReproduceError(f"no time of a step of size {run.size} was logged: mend what {log} ends with") from None
 
 
-def estimate(
-    runs: Sequence[Run], store: Store, dataset: Dataset, seconds: dict[str, float], *, jobs: int, tokens: int
-) -> Estimate:
-    """Runs, tokens and hours of what has not ended yet."""
-    left = [run for run in runs if store.result(run) is None]
-    spent = 0.0
-    for run in left:
-        evaluation = validation_batches(run, dataset) * _FORWARD_SHARE
-        spent += START_SECONDS + seconds[run.size] * (run.steps + evaluation)
-    return Estimate(len(runs), len(left), tokens, spent / 3600 / max(1, jobs))
+def costs(runs: Iterable[Run], dataset: Dataset, seconds: Mapping[str, float]) -> dict[Run, float]:
+    """Seconds of each run whose size was measured."""
+    return {
+        run: START_SECONDS + seconds[run.size] * (run.steps + _FORWARD_SHARE * validation_batches(run, dataset))
+        for run in runs
+        if run.size in seconds
+    }
+
+
+def until_all_end(seconds: Iterable[float], jobs: int) -> float:
+    """Seconds until the last of these runs ends: each begins, in this order, where another one of `jobs` ends."""
+    ends = [0.0] * jobs
+    for own in seconds:
+        heapq.heapreplace(ends, ends[0] + own)
+    return max(ends)

@@ -4,8 +4,8 @@
     FOLDER/runs/NAME/   log.txt, TensorBoard, checkpoints while it runs; result.json when it has ended
     FOLDER/EXPERIMENT.csv, EXPERIMENT-curves.csv, EXPERIMENT.plan.json   made from the results, as often as they change
 
-The lock of a run is the kernel's and is inherited by the training process, so it is held as long as that one lives,
-even where the program that started it was killed.
+The locks of a run are the kernel's. `lock` is inherited by the training process, so it is held as long as that one
+lives, even where the program that started it was killed; `owner` is that program's alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import fcntl
 import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from simreg_megatron.data.indexed import whole_file
+from simreg_megatron.data.indexed import DataError, whole_file
 from simreg_megatron.data.settings import read_json, write_json
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import Plan, as_content
@@ -38,6 +39,17 @@ COLUMNS = (
 CURVE_COLUMNS = ("run", "tag", "step", "value")
 
 
+class Claim(NamedTuple):
+    """A run that is this program's to train: two descriptors, of which the training inherits `lock`."""
+
+    lock: int
+    owner: int
+
+    def give_back(self) -> None:
+        for descriptor in self:
+            os.close(descriptor)
+
+
 class Store:
     """Runs and results below one folder."""
 
@@ -53,35 +65,66 @@ class Store:
 
         A table that came from elsewhere, without the runs' own folders, counts: its runs are not made again.
         """
-        found = read_json(self.run_folder(run) / "result.json") or self._tabled.get(run.digest[:16])
+        found = self._kept(run) or self._tabled.get(run.digest[:16])
         return None if found is None or found["status"] == FAILED else found
 
     def failure(self, run: Run) -> dict[str, Any] | None:
-        found = read_json(self.run_folder(run) / "result.json")
+        found = self._kept(run)
         return found if found is not None and found["status"] == FAILED else None
+
+    def _kept(self, run: Run) -> dict[str, Any] | None:
+        return read_kept(self.run_folder(run) / "result.json", "status", "version", "commit", "curves")
 
     def keep(self, run: Run, result: Mapping[str, Any]) -> None:
         write_json(self.run_folder(run) / "result.json", result)
 
-    def claim(self, run: Run) -> int | None:
-        """A file descriptor that holds the run's lock, to be inherited by who trains it; None if it is taken."""
+    def claim(self, run: Run) -> Claim | None:
+        """None if the run is somebody else's."""
         folder = self.run_folder(run)
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(descriptor)
+            os.close(lock)
             return None
-        return descriptor
+        owner = os.open(folder / "owner", os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(owner, fcntl.LOCK_EX)  # at once: who has the first lock meets nobody here but a look of `orphans`
+        return Claim(lock, owner)
+
+    def orphans(self) -> int:
+        """How many runs are being trained whose program was killed."""
+        owners = self.folder.glob("runs/*/owner")
+        return sum(_is_free(owner) and not _is_free(owner.with_name("lock")) for owner in owners)
 
     def write_tables(self, plan: Plan, entries: Sequence[Entry]) -> None:
-        """The plan as it is run, and the CSV files of the results that are there."""
+        """The CSV files of the results that are there, and the plan as it is run.
+
+        In this order: a kill in between leaves curves that no row asks for, or tables that no plan names yet.
+        """
         found = [(entry, result) for entry in entries if (result := self.result(entry.run)) is not None]
         if found:
-            write_json(self.folder / f"{plan.name}{PLAN}", as_content(plan))
-            _write_csv(self.folder / f"{plan.name}.csv", COLUMNS, (_row(*pair) for pair in found))
             _write_csv(self.folder / f"{plan.name}-curves.csv", CURVE_COLUMNS, _curves(found))
+            _write_csv(self.folder / f"{plan.name}.csv", COLUMNS, (_row(*pair) for pair in found))
+            write_json(self.folder / f"{plan.name}{PLAN}", as_content(plan))
+
+
+def read_kept(path: Path, *needed: str) -> dict[str, Any] | None:
+    """What this room wrote to a file, with the keys that are needed; None where there is no such file."""
+    with suppress(DataError):
+        found = read_json(path)
+        if found is None or all(name in found for name in needed):
+            return found
+    raise ReproduceError(f"{path} is damaged: remove it, and the same command makes it again")
+
+
+def _is_free(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, or gone since it was listed
+        return False
+    return True
 
 
 def _results_of_tables(folder: Path) -> dict[str, dict[str, Any]]:
@@ -90,7 +133,7 @@ def _results_of_tables(folder: Path) -> dict[str, dict[str, Any]]:
     for plan in sorted(folder.glob(f"*{PLAN}")):
         table = plan.with_name(plan.name.removesuffix(PLAN))
         try:
-            _add_table(found, table)
+            found |= _results_of_table(table)
         except (OSError, csv.Error, LookupError, ValueError, TypeError) as error:
             raise ReproduceError(
                 f"the tables of {table} are not what `simreg-megatron reproduce` writes ({error}): remove them or "
@@ -99,14 +142,19 @@ def _results_of_tables(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _add_table(found: dict[str, dict[str, Any]], table: Path) -> None:
+def _results_of_table(table: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    if not table.with_suffix(".csv").is_file():  # a copy, or an older version, was killed after the plan
+        return found
     for row in read_csv(table.with_suffix(".csv")):
         measured = {name: float(row[name]) if row.get(name) else None for name in _MEASURES}
         found[row["run"]] = {name: row[name] for name in ("status", "version", "commit")} | measured
         found[row["run"]]["curves"] = {}
     for point in read_csv(table.with_name(f"{table.name}-curves.csv")):
-        curve = found[point["run"]]["curves"].setdefault(point["tag"], [])
-        curve.append((int(point["step"]), float(point["value"])))
+        if point["run"] in found:
+            curve = found[point["run"]]["curves"].setdefault(point["tag"], [])
+            curve.append((int(point["step"]), float(point["value"])))
+    return found
 
 
 def _row(entry: Entry, result: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.reproduce.plan import Flags, Plan
+from simreg_megatron.reproduce.plan import Arm, Flags, Plan
 from simreg_megatron.reproduce.presets import is_real
 from simreg_megatron.reproduce.runs import Entry, Tuned
 from simreg_megatron.reproduce.shapes import Shape
@@ -22,13 +23,13 @@ def tuned_in(search: Plan, entries: Sequence[Entry], store: Store) -> Tuned:
 
     The look-up raises ReproduceError where no size's trials have all ended.
     """
+    ready = searched_sizes(search, ended_trials(entries, store))
 
     def best(arm: str, size: int | str) -> Flags:
         if arm not in [searched.name for searched in search.arms]:
             raise ReproduceError(f"the experiment {search.name} has no arm {arm} whose best trial could be taken")
         if is_real(size):
             return settings_of_paper(search, arm)
-        ready = [found for found in search.sizes if _is_complete(arm, found, entries, store)]
         if not ready:
             raise ReproduceError(
                 f"the settings of {arm} come from the experiment {search.name}, which has not ended: run "
@@ -39,6 +40,28 @@ def tuned_in(search: Plan, entries: Sequence[Entry], store: Store) -> Tuned:
         return search.arm(arm).flags | search.arm(arm).trials_of(nearest)[chosen.trial - 1]
 
     return best
+
+
+def ended_trials(entries: Sequence[Entry], store: Store) -> Counter[tuple[str, str]]:
+    """How many of a search's runs have ended, by arm and size."""
+    return Counter((entry.arm, str(entry.size)) for entry in entries if store.result(entry.run))
+
+
+def searched_sizes(search: Plan, ended: Mapping[tuple[str, str], int]) -> list[int | str]:
+    """Where all trials of all its arms have ended: elsewhere one arm would be tuned at its size, and another not."""
+
+    def is_complete(arm: Arm, size: int | str) -> bool:
+        runs = len(arm.trials_of(size)) * search.seeds_at(size) * len(search.tokens_per_parameter)
+        return ended.get((arm.name, str(size)), 0) >= runs > 0
+
+    return [size for size in search.sizes if all(is_complete(arm, size) for arm in search.arms)]
+
+
+def borrowed(sizes: Sequence[int | str], searched: Sequence[int | str]) -> str:
+    """Which sizes of a plan take the settings of another, as one line; "" where none does."""
+    wanted = [size for size in sizes if not is_real(size) and size not in searched]
+    pairs = [(nearest_size(searched, size), size) for size in wanted if searched]
+    return "; ".join(f"settings of width {nearest} used at {size}" for nearest, size in pairs)
 
 
 def settings_of_paper(search: Plan, arm: str) -> Flags:
@@ -64,11 +87,6 @@ def nearest_size(sizes: Sequence[int | str], wanted: int | str) -> int | str:
 
 def _of(arm: str, size: int | str, entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.arm == arm and entry.size == size]
-
-
-def _is_complete(arm: str, size: int | str, entries: Sequence[Entry], store: Store) -> bool:
-    own = _of(arm, size, entries)
-    return bool(own) and all(store.result(entry.run) for entry in own)
 
 
 def _loss(entry: Entry, store: Store) -> float:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -121,11 +122,12 @@ def test_the_markdown_has_pictures_of_both_kinds_beside_it(written) -> None:
     assert "| simreg | 1 | 4.2000 | -0.3000 | one seed each |" in text
 
 
-def test_paths_of_one_name_are_seeds_and_have_an_interval() -> None:
-    def arm(name: str, ends: tuple[float, ...]) -> Arm:
-        found = tuple(Run(name, {runs.VALIDATION_LOSS: curve(6.0, end)}) for end in ends)
-        return Arm(name, found, tuple(Path() for _ in ends))
+def arm(name: str, ends: tuple[float, ...], **settings: str) -> Arm:
+    found = tuple(Run(name, {runs.VALIDATION_LOSS: curve(6.0, end)}, settings) for end in ends)
+    return Arm(name, found, tuple(Path() for _ in ends))
 
+
+def test_paths_of_one_name_are_seeds_and_have_an_interval() -> None:
     plain, simreg = (4.50, 4.52, 4.51), (4.40, 4.43, 4.41)
     page = own.page_of([arm("plain", plain), arm("simreg", simreg)])
     by_scipy = stats.ttest_ind(simreg, plain, equal_var=False).confidence_interval(0.95)
@@ -138,6 +140,59 @@ def test_paths_of_one_name_are_seeds_and_have_an_interval() -> None:
 
 def test_a_diverged_run_decides_for_nothing() -> None:
     assert welch([4.0, float("inf")], [4.1, 4.2]).p_value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "verdict", "loss", "interval"),
+    [
+        ((4.5,), (4.4, 4.3, 4.2), "-0.2000 nats per token, 3 and 1 seeds: no interval", "4.3000", "3 and 1 seeds"),
+        ((4.5, 4.4), (4.2,), "1 and 2 seeds: no interval", "4.2000", "1 and 2 seeds"),
+        ((4.5,), (math.nan,), "cannot be compared, as simreg diverged (", "simreg diverged", "-"),
+        ((math.inf,), (4.2,), "cannot be compared, as plain diverged (", "4.2000", "-"),
+        (
+            (4.5, 4.4),
+            (4.2, math.nan),
+            "cannot be compared, as 1 of 2 runs of simreg diverged (",
+            "1 of 2 runs of simreg diverged",
+            "-",
+        ),
+    ],
+)
+def test_what_forbids_an_interval_is_said(
+    first: tuple[float, ...], other: tuple[float, ...], verdict: str, loss: str, interval: str
+) -> None:
+    (section, *_) = own.page_of([arm("plain", first), arm("simreg", other)]).sections
+    assert verdict in section.verdicts[0] and "nan" not in section.verdicts[0]
+    row = section.grids[0].rows[1]
+    assert (row[2], row[4]) == (loss, interval)
+    if not math.isfinite(first[0]):
+        assert section.grids[1].rows[0][1:3] == ["-", "-"], "nothing is reached"
+
+
+def test_steps_are_compared_where_a_side_tells_no_tokens() -> None:
+    """4.5 is reached at step 180 of 200."""
+    told = {"seq_length": "256", "global_batch_size": "8"}
+    pairs = ((told, {}), ({}, told), ({}, {}))
+    saved = [own._saving(arm("b", (4.125,), **b), arm("a", (4.5,), **a), 4.5)[1:3] for a, b in pairs]
+    assert saved == [["180", "10 % of the steps"]] * 3
+    twice = told | {"global_batch_size": "16"}
+    assert own._saving(arm("b", (4.125,), **twice), arm("a", (4.5,), **told), 4.5)[2] == "-80 %"
+
+
+def test_time_is_saved_in_steps_whatever_their_tokens() -> None:
+    """Steps of twice the tokens that take twice as long: 180 of them take 1.8 times as long as 200 of the others."""
+    base, other = (
+        Arm(
+            name,
+            (Run(name, {**arm(name, (end,)).curve.scalars, runs.ITERATION_TIME: curve(time)}, settings),),
+            (Path(),),
+        )
+        for name, end, time, settings in (
+            ("a", 4.5, 1.0, {"seq_length": "256", "global_batch_size": "8"}),
+            ("b", 4.125, 2.0, {"seq_length": "256", "global_batch_size": "16"}),
+        )
+    )
+    assert own._saving(other, base, 4.5)[-1] == "-80 %"
 
 
 def test_seeds_are_averaged_where_all_of_them_have_a_value() -> None:

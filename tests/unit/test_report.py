@@ -14,6 +14,9 @@ from simreg_megatron.report import curves, heatmap, runs
 from simreg_megatron.report.runs import Run, Series
 from simreg_megatron.report.steps import Overhead
 from simreg_megatron.report.table import Summary
+from simreg_megatron.reproduce import figures
+from simreg_megatron.reproduce.check import Table
+from simreg_megatron.reproduce.plan import plan_of
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -163,6 +166,7 @@ def test_margins_and_cosines_are_drawn_where_they_were_logged():
     assert [panel.tag for panel in curves.panels_of([plain, more])[len(curves.PANELS) :]] == [
         runs.POSITIVE_COSINE, "simreg margin mean"
     ]  # fmt: skip
+    assert curves.panels_of([more])[-1].label == "nats"
 
 
 def test_runs_differ_in_more_than_colour(tmp_path):
@@ -188,6 +192,22 @@ def test_values_that_cannot_be_drawn_do_not_end_the_figure(tmp_path):
 def test_running_mean_looks_back_only():
     mean = curves.running_mean(np.array([1.0, 3.0, 5.0, 100.0]), 2)
     np.testing.assert_allclose(mean, [1.0, 2.0, 4.0, 52.5])
+
+
+# ---- experiments ---------------------------------------------------------------------------------------------------
+
+
+def test_a_table_that_cannot_be_read_has_no_figures():
+    row = {"arm": "a", "size": "64", "tokens_per_parameter": "20", "seed": "1", "validation_loss": "4.5", "run": "r"}
+    points = tuple({"run": "r", "tag": "train_loss", "step": str(step), "value": "4.5"} for step in (10, 20))
+    plan = plan_of({"name": "mine", "question": "?", "arms": {"a": {}}}, where="mine")
+    assert [picture.name for picture in figures.pictures(Table(plan, (row,), points))] == ["ends", "curves"]
+    no_rows, cut, no_number = (), (row, row | {"arm": None, "run": None}), (row | {"validation_loss": "4.e"},)
+    for rows in (no_rows, cut, no_number):
+        assert figures.pictures(Table(plan, rows, points)) == []
+    assert (
+        figures.pictures(Table(plan, (row,), ({"run": "r", "tag": "train_loss", "step": "1", "value": "4.e"},))) == []
+    )
 
 
 # ---- heat-maps -----------------------------------------------------------------------------------------------------

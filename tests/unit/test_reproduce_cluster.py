@@ -47,10 +47,14 @@ class Site:
         monkeypatch.setattr(local, "_script", lambda family: self.trainer)
         monkeypatch.setattr(cluster, "_SUBMIT", (str(folder / "submit.py"),))
 
+    def lose(self, run: Run) -> None:
+        """A job is out of the queue, and nothing of it has begun."""
+        self.queue.write_text(self.queue.read_text().replace(f"{run.name}\n", ""))
+
     def leave(self, store: Store, run: Run, *, trains: bool = True) -> None:
         """A job is out of the queue, having trained or failed."""
         folder = store.run_folder(run)
-        self.queue.write_text(self.queue.read_text().replace(f"{run.name}\n", ""))
+        self.lose(run)
         (folder / chain.BOOK).parent.mkdir(exist_ok=True)
         (folder / "slurm" / chain.BOOK).write_text("{}\n")
         words = (folder / "submitted").read_text().splitlines()
@@ -122,6 +126,32 @@ def test_a_failure_is_told_once_and_then_tried_again(tmp_path: Path, dataset: Da
     standing = cluster.run_on_cluster([run], store, dataset, site=site.settings)
     assert counts(standing) == (0, 0, 0, 1) and store.failure(run) is not None
     assert counts(cluster.run_on_cluster([run], store, dataset, site=site.settings)) == (0, 0, 1, 0)
+    site.leave(store, run)
+    assert counts(cluster.run_on_cluster([run], store, dataset, site=site.settings)) == (1, 0, 0, 0)
+
+
+def test_a_job_that_never_began_has_failed(tmp_path: Path, dataset: Dataset, site: Site) -> None:
+    store = Store(tmp_path / "out")
+    (run,) = distinct(entries_of(plan(), dataset, untuned))[:1]
+    for _ in range(2):
+        assert counts(cluster.run_on_cluster([run], store, dataset, site=site.settings)) == (0, 0, 1, 0)
+        site.lose(run)
+        assert counts(cluster.run_on_cluster([run], store, dataset, site=site.settings)) == (0, 0, 0, 1)
+        assert not (store.run_folder(run) / "log.txt").exists()
+    assert counts(cluster.run_on_cluster([run], store, dataset, site=site.settings)) == (0, 0, 1, 0)
+    site.leave(store, run)
+    assert counts(cluster.run_on_cluster([run], store, dataset, site=site.settings)) == (1, 0, 0, 0)
+
+
+def test_an_end_without_a_loss_is_submitted_again(tmp_path: Path, dataset: Dataset, site: Site) -> None:
+    """The submission refuses a run that says it has ended."""
+    store = Store(tmp_path / "out")
+    (run,) = distinct(entries_of(plan(lr=0.2), dataset, untuned))[:1]
+    cluster.run_on_cluster([run], store, dataset, site=site.settings)
+    site.leave(store, run)
+    assert counts(cluster.run_on_cluster([run], store, dataset, site=site.settings)) == (0, 0, 0, 1)
+    assert counts(cluster.run_on_cluster([run], store, dataset, site=site.settings)) == (0, 0, 1, 0)
+    assert not (store.run_folder(run) / progress.ENDED).exists()
     site.leave(store, run)
     assert counts(cluster.run_on_cluster([run], store, dataset, site=site.settings)) == (1, 0, 0, 0)
 

@@ -2,8 +2,8 @@
 """The runner with a stand-in for training that takes a moment: nothing twice, nothing lost, whatever is killed."""
 
 import csv
+import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from simreg_megatron.reproduce import local
+from simreg_megatron.reproduce import local, pace, screen, speed
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import plan_of
@@ -22,15 +23,16 @@ from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, Store, thinn
 from simreg_megatron.reproduce.tuned import tuned_in, untuned
 from tests.helpers import jobs
 
-# It writes what Megatron writes, one loss for each learning rate, and counts its starts.
+# It writes what Megatron writes, one loss for each learning rate, and counts its starts. Two rates end early, once.
 TRAINER = """
 import sys, time, pathlib
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2])) if len(sys.argv) % 2 else {}
 words = sys.argv[1:]
 value = lambda name, default="": words[words.index(name) + 1] if name in words else default
 folder = pathlib.Path(value("--output"))
-with (folder / "starts").open("a") as stream:
+with (folder / "starts").open("a") as stream, (folder.parent / "work").open("a") as work:
     stream.write("x")
+    work.write("+")
 print(" [now] iteration        3/      6 | lm loss: 5.0 |", flush=True)
 time.sleep(float(value("--nap", "0")))
 if value("--lr") == "0.5":
@@ -41,12 +43,22 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 writer = EventFileWriter(str(folder / "tensorboard"))
+def log(step, tag, scalar):
+    summary = Summary(value=[Summary.Value(tag=tag, simple_value=scalar)])
+    writer.add_event(Event(step=step, wall_time=step, summary=summary))
 loss = 4 + (float(value("--lr", "0.002")) - 0.004) ** 2 * 1e4 + int(value("--seed")) / 1000
-for step in (3, 6):
-    for tag, scalar in (("lm loss validation", loss + (6 - step)), ("lm loss", loss), ("iteration-time", 0.1)):
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=scalar)])
-        writer.add_event(Event(step=step, wall_time=step, summary=summary))
+last, first_time = int(value("--train-iters")), (folder / "starts").read_text() == "x"
+for step in range(1, min(last, 20) + 1):
+    log(step, "iteration-time", 0.1)
+for step in (last // 2, last):
+    if step == last and value("--lr") == "0.3" and first_time:
+        break
+    log(step, "lm loss", loss)
+    if not (value("--lr") == "0.2" and first_time):
+        log(step, "lm loss validation", loss + (last - step))
 writer.close()
+with (folder.parent / "work").open("a") as work:
+    work.write("-")
 """
 
 
@@ -72,7 +84,7 @@ def plan(**flags):
 def run_all(entries, store, dataset, jobs=2):
     runs = distinct(entries)
     told = []
-    progress = local.Progress(runs, lambda now: told.append((len(now.ended), now.steps_done)))
+    progress = local.Progress(runs, lambda now: told.append(len(now.ended)))
     local.run_here(runs, store, dataset, jobs=jobs, threads=1, progress=progress)
     store.write_tables(plan(), entries)
     return told
@@ -85,7 +97,7 @@ def starts(store, run) -> int:
 def test_all_runs_end_and_the_table_has_one_line_each(tmp_path, dataset):
     store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
     told = run_all(entries, store, dataset)
-    assert told[-1] == (4, 24)
+    assert told[-1] == 4
     with (tmp_path / "out" / "mine.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [(row["arm"], row["seed"], row["status"]) for row in rows] == [
@@ -142,13 +154,13 @@ def test_a_diverged_run_has_ended_and_a_failed_one_is_tried_again(tmp_path, data
 def test_a_run_that_another_program_trains_is_left_to_it(tmp_path, dataset):
     store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
     taken = entries[0].run
-    lock = store.claim(taken)
+    claim = store.claim(taken)
     assert store.claim(taken) is None
     folder = store.run_folder(taken)
     (tmp_path / "result").write_text(WRITTEN)
     end = f"import os, time; time.sleep(1); os.replace({str(tmp_path / 'result')!r}, {str(folder / 'result.json')!r})"
-    with jobs.started([sys.executable, "-c", end], pass_fds=(lock,)) as waiter:
-        os.close(lock)  # the other program was killed: its training holds the lock on
+    with jobs.started([sys.executable, "-c", end], pass_fds=(claim.lock,)) as waiter:
+        claim.give_back()  # the other program was killed: its training holds the lock on
         assert store.claim(taken) is None
         run_all(entries, store, dataset)
         assert waiter.wait() == 0
@@ -189,7 +201,10 @@ def test_after_a_kill_the_same_call_continues_and_no_run_is_made_twice(number, t
         ended = [run for run in runs if store.result(run)]
         run_all(entries, store, dataset)
     assert all(store.result(run)["status"] == DONE for run in runs)
-    assert all(starts(store, run) == 1 for run in ended)
+    assert all(starts(store, run) == 1 for run in (ended if number == signal.SIGTERM else runs))
+    if number == signal.SIGKILL:  # what went on by itself counts as at work, and its results as results
+        work = (tmp_path / "out" / "runs" / "work").read_text()
+        assert max(work[:end].count("+") - work[:end].count("-") for end in range(len(work))) == 2
 
 
 # How it stands with the processor, told once its session has the lowest priority, or not within a minute.
@@ -275,6 +290,46 @@ def test_without_the_launch_scripts_it_says_where_they_are(tmp_path, dataset, mo
     monkeypatch.undo()
     with pytest.raises(ReproduceError, match="run this from a clone"):
         local._script("nobodys-family")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "jobs", "end"), [([1] * 9, 2, 5), ([1], 2, 1), ([3, 1, 1, 1], 2, 3), ([1, 1, 1, 3], 2, 4), ([], 2, 0)]
+)
+def test_rounds_are_whole(seconds, jobs, end):
+    assert speed.until_all_end(seconds, jobs) == end
+
+
+def test_the_time_left_is_that_of_the_rounds_left(tmp_path, dataset):
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    first, second, third, last = distinct(entries)
+    console = Console(file=io.StringIO(), width=200)
+    costs = speed.costs([second, third, last], dataset, {"tiny": 60.0})
+    assert costs[last] == pytest.approx(25 + 60 * (6 + 10 / 3))
+    with screen.shown(console, plan(), [first, second, third, last], entries, store, costs, 2) as progress:
+        progress.ended, progress.steps, progress.orphans = [first], {second: 3}, 1
+        progress.seen(progress)  # half a run beside a whole one, then another one
+    said = console.file.getvalue()
+    assert "1 of 4 runs, about 15 min left; 1 of a killed program at work" in said
+
+
+# What the flags of an arm cost, by its kind: only like is timed by like.
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("--lr 0.1", ("off",)),
+        ("--simreg-lambda 0 --lr 0.1", ("off",)),
+        ("--simreg-objective none --simreg-lambda 1", ("off",)),
+        ("--adagc --lr 0.1", ("off", "adagc")),
+        ("--adagc --simreg-lambda 3", ("simreg", "adagc")),
+        ("--simreg-lambda 1 --simreg-chunk-size 0", ("simreg", "--simreg-chunk-size 0")),
+        ("--simreg-objective sigreg:1", ("sigreg",)),
+        ("--simreg-objective simreg:auto,sigreg:0.05", ("simreg,sigreg",)),
+        ("--simreg-objective mic:0.05 --simreg-objective-options mic.prefixes=16/32",
+         ("mic", "--simreg-objective-options mic.prefixes=16/32")),
+    ],
+)  # fmt: skip
+def test_what_a_step_costs_by(flags, kind):
+    assert pace._kind({"flags": flags}) == kind
 
 
 def test_long_curves_are_thinned_and_end_where_they_ended():

@@ -7,16 +7,18 @@ import itertools
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from simreg_megatron.cli import app
-from simreg_megatron.reproduce import dataset, shipped
+from simreg_megatron.reproduce import dataset, local, shipped
 from simreg_megatron.reproduce.check import read_tables, settings_of
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.plan import read_plan
 from simreg_megatron.reproduce.runs import entries_of
 from simreg_megatron.reproduce.store import DONE, Store
 from simreg_megatron.reproduce.tuned import untuned
+from tests.unit.test_reproduce_local import TRAINER
 
 
 @pytest.fixture
@@ -45,10 +47,22 @@ def search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shipped"
 
 
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(TRAINER)
+    monkeypatch.setattr(local, "_script", lambda family: tmp_path / "train.py")
+    monkeypatch.setattr(local, "_POLL_SECONDS", 0.02)
+    return tmp_path / "train.py"
+
+
+def run_tiny(folder: Path, *words: str) -> Result:
+    command = ["reproduce", "convergence", "--model", "tiny", "--jobs", "2", "--output", str(folder), *words]
+    return CliRunner().invoke(app, command)
+
+
 def planned(folder: Path) -> tuple[str, dict[str, str]]:
     """What a dry run says, and the flags of each arm's first run."""
-    words = ["reproduce", "convergence", "--model", "tiny", "--seeds", "1", "--dry-run", "--output", str(folder)]
-    done = CliRunner().invoke(app, words)
+    done = run_tiny(folder, "--seeds", "1", "--dry-run")
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     runs = {line.split()[1].strip(","): after for line, after in itertools.pairwise(lines) if line.startswith("# ")}
@@ -62,15 +76,30 @@ def test_its_best_settings_are_taken_over(own_text: Dataset, search: Path, tmp_p
     for arm, best, name in (("cross-entropy", 3, "cross-entropy"), ("simreg-chunk", 5, "simreg")):
         for flag, value in plan.arm(name).trials_of(64)[best - 1].items():
             assert f"--{flag} {value} " in f"{runs[arm]} "
-    assert planned(tmp_path / "out")[1] == runs, "the second call finds the copy, and takes the same"
+    assert not (tmp_path / "out").exists(), "a dry run writes nothing"
+    assert "3 runs of 12.3 million tokens in all; 3 are left, and how long they take here is measured before" in said
 
 
-def test_report_check_judges_by_it(own_text: Dataset, search: Path, tmp_path: Path) -> None:
-    planned(tmp_path / "out")
+def test_it_ends_with_a_report_that_judges_by_it(
+    own_text: Dataset, search: Path, trainer: Path, tmp_path: Path
+) -> None:
+    done = run_tiny(tmp_path / "out", "--seeds", "3")
+    assert done.exit_code == 0, done.output
+    assert "9 runs of 36.9 million tokens in all; 9 are left, about 19 minutes here with 2 at a time" in done.output
+    end = done.output[done.output.index("9 of 9 runs") :]
+    assert "refused: convergence: the headline 'SimReg in chunks ends lower than cross-entropy' rests on 3 seeds" in end
+    assert f"Written: {tmp_path / 'out' / 'experiments.html'}, " in end and "tuning" not in end
+    assert "Which learning rate and weight decay" in (tmp_path / "out" / "experiments.html").read_text()
     tables = read_tables(tmp_path / "out")
     assert (
         settings_of(read_plan("convergence"), tables)("simreg", "tiny") == read_plan("tuning").arm("simreg").trials[4]
     )
+    more = run_tiny(tmp_path / "out", "--seeds", "4", "--dry-run").output
+    assert "3 are left, about 8 minutes here with 2 at a time" in more, "a pair, and one alone"
+    (tmp_path / "out" / "other.plan.json").write_text("[]")
+    again = run_tiny(tmp_path / "out", "--seeds", "3")
+    assert again.exit_code == 0 and "0 are left, about 0 minutes" in again.output
+    assert "The runs have ended, and this is missing in their report: " in again.output
 
 
 def test_a_search_of_ones_own_comes_first(own_text: Dataset, search: Path, tmp_path: Path) -> None:
