@@ -22,7 +22,7 @@ from simreg_megatron.reproduce.plan import Flags, Plan, plan_of, read_plan
 from simreg_megatron.reproduce.presets import is_real
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
 from simreg_megatron.reproduce.store import PLAN, read_csv
-from simreg_megatron.reproduce.tuned import nearest_size, settings_of_paper, untuned
+from simreg_megatron.reproduce.tuned import nearest_size, searched_sizes, settings_of_paper, untuned
 from simreg_megatron.reproduce.verdict import Row
 from simreg_megatron.sentences import one_line
 
@@ -175,6 +175,11 @@ def _dataset(table: Table) -> Dataset:
     return Dataset(Path(), digest=table.rows[0]["data"], bytes_per_token=1.0, validation_tokens=1)
 
 
+def sizes_of(search: Table) -> list[int | str]:
+    """Where all arms of a search were tuned."""
+    return searched_sizes(search.plan, Counter((row["arm"], row["size"]) for row in search.rows))
+
+
 def settings_of(plan: Plan, tables: dict[str, Table]) -> Tuned:
     """The best trials, from the search's own rows."""
     if not plan.tuned_in:
@@ -186,7 +191,9 @@ def settings_of(plan: Plan, tables: dict[str, Table]) -> Tuned:
         if plan.tuned_in not in tables:
             raise ReproduceError(f"the table of {plan.tuned_in}, where the arms were tuned, is missing")
         search = tables[plan.tuned_in]
-        sizes = [found for found in search.plan.sizes if any(row["size"] == str(found) for row in search.rows)]
+        sizes = sizes_of(search)
+        if not sizes:
+            raise ReproduceError(f"the search {plan.tuned_in} is complete at no size: run what is missing")
         nearest = nearest_size(sizes, size)
         own = [row for row in search.rows if (row["arm"], row["size"]) == (arm, str(nearest))]
         chosen = min(own, key=lambda row: float(row[_LOSS] or "inf"))

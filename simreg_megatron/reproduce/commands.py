@@ -174,11 +174,11 @@ def _introduce(plan: Plan) -> None:
 
 
 def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool, *, dry_run: bool = False) -> list[Entry]:
-    from simreg_megatron.reproduce.check import settings_of
+    from simreg_megatron.reproduce.check import settings_of, sizes_of
     from simreg_megatron.reproduce.plan import read_plan
     from simreg_megatron.reproduce.runs import entries_of
     from simreg_megatron.reproduce.shipped import put_beside, shipped_search
-    from simreg_megatron.reproduce.tuned import first_trial_of, tuned_in, untuned
+    from simreg_megatron.reproduce.tuned import ended_trials, first_trial_of, searched_sizes, tuned_in, untuned
 
     if not plan.tuned_in:
         return entries_of(plan, dataset, untuned, quick=quick)
@@ -195,8 +195,22 @@ def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool, *, dry_run
             f"`simreg-megatron reproduce {search.name}` first, with another --output",
             markup=False,
         )
+        _warn_of_borrowed(plan, sizes_of(shipped))
         return entries_of(plan, dataset, settings_of(plan, {search.name: shipped}))
-    return entries_of(plan, dataset, tuned_in(search, searched, store))
+    entries = entries_of(plan, dataset, tuned_in(search, searched, store))
+    _warn_of_borrowed(plan, searched_sizes(search, ended_trials(searched, store)))
+    return entries
+
+
+def _warn_of_borrowed(plan: Plan, searched: Sequence[int | str]) -> None:
+    from simreg_megatron.reproduce.tuned import borrowed
+
+    if told := borrowed(plan.sizes, searched):
+        _console.print(
+            f"Note: {told}. The arms are not tuned there, so a difference may be the settings'; to tune them, add the "
+            f"size to a copy of the search {plan.tuned_in} and run that first",
+            markup=False,
+        )
 
 
 def _print_commands(entries: Sequence[Entry], store: Store, dataset: Dataset) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import compress
 
 from simreg_megatron.report.own import versions_here
-from simreg_megatron.report.page import Grid, Page, Picture, Section
+from simreg_megatron.report.page import Grid, Page, Section
+from simreg_megatron.report.welch import deviation, mean
 from simreg_megatron.reproduce import authors, figures
 from simreg_megatron.reproduce.check import Table, measured_steps, violations
 from simreg_megatron.reproduce.pace import pace
@@ -30,17 +31,18 @@ def _section(name: str, tables: dict[str, Table]) -> Section:
     source = f" ({table.plan.source} of the paper)" if table.plan.source else ""
     refused = violations(name, tables)[:10]
     verdicts = [] if refused else judge(table.plan, table.rows)
+    pictures = figures.pictures(table)
     return Section(
         name,
         f"{table.plan.question}{source}",
         verdicts=[verdict.sentence for verdict in verdicts],
         refused=refused,
-        pictures=[
-            Picture("ends", figures.ends(table), "Where every seed ended (a mark each), and their mean (the bar)."),
-            Picture("curves", figures.curves(table), "The way there: mean over the seeds, at the largest size."),
+        pictures=pictures,
+        grids=[
+            *([_beside_the_authors(name, verdicts, tables)] if verdicts else []),
+            *([_means(table)] if pictures else []),
         ],
-        grids=[*([_beside_the_authors(name, verdicts, tables)] if verdicts else []), _means(table)],
-        commands=_commands(table),
+        commands=_commands(table) if pictures else [],
     )
 
 
@@ -79,7 +81,7 @@ def _without_empty(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple
 
 
 def _means(table: Table) -> Grid:
-    """Mean over seeds of each arm at each size and length."""
+    """Mean of each arm at each size and length, and how its runs spread."""
     heads = ("arm", "size", "tokens a parameter", "runs", "steps", *_MEASURES.values())
     rows = []
     for key in dict.fromkeys(
@@ -89,12 +91,14 @@ def _means(table: Table) -> Grid:
         arm, size, ratio, steps = key
         means = (_mean([row[name] for row in own]) for name in _MEASURES)
         rows.append((arm, size, ratio, str(len(own)), steps, *means))
-    return Grid(heads, rows, "Means over the seeds.")
+    over = "trials" if table.plan.is_search else "seeds"
+    return Grid(heads, rows, f"Means over the {over}, and in brackets their standard deviation.")
 
 
 def _mean(values: list[str]) -> str:
     there = [float(value) for value in values if value]
-    return f"{sum(there) / len(there):.4g}" if there else "-"
+    spread = f" ({deviation(there):.2g})" if len(there) > 1 else ""
+    return f"{mean(there):.5g}{spread}" if there else "-"
 
 
 def _commands(table: Table) -> list[str]:
@@ -105,5 +109,5 @@ def _commands(table: Table) -> list[str]:
 
 
 def _versions(tables: dict[str, Table]) -> list[str]:
-    made = sorted({(row["version"], row["commit"]) for table in tables.values() for row in table.rows})
+    made = sorted({(row["version"], row["commit"]) for table in tables.values() for row in table.rows if row["commit"]})
     return [*(f"runs: simreg-megatron {version}, commit {commit}" for version, commit in made), *versions_here()]

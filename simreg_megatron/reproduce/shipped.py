@@ -7,9 +7,9 @@ its settings by.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
+from simreg_megatron.data.indexed import whole_file
 from simreg_megatron.reproduce.check import Table, read_tables
 from simreg_megatron.reproduce.store import PLAN
 
@@ -22,9 +22,10 @@ def shipped_search(name: str) -> Table | None:
 
 
 def put_beside(name: str, folder: Path) -> None:
-    """Copy its files into a folder of results that has none of that name."""
+    """Copy its files into a folder of results that has none of that name; the plan, by which they are found, last."""
     folder.mkdir(parents=True, exist_ok=True)
-    for ending in (PLAN, ".csv", "-curves.csv"):
+    for ending in ("-curves.csv", ".csv", PLAN):
         target = folder / f"{name}{ending}"
         if not target.exists():
-            shutil.copyfile(RESULTS / target.name, target)
+            with whole_file(target) as stream:
+                stream.write((RESULTS / target.name).read_bytes())

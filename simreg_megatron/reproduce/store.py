@@ -22,18 +22,14 @@ from typing import Any, NamedTuple
 from simreg_megatron.data.indexed import DataError, whole_file
 from simreg_megatron.data.settings import read_json, write_json
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.reproduce.plan import Plan, as_content
+from simreg_megatron.reproduce.plan import METRICS, Plan, as_content
 from simreg_megatron.reproduce.runs import Entry, Run, tokens_of
 
 PLAN = ".plan.json"
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
-_MEASURES = (
-    "validation_loss", "bits_per_byte", "train_loss", "simreg_loss", "positive_cosine", "negative_cosine", "isotropy",
-    "margin", "margin_10", "margin_50", "margin_90", "rare_norm_difference", "seconds_per_step",
-)  # fmt: skip
 COLUMNS = (
-    "experiment", "arm", "size", "tokens_per_parameter", "seed", "trial", "steps", "tokens", "status", *_MEASURES,
+    "experiment", "arm", "size", "tokens_per_parameter", "seed", "trial", "steps", "tokens", "status", *METRICS,
     "flags", "version", "commit", "data", "run",
 )  # fmt: skip
 CURVE_COLUMNS = ("run", "tag", "step", "value")
@@ -147,7 +143,7 @@ def _results_of_table(table: Path) -> dict[str, dict[str, Any]]:
     if not table.with_suffix(".csv").is_file():  # a copy, or an older version, was killed after the plan
         return found
     for row in read_csv(table.with_suffix(".csv")):
-        measured = {name: float(row[name]) if row.get(name) else None for name in _MEASURES}
+        measured = {name: float(row[name]) if row.get(name) else None for name in METRICS}
         found[row["run"]] = {name: row[name] for name in ("status", "version", "commit")} | measured
         found[row["run"]]["curves"] = {}
     for point in read_csv(table.with_name(f"{table.name}-curves.csv")):
@@ -163,7 +159,7 @@ def _row(entry: Entry, result: Mapping[str, Any]) -> dict[str, Any]:
         "experiment": entry.experiment, "arm": entry.arm, "size": entry.size,
         "tokens_per_parameter": f"{entry.tokens_per_parameter:g}", "seed": entry.seed, "trial": entry.trial,
         "steps": run.steps, "tokens": tokens_of(run), "status": result["status"],
-        **{name: _number(result.get(name)) for name in _MEASURES},
+        **{name: _number(result.get(name)) for name in METRICS},
         "flags": run.words,
         "version": result["version"], "commit": result["commit"], "data": run.data, "run": run.digest[:16],
     }  # fmt: skip

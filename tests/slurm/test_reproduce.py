@@ -19,8 +19,8 @@ sizes: [tiny]
 steps: {tiny: 12}
 seeds: 1
 arms:
-  cross-entropy: {flags: {num-layers: 1}}
-  simreg: {flags: {num-layers: 1, simreg-lambda: 1}}
+  cross-entropy: {}
+  simreg: {flags: {simreg-lambda: 1}}
 """
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from simreg_megatron.reproduce import store
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan import METRICS, Plan, plan_of
@@ -93,10 +92,6 @@ def test_a_claim_that_shows_nothing_is_refused(claim: dict, words: str) -> None:
 )
 def test_other_claims_stand(claim: dict) -> None:
     assert a_plan(claim).claims[0].says == "x"
-
-
-def test_every_measure_of_a_table_may_be_claimed() -> None:
-    assert METRICS == store._MEASURES
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 import io
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from simreg_megatron.report.runs import Run, Series
 from simreg_megatron.report.steps import Overhead
 from simreg_megatron.report.table import Summary
 from simreg_megatron.reproduce import figures
-from simreg_megatron.reproduce.check import Table
+from simreg_megatron.reproduce.check import Table, read_tables
+from simreg_megatron.reproduce.page import _means, page_of
 from simreg_megatron.reproduce.plan import plan_of
+from simreg_megatron.reproduce.shipped import RESULTS
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -208,6 +211,30 @@ def test_a_table_that_cannot_be_read_has_no_figures():
     assert (
         figures.pictures(Table(plan, (row,), ({"run": "r", "tag": "train_loss", "step": "1", "value": "4.e"},))) == []
     )
+
+
+@pytest.mark.parametrize("letters", [0, 60])
+def test_the_page_of_a_table_that_was_cut_is_one_sentence(tmp_path, letters):
+    """Of the header alone, and of a line that ends in the middle."""
+    for path in RESULTS.glob("tuning*"):
+        shutil.copy(path, tmp_path)
+    head, _, rows = (RESULTS / "tuning.csv").read_text().partition("\n")
+    (tmp_path / "tuning.csv").write_text(f"{head}\n{rows[:letters]}")
+    (section,) = page_of(read_tables(tmp_path)).sections
+    assert not section.pictures and not section.grids and not section.commands
+    assert "are not what `simreg-megatron reproduce` writes" in section.refused[0]
+
+
+def test_the_table_of_means_has_the_spread_over_the_seeds():
+    rows = [
+        {"arm": "a", "size": "64", "tokens_per_parameter": "20", "seed": seed, "steps": "9", "validation_loss": loss,
+         "bits_per_byte": "", "seconds_per_step": "0.5" if seed == "1" else ""}
+        for seed, loss in (("1", "4.5"), ("2", "4.6"), ("3", "4.7"))
+    ]  # fmt: skip
+    plan = plan_of({"name": "mine", "question": "?", "arms": {"a": {}}}, where="mine")
+    grid = _means(Table(plan, tuple(rows), ()))
+    assert grid.rows == [("a", "64", "20", "3", "9", "4.6 (0.1)", "-", "0.5")]
+    assert grid.heads[-3:] == ("validation loss (nats per token)", "bits per byte", "seconds per step")
 
 
 # ---- heat-maps -----------------------------------------------------------------------------------------------------

@@ -281,9 +281,9 @@ def test_no_best_among_some_of_the_trials(tmp_path, dataset):
     store, entries = Store(tmp_path / "out"), entries_of(search(), dataset, untuned)
     run_all(entries[:-1], store, dataset)  # one trial of simreg is missing
     best = tuned_in(search(), entries, store)
-    assert best("plain", "tiny")["lr"] == "0.004"
-    with pytest.raises(ReproduceError, match="has not ended: run `simreg-megatron reproduce search`"):
-        best("simreg", "tiny")
+    for arm in ("plain", "simreg"):  # nor for the arm that is complete: the other would be tuned elsewhere
+        with pytest.raises(ReproduceError, match="has not ended: run `simreg-megatron reproduce search`"):
+            best(arm, "tiny")
 
 
 def test_without_the_launch_scripts_it_says_where_they_are(tmp_path, dataset, monkeypatch):
