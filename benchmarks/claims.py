@@ -13,51 +13,65 @@ from typing import NamedTuple
 from benchmarks import records
 from benchmarks.records import RESULTS, ROOT
 from simreg_megatron.reproduce.check import Table, read_tables, violations
-from simreg_megatron.reproduce.verdict import Verdict, judge
+from simreg_megatron.reproduce.conclusion import verdicts_on
+from simreg_megatron.reproduce.verdict import HELD, NOT_SHOWN, OPPOSITE, Verdict
 
 FOLDER = RESULTS / "evidence"
 PAGE = ROOT / "docs" / "evidence.md"
 
 
 class Claimed(NamedTuple):
-    """A sentence of the paper, and where it is tested."""
+    """A sentence, and the claims of a plan that decide it."""
 
     says: str
     source: str
     experiment: str = ""  # a plan that ships with the package
-    claims: tuple[int, ...] = ()  # of that plan's, from 0; all of them where none is named
+    claims: tuple[int, ...] = ()  # of that plan's, from 0: where they hold, so does this one
+    refuting: tuple[int, ...] = ()  # of that plan's, from 0: where they hold, this one does not
     untestable: str = ""  # why no experiment at these sizes could decide it
 
 
 OF_THE_PAPER = (
     Claimed("a lower validation loss after the same tokens", "Figure 3", "convergence", (0, 1)),
     Claimed("the same loss with over 30 % fewer tokens", "abstract", "saving", (0,)),
-    Claimed("... with 10 or 20 % fewer tokens", "abstract", "fewer"),
-    Claimed("the gain lasts in longer training", "Figure 3", "horizon"),
-    Claimed("chunks and whole sequences differ (the paper: hardly)", "Table 1", "convergence", (2,)),
-    Claimed("the size of a chunk matters", "announced", "chunks"),
-    Claimed("the temperature of 0.01 and a lambda of 10 are best", "Tables 6, 8", "sweep"),
-    Claimed("lambda grows with the square root of the width", "Table 7", "scaling"),
-    Claimed("the last layer's states are the right ones", "Figure 5", "layers"),
-    Claimed("better than SimCSE, CPretrain, CReg and SCE", "Table 1", "baselines"),
-    Claimed("states become less alike", "Figures 1, 7, 8", "similarity"),
-    Claimed("larger margins, also of the hardest tokens", "Lemma 1, Figure 2a", "histogram"),
-    Claimed("cross-entropy alone stops lowering the SimReg loss", "Figure 2b", "plateau"),
-    Claimed("a gain with mixtures of experts, too", "Table 2", "moe"),
-    Claimed("almost no cost in time", "Table 3", "runtime"),
+    Claimed("... with 10 or 20 % fewer tokens", "abstract", "fewer", (0, 1)),
+    Claimed("the gain lasts in longer training", "Figure 3", "horizon", (0,)),
+    Claimed("chunks end as low as whole sequences", "Table 1", "convergence", refuting=(2,)),
+    Claimed("the size of a chunk matters", "announced", "chunks", (0,)),
+    Claimed("a temperature of 0.01 is better than 0.1", "Tables 6, 8", "sweep", (0,)),
+    Claimed("a lambda of 10 is better than a small one", "Tables 6, 8", "sweep", refuting=(1,)),
+    Claimed("lambda = 10 sqrt(width / 1024) gains at these widths, too", "Table 7", "scaling", (0,)),
+    Claimed("the last layer's states are the right ones", "Figure 5", "layers", (0,)),
+    Claimed("better than SimCSE, CPretrain, CReg and SCE", "Table 1", "baselines", (0, 1, 2, 3)),
+    Claimed("states become less alike", "Figures 1, 7, 8", "similarity", (0, 2)),
+    Claimed("states of the same label become more alike", "Figure 1", "similarity", (1,)),
+    Claimed("larger margins, also of the hardest tokens", "Lemma 1, Figure 2a", "histogram", (0, 1)),
+    Claimed("cross-entropy alone stops lowering the SimReg loss", "Figure 2b", "plateau", refuting=(0,)),
+    Claimed("with SimReg that loss ends lower", "Figure 2b", "plateau", (1,)),
+    Claimed("a gain with mixtures of experts, too", "Table 2", "moe", (0,)),
+    Claimed("almost no cost in time", "Table 3", "runtime", (0, 1)),
     Claimed(
         "over 1 point better zero-shot accuracy", "Tables 1, 2",
         untestable="models of this size answer the nine tasks no better than chance",
     ),
 )  # fmt: skip
 BEYOND_THE_PAPER = (
-    Claimed("a lower loss after 70 % of the tokens, against a baseline at lower rates", "ours", "shortened"),
-    Claimed("better than a placebo and than simpler means", "ours", "controls"),
-    Claimed("the right labels add to what permuted ones gain", "ours", "labels"),
-    Claimed("SimReg is needed to the end of the training", "ours", "schedule"),
-    Claimed("AdaGC is better than the global clip", "ours", "clipping"),
-    Claimed("the baseline would be better with a higher rate than was searched", "ours", "edge"),
+    Claimed("a lower loss after 70 % of the tokens than a baseline of that length", "ours", "saving", (1,)),
+    Claimed("... and than such a baseline at lower rates", "ours", "shortened", (0, 1)),
+    Claimed("better than a placebo and than simpler means", "ours", "controls", (0, 1, 2, 3)),
+    Claimed("the labels matter: a placebo changes nothing", "ours", "controls", refuting=(4,)),
+    Claimed("larger margins than without it and with a placebo", "ours", "controls", (5, 6)),
+    Claimed("the right labels add to what permuted ones gain", "ours", "labels", (0, 1)),
+    Claimed("permuted labels alone gain something", "ours", "labels", (2, 3)),
+    Claimed("states of rare labels become longer or shorter", "ours", "histogram", (2,)),
+    Claimed("SimReg is needed after the first half of the training", "ours", "schedule", (0,)),
+    Claimed("SimReg in the first quarter alone is a gain", "ours", "schedule", (1,)),
+    Claimed("a lambda that falls to 0 ends like one that stays", "ours", "schedule", refuting=(2,)),
+    Claimed("AdaGC is better than the global clip", "ours", "clipping", (0, 1)),
+    Claimed("the plugin costs no time where it is off", "ours", "runtime", refuting=(2,)),
+    Claimed("the baseline would be better with a higher rate than was searched", "ours", "edge", (0,)),
 )
+_WHERE_REFUTING = {HELD: OPPOSITE, OPPOSITE: HELD, NOT_SHOWN: "Not refuted"}
 HEADS = "| claim | where | verdict | what was seen: difference (95 % interval), seeds |"
 
 
@@ -86,23 +100,32 @@ def _found(claimed: Claimed, tables: Mapping[str, Table]) -> tuple[str, str]:
         return "not tested yet", f"`simreg-megatron reproduce {claimed.experiment}`"
     if found := violations(claimed.experiment, dict(tables)):
         return "not tested yet", f"`{claimed.experiment}` is under way: {len(found)} of the protocol's conditions unmet"
-    verdicts = verdicts_of(claimed, tables[claimed.experiment])
-    return "; ".join(dict.fromkeys(each.word.lower() for each in verdicts)), "<br>".join(map(_seen, verdicts))
+    found = verdicts_of(claimed, tables)
+    return "; ".join(dict.fromkeys(word.lower() for word, _ in found)), "<br>".join(map(_seen, found))
 
 
-def verdicts_of(claimed: Claimed, table: Table) -> list[Verdict]:
-    """Those of the plan's claims that decide this one."""
-    claims = table.plan.claims
-    wanted = [claims[place] for place in claimed.claims] or claims
-    return [verdict for verdict in judge(table.plan, table.rows) if verdict.claim in wanted]
+def verdicts_of(claimed: Claimed, tables: Mapping[str, Table]) -> list[tuple[str, Verdict]]:
+    """Those of the plan's claims that decide this one, each with what it means for this one."""
+    claims = tables[claimed.experiment].plan.claims
+    supporting, refuting = ([claims[place] for place in places] for places in (claimed.claims, claimed.refuting))
+    found = verdicts_on(claimed.experiment, tables)
+    return [
+        *((verdict.word, verdict) for verdict in found if verdict.claim in supporting),
+        *((_WHERE_REFUTING.get(verdict.word, verdict.word), verdict) for verdict in found if verdict.claim in refuting),
+    ]
 
 
-def _seen(verdict: Verdict) -> str:
+def _seen(found: tuple[str, Verdict]) -> str:
+    """With what became of the plan's own claim, which may be the opposite of the line's."""
+    _, verdict = found
+    if any(verdict.diverged):
+        return f"{verdict.claim.says}: {verdict.told}, width {verdict.place.size}"
     low, high = verdict.interval
-    saved = f"; {verdict.saving:.0%} of the tokens saved" if verdict.saving is not None else ""
+    saved = f"; saved: {verdict.worth.told}" if verdict.worth is not None else ""
     return (
         f"{verdict.claim.says}: {verdict.word.lower()}, {verdict.difference:+.3f} ({low:+.3f} to {high:+.3f}), "
-        f"{verdict.numbers[0]} and {verdict.numbers[1]} seeds, width {verdict.place.size}{saved}"
+        f"p {verdict.p_value:.2g}, {verdict.numbers[0]} and {verdict.numbers[1]} seeds, width {verdict.place.size}"
+        f"{saved}"
     )
 
 

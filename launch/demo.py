@@ -338,7 +338,7 @@ def _tell(settings: Settings, found: Findings, console: Console, seconds: float)
 def headlines(folder: Path) -> Iterator[Verdict]:
     """What kept runs say of the claims that are told first."""
     for table in read_tables(folder).values():
-        yield from (verdict for verdict in judge(table.plan, table.rows) if verdict.claim.headline)
+        yield from (verdict for verdict in judge(table.plan, table.rows) if verdict.is_headline)
 
 
 def write_result(settings: Settings, found: Findings, *, commit: str, seconds: float) -> None:

@@ -62,6 +62,7 @@ class Section:
 
     Attributes:
         refused: why nothing may be concluded; verdicts are left out then.
+        notes: what a reader has to know with the verdicts.
         commands: exactly what was run.
     """
 
@@ -69,6 +70,7 @@ class Section:
     question: str
     verdicts: Sequence[str] = ()
     refused: Sequence[str] = ()
+    notes: Sequence[str] = ()
     pictures: Sequence[Picture] = ()
     grids: Sequence[Grid] = ()
     commands: Sequence[str] = ()
@@ -100,6 +102,8 @@ def _html_section(section: Section) -> Iterator[str]:
         yield f"<p class=refused>No conclusion:</p>{_html_list(section.refused, ' class=refused')}"
     elif section.verdicts:
         yield _html_list(section.verdicts)
+    if section.notes:
+        yield f"<p class=says>Note:</p>{_html_list(section.notes, ' class=says')}"
     for picture in section.pictures:
         yield f'<figure><div class="wide">{svg(picture.figure)}</div>'
         yield f"<figcaption>{escape(picture.says)}</figcaption></figure>"
@@ -142,6 +146,8 @@ def _markdown_section(section: Section, folder: str) -> Iterator[str]:
     if section.refused:
         yield "**No conclusion:**"
     yield _markdown_list(section.refused or section.verdicts)
+    if section.notes:
+        yield f"Note:\n\n{_markdown_list(section.notes)}"
     for picture in section.pictures:
         name = file_name(section, picture)
         yield f"![{picture.says}]({folder}/{name}.png)\n\n{picture.says} ([SVG]({folder}/{name}.svg))"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two groups of runs, seeds of each: the difference of their means, after Welch (unequal variances).
 
-    error = sqrt(s_a^2 / n_a + s_b^2 / n_b),    detectable = (t_.95 + t_.80) * error
+    error = sqrt(s_a^2 / n_a + s_b^2 / n_b)
+    detectable = (t_.95 + t_.80) * error, of a claim that has a direction; (t_.975 + t_.80) * error where it has none
 
 A true difference of the detectable size would be found four times in five.
 """
@@ -40,7 +41,8 @@ def welch(arm: Sequence[float], than: Sequence[float], *, side: str = "two-sided
     tested = stats.ttest_ind(arm, than, equal_var=False, alternative=side)
     interval = stats.ttest_ind(arm, than, equal_var=False).confidence_interval(1 - LEVEL)
     error = math.sqrt(deviation(arm) ** 2 / len(arm) + deviation(than) ** 2 / len(than))
-    detectable = float(stats.t.ppf(1 - LEVEL, tested.df) + stats.t.ppf(POWER, tested.df)) * error
+    level = LEVEL / 2 if side == "two-sided" else LEVEL
+    detectable = float(stats.t.ppf(1 - level, tested.df) + stats.t.ppf(POWER, tested.df)) * error
     return Welch(difference, float(interval.low), float(interval.high), float(tested.pvalue), detectable)
 
 

@@ -9,26 +9,27 @@ tuned more than others or trained on another text shows.
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simreg_megatron.data.settings import read_json
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.pace import EXPERIMENT
-from simreg_megatron.reproduce.plan import Flags, Plan, plan_of, read_plan
+from simreg_megatron.reproduce.plan import METRICS, Flags, Plan, plan_of, read_plan
 from simreg_megatron.reproduce.presets import is_real
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
-from simreg_megatron.reproduce.store import PLAN, read_csv
+from simreg_megatron.reproduce.store import DONE, PLAN, THINNED, read_csv
 from simreg_megatron.reproduce.tuned import nearest_size, searched_sizes, settings_of_paper, untuned
-from simreg_megatron.reproduce.verdict import Row
+from simreg_megatron.reproduce.verdict import FEWEST_SEEDS_OF_A_HEADLINE, Row
 from simreg_megatron.sentences import one_line
 
 FEWEST_SEEDS = 3
-FEWEST_SEEDS_OF_A_HEADLINE = 5
 _LOSS = "validation_loss"
+WITH_CURVES = set(METRICS) - {_LOSS, "bits_per_byte", "seconds_per_step"}  # by the mean of their end
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,32 @@ def _violations(name: str, tables: dict[str, Table]) -> list[str]:
     found = list(_about_rows(table))
     if found:  # what follows would only repeat it in other words
         return found
+    if of_search := _about_the_search(table.plan.tuned_in, tables):
+        return [f"{name}: its settings come from a search that allows no conclusion: {of_search[0]}"]
     try:
         expected = entries_of(table.plan, _dataset(table), settings_of(table.plan, tables))
     except ReproduceError as error:
         return [f"{name}: {error}"]
-    return [*_about_the_set(table, expected), *_about_curves(table)]
+    return [*_about_the_set(table, expected), *_about_curves(table), *_about_measured_curves(table)]
+
+
+def _about_the_search(name: str, tables: dict[str, Table]) -> list[str]:
+    """Of the sizes at which it is complete, as the settings come from these alone."""
+    if name not in tables or not (sizes := sizes_of(tables[name])):
+        return []  # which `settings_of` says
+    search = tables[name]
+    rows = tuple(row for row in search.rows if row["size"] in map(str, sizes))
+    return violations(name, {**tables, name: Table(replace(search.plan, sizes=tuple(sizes)), rows, search.curves)})
+
+
+def refused_headlines(plan: Plan) -> list[str]:
+    """One sentence for each claim that the plan tells first and gives too few seeds for: its verdict is no headline."""
+    most = max(map(plan.seeds_at, plan.sizes))
+    return [
+        f"{plan.name}: the headline {claim.says!r} rests on {most} seeds: run at least {FEWEST_SEEDS_OF_A_HEADLINE}"
+        for claim in plan.claims
+        if claim.headline and most < FEWEST_SEEDS_OF_A_HEADLINE
+    ]
 
 
 def measured_steps(tables: dict[str, Table]) -> tuple[Row, ...]:
@@ -106,7 +128,7 @@ def _about_rows(table: Table) -> Iterator[str]:
     for row in rows:
         asked = _flag(row, "train-iters")
         decay = _flag(row, "lr-decay-iters") or asked
-        if row["status"] == "done" and int(row["steps"]) < max(int(asked), int(decay)):
+        if row["status"] == DONE and int(row["steps"]) < max(int(asked), int(decay)):
             yield (
                 f"{name}: {row['arm']}, seed {row['seed']}, is read at step {row['steps']} of a schedule of "
                 f"{max(int(asked), int(decay))}: before the end of the decay nothing can be compared"
@@ -122,18 +144,35 @@ def _about_rows(table: Table) -> Iterator[str]:
     for planned in plan.sizes:
         if plan.seeds_at(planned) < FEWEST_SEEDS:
             yield f"{name}: {plan.seeds_at(planned)} seeds at size {planned} are too few: run at least {FEWEST_SEEDS}"
+    yield from _about_measures(plan, rows)
+    yield from _about_copies(name, rows)
+
+
+def _about_measures(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+    """Whether each run that ended has the number that a claim is about."""
     for claim in plan.claims:
         for row in rows:
-            if row["arm"] in (claim.arm, claim.than) and row["status"] == "done" and not row.get(claim.metric):
+            if row["arm"] not in (claim.arm, claim.than) or row["status"] != DONE:
+                continue
+            who = f"{plan.name}: {row['arm']}, seed {row['seed']},"
+            if not row.get(claim.metric):
                 yield (
-                    f"{name}: {row['arm']}, seed {row['seed']}, has no {claim.metric}, which {claim.says!r} is about: "
-                    "it was run by a version that did not measure it, so run it again in another folder"
+                    f"{who} has no {claim.metric}, which {claim.says!r} is about: it was run by a version that did not "
+                    "measure it, so run it again in another folder"
                 )
-    most = max(map(plan.seeds_at, plan.sizes))
-    for claim in plan.claims:
-        if claim.headline and most < FEWEST_SEEDS_OF_A_HEADLINE:
+            elif not math.isfinite(float(row[claim.metric])):
+                yield f"{who} has the {claim.metric} {row[claim.metric]}: no number can be compared with it"
+
+
+def _about_copies(name: str, rows: Sequence[Row]) -> Iterator[str]:
+    """Two seeds never end alike in all digits of both losses."""
+    seen: dict[tuple[str, ...], str] = {}
+    for row in rows:
+        ends = (row["arm"], row["size"], row["tokens_per_parameter"], row[_LOSS], row["train_loss"])
+        if row["status"] == DONE and row["train_loss"] and seen.setdefault(ends, row["seed"]) != row["seed"]:
             yield (
-                f"{name}: the headline {claim.says!r} rests on {most} seeds: run at least {FEWEST_SEEDS_OF_A_HEADLINE}"
+                f"{name}: {row['arm']} at size {row['size']} ended with the same numbers for the seeds {seen[ends]} "
+                f"and {row['seed']}: one of them is a copy, so run it again"
             )
 
 
@@ -168,6 +207,35 @@ def _about_curves(table: Table) -> Iterator[str]:
             yield f"{who} has no curve behind it"
         elif int(point["step"]) != int(row["steps"]) or abs(float(point["value"]) / float(row[_LOSS]) - 1) > 1e-4:
             yield f"{who} is {row[_LOSS]}, and its curve ends at {point['value']} in step {point['step']}"
+
+
+def _about_measured_curves(table: Table) -> Iterator[str]:
+    """The other numbers that claims are about: the mean over the last tenth of a curve (`report.runs.mean_of_end`)."""
+    claimed = {claim.metric for claim in table.plan.claims}
+    points: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for point in table.curves:
+        points.setdefault((point["run"], point["tag"]), []).append((int(point["step"]), float(point["value"])))
+    for metric in claimed & WITH_CURVES:
+        for row in table.rows:
+            if not row[metric]:
+                continue
+            curve = points.get((row["run"], metric))
+            who = f"{table.plan.name}: the {metric} of {row['arm']}, seed {row['seed']},"
+            if curve is None:
+                yield f"{who} has no curve behind it"
+            elif not _is_end_of(curve, float(row[metric])):
+                yield f"{who} is {row[metric]}, and its curve ends otherwise"
+    if "bits_per_byte" in claimed:
+        of_nats = [float(row["bits_per_byte"]) / float(row[_LOSS]) for row in table.rows if row["bits_per_byte"]]
+        if of_nats and max(of_nats) > 1.0001 * min(of_nats):
+            yield f"{table.plan.name}: its bits per byte are not its losses by one factor, as on one text they are"
+
+
+def _is_end_of(curve: Sequence[tuple[int, float]], value: float) -> bool:
+    """Whether `value` is the mean of the curve's last tenth, as exactly as a table that was thinned can tell."""
+    last = [found for step, found in curve if step > 0.9 * curve[-1][0]]
+    of_windows = 0.1 * (max(last) - min(last)) if len(curve) > THINNED // 2 else 0.0  # one may reach over the border
+    return abs(sum(last) / len(last) - value) <= 1e-4 + 1e-4 * abs(value) + of_windows
 
 
 def _dataset(table: Table) -> Dataset:

@@ -11,8 +11,9 @@ from simreg_megatron.report.page import Grid, Page, Section
 from simreg_megatron.report.welch import deviation, mean
 from simreg_megatron.reproduce import authors, figures
 from simreg_megatron.reproduce.check import Table, measured_steps, violations
+from simreg_megatron.reproduce.conclusion import notes, verdicts_on
 from simreg_megatron.reproduce.pace import pace
-from simreg_megatron.reproduce.verdict import Verdict, judge
+from simreg_megatron.reproduce.verdict import Row, Verdict
 
 _MEASURES = {
     "validation_loss": "validation loss (nats per token)",
@@ -30,12 +31,13 @@ def _section(name: str, tables: dict[str, Table]) -> Section:
     table = tables[name]
     source = f" ({table.plan.source} of the paper)" if table.plan.source else ""
     refused = violations(name, tables)[:10]
-    verdicts = [] if refused else judge(table.plan, table.rows)
+    verdicts = [] if refused else verdicts_on(name, tables)
     pictures = figures.pictures(table)
     return Section(
         name,
         f"{table.plan.question}{source}",
         verdicts=[verdict.sentence for verdict in verdicts],
+        notes=[] if refused else notes(name, tables),
         refused=refused,
         pictures=pictures,
         grids=[
@@ -48,30 +50,37 @@ def _section(name: str, tables: dict[str, Table]) -> Section:
 
 def _beside_the_authors(name: str, verdicts: list[Verdict], tables: dict[str, Table]) -> Grid:
     heads = (
-        "claim", "size, tokens a parameter", "ours: difference", "95 % interval", "tokens saved", "time saved",
-        "the authors'",
+        "claim", "size, tokens a parameter", "ours: difference", "95 % interval", "p", "spread of the baseline",
+        "detectable", "100 more steps", "tokens saved", "time saved", "the authors'",
     )  # fmt: skip
-    rows = []
-    for verdict in verdicts:
-        claim, place = verdict.claim, verdict.place
-        speed = pace(tables[name].rows, claim.arm, claim.than, place, measured_steps(tables))
-        in_time = "-" if speed is None or verdict.saving is None else f"{speed.time_saved(verdict.saving):.0%}"
-        rows.append(
-            (
-                claim.says,
-                f"{place.size}, {place.tokens_per_parameter}",
-                f"{verdict.difference:+.4f}",
-                f"{verdict.interval[0]:+.4f} to {verdict.interval[1]:+.4f}",
-                "-" if verdict.saving is None else f"{verdict.saving:.0%}",
-                in_time if in_time == "-" or (speed and speed.measured) else f"{in_time} (unmeasured)",
-                authors.found(name),
-            )
-        )
+    measured = measured_steps(tables)
+    rows = [(*_cells(verdict, tables[name], measured), authors.found(name)) for verdict in verdicts]
     says = (
-        "Differences are in the unit of the claim's measure, nats per token for a loss. A time saved is unmeasured "
-        "if only the judged runs tell the seconds of a step, which means nothing if they shared their cores."
+        "The interval has two sides; p has one where the claim has a direction, and a claim is held where p is below "
+        "0.05. Spread: standard deviation from seed to seed. Detectable: a true difference of that size would be found "
+        "four times in five. 100 more steps: what they are worth to the baseline. A time saved is unmeasured if only "
+        "the judged runs tell the seconds of a step, which means nothing if they shared their cores."
     )
     return Grid(*_without_empty(heads, rows), says)
+
+
+def _cells(verdict: Verdict, table: Table, measured: Sequence[Row]) -> list[str]:
+    claim, place, worth = verdict.claim, verdict.place, verdict.worth
+    where = [claim.says, f"{place.size}, {place.tokens_per_parameter}"]
+    if any(verdict.diverged):
+        return [*where, verdict.told, *["-"] * 7]
+    low, high = verdict.interval
+    numbers = [
+        f"{verdict.difference:+.4f} {verdict.unit}".strip(), f"{low:+.4f} to {high:+.4f}", f"{verdict.p_value:.2g}",
+        f"{verdict.noise:.4f}", f"{verdict.detectable:.4f}",
+    ]  # fmt: skip
+    if worth is None:
+        return [*where, *numbers, "-", "-", "-"]
+    speed = pace(table.rows, claim.arm, claim.than, place, measured)
+    in_time = "-" if speed is None else f"{speed.time_saved(worth.tokens):.0%}"
+    if speed is not None and not speed.measured:
+        in_time = f"{in_time} (unmeasured)"
+    return [*where, *numbers, f"{worth.exchange:.4f} {verdict.unit}", worth.told, in_time]
 
 
 def _without_empty(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
@@ -103,8 +112,15 @@ def _mean(values: list[str]) -> str:
 
 def _commands(table: Table) -> list[str]:
     script = f"launch/pretrain_{table.plan.family}.sh"
+    text = "--data DATA/train --valid-data DATA/valid --tokenizer DATA/tokenizer.model --eval-iters BATCHES"
+    hashes = ", ".join(dict.fromkeys(row["data"][:16] for row in table.rows))
     return [
-        f"{row['arm']}, seed {row['seed']}, commit {row['commit']}: bash {script} {row['flags']}" for row in table.rows
+        f"simreg-megatron reproduce {table.plan.name} --dry-run prints these with DATA, the folder of the text (hash "
+        f"{hashes}), and BATCHES, which make up its whole validation text:",
+        *(
+            f"{row['arm']}, seed {row['seed']}, commit {row['commit']}: bash {script} {row['flags']} {text}"
+            for row in table.rows
+        ),
     ]
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from simreg_megatron.report.page import Page
     from simreg_megatron.reproduce.check import Table
     from simreg_megatron.reproduce.pace import Pace
+    from simreg_megatron.reproduce.saving import Saving
     from simreg_megatron.reproduce.verdict import Verdict
 
 
@@ -148,39 +149,48 @@ def _one_sentence() -> Iterator[None]:
 
 def _print_conclusion(name: str, tables: dict[str, Table]) -> bool:
     """Whether the protocol allows one."""
-    from simreg_megatron.reproduce.check import violations
+    from simreg_megatron.reproduce.check import refused_headlines, violations
 
-    found = violations(name, tables)
+    found, headlines = violations(name, tables), refused_headlines(tables[name].plan)
     _console.print(f"[bold]{name}[/bold]: {tables[name].plan.question}")
-    for sentence in found:
+    for sentence in [*found, *headlines]:
         _console.print(f"  refused: {sentence}", style="bold red", markup=False)
     if not found:
-        _print_verdicts(tables[name], tables)
-    return not found
+        _print_verdicts(name, tables)
+    return not (found or headlines)
 
 
-def _print_verdicts(table: Table, tables: dict[str, Table]) -> None:
+def _print_verdicts(name: str, tables: dict[str, Table]) -> None:
     from simreg_megatron.reproduce.check import measured_steps
+    from simreg_megatron.reproduce.conclusion import notes, verdicts_on
     from simreg_megatron.reproduce.pace import pace
-    from simreg_megatron.reproduce.verdict import judge
 
-    if len({row["commit"] for row in table.rows}) > 1:
-        _console.print("  note: its runs were made by several versions of the code (column commit)")
-    for verdict in judge(table.plan, table.rows):
+    for note in notes(name, tables):
+        _console.print(f"  note: {note}", markup=False)
+    for verdict in verdicts_on(name, tables):
         claim = verdict.claim
-        speed = pace(table.rows, claim.arm, claim.than, verdict.place, measured_steps(tables))
         _console.print(f"  {verdict.sentence}", markup=False)
-        _console.print(f"    noise of {claim.than}: {verdict.noise:.4f}{_worth(verdict)}", markup=False)
-        if verdict.saving is not None:
-            _console.print(f"    {_saved(verdict.saving, speed)}", markup=False)
+        if not any(verdict.diverged):
+            _console.print(f"    {_noise(verdict)}", markup=False)
+        if verdict.worth is not None:
+            speed = pace(tables[name].rows, claim.arm, claim.than, verdict.place, measured_steps(tables))
+            _console.print(f"    {_saved(verdict.worth, speed)}", markup=False)
 
 
-def _worth(verdict: Verdict) -> str:
-    return "" if verdict.exchange is None else f"; 100 more steps are worth {verdict.exchange:.4f} to it"
+def _noise(verdict: Verdict) -> str:
+    unit = f" {verdict.unit}" if verdict.unit else ""
+    return (
+        f"{verdict.claim.than} varies from seed to seed with a standard deviation of {verdict.noise:.4f}{unit}; these "
+        f"seeds would detect a difference of {verdict.detectable:.4f} four times in five"
+    )
 
 
-def _saved(tokens: float, speed: Pace | None) -> str:
-    told = f"saved: {tokens:.0%} of the tokens"
+def _saved(worth: Saving, speed: Pace | None) -> str:
+    low, high = worth.exchange_interval
+    told = (
+        f"100 more steps are worth {worth.exchange:.4f} ({low:.4f} to {high:.4f}, from {worth.shorter}), so what is "
+        f"saved is {worth.told}"
+    )
     if speed is None:
         return f"{told}; the share of the time is not known, as no run logged the seconds of a step"
-    return f"{told}, {speed.time_saved(tokens):.0%} of the time ({speed.told})"
+    return f"{told}, {speed.time_saved(worth.tokens):.0%} of the time ({speed.told})"

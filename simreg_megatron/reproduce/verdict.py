@@ -2,25 +2,33 @@
 """What the runs say of a claim: difference, interval, p-value, and what these seeds could have shown at all.
 
     difference = mean(arm) - times * mean(than), its interval and p-value after Welch (`report.welch`)
-    exchange   = (loss of the shortened baseline - loss of the baseline) / (steps between them) * 100
-    saving     = 1 - (steps of the arm) / (steps + s),  s = -100 difference / exchange: steps that the baseline needs
-                 more to end as low as the arm
 
-The exchange rate is the mean slope before the end; the loss falls ever slower, so the saving is an underestimate.
+What a difference of losses is worth in tokens is said in `saving`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from simreg_megatron.report.welch import LEVEL, deviation, mean, welch
-from simreg_megatron.reproduce.plan import Claim, Plan
+from simreg_megatron.reproduce.plan import Arm, Claim, Plan
+from simreg_megatron.reproduce.saving import Group, Saving, saving
 
 Row = Mapping[str, str]
-NOT_SHOWN = "Not shown"
+Runs = tuple[Plan, Sequence[Row]]
+FEWEST_SEEDS_OF_A_HEADLINE = 5
+HELD, OPPOSITE, NOT_SHOWN, DIVERGED = (
+    "Held", "Did not hold, the opposite was seen", "Not shown", "Not decided, as runs diverged",
+)  # fmt: skip
+_UNITS = {
+    "validation_loss": "nats per token", "train_loss": "nats per token", "bits_per_byte": "bits per byte",
+    "simreg_loss": "nats per token", "margin": "nats", "margin_10": "nats", "margin_50": "nats", "margin_90": "nats",
+    "seconds_per_step": "seconds",
+}  # fmt: skip
+_WORTH_TOKENS = ("validation_loss", "bits_per_byte")
 
 
 class Place(NamedTuple):
@@ -36,65 +44,91 @@ class Verdict:
 
     Attributes:
         numbers: of runs, of the arm and of what it is compared with.
+        diverged: how many of these have no end, of both.
         noise: standard deviation of the baseline from seed to seed.
-        exchange: nats that the baseline gains with 100 more steps; None where no shortened baseline was run.
-        saving: share of the baseline's tokens; None as above, and where there is nothing to save.
+        detectable: a true difference of this size would be found four times in five.
+        worth: in tokens; None where no shortened baseline tells, or the claim is not about a loss of the text.
     """
 
     claim: Claim
     place: Place
     numbers: tuple[int, int]
+    diverged: tuple[int, int]
     means: tuple[float, float]
     difference: float
     interval: tuple[float, float]
     p_value: float
     noise: float
     detectable: float
-    exchange: float | None = None
-    saving: float | None = None
+    worth: Saving | None = None
 
     @property
     def held(self) -> bool:
         return self.p_value < LEVEL
 
     @property
-    def sentence(self) -> str:
-        low, high = self.interval
-        where = f"Size {self.place.size}, {self.place.tokens_per_parameter} tokens a parameter"
-        told = (
-            f"{self.difference:+.4f} ({low:+.4f} to {high:+.4f}, p {self.p_value:.2g}, "
-            f"{self.numbers[0]} and {self.numbers[1]} seeds)"
-        )
-        missed = f" (a difference below {self.detectable:.4f} would be missed with these seeds)"
-        return f"{self.word}{missed if self.word == NOT_SHOWN else ''}: {self.claim.says}. {where}: {told}."
+    def unit(self) -> str:
+        """Of the difference; "" where it is a pure number."""
+        return _UNITS.get(self.claim.metric, "")
+
+    @property
+    def is_headline(self) -> bool:
+        return self.claim.headline and min(self.numbers) >= FEWEST_SEEDS_OF_A_HEADLINE
 
     @property
     def word(self) -> str:
         """What became of the claim."""
         low, high = self.interval
+        if any(self.diverged):
+            return DIVERGED
         if self.held:
-            return "Held"
+            return HELD
         if self.claim.sign != "differs" and (low > 0 if self.claim.sign == "lower" else high < 0):
-            return "Did not hold, the opposite was seen"
+            return OPPOSITE
         return NOT_SHOWN
 
+    @property
+    def told(self) -> str:
+        """The difference with all that says how sure it is."""
+        seeds = f"{self.numbers[0]} and {self.numbers[1]} seeds"
+        if any(self.diverged):
+            return f"{self.diverged[0]} and {self.diverged[1]} of {seeds} diverged, so there is no difference to tell"
+        low, high = self.interval
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.difference:+.4f}{unit} ({low:+.4f} to {high:+.4f}, p {self.p_value:.2g}, {seeds})"
 
-def judge(plan: Plan, rows: Sequence[Row]) -> list[Verdict]:
+    @property
+    def sentence(self) -> str:
+        where = f"Size {self.place.size}, {self.place.tokens_per_parameter} tokens a parameter"
+        missed = f" (a difference below {self.detectable:.4f} would be missed with these seeds)"
+        if self.word != NOT_SHOWN:
+            missed = ""
+        return f"{self.word}{missed}: {self.claim.says}. {where}: {self.told}.{self._of_the_headline}"
+
+    @property
+    def _of_the_headline(self) -> str:
+        if not self.claim.headline or self.is_headline:
+            return ""
+        needed = FEWEST_SEEDS_OF_A_HEADLINE
+        return f" No headline: at this size it rests on {min(self.numbers)} seeds, and {needed} are needed."
+
+
+def judge(plan: Plan, rows: Sequence[Row], others: Sequence[Runs] = ()) -> list[Verdict]:
     """A verdict for each claim of the plan at each size and length that both of its arms have runs at.
 
     Args:
         rows: of the plan's CSV file.
+        others: plans and rows of other tables on the same text and from the same search, which may hold a baseline
+            that was trained shorter.
     """
     places = dict.fromkeys(Place(row["size"], row["tokens_per_parameter"]) for row in rows)
     found = []
     for claim in plan.claims:
         for place in places:
             arm, than = (_values(rows, name, place, claim.metric) for name in (claim.arm, claim.than))
-            than = [claim.times * value for value in than]
             if len(arm) > 1 and len(than) > 1:
-                exchange = _exchange(plan, rows, claim, place)
-                steps = (_steps(rows, claim.arm, place), _steps(rows, claim.than, place))
-                found.append(_judged(claim, place, arm, than, exchange, steps))
+                worth = _worth(plan, rows, others, claim, place)
+                found.append(_judged(claim, place, arm, [claim.times * value for value in than], worth))
     return found
 
 
@@ -107,43 +141,48 @@ def _values(rows: Sequence[Row], arm: str, place: Place, metric: str) -> list[fl
     ]
 
 
-def _judged(
-    claim: Claim, place: Place, arm: list[float], than: list[float], exchange: float | None, steps: tuple[int, int]
-) -> Verdict:
+def _judged(claim: Claim, place: Place, arm: list[float], than: list[float], worth: Saving | None) -> Verdict:
     side = {"lower": "less", "higher": "greater", "differs": "two-sided"}[claim.sign]
     found = welch(arm, than, side=side)
-    if not math.isfinite(found.detectable):  # a run diverged
-        exchange = None
-    saving = _saving(found.difference, exchange, steps)
+    diverged = [sum(not math.isfinite(value) for value in values) for values in (arm, than)]
     return Verdict(
-        claim, place, (len(arm), len(than)), (mean(arm), mean(than)), found.difference, (found.low, found.high),
-        found.p_value, deviation(than), found.detectable, exchange, saving,
+        claim, place, (len(arm), len(than)), (diverged[0], diverged[1]), (mean(arm), mean(than)), found.difference,
+        (found.low, found.high), found.p_value, deviation(than), found.detectable, worth,
     )  # fmt: skip
 
 
-def _exchange(plan: Plan, rows: Sequence[Row], claim: Claim, place: Place) -> float | None:
-    """Nats for 100 steps of the arm that the claim compares with: from a shortened arm, alike but for its length."""
-    than = plan.arm(claim.than)
-    for other in plan.arms:
-        alike = (other.flags, other.tuned_as) == (than.flags, than.tuned_as)
-        short = _values(rows, other.name, place, claim.metric)
-        if alike and other.length < than.length and short:
-            gained = mean(short) - mean(_values(rows, claim.than, place, claim.metric))
-            return 100 * gained / (_steps(rows, claim.than, place) - _steps(rows, other.name, place))
-    return None
+def _worth(plan: Plan, rows: Sequence[Row], others: Sequence[Runs], claim: Claim, place: Place) -> Saving | None:
+    if claim.metric not in _WORTH_TOKENS or claim.times != 1:
+        return None
+    arm, than = (_group(rows, name, place, claim.metric) for name in (claim.arm, claim.than))
+    baseline = plan.arm(claim.than)
+    shorter = [
+        (mean(group.losses), group, other.name if table is plan else f"{other.name} of {table.name}")
+        for table, of_table in ((plan, rows), *others)
+        for other in _shortened(table, baseline)
+        if (group := _group(of_table, other.name, place, claim.metric)).losses
+    ]
+    if not shorter:
+        return None
+    _, short, name = min(shorter, key=lambda found: found[0])
+    return saving(arm, than, short, name)
 
 
-def _steps(rows: Sequence[Row], arm: str, place: Place) -> int:
-    return next(
+def _shortened(plan: Plan, baseline: Arm) -> Iterator[Arm]:
+    """Arms that differ from the baseline in their length, and perhaps in a learning rate that suits that length.
+
+    The best of them tells what tokens are worth to a baseline that is tuned for each length.
+    """
+    for arm in plan.arms:
+        alike = {**arm.flags, "lr": ""} == {**baseline.flags, "lr": ""}
+        if alike and arm.tuned_as == baseline.tuned_as and arm.length < baseline.length:
+            yield arm
+
+
+def _group(rows: Sequence[Row], arm: str, place: Place, metric: str) -> Group:
+    steps = [
         int(row["steps"])
         for row in rows
         if row["arm"] == arm and (row["size"], row["tokens_per_parameter"]) == place
-    )  # fmt: skip
-
-
-def _saving(difference: float, exchange: float | None, steps: tuple[int, int]) -> float | None:
-    """steps: of the arm, and of what it is compared with."""
-    if exchange is None or exchange <= 0 or difference >= 0:
-        return None
-    arm, than = steps
-    return 1 - arm / (than - difference / exchange * 100)
+    ]  # fmt: skip
+    return Group(_values(rows, arm, place, metric), steps[0] if steps else 0)

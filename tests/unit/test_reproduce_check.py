@@ -180,10 +180,15 @@ def test_unequal_tuning_is_refused(results):
 
 def test_a_search_that_would_have_chosen_otherwise_is_noticed(results):
     def change(rows):
-        only(rows, arm="simreg", trial="3")["validation_loss"] = "3.9"
+        row = only(rows, arm="simreg", trial="3")
+        row["validation_loss"], row["bits_per_byte"] = "3.9", "0.975"
+        only(curves, run=row["run"], step=row["steps"])["value"] = "3.9"
         return rows
 
+    with (results / "search-curves.csv").open(newline="") as stream:
+        curves = list(csv.DictReader(stream))
     rewrite(results / "search.csv", change)
+    rewrite(results / "search-curves.csv", lambda _: curves)
     assert "not run with the settings that the plan and its search call for" in check(results).output
 
 
@@ -247,10 +252,10 @@ def test_the_saving_is_what_the_baseline_would_need_more(results):
     steps = int(only(tables["mine"].rows, arm="plain")["steps"])
     short = int(only(tables["mine"].rows, arm="plain-70")["steps"])
     rate = 100 * 0.06 / (steps - short)
-    assert first.exchange == pytest.approx(rate, rel=1e-3)
+    assert first.worth.exchange == pytest.approx(rate, rel=1e-3)
     more = 0.05 / rate * 100
-    assert first.saving == pytest.approx(more / (steps + more), rel=1e-3)
-    assert second.saving is None  # it ended higher
+    assert first.worth.tokens == pytest.approx(more / (steps + more), rel=1e-3)
+    assert not second.worth.is_underestimate  # it ended higher
 
 
 def _seconds_of(results, name, seconds):
@@ -264,15 +269,16 @@ def _seconds_of(results, name, seconds):
 
 def test_time_is_saved_less_than_tokens_where_steps_are_longer(results):
     said = check(results).output
-    assert "of the tokens; the share of the time is not known" in said
+    assert "so what is saved is at least" in said and "; the share of the time is not known" in said
     _seconds_of(results, "mine", {"plain": 0.20, "simreg": 0.22})
     tables = read_tables(results)
     (first, _), rows = judge(tables["mine"].plan, tables["mine"].rows), tables["mine"].rows
     found = pace(rows, "simreg", "plain", first.place)
     assert found == Pace(pytest.approx(1.1), measured=False)
-    assert found.time_saved(first.saving) == pytest.approx(1 - (1 - first.saving) * 1.1)
+    assert found.time_saved(first.worth.tokens) == pytest.approx(1 - (1 - first.worth.tokens) * 1.1)
     said = check(results).output
-    assert f"saved: {first.saving:.0%} of the tokens, {found.time_saved(first.saving):.0%} of the time" in said
+    assert f"at least {first.worth.tokens:.0%} of the tokens (" in said
+    assert f"), {found.time_saved(first.worth.tokens):.0%} of the time (a step takes +10.0 %" in said
     assert "no measure if they shared their cores" in said
     CliRunner().invoke(app, ["report", "page", str(results), "--output", str(results / "page.html")])
     assert "(unmeasured)" in (results / "page.html").read_text()
@@ -323,8 +329,8 @@ def test_a_shorter_arm_that_ends_lower_saves_its_shortness_as_well(results):
     tables = read_tables(results)
     second = judge(tables["mine"].plan, tables["mine"].rows)[1]
     steps, short = (int(only(tables["mine"].rows, arm=arm)["steps"]) for arm in ("plain", "simreg-70"))
-    more = 0.01 / second.exchange * 100
-    assert second.saving == pytest.approx(1 - short / (steps + more), rel=1e-3) and second.saving > 0.3
+    more = 0.01 / second.worth.exchange * 100
+    assert second.worth.tokens == pytest.approx(1 - short / (steps + more), rel=1e-3) and second.worth.tokens > 0.3
 
 
 def test_a_run_that_diverged_decides_against_its_arm(results):

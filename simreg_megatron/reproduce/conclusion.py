@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a folder of tables allows to say of one of its experiments: verdicts, and what to know with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from simreg_megatron.reproduce.check import Table, sizes_of, violations
+from simreg_megatron.reproduce.plan import Plan, as_content, plan_names, read_plan
+from simreg_megatron.reproduce.tuned import borrowed
+from simreg_megatron.reproduce.verdict import Runs, Verdict, judge
+
+
+def verdicts_on(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
+    """Of a table without violations; what tokens are worth is asked of the other tables, too."""
+    return judge(tables[name].plan, tables[name].rows, list(_comparable(name, tables)))
+
+
+def _comparable(name: str, tables: Mapping[str, Table]) -> Iterator[Runs]:
+    """Tables with shorter runs on the same text, by the same search, that break no rule."""
+    own = tables[name]
+    for other, table in tables.items():
+        if (
+            other != name
+            and any(arm.length < 1 for arm in table.plan.arms)
+            and (table.plan.tuned_in, table.plan.family) == (own.plan.tuned_in, own.plan.family)
+            and {row["data"] for row in table.rows} == {row["data"] for row in own.rows}
+            and not violations(other, dict(tables))
+        ):
+            yield table.plan, table.rows
+
+
+def notes(name: str, tables: Mapping[str, Table]) -> list[str]:
+    """A sentence for everything that forbids no conclusion and qualifies it."""
+    return [*_about_versions(tables[name]), *_about_settings(name, tables), *_about_the_plan(tables[name].plan)]
+
+
+def _about_versions(table: Table) -> Iterator[str]:
+    if len({row["commit"] for row in table.rows}) > 1:
+        yield "its runs were made by several versions of the code (column commit)"
+
+
+def _about_settings(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
+    plan = tables[name].plan
+    if plan.tuned_in in tables and (told := borrowed(plan.sizes, sizes_of(tables[plan.tuned_in]))):
+        yield f"{told}: the arms are not tuned there, so a difference may be the settings'"
+
+
+def _about_the_plan(plan: Plan) -> Iterator[str]:
+    """How it differs from the plan of that name that ships with the package."""
+    if plan.name not in plan_names():
+        return
+    own, shipped = as_content(plan), as_content(read_plan(plan.name))
+    for key in ("sizes", "tokens_per_parameter", "seeds", "data", "steps"):
+        if own[key] != shipped[key]:
+            yield f"{key} {_told(own[key])}, where the plan that ships says {_told(shipped[key])}"
+    if changed := [key for key in ("question", "arms", "claims", "family", "tuned_in") if own[key] != shipped[key]]:
+        yield f"{' and '.join(changed)} differ from those of the plan {plan.name} that ships"
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{count} at {size}" for size, count in value.items()) or "none"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a difference of losses is worth in training: steps that the baseline needs more, or could do without.
+
+    gained   = mean(shorter baseline) - mean(baseline)
+    exchange = 100 gained / (steps of the baseline - steps of the shorter one)
+    ratio    = difference / gained
+    needed   = steps - ratio (steps - shorter steps)    at which the baseline would end as low as the arm
+    saving   = 1 - (steps of the arm) / needed
+
+The loss is taken to fall along a straight line, and it falls ever slower. So a saving is an underestimate where the arm
+ends lower than the baseline (the line goes on beyond its end), and an overestimate where it ends higher. The interval
+is that of the ratio: the variances of three means to first order (delta method), Student's t after Satterthwaite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from simreg_megatron.report.welch import LEVEL, deviation, mean, welch
+
+
+class Group(NamedTuple):
+    """The seeds of an arm: where they ended, and after how many steps."""
+
+    losses: Sequence[float]
+    steps: int
+
+    @property
+    def variance(self) -> float:
+        """Of the mean."""
+        return deviation(self.losses) ** 2 / len(self.losses)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a claim's difference is worth.
+
+    Attributes:
+        exchange: nats that the baseline gains with 100 more steps.
+        exchange_interval: its two-sided 95 % interval.
+        tokens: share of the baseline's tokens; negative where the arm needs more than the baseline.
+        interval: its two-sided 95 % interval.
+        shorter: the arm that tells the exchange rate, with its table where that is another one.
+        is_underestimate: else it is an overestimate.
+    """
+
+    exchange: float
+    exchange_interval: tuple[float, float]
+    tokens: float
+    interval: tuple[float, float]
+    shorter: str
+    is_underestimate: bool
+
+    @property
+    def told(self) -> str:
+        bound = "at least" if self.is_underestimate else "at most"
+        low, high = self.interval
+        return f"{bound} {self.tokens:.0%} of the tokens ({low:.0%} to {high:.0%})"
+
+
+def saving(arm: Group, than: Group, short: Group, shorter: str) -> Saving | None:
+    """None where nothing can be saved, or the shorter baseline does not end higher for sure: what is a step worth then?
+
+    Args:
+        shorter: name of the arm `short`.
+    """
+    if min(len(group.losses) for group in (arm, than, short)) < 2 or short.steps >= than.steps:
+        return None
+    gained = welch(short.losses, than.losses)
+    if not gained.low > 0 or not all(map(math.isfinite, arm.losses)):
+        return None
+    difference = mean(arm.losses) - mean(than.losses)
+    if difference > 0 and arm.steps >= than.steps:
+        return None
+    per_step = 100 / (than.steps - short.steps)
+    low, high = _interval_of_ratio(arm, than, short)
+
+    def share(ratio: float) -> float:
+        needed = than.steps - ratio * (than.steps - short.steps)
+        return 1 - arm.steps / needed if needed > 0 else -math.inf
+
+    return Saving(
+        per_step * gained.difference, (per_step * gained.low, per_step * gained.high),
+        share(difference / gained.difference), (share(high), share(low)), shorter, difference <= 0,
+    )  # fmt: skip
+
+
+def _interval_of_ratio(arm: Group, than: Group, short: Group) -> tuple[float, float]:
+    """Of (arm - than) / (short - than), in which `than` stands twice."""
+    from scipy import stats
+
+    gained = mean(short.losses) - mean(than.losses)
+    ratio = (mean(arm.losses) - mean(than.losses)) / gained
+    parts = [
+        (arm.variance, len(arm.losses)),
+        ((1 - ratio) ** 2 * than.variance, len(than.losses)),
+        (ratio**2 * short.variance, len(short.losses)),
+    ]
+    total = sum(variance for variance, _ in parts)
+    if total == 0:
+        return ratio, ratio
+    freedom = total**2 / sum(variance**2 / (count - 1) for variance, count in parts)
+    reach = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * math.sqrt(total) / gained
+    return ratio - reach, ratio + reach
