@@ -226,7 +226,9 @@ def _about_measured_curves(table: Table) -> Iterator[str]:
             elif not _is_end_of(curve, float(row[metric])):
                 yield f"{who} is {row[metric]}, and its curve ends otherwise"
     if "bits_per_byte" in claimed:
-        of_nats = [float(row["bits_per_byte"]) / float(row[_LOSS]) for row in table.rows if row["bits_per_byte"]]
+        of_nats = [
+            float(row["bits_per_byte"]) / float(row[_LOSS]) for row in table.rows if row["bits_per_byte"] and row[_LOSS]
+        ]
         if of_nats and max(of_nats) > 1.0001 * min(of_nats):
             yield f"{table.plan.name}: its bits per byte are not its losses by one factor, as on one text they are"
 

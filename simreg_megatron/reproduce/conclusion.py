@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from simreg_megatron.reproduce.check import Table, sizes_of, violations
 from simreg_megatron.reproduce.plan import Plan, as_content, plan_names, read_plan
@@ -50,12 +51,21 @@ def _about_the_plan(plan: Plan) -> Iterator[str]:
     """How it differs from the plan of that name that ships with the package."""
     if plan.name not in plan_names():
         return
-    own, shipped = as_content(plan), as_content(read_plan(plan.name))
+    own, shipped = _content(plan), _content(read_plan(plan.name))
     for key in ("sizes", "tokens_per_parameter", "seeds", "data", "steps"):
         if own[key] != shipped[key]:
             yield f"{key} {_told(own[key])}, where the plan that ships says {_told(shipped[key])}"
     if changed := [key for key in ("question", "arms", "claims", "family", "tuned_in") if own[key] != shipped[key]]:
         yield f"{' and '.join(changed)} differ from those of the plan {plan.name} that ships"
+
+
+def _content(plan: Plan) -> dict[str, Any]:
+    """Without what arms have beside the presets of real sizes, which decides nothing at the small ones."""
+    content = as_content(plan)
+    content["arms"] = {
+        name: {key: value for key, value in arm.items() if key != "preset"} for name, arm in content["arms"].items()
+    }
+    return content
 
 
 def _told(value: object) -> str:

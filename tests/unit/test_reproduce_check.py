@@ -8,13 +8,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
 from benchmarks import claims
 from simreg_megatron.cli import app
-from simreg_megatron.reproduce.check import measured_steps, read_tables, violations
+from simreg_megatron.report.welch import welch
+from simreg_megatron.reproduce.check import Table, measured_steps, read_tables, violations
+from simreg_megatron.reproduce.conclusion import notes, verdicts_on
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.pace import Pace, pace
 from simreg_megatron.reproduce.plan import plan_names, plan_of, read_plan
@@ -35,6 +38,8 @@ MINE = {
     "claims": [
         {"says": "SimReg ends lower", "arm": "simreg", "than": "plain", "headline": True},
         {"says": "SimReg with 70 % ends lower", "arm": "simreg-70", "than": "plain"},
+        {"says": "SimReg raises the margin", "arm": "simreg", "than": "plain", "metric": "margin", "sign": "higher"},
+        {"says": "SimReg needs fewer bits", "arm": "simreg", "than": "plain", "metric": "bits_per_byte"},
     ],
     "arms": {
         "plain": {"tuned_as": "plain"}, "plain-70": {"tuned_as": "plain", "length": 0.7},
@@ -65,13 +70,20 @@ def results(tmp_path) -> Path:
     return store.folder
 
 
+def ends_of(loss):
+    return {"validation_loss": loss, "bits_per_byte": loss / 4}
+
+
 def _fill(store, plan, entries):
     for entry in entries:
         loss = loss_of(entry)
         curve = [[entry.run.steps // 2, loss + 1], [entry.run.steps, loss]]
-        kept = {"version": "0.1.0", "commit": "abc", "curves": {"validation_loss": curve}}
+        steps = range(1, entry.run.steps + 1, 10)
+        margin = 5 - loss  # reached before the last tenth
+        margins = [[step, margin if step > entry.run.steps // 2 else 0.0] for step in steps]
+        kept = {"version": "0.1.0", "commit": "abc", "curves": {"validation_loss": curve, "margin": margins}}
         store.run_folder(entry.run).mkdir(parents=True, exist_ok=True)
-        store.keep(entry.run, {"status": DONE, "validation_loss": loss, "bits_per_byte": loss / 4, **kept})
+        store.keep(entry.run, {"status": DONE, "train_loss": loss, "margin": margin, **ends_of(loss), **kept})
     store.write_tables(plan, entries)
 
 
@@ -145,8 +157,29 @@ def _better_loss(rows):
     return rows
 
 
+def _copied_seed(rows):
+    one, other = (only(rows, arm="simreg", seed=seed) for seed in "12")
+    other.update({name: one[name] for name in ("validation_loss", "bits_per_byte", "train_loss")})
+    return rows
+
+
+def _larger_margin(rows):
+    only(rows, arm="simreg", seed="1")["margin"] = "1.1"
+    return rows
+
+
+def _fewer_bits(rows):
+    only(rows, arm="simreg", seed="1")["bits_per_byte"] = "0.98"
+    return rows
+
+
+def _no_number(rows):
+    only(rows, arm="simreg", seed="1")["margin"] = "nan"
+    return rows
+
+
 def _further_run(rows):
-    return [*rows, {**only(rows, arm="simreg", seed="2"), "seed": "6"}]
+    return [*rows, {**only(rows, arm="simreg", seed="2"), "seed": "6", "train_loss": "3.9"}]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +193,10 @@ def _further_run(rows):
         (_without_the_worst, "selects among results"),
         (_better_settings, "not run with the settings"),
         (_better_loss, "its curve ends at"),
+        (_copied_seed, "the same numbers for the seeds 1 and 2: one of them is a copy"),
+        (_larger_margin, "the margin of simreg, seed 1, is 1.1, and its curve ends otherwise"),
+        (_fewer_bits, "its bits per byte are not its losses by one factor"),
+        (_no_number, "has the margin nan: no number can be compared with it"),
         (_further_run, "seed 6, is not in the plan"),
     ],
 )
@@ -192,6 +229,24 @@ def test_a_search_that_would_have_chosen_otherwise_is_noticed(results):
     assert "not run with the settings that the plan and its search call for" in check(results).output
 
 
+def test_nothing_follows_from_a_search_that_breaks_the_rules(results):
+    def change(rows):
+        only(rows, arm="plain", trial="1")["validation_loss"] = "4.15"  # not the best, so the same settings follow
+        return rows
+
+    rewrite(results / "search.csv", change)
+    found = check(results)
+    assert found.exit_code == 1 and "Held" not in found.output
+    assert "refused: mine: its settings come from a search that allows no conclusion: search: " in found.output
+
+
+def test_a_search_that_goes_on_at_another_size_forbids_nothing(results):
+    path = results / "search.plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sizes": [64, 96]}))
+    tables = read_tables(results)
+    assert violations("search", tables) and not violations("mine", tables)
+
+
 @pytest.mark.parametrize(("seeds", "words"), [(2, "2 seeds at size 64 are too few"), (4, "rests on 4 seeds")])
 def test_too_few_seeds_are_refused_also_where_the_plan_says_so(seeds, words, results):
     path = results / "mine.plan.json"
@@ -200,6 +255,9 @@ def test_too_few_seeds_are_refused_also_where_the_plan_says_so(seeds, words, res
     found = check(results)
     assert found.exit_code == 1
     assert words in found.output
+    told = "5 are needed" in found.output
+    assert told == (seeds == 4), "four seeds decide the claim, and are no headline"
+    assert ("Held: SimReg ends lower. " in found.output) == (seeds == 4)
 
 
 def test_results_without_the_search_are_refused(results):
@@ -234,7 +292,7 @@ def test_the_page_gives_no_verdict_on_a_doctored_table(results, tmp_path):
 def test_the_verdict_is_welchs(results):
     tables = read_tables(results)
     assert violations("mine", tables) == []
-    first, second = judge(tables["mine"].plan, tables["mine"].rows)
+    first, second, *_ = judge(tables["mine"].plan, tables["mine"].rows)
     simreg, plain = ([LEVEL[arm] + noise for noise in NOISE] for arm in ("simreg", "plain"))
     by_scipy = stats.ttest_ind(simreg, plain, equal_var=False, alternative="less")
     assert first.place == Place("64", "20")
@@ -248,7 +306,7 @@ def test_the_verdict_is_welchs(results):
 
 def test_the_saving_is_what_the_baseline_would_need_more(results):
     tables = read_tables(results)
-    first, second = judge(tables["mine"].plan, tables["mine"].rows)
+    first, second, *_ = judge(tables["mine"].plan, tables["mine"].rows)
     steps = int(only(tables["mine"].rows, arm="plain")["steps"])
     short = int(only(tables["mine"].rows, arm="plain-70")["steps"])
     rate = 100 * 0.06 / (steps - short)
@@ -272,7 +330,7 @@ def test_time_is_saved_less_than_tokens_where_steps_are_longer(results):
     assert "so what is saved is at least" in said and "; the share of the time is not known" in said
     _seconds_of(results, "mine", {"plain": 0.20, "simreg": 0.22})
     tables = read_tables(results)
-    (first, _), rows = judge(tables["mine"].plan, tables["mine"].rows), tables["mine"].rows
+    (first, *_), rows = judge(tables["mine"].plan, tables["mine"].rows), tables["mine"].rows
     found = pace(rows, "simreg", "plain", first.place)
     assert found == Pace(pytest.approx(1.1), measured=False)
     assert found.time_saved(first.worth.tokens) == pytest.approx(1 - (1 - first.worth.tokens) * 1.1)
@@ -297,7 +355,7 @@ def test_the_seconds_of_the_experiment_runtime_count_before_those_of_the_runs(re
     entries = entries_of(
         plan, Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0, validation_tokens=20_481), untuned
     )
-    monkeypatch.setitem(globals(), "loss_of", lambda entry: 4.0)
+    monkeypatch.setitem(globals(), "loss_of", lambda entry: 4.0 + NOISE[entry.seed - 1])
     _fill(Store(results), plan, entries)
     _seconds_of(results, "runtime", {"megatron": 0.10, "lambda-1": 0.102, "whole": 0.2})
     rewrite(results / "mine.csv", lambda rows: rows)
@@ -333,6 +391,67 @@ def test_a_shorter_arm_that_ends_lower_saves_its_shortness_as_well(results):
     assert second.worth.tokens == pytest.approx(1 - short / (steps + more), rel=1e-3) and second.worth.tokens > 0.3
 
 
+def test_a_shorter_baseline_of_another_table_tells_what_steps_are_worth(results, tmp_path):
+    other = {**MINE, "name": "other", "claims": MINE["claims"][:1]}
+    other["arms"] = {"plain-70": MINE["arms"]["plain-70"]}
+    other["arms"]["plain-70-slow"] = {**MINE["arms"]["plain-70"], "flags": {"lr": 1e-3}}
+    mine = {**MINE, "name": "long", "arms": {name: MINE["arms"][name] for name in ("plain", "simreg")}}
+    mine["claims"] = MINE["claims"][:1]
+    store = Store(results)
+    dataset = Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0, validation_tokens=20_481)
+    search = plan_of(SEARCH, where="search")
+    tuned = tuned_in(search, entries_of(search, dataset, untuned), store)
+    other["claims"] = []
+    LEVEL["plain-70-slow"] = 4.05  # the better one of that length
+    for content in (mine, other):
+        plan = plan_of(content, where="here")
+        _fill(store, plan, entries_of(plan, dataset, tuned))
+    tables = read_tables(results)
+    assert not violations("long", tables) and not violations("other", tables)
+    (verdict,) = verdicts_on("long", tables)
+    assert verdict.worth.shorter == "plain-70-slow of other"
+    own = verdicts_on("mine", tables)[0]
+    assert own.worth.exchange == pytest.approx(verdict.worth.exchange), "the best baseline of that length, wherever"
+    alone = verdicts_on("mine", {name: table for name, table in tables.items() if name in ("mine", "search")})[0]
+    assert alone.worth.shorter == "plain-70" and alone.worth.exchange == pytest.approx(
+        own.worth.exchange * 6 / 5, rel=1e-3
+    )
+    rewrite(results / "other.csv", lambda rows: rows[1:])
+    tables = read_tables(results)
+    assert verdicts_on("long", tables)[0].worth.shorter == "plain-70 of mine", "a refused table tells nothing"
+
+
+def test_what_qualifies_a_conclusion_is_noted(results):
+    tables = read_tables(results)
+    assert notes("mine", tables) == []
+    wider = replace(tables["mine"].plan, sizes=(64, 96), name="saving")
+    rows = [{**row, "commit": row["seed"]} for row in tables["mine"].rows]
+    several, settings, sizes, seeds, rest = notes("saving", {**tables, "saving": Table(wider, tuple(rows), ())})
+    assert several == "its runs were made by several versions of the code (column commit)"
+    assert settings.startswith("settings of width 64 used at 96: the arms are not tuned there")
+    assert sizes == "sizes 64, 96, where the plan that ships says 64, 96, 128"
+    assert seeds == "seeds 5, where the plan that ships says 5 at 64, 5 at 96, 3 at 128, 3 at tiny"
+    assert rest == "question and arms and claims and tuned_in differ from those of the plan saving that ships"
+
+
+def test_the_smallest_difference_to_be_seen_depends_on_the_sides():
+    """By scipy's own power of a test: of 20,000 pairs with that true difference, four in five are found."""
+    generator = np.random.default_rng(0)
+    for side, alternative in (("less", "less"), ("two-sided", "two-sided")):
+        one, other = (generator.standard_normal((20_000, 5)) for _ in range(2))
+        detectable = 0.0
+        freedom = 8
+        level = 0.975 if side == "two-sided" else 0.95
+        detectable = (stats.t.ppf(level, freedom) + stats.t.ppf(0.8, freedom)) * math.sqrt(2 / 5)
+        found = stats.ttest_ind(one - detectable, other, axis=1, alternative=alternative).pvalue < 0.05
+        assert found.mean() == pytest.approx(0.8, abs=0.03)
+        sample = [list(each * 1.0) for each in (one[0], other[0])]
+        told = welch(*sample, side=side)
+        error = math.sqrt(sum(np.var(each, ddof=1) / 5 for each in sample))
+        tested = stats.ttest_ind(*sample, equal_var=False)
+        assert told.detectable == pytest.approx((stats.t.ppf(level, tested.df) + stats.t.ppf(0.8, tested.df)) * error)
+
+
 def test_a_run_that_diverged_decides_against_its_arm(results):
     def change(rows):
         row = only(rows, arm="simreg", seed="3")
@@ -342,7 +461,14 @@ def test_a_run_that_diverged_decides_against_its_arm(results):
     rewrite(results / "mine.csv", change)
     tables = read_tables(results)
     assert violations("mine", tables) == []
-    assert not judge(tables["mine"].plan, tables["mine"].rows)[0].held
+    verdict = judge(tables["mine"].plan, tables["mine"].rows)[0]
+    assert not verdict.held and verdict.worth is None
+    assert verdict.sentence == (
+        "Not decided, as runs diverged: SimReg ends lower. Size 64, 20 tokens a parameter: "
+        "1 and 0 of 5 and 5 seeds diverged, so there is no difference to tell."
+    )
+    CliRunner().invoke(app, ["report", "page", str(results), "--output", str(results / "page.html")])
+    assert not re.search(r"[^a-z](inf|nan)[^a-z]", (results / "page.md").read_text() + check(results).output)
 
 
 def test_a_claim_may_compare_with_a_multiple(results):
@@ -359,11 +485,11 @@ def test_runs_that_did_not_measure_what_a_claim_is_about_decide_nothing(results)
     """As runs that an older version made; a run that diverged is another matter."""
     path = results / "mine.plan.json"
     content = json.loads(path.read_text())
-    content["claims"][0]["metric"] = "margin"
+    content["claims"][0]["metric"] = "isotropy"
     path.write_text(json.dumps(content))
     found = check(results)
     assert found.exit_code == 1
-    assert "plain, seed 1, has no margin, which 'SimReg ends lower' is about" in found.output
+    assert "plain, seed 1, has no isotropy, which 'SimReg ends lower' is about" in found.output
 
 
 def test_the_detectable_difference_is_found_four_times_in_five(results):
