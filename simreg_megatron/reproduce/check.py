@@ -22,7 +22,7 @@ from simreg_megatron.reproduce.pace import EXPERIMENT
 from simreg_megatron.reproduce.plan import METRICS, Flags, Plan, plan_of, read_plan
 from simreg_megatron.reproduce.presets import is_real
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
-from simreg_megatron.reproduce.store import DONE, PLAN, THINNED, read_csv
+from simreg_megatron.reproduce.store import DONE, PLAN, read_csv
 from simreg_megatron.reproduce.tuned import nearest_size, searched_sizes, settings_of_paper, untuned
 from simreg_megatron.reproduce.verdict import FEWEST_SEEDS_OF_A_HEADLINE, Row
 from simreg_megatron.sentences import one_line
@@ -236,7 +236,7 @@ def _about_measured_curves(table: Table) -> Iterator[str]:
 def _is_end_of(curve: Sequence[tuple[int, float]], value: float) -> bool:
     """Whether `value` is the mean of the curve's last tenth, as exactly as a table that was thinned can tell."""
     last = [found for step, found in curve if step > 0.9 * curve[-1][0]]
-    of_windows = 0.1 * (max(last) - min(last)) if len(curve) > THINNED // 2 else 0.0  # one may reach over the border
+    of_windows = 0.1 * (max(last) - min(last))  # one may reach over the border
     return abs(sum(last) / len(last) - value) <= 1e-4 + 1e-4 * abs(value) + of_windows
 
 

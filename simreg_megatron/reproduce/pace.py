@@ -3,15 +3,14 @@
 
     time saved = 1 - (1 - tokens saved) * seconds of the arm's step / seconds of the other's
 
-The experiment `runtime` measures steps on purpose, one run at a time. Without it there are only the seconds that the
-judged runs logged themselves: no measure where several shared the cores, and nothing in a table tells whether they did.
+The experiment `runtime` measures steps on purpose, one run at a time. The seconds that the judged runs logged are not
+used: they mean nothing where several shared the cores, and nothing in a table tells whether they did.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from simreg_megatron.report.welch import mean
 from simreg_megatron.reproduce.verdict import Place, Row
@@ -19,38 +18,22 @@ from simreg_megatron.reproduce.verdict import Place, Row
 EXPERIMENT = "runtime"
 
 
-class Pace(NamedTuple):
-    """slower: seconds of the arm's step over those of the other's; measured: by `runtime`, not by the runs judged."""
-
-    slower: float
-    measured: bool
-
-    def time_saved(self, tokens_saved: float) -> float:
-        return 1 - (1 - tokens_saved) * self.slower
-
-    @property
-    def told(self) -> str:
-        percent = f"a step takes {100 * (self.slower - 1):+.1f} %"
-        if self.measured:
-            return f"{percent}, by the experiment {EXPERIMENT}"
-        return f"{percent}, as these runs logged it, which is no measure if they shared their cores: run {EXPERIMENT}"
-
-
-def pace(rows: Sequence[Row], arm: str, than: str, place: Place, measured: Sequence[Row] = ()) -> Pace | None:
-    """None where neither table has the seconds of both.
+def slower(rows: Sequence[Row], arm: str, than: str, place: Place, measured: Sequence[Row]) -> float | None:
+    """Seconds of the arm's step over those of the other's; None where nobody measured both kinds at that size.
 
     Args:
         rows: of the experiment judged.
         measured: of `runtime`.
     """
-    own = [_seconds(_of(rows, name, place)) for name in (arm, than)]
     kinds = [{_kind(row) for row in _of(rows, name, place)} for name in (arm, than)]
     at_size = [row for row in measured if row["size"] == place.size]
-    fitting = [_seconds([row for row in at_size if {_kind(row)} == kind]) for kind in kinds]
-    for (slow, base), is_measured in ((fitting, True), (own, False)):
-        if slow is not None and base is not None:
-            return Pace(slow / base, is_measured)
-    return None
+    long, base = (_seconds([row for row in at_size if {_kind(row)} == kind]) for kind in kinds)
+    return None if long is None or base is None else long / base
+
+
+def time_saved(tokens_saved: float, times: float) -> float:
+    """Where a step takes so many times as long."""
+    return 1 - (1 - tokens_saved) * times
 
 
 def _of(rows: Sequence[Row], arm: str, place: Place) -> list[Row]:

@@ -12,7 +12,7 @@ from simreg_megatron.report.welch import deviation, mean
 from simreg_megatron.reproduce import authors, figures
 from simreg_megatron.reproduce.check import Table, measured_steps, violations
 from simreg_megatron.reproduce.conclusion import notes, verdicts_on
-from simreg_megatron.reproduce.pace import pace
+from simreg_megatron.reproduce.pace import slower, time_saved
 from simreg_megatron.reproduce.verdict import Row, Verdict
 
 _MEASURES = {
@@ -58,8 +58,8 @@ def _beside_the_authors(name: str, verdicts: list[Verdict], tables: dict[str, Ta
     says = (
         "The interval has two sides; p has one where the claim has a direction, and a claim is held where p is below "
         "0.05. Spread: standard deviation from seed to seed. Detectable: a true difference of that size would be found "
-        "four times in five. 100 more steps: what they are worth to the baseline. A time saved is unmeasured if only "
-        "the judged runs tell the seconds of a step, which means nothing if they shared their cores."
+        "four times in five. 100 more steps: what they are worth to the baseline. "
+        "A time is told where the experiment runtime measured the steps."
     )
     return Grid(*_without_empty(heads, rows), says)
 
@@ -76,10 +76,8 @@ def _cells(verdict: Verdict, table: Table, measured: Sequence[Row]) -> list[str]
     ]  # fmt: skip
     if worth is None:
         return [*where, *numbers, "-", "-", "-"]
-    speed = pace(table.rows, claim.arm, claim.than, place, measured)
-    in_time = "-" if speed is None else f"{speed.time_saved(worth.tokens):.0%}"
-    if speed is not None and not speed.measured:
-        in_time = f"{in_time} (unmeasured)"
+    times = slower(table.rows, claim.arm, claim.than, place, measured)
+    in_time = "-" if times is None else f"{time_saved(worth.tokens, times):.0%}"
     return [*where, *numbers, f"{worth.exchange:.4f} {verdict.unit}", worth.told, in_time]
 
 

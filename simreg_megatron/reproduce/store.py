@@ -33,7 +33,6 @@ COLUMNS = (
     "flags", "version", "commit", "data", "run",
 )  # fmt: skip
 CURVE_COLUMNS = ("run", "tag", "step", "value")
-THINNED = 200  # points of a curve in a table, at most
 
 
 class Claim(NamedTuple):
@@ -177,7 +176,7 @@ def _curves(found: Iterable[tuple[Entry, Mapping[str, Any]]]) -> Iterable[dict[s
                 yield {"run": run.digest[:16], "tag": tag, "step": step, "value": f"{value:.5g}"}
 
 
-def thinned(points: Sequence[tuple[int, float]], most: int = THINNED) -> list[tuple[int, float]]:
+def thinned(points: Sequence[tuple[int, float]], most: int = 200) -> list[tuple[int, float]]:
     """At most so many points of a curve: means over windows of equal length, each at its last step.
 
     Megatron's TensorBoard has the training loss of every step, which would be megabytes an experiment.

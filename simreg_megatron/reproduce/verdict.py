@@ -152,7 +152,7 @@ def _judged(claim: Claim, place: Place, arm: list[float], than: list[float], wor
 
 
 def _worth(plan: Plan, rows: Sequence[Row], others: Sequence[Runs], claim: Claim, place: Place) -> Saving | None:
-    if claim.metric not in _WORTH_TOKENS or claim.times != 1:
+    if claim.metric not in _WORTH_TOKENS or claim.sign != "lower" or claim.times != 1:
         return None
     arm, than = (_group(rows, name, place, claim.metric) for name in (claim.arm, claim.than))
     baseline = plan.arm(claim.than)
