@@ -138,7 +138,12 @@ def tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_log_step(iteration: int) -> bool:
-    return iteration % (installation.regularizer().config.log_interval or compat.arguments().log_interval) == 0
+    return iteration % _log_interval() == 0
+
+
+def _log_interval() -> int:
+    """Steps from one of SimReg's log lines to the next."""
+    return int(installation.regularizer().config.log_interval or compat.arguments().log_interval)
 
 
 def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +162,7 @@ def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
         add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
         if not first:
             write_scalars(means, iteration)
-            log_timer(compat.arguments(), iteration)
+            log_timer(compat.arguments(), iteration, _log_interval())
         result = training_log(*args, **kwargs)
         for name in means:  # interval means, not sums: Megatron must not go on adding to them
             total_loss_dict.pop(name, None)
