@@ -34,7 +34,8 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
 
     Raises:
         RuntimeError: SimReg is not installed.
-        NotImplementedError: SimReg does not support these models.
+        ValueError, NotImplementedError: SimReg does not support these models, or not with its settings. What only a
+            micro-batch shows is refused in its forward pass.
     """
     foreign.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
 
