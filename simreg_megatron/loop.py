@@ -9,7 +9,8 @@
         log(end_step(models, reduces=step % 10 == 9))
 
 A loop that calls none of them still trains with SimReg, as long as it passes labels to its models. But SimReg's values
-are then not logged, lambda cannot follow a schedule, and `impl="auto"` does not search for the fastest implementation.
+are then neither measured nor logged (objective none is an error), lambda cannot follow a schedule, and `impl="auto"`
+does not search for the fastest implementation.
 `simreg_megatron.contract.check` tests whether a loop trains correctly with SimReg.
 """
 
@@ -33,7 +34,8 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
 
     Raises:
         RuntimeError: SimReg is not installed.
-        NotImplementedError: SimReg does not support these models.
+        ValueError, NotImplementedError: SimReg does not support these models, or not with its settings. What only a
+            micro-batch shows is refused in its forward pass.
     """
     foreign.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
 
@@ -43,8 +45,9 @@ def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = N
 
     Args:
         iteration: number of the step, from 0; a resumed run continues the count.
-        measures: whether to measure cosines, angles and margins in this step for the log. With objective none, and
-            after a schedule has switched the term off, the other steps compute nothing.
+        measures: whether to measure cosines, angles and margins in this step for the log; steps for which nobody says
+            so are not measured. With objective none, and after a schedule has switched the term off, these compute
+            nothing.
         num_iterations: length of the whole training; required by a lambda schedule that depends on it.
 
     Raises:

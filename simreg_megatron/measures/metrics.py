@@ -49,7 +49,8 @@ class Metrics:
         self.primary = names.index("simreg") if "simreg" in names else 0  # whose chunks the geometry is of
         self.config = config.parts[self.primary]
         self.has_geometry = True  # else it is measured in no step
-        self.wants_geometry = True  # a training loop that tells the iteration clears it between log steps
+        self.wants_geometry = False  # in this step; a training loop asks for it in the steps that it logs
+        self._has_measured = False  # it, since the last reset
         self._sums: Tensor | None = None
         self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
         self._margins: deque[Tensor] = deque(maxlen=_KEPT_MICRO_BATCHES)  # of the same steps, of this rank's tokens
@@ -63,6 +64,7 @@ class Metrics:
         if self._sums is None:
             self._sums = self._nothing(valid.device)
         self._tensor_group = shard.tensor_group
+        self._has_measured = self._has_measured or self.wants_geometry
         for slot, of_objective in zip(self._term_slots, terms, strict=bool(terms)):
             self._sums[slot].add_(of_objective.sum(dtype=torch.float64))
 
@@ -222,10 +224,20 @@ class Metrics:
                 return {}
         self._tell_oddities(sums)
         losses = naming.losses(sums, dict(zip(self._objectives, self._term_slots, strict=True)))
-        if not self.has_geometry:
+        if not self._shows_geometry(reset=reset):
             return losses
         named = losses | naming.geometry_of(sums) | naming.of_isotropy(isotropy) | self._learned
         return named | naming.margins(sums) | quantiles if quantiles else named
+
+    def _shows_geometry(self, *, reset: bool) -> bool:
+        """Whether it was measured since the last reset; where nobody asked for it, say so once."""
+        has_measured, self._has_measured = self._has_measured, self._has_measured and not reset
+        if self.has_geometry and not has_measured:
+            log_once(
+                "SimReg: only its loss is logged, as no step since the last log was measured: call "
+                "simreg_megatron.loop.begin_step(step, measures=True) before each step that is logged"
+            )
+        return has_measured
 
     def _of_stage(self, dp_cp_group: dist.ProcessGroup, *, reset: bool) -> tuple[Tensor, Tensor]:
         """Sums over the ranks of this stage, and the isotropy of its states; zeros where nothing was observed."""

@@ -16,7 +16,9 @@ class _AddGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, term: Tensor, start: int) -> Tensor:
         ctx.columns = slice(start, start + term.shape[1])
-        return loss.view_as(loss)
+        # The same memory under another node. Not a view: autograd refuses to change one in place, and a loop may do
+        # that to its loss. It then finds what it would without SimReg, and nothing is copied.
+        return loss.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

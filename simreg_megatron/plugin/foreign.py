@@ -9,24 +9,31 @@ from typing import Any
 
 import torch
 
-from simreg_megatron.plugin import bypass, compat, forms, installation
-from simreg_megatron.plugin.announce import begin
+from simreg_megatron.plugin import bypass, compat, installation
 from simreg_megatron.plugin.loop_hooks import reduced_means
-from simreg_megatron.plugin.refusals import refuse_models, refuse_silence
+from simreg_megatron.plugin.ready import make_ready
+from simreg_megatron.plugin.refusals import refuse_models, refuse_rows, refuse_settings, refuse_silence
 
 
 def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
     """See `simreg_megatron.loop.begin_run`."""
     here = installation.current()
-    config = here.begin_run().config
-    if config.active:
-        chunks = models if isinstance(models, list) else [models]
-        refuse_models(config, chunks, here.model_classes)
-        for model in compat.unwrapped(chunks):
-            bypass.watch(model)
-        if micro_batch_size and seq_length:
-            forms.settle(config, chunks, micro_batch_size, seq_length)
-        begin(config, chunks)
+    regularizer = here.begin_run()
+    config = regularizer.config
+    if not config.active:
+        return
+    chunks = models if isinstance(models, list) else [models]
+    refuse_models(config, chunks, here.model_classes)
+    for model in compat.unwrapped(chunks):
+        refuse_settings(model.config, config)
+        refuse_rows(
+            config,
+            width=model.config.hidden_size,
+            num_sequences=micro_batch_size,
+            num_data_ranks=lambda: compat.data_group().size(),
+        )
+        bypass.watch(model)
+    make_ready(regularizer, chunks, compat.unwrapped(chunks)[0].config, micro_batch_size, seq_length)
 
 
 def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:

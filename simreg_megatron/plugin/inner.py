@@ -65,7 +65,8 @@ class InnerStates:
         """The states of `model` that the settings name, in their order; `final` is what the last decoder returned."""
         if not self.config.looks_inside:
             return {} if final is None else {"final": final}
-        states = self._caught.pop(model.decoder)
+        states = self._caught.pop(model.decoder, {})
+        self._refuse_missing(model.decoder, states, is_last=final is not None)
         if final is not None:
             states["final"] = states[BEFORE_NORM] if self.config.placement == "pre-norm" else final
         found = {layer: states[layer] for layer in self.config.layers if layer in states}
@@ -76,6 +77,19 @@ class InnerStates:
                     "or it is recomputed), so SimReg cannot train on them: choose another layer in --simreg-layers"
                 )
         return found
+
+    def _refuse_missing(self, decoder: Any, states: dict[State, Tensor], *, is_last: bool) -> None:
+        wanted: list[State] = [*held_layers(self.config, decoder)]
+        if is_last and self.config.placement == "pre-norm":
+            wanted.append(BEFORE_NORM)
+        missing = [state for state in wanted if state not in states]
+        if missing:
+            where = missing[0] if missing[0] == BEFORE_NORM else f"of layer {missing[0]}"
+            raise NotImplementedError(
+                f"the states {where} did not come by, as this loop does not call the decoder and its layers as "
+                "modules in training (CUDA graphs and schedules that take layers apart do not, either): let it do so, "
+                "or drop --simreg-layers and --simreg-placement"
+            )
 
 
 def _keep_input(

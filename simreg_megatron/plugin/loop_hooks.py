@@ -11,10 +11,10 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
 from simreg_megatron.measures.naming import add_to_console
 from simreg_megatron.notices import log_once
-from simreg_megatron.plugin import compat, forms, installation, whole_graph
-from simreg_megatron.plugin.announce import begin
+from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.clip.clipping import Clipping
+from simreg_megatron.plugin.ready import make_ready
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.writers import log_timer, write_scalars
@@ -77,11 +77,7 @@ def _config_of_checkpoint(args: Any) -> SimRegConfig | None:
 def _make_ready(regularizer: Regularizer, models: Any, args: Any) -> None:
     config = regularizer.config
     refuse_models(config, models, installation.current().model_classes)
-    if whole_graph.is_asked_for(args):
-        regularizer.repeat_one_step()
-        log_once(f"SimReg: no geometry is measured with {whole_graph.FLAG}; the log has its loss and lambda")
-    forms.settle(config, models, args.micro_batch_size, args.seq_length)
-    begin(config, models)
+    make_ready(regularizer, models, args, args.micro_batch_size, args.seq_length)
     regularizer.data_of_stages.begin(compat.unwrapped(models))
     if config.document_mask:
         regularizer.end_of_document = end_of_document()
@@ -138,7 +134,12 @@ def tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_log_step(iteration: int) -> bool:
-    return iteration % (installation.regularizer().config.log_interval or compat.arguments().log_interval) == 0
+    return iteration % _log_interval() == 0
+
+
+def _log_interval() -> int:
+    """Steps from one of SimReg's log lines to the next."""
+    return int(installation.regularizer().config.log_interval or compat.arguments().log_interval)
 
 
 def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +158,7 @@ def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
         add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
         if not first:
             write_scalars(means, iteration)
-            log_timer(compat.arguments(), iteration)
+            log_timer(compat.arguments(), iteration, _log_interval())
         result = training_log(*args, **kwargs)
         for name in means:  # interval means, not sums: Megatron must not go on adding to them
             total_loss_dict.pop(name, None)

@@ -12,7 +12,7 @@ import torch
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.plugin import bypass, compat, inner, installation, stages
 from simreg_megatron.plugin.installation import Wrapper
-from simreg_megatron.plugin.refusals import refuse_unknown_loss
+from simreg_megatron.plugin.refusals import refuse_rows, refuse_unknown_loss
 from simreg_megatron.weights import learnable
 
 
@@ -92,6 +92,13 @@ def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) ->
         return loss
     installation.current().met.add(model)
     refuse_unknown_loss(model, given, loss)
+    refuse_rows(
+        installation.regularizer().config,
+        width=hidden_states.shape[-1],
+        num_sequences=len(labels),
+        num_data_ranks=lambda: compat.data_group().size(),
+        packed=given.get("packed_seq_params") is not None,
+    )
     return installation.regularizer().add_to(
         loss,
         model,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     iterations = getattr(args, "train_iters", None)
     if config.schedule.needs_length and iterations:  # with samples Megatron counts them later
         config.schedule.factor(0, iterations)  # refuses a training that is too short for it
-    if whole_graph.is_asked_for(args):
-        whole_graph.refuse(args, config)
-    if config.looks_inside:
-        inner.refuse_arguments(config, args)
+    refuse_settings(args, config)
     sharded = [
         name for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp") if getattr(args, name, False)
     ]
@@ -48,19 +46,16 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
                 f"{who} needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} scatters "
                 "them: drop one of them"
             )
-        if part.by_sequence:
-            _refuse_lonely_sequences(args, part)
-        if part.prefixes:
-            _refuse_prefixes(args.hidden_size, part)
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(PACKED_AND_SPLIT)
-    for part in config.parts:
-        if packed and part.record.takes_rows(part.options):
-            raise NotImplementedError(
-                f"SimReg objective {part.objective} treats each row as one sequence, but packed rows hold several: "
-                "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
-            )
+    refuse_rows(
+        config,
+        width=getattr(args, "hidden_size", None),
+        num_sequences=getattr(args, "micro_batch_size", None),
+        num_data_ranks=lambda: args.data_parallel_size,
+        packed=packed,
+    )
     if packed and getattr(args, "overlap_moe_expert_parallel_comm", False):
         raise NotImplementedError(
             "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
@@ -86,6 +81,49 @@ def refuse_start_over(args: Any) -> None:
         )
 
 
+def refuse_settings(settings: Any, config: SimRegConfig) -> None:
+    """Refuse what Megatron's flags and the configuration of its models call by the same names.
+
+    Raises:
+        ValueError, NotImplementedError: the sentence names it and the way out.
+    """
+    if whole_graph.is_asked_for(settings):
+        whole_graph.refuse(settings, config)
+    if config.looks_inside:
+        inner.refuse_arguments(config, settings)
+
+
+def refuse_rows(
+    config: SimRegConfig,
+    *,
+    width: int | None,
+    num_sequences: int | None,
+    num_data_ranks: Callable[[], int],
+    packed: bool = False,
+) -> None:
+    """Refuse objectives that can make nothing of micro-batches like these, of which None is not known yet.
+
+    Args:
+        width: of the hidden states.
+        num_sequences: in a micro-batch.
+        num_data_ranks: asked where an objective gathers sequences from them.
+        packed: whether a row may hold several texts.
+
+    Raises:
+        ValueError, NotImplementedError: the sentence names the objective and the way out.
+    """
+    for part in config.parts:
+        if part.prefixes and width is not None:
+            _refuse_prefixes(width, part)
+        if part.by_sequence and num_sequences is not None:
+            _refuse_lonely_sequences(part, num_sequences, num_data_ranks)
+        if packed and part.record.takes_rows(part.options):
+            raise NotImplementedError(
+                f"SimReg objective {part.objective} treats each row as one sequence, but packed rows hold several: "
+                "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
+            )
+
+
 def _refuse_prefixes(hidden_size: int, config: SimRegConfig) -> None:
     most = hidden_size - config.record.prefixes_below_width
     if config.prefixes[-1] > most:
@@ -95,14 +133,14 @@ def _refuse_prefixes(hidden_size: int, config: SimRegConfig) -> None:
         )
 
 
-def _refuse_lonely_sequences(args: Any, config: SimRegConfig) -> None:
+def _refuse_lonely_sequences(config: SimRegConfig, num_sequences: int, num_data_ranks: Callable[[], int]) -> None:
     """A sequence without another one to be compared with has no term."""
     gathers = config.options.get("gather") == "yes"
-    if args.micro_batch_size * (args.data_parallel_size if gathers else 1) < 2:
+    if num_sequences * (num_data_ranks() if gathers else 1) < 2:
         whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
         raise ValueError(
-            f"SimReg objective {config.objective} compares the sequences {whose}, and --micro-batch-size is "
-            f"{args.micro_batch_size}: give at least 2"
+            f"SimReg objective {config.objective} compares the sequences {whose}, and the micro-batch size is "
+            f"{num_sequences}: give --micro-batch-size 2 or more"
         )
 
 

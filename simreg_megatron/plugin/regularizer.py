@@ -87,6 +87,13 @@ class Regularizer:
         """From now on the host decides nothing anew in a step, see whole_graph.py."""
         self.strength.repeats, self.metrics.has_geometry = True, False
 
+    def _refuse_idleness(self) -> None:
+        if not (self.config.trains or self.strength.follows_iterations):
+            raise RuntimeError(
+                "SimReg only measures here, in steps that the training loop names, and this one names none: call "
+                "simreg_megatron.loop.begin_step(step, measures=True) before each step to measure, or drop SimReg"
+            )
+
     def lambdas(self) -> dict[str, Tensor]:
         """The weight of each objective in this step, under the names of the log; empty while all are constant."""
         return self.strength.lambdas(self._hidden_size)
@@ -114,6 +121,7 @@ class Regularizer:
             packed_seq_params: Megatron's description of a row that packs several texts, or None.
         """
         self.has_met_model, self._hidden_size = True, model.config.hidden_size
+        self._refuse_idleness()
         if not self.computes:
             return loss_BS
         with timed():
@@ -152,6 +160,7 @@ class Regularizer:
             given: labels, mask and weights [B, S] of its tokens.
         """
         self.has_met_model = True
+        self._refuse_idleness()
         if not self.computes:
             return output_SBD
         with timed():

@@ -53,11 +53,15 @@ def timed() -> Iterator[None]:
             timers(TIMER, log_level=2).stop()
 
 
-def log_timer(args: Any, iteration: int) -> None:
-    """Megatron logs those timers alone that it knows by name. A collective over all ranks."""
-    if args.timing_log_level < 2 or iteration % args.log_interval:
+def log_timer(args: Any, iteration: int, num_steps: int) -> None:
+    """Megatron logs those timers alone that it knows by name. A collective over all ranks.
+
+    Args:
+        num_steps: since the last call, which is when the timer began anew: what is logged is the time of one.
+    """
+    if args.timing_log_level < 2:
         return
-    timers, interval = compat.timers(), args.log_interval
+    timers = compat.timers()
     for writer in _writers() if args.log_timers_to_tensorboard else ():
-        timers.write([TIMER], writer, iteration, normalizer=interval, reset=False)
-    timers.log([TIMER], normalizer=interval)
+        timers.write([TIMER], writer, iteration, normalizer=num_steps, reset=False)
+    timers.log([TIMER], normalizer=num_steps)

@@ -12,7 +12,7 @@ from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.placebo import permuted_labels
 from simreg_megatron.plugin.regularizer import Regularizer
-from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, One, add, micro_batch
+from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, One, add, measuring, micro_batch
 
 CHUNK = 5
 
@@ -67,7 +67,7 @@ def test_it_is_simreg_with_these_labels_and_the_log_says_so() -> None:
     """The loss is the placebo's; the cosines are of the tokens' own labels, as everywhere."""
     hidden, labels, mask, loss = micro_batch()
     settings = {"lambda_": 3, "temperature": 0.1, "chunk_size": CHUNK}
-    regularizer = Regularizer(SimRegConfig(objective="placebo", objective_options="seed=2", **settings))
+    regularizer = measuring(SimRegConfig(objective="placebo", objective_options="seed=2", **settings))
     regularizer.set_iteration(7)
     result = add(regularizer, hidden, labels, mask, loss)
     assert torch.equal(result, loss)
@@ -84,7 +84,7 @@ def test_it_is_simreg_with_these_labels_and_the_log_says_so() -> None:
     assert means["placebo loss"].item() == pytest.approx((terms.sum() / mask.sum()).item(), rel=1e-6)
 
     hidden.grad = None
-    simreg = Regularizer(SimRegConfig(**settings))
+    simreg = measuring(SimRegConfig(**settings))
     add(simreg, hidden, labels, mask, loss).sum().backward()
     assert not torch.allclose(placebo, hidden.grad, rtol=0.1), "labels matter in this sample"
     own = simreg.metrics.reduce(One())

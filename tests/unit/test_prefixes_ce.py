@@ -20,7 +20,7 @@ from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_hea
 from simreg_megatron.plugin import refusals
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.weights import heads
-from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, micro_batch
+from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, measuring, micro_batch
 
 TOKENS, VOCABULARY, PREFIXES = 7, 11, (2, 5)
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
@@ -192,7 +192,7 @@ def test_it_joins_the_loss_like_any_other_objective(mup: bool) -> None:
     layer = nn.Parameter(given()["weight"].detach().clone())
     built = model(layer, use_mup=mup, mup_output_mult=0.25)
     upstream = torch.rand(BATCH, LENGTH, dtype=torch.float64)
-    regularizer = Regularizer(config)
+    regularizer = measuring(config)
     result = regularizer.add_to(loss, built, hidden_states=hidden, labels=labels, loss_mask=mask)
     assert torch.equal(result, loss)
     (result * upstream).sum().backward()

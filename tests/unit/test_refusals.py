@@ -79,7 +79,7 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"micro_batch_size": 1}, "--micro-batch-size is 1: give at least 2"),
+        ({"micro_batch_size": 1}, "the micro-batch size is 1: give --micro-batch-size 2 or more"),
         ({"micro_batch_size": 2, "sft": True}, "packed rows hold several: train unpacked"),
     ],
 )
@@ -95,7 +95,7 @@ def test_sequences_of_other_ranks_are_enough() -> None:
     refusals.refuse_arguments(args, config)
     args.data_parallel_size = 1
     with pytest.raises(
-        ValueError, match="of all data-parallel ranks, of which there is one, and --micro-batch-size is 1"
+        ValueError, match="of all data-parallel ranks, of which there is one, and the micro-batch size is 1"
     ):
         refusals.refuse_arguments(args, config)
 

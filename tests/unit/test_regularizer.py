@@ -61,6 +61,14 @@ def add(regularizer: Regularizer, hidden, labels, mask, loss) -> torch.Tensor:
     return regularizer.add_to(loss, MODEL, hidden_states=hidden, labels=labels, loss_mask=mask)
 
 
+def measuring(config: SimRegConfig) -> Regularizer:
+    """In a step that is logged."""
+    regularizer = Regularizer(config)
+    regularizer.set_iteration(0, 1)
+    regularizer.metrics.wants_geometry = True
+    return regularizer
+
+
 @pytest.mark.parametrize("weight", [3.0, "auto"])
 def test_value_of_the_loss_gradient_of_both(weight) -> None:
     config = SimRegConfig(lambda_=weight, temperature=0.1, chunk_size=5)
@@ -83,11 +91,37 @@ def test_value_of_the_loss_gradient_of_both(weight) -> None:
 
 
 def test_measuring_leaves_the_loss_alone() -> None:
-    """In a loop that tells no iteration nobody knows the log steps, so each micro-batch is measured."""
     hidden, labels, mask, loss = micro_batch()
-    regularizer = Regularizer(SimRegConfig(objective="none"))
+    regularizer = measuring(SimRegConfig(objective="none"))
     assert add(regularizer, hidden, labels, mask, loss) is loss
     assert regularizer.metrics.reduce(One())["simreg loss"] > 0
+
+
+def test_a_loop_that_names_no_steps_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be in every micro-batch, for a log that nobody may ask for; the term itself is in the log."""
+    found: list[object] = []
+    monkeypatch.setattr(metrics.Metrics, "_add_pairs", lambda self, view: found.append(view))
+    said: list[str] = []
+    monkeypatch.setattr(metrics, "log_once", said.append)
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=6))
+    for _ in range(2):
+        add(regularizer, *micro_batch()).sum().backward()
+    means = regularizer.metrics.reduce(One())
+    assert set(means) == {"simreg loss"} and means["simreg loss"] > 0 and not found
+    assert any("only its loss is logged" in line and "begin_step(step, measures=True)" in line for line in said)
+    regularizer.metrics.wants_geometry = True
+    add(regularizer, *micro_batch())
+    regularizer.metrics.wants_geometry = False
+    add(regularizer, *micro_batch())
+    assert "simreg positive cosine" in regularizer.metrics.reduce(One()) and len(found) == 1
+    add(regularizer, *micro_batch())
+    assert "simreg positive cosine" not in regularizer.metrics.reduce(One()), "of the interval before"
+
+
+def test_measuring_alone_needs_a_loop_that_names_steps() -> None:
+    regularizer = Regularizer(SimRegConfig(objective="none"))
+    with pytest.raises(RuntimeError, match=r"only measures here.*loop\.begin_step\(step, measures=True\)"):
+        add(regularizer, *micro_batch())
 
 
 def test_measuring_computes_in_log_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +139,9 @@ def test_measuring_computes_in_log_steps_alone(monkeypatch: pytest.MonkeyPatch) 
     few[:, 4:] = 0
     other = (3 * hidden.detach()).roll(1, dims=0).requires_grad_()  # of a step that is not logged
     settings = {"temperature": 0.1, "chunk_size": 6}
-    measuring = Regularizer(SimRegConfig(objective="none", **settings))
+    logging = Regularizer(SimRegConfig(objective="none", **settings))
     training = Regularizer(SimRegConfig(lambda_=1, **settings))
-    for regularizer in (measuring, training):
+    for regularizer in (logging, training):
         for iteration, wanted in enumerate((False, True)):
             regularizer.set_iteration(iteration)
             regularizer.metrics.wants_geometry = wanted
@@ -121,10 +155,10 @@ def test_measuring_computes_in_log_steps_alone(monkeypatch: pytest.MonkeyPatch) 
                     loss.sum().backward()
             if not wanted:
                 assert regularizer.has_met_model, "a model that is not measured yet is no silent one"
-                assert (len(computed) == before) == (regularizer is measuring)
+                assert (len(computed) == before) == (regularizer is logging)
                 interval = regularizer.metrics.reduce(One(), reset=regularizer is training)
                 assert bool(interval) == (regularizer is training)
-    measured, trained = (regularizer.metrics.reduce(One()) for regularizer in (measuring, training))
+    measured, trained = (regularizer.metrics.reduce(One()) for regularizer in (logging, training))
     assert measured["simreg loss"] > 0 and measured.keys() == trained.keys()
     gradients = {"simreg radial gradient"}  # of the whole loss, of which the term is a part here alone
     for name in measured.keys() - gradients:
@@ -136,7 +170,7 @@ def test_measuring_computes_in_log_steps_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_that_bypasses_the_wrapper_is_found_out(config: SimRegConfig) -> None:
     """After the first step on the stage with the loss, something must have come by, also where it is not measured."""
     regularizer = Regularizer(config)
-    regularizer.metrics.wants_geometry = False
+    regularizer.set_iteration(0)
     earlier, last = SimpleNamespace(post_process=False), SimpleNamespace(post_process=True)
     refusals.refuse_silence(regularizer, [earlier])
     with pytest.raises(compat.MegatronSeamError, match="computed its loss without calling the function"):
@@ -146,7 +180,7 @@ def test_a_model_that_bypasses_the_wrapper_is_found_out(config: SimRegConfig) ->
 
 
 def test_log_values_are_means_over_the_interval() -> None:
-    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=0))
+    regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=0))
     hidden, labels, mask, loss = micro_batch()
     few = mask.clone()
     few[:, 4:] = 0  # a second micro-batch with far fewer tokens
@@ -195,7 +229,7 @@ def test_console_prints_the_mean_that_megatron_divides_again() -> None:
 
 
 def test_what_only_the_data_knows_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=6))
+    regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=6))
     hidden, labels, mask, loss = micro_batch()
     with torch.no_grad():
         hidden[2, 1] = 0
@@ -292,7 +326,7 @@ def test_a_term_that_is_off_costs_nothing_and_is_still_measured(monkeypatch: pyt
     regularizer.metrics.reduce(One())
     assert step(11, logs=True) is loss and len(computed) == 2
     means = regularizer.metrics.reduce(One())
-    measured = Regularizer(SimRegConfig(objective="none", temperature=0.1, chunk_size=6))
+    measured = measuring(SimRegConfig(objective="none", temperature=0.1, chunk_size=6))
     add(measured, hidden, labels, mask, loss)
     assert means["simreg loss"] == measured.metrics.reduce(One())["simreg loss"] > 0
     assert regularizer.lambdas()["simreg lambda"].item() == 0
@@ -416,7 +450,7 @@ def test_a_combination_is_the_weighted_sum_of_its_parts(monkeypatch: pytest.Monk
     hidden, labels, mask, loss = micro_batch()
 
     def gradient(**settings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        regularizer = Regularizer(SimRegConfig(chunk_size=6, **settings))
+        regularizer = measuring(SimRegConfig(chunk_size=6, **settings))
         regularizer.set_iteration(4)
         hidden.grad = None
         result = add(regularizer, hidden, labels, mask, loss)
@@ -446,7 +480,7 @@ def test_a_combination_is_the_weighted_sum_of_its_parts(monkeypatch: pytest.Monk
 def test_the_log_tells_how_much_of_the_gradient_changes_lengths(similarity: str) -> None:
     """Of the whole loss, whatever else hangs on the states; cosines by themselves leave lengths alone."""
     hidden, labels, mask, loss = micro_batch()
-    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.5, similarity=similarity))
+    regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.5, similarity=similarity))
     add(regularizer, hidden, labels, mask, loss).sum().backward()
     found = regularizer.metrics.reduce(One())["simreg radial gradient"].item()
     units = hidden.detach() / hidden.detach().norm(dim=-1, keepdim=True)
@@ -464,7 +498,7 @@ def test_the_log_tells_how_much_of_the_gradient_changes_lengths(similarity: str)
 
 def test_a_gradient_that_overflows_is_not_logged() -> None:
     hidden, labels, mask, loss = micro_batch()
-    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.5, similarity="dot"))
+    regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.5, similarity="dot"))
     add(regularizer, hidden, labels, mask, loss).sum().backward()
     expected = regularizer.metrics.reduce(One(), reset=False)["simreg radial gradient"]
     (add(regularizer, hidden, labels, mask, loss).sum() * float("inf")).backward()
@@ -475,7 +509,7 @@ def test_a_gradient_that_overflows_is_not_logged() -> None:
 def test_norms_of_labels_that_come_once() -> None:
     hidden, labels, mask, loss = micro_batch()
     labels[:, ::3] = torch.arange(100, 104)
-    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=0))
+    regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=0))
     add(regularizer, hidden, labels, mask, loss)
     found = regularizer.metrics.reduce(One())["simreg norm difference of rare labels"].item()
     norms: dict[bool, list[torch.Tensor]] = {True: [], False: []}
@@ -499,7 +533,7 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
     name = "simreg norm difference of right predictions"
 
     def logged(model: SimpleNamespace) -> dict[str, torch.Tensor]:
-        regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1))
+        regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.1))
         for _ in range(2):  # micro-batches
             regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
         return regularizer.metrics.reduce(One())
@@ -528,7 +562,7 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
         assert found[f"simreg margin {share}%"].item() == pytest.approx(ordered[place].item(), rel=1e-6)
 
     monkeypatch.setattr(metrics, "_KEPT_MICRO_BATCHES", 3)
-    unread = Regularizer(SimRegConfig(lambda_=1, temperature=0.1))
+    unread = measuring(SimRegConfig(lambda_=1, temperature=0.1))
     for _ in range(5):
         unread.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
     assert len(unread.metrics._margins) == 3, "in a loop that never asks they must not pile up"

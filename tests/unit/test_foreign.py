@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training loop of another framework is refused what Megatron's own is: before its first step if it calls
+`begin_run`, else in the forward pass of the first micro-batch that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simreg_megatron import SimRegConfig
+from simreg_megatron.plugin import compat, foreign, installation, model_hooks
+
+pytestmark = pytest.mark.megatron
+
+WIDTH, LENGTH = 8, 6
+
+
+class One:
+    """A process group of so many ranks."""
+
+    def __init__(self, size: int = 1) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+class Model(nn.Module):
+    """A GPTModel of one layer, as far as SimReg looks at it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.post_process = True
+        given = {"hidden_size": WIDTH, "sequence_parallel": False, "num_layers": 1, "params_dtype": torch.float32}
+        self.config = SimpleNamespace(**given | settings)
+        self.pg_collection = SimpleNamespace(tp=One(), cp=One(), dp_cp=One())
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList([nn.Identity()])
+        self.decoder.layers[0].layer_number = 1
+
+    def forward(self, hidden_states: Tensor, labels: Tensor, packed_seq_params: object = None) -> Tensor:
+        return _postprocess(self, hidden_states, labels, packed_seq_params=packed_seq_params)
+
+
+@model_hooks.regularize
+def _postprocess(model: Model, hidden_states: Tensor, labels: Tensor, packed_seq_params: object = None) -> Tensor:
+    return hidden_states.sum(dim=-1).T
+
+
+@pytest.fixture(autouse=True)
+def data_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[One]:
+    ranks = One()
+    monkeypatch.setattr(compat, "data_group", lambda **_: ranks)
+    yield ranks
+    installation.keep(None)
+
+
+def installed(**settings: Any) -> None:
+    made = installation.Installation(SimRegConfig(**{"lambda_": 1} | settings), lambda config: ())
+    made.model_classes = (Model,)
+    installation.keep(made)
+
+
+def train(model: Model, num_sequences: int = 2, packed: object = None) -> None:
+    hidden_states = torch.randn(LENGTH, num_sequences, WIDTH, requires_grad=True)
+    labels = torch.arange(LENGTH).expand(num_sequences, LENGTH) % 3
+    model(hidden_states, labels, packed).sum().backward()
+
+
+WIDE = {"objective_options": "prefixes=4/16"}
+TOO_WIDE = "objective simreg cannot take 16 features of states of width 8: give prefixes of at most 8"
+ALONE = "objective simcse compares the sequences of a micro-batch, and the micro-batch size is 1"
+
+
+def test_prefixes_wider_than_the_states_are_refused() -> None:
+    installed(**WIDE)
+    with pytest.raises(ValueError, match=TOO_WIDE):
+        foreign.begin_run(Model())
+    with pytest.raises(ValueError, match=TOO_WIDE):
+        train(Model())
+    installed(objective_options="prefixes=4/8")
+    foreign.begin_run(Model())
+    train(Model())
+
+
+def test_a_sequence_alone_is_refused() -> None:
+    installed(objective="simcse")
+    with pytest.raises(ValueError, match=ALONE):
+        foreign.begin_run(Model(), micro_batch_size=1, seq_length=LENGTH)
+    with pytest.raises(ValueError, match=ALONE):
+        train(Model(), num_sequences=1)
+    train(Model(), num_sequences=2)
+
+
+def test_a_sequence_of_another_rank_is_enough(data_ranks: One) -> None:
+    installed(objective="simcse", objective_options="gather=yes")
+    with pytest.raises(ValueError, match="of all data-parallel ranks, of which there is one"):
+        foreign.begin_run(Model(), micro_batch_size=1)
+    data_ranks._size = 2
+    foreign.begin_run(Model(), micro_batch_size=1)
+
+
+def test_packed_rows_are_refused_where_rows_are_sequences() -> None:
+    installed(objective="simcse")
+    with pytest.raises(NotImplementedError, match="simcse treats each row as one sequence, but packed rows hold"):
+        train(Model(), packed=SimpleNamespace())
+    installed(objective="creg")
+    train(Model(), packed=SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_model", "sentence"),
+    [
+        ({"layers": 2}, {}, "--simreg-layers 2 is beyond the model, which has layers 1 to 1"),
+        ({"layers": 1}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
+        ({"layers": 1}, {"cuda_graph_impl": "local"}, "CUDA graphs replay layers"),
+        ({"every": 2}, {"cuda_graph_impl": "full_iteration"}, "computes the same in each"),
+        ({"objective": "none", "lambda_": 0}, {"cuda_graph_impl": "full_iteration"}, "only measures here"),
+    ],
+)
+def test_what_the_models_configuration_excludes_is_refused(
+    settings: dict, of_model: dict, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "refuse_models", lambda *_: None)  # asks for a real decoder
+    installed(**settings)
+    with pytest.raises((ValueError, NotImplementedError), match=sentence):
+        foreign.begin_run(Model(**of_model))
+
+
+@pytest.mark.parametrize(
+    "graphs",
+    [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}],
+)
+def test_a_step_that_is_captured_measures_nothing(graphs: dict) -> None:
+    """As in Megatron's own loop: what the host decides anew for each step cannot change the graph."""
+    from simreg_megatron import loop
+
+    installed()
+    loop.begin_run(Model(**graphs))
+    loop.begin_step(0, measures=True)
+    regularizer = installation.regularizer()
+    assert regularizer.strength.repeats and not regularizer.metrics.wants_geometry
+    loop.begin_run(Model())
+    loop.begin_step(0, measures=True)
+    assert installation.regularizer().metrics.wants_geometry
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [({"layers": (1, "final")}, "of layer 1"), ({"placement": "pre-norm"}, "before the final norm")],
+)
+def test_states_that_were_not_caught_are_no_silent_loss(settings: dict, what: str) -> None:
+    """A decoder that a loop calls piece by piece, or replays, passes no hook."""
+    installed(**settings)
+    with pytest.raises(NotImplementedError, match=f"the states {what} did not come by"):
+        train(Model())
+
+
+def test_a_layer_that_was_not_caught_beside_others_is_no_silent_loss() -> None:
+    installed(layers=(1, "final"))
+    model = Model()
+    installation.regularizer().inner_states._caught[model.decoder] = {"final": torch.zeros(1)}
+    with pytest.raises(NotImplementedError, match="the states of layer 1 did not come by"):
+        train(model)
