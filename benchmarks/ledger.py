@@ -280,6 +280,12 @@ def p_values_of_labels() -> list[float]:
     return [found.p_value for found in verdict.judge(table.plan, table.rows)[:2]]
 
 
+def flags_of(arm: str, *names: str) -> list[float]:
+    """What these flags of an arm's runs were."""
+    words = next(row["flags"].split() for row in csv_of(runs_of("convergence").file) if row["arm"] == arm)
+    return [float(words[words.index(f"--{name}") + 1]) for name in names]
+
+
 def size_of(found: verdict.Verdict) -> list[float]:
     """Of the difference, and of the ends of its interval in the same direction."""
     sign = math.copysign(1, found.difference)
@@ -299,10 +305,11 @@ def decided(page: str, sentence: str, experiment: str, *places: int, numbers: in
 
 OBJECTIVES = "docs/objectives.md"
 OF_OBJECTIVES = (
+    Figure("README.md", "width 64 with {} million tokens", SEARCH, lambda: [column(SEARCH, "tokens")[0] / 1e6]),
     decided("README.md", "baseline: {} nats lower with equal tokens", "convergence", 0, numbers=1),
     decided("README.md", "equal tokens, {} lower with 20 % fewer", "fewer", 0, numbers=1),
     decided("README.md", "20 % fewer, {} **higher** with", "saving", 0, numbers=1),
-    decided("README.md", "a placebo, it still ends {} lower", "labels", 2, numbers=1),
+    decided("README.md", "permuted labels, also ends {} lower", "labels", 2, numbers=1),
     decided("README.md", "| {} nats (95 % interval {} to {}) below a tuned", "convergence", 0),
     decided("docs/evidence.md", "| all tokens | {} lower ({} to {}) |", "convergence", 0),
     decided("docs/evidence.md", "90 % of the tokens | {} lower ({} to {}) |", "fewer", 1),
@@ -318,6 +325,14 @@ OF_OBJECTIVES = (
     decided("docs/evidence.md", "SimReg\nends {} lower ({} to {}) than twice", "controls", 1),
     decided("docs/evidence.md", "embeddings, {} lower ({} to {}) than four", "controls", 2),
     decided("docs/evidence.md", "and {} lower ({} to {}) than a z-loss", "controls", 3),
+    decided("docs/evidence.md", "it still ends {} lower ({} to\n{}) than cross-entropy", "schedule", 1),
+    decided("docs/evidence.md", "shown ({} higher, {} to {})", "schedule", 0),
+    decided("docs/evidence.md", "twice the tokens it is {} lower ({} to\n{})", "plateau", 0),
+    decided("docs/evidence.md", "lowers it by {} more ({} to {};", "plateau", 1),
+    Figure("docs/evidence.md", "trained on {} million tokens", SEARCH, lambda: [column(SEARCH, "tokens")[0] / 1e6]),
+    Figure("docs/evidence.md", "learning rate of {} and a weight decay of {}", runs_of("convergence"),
+           partial(flags_of, "cross-entropy", "lr", "weight-decay")),
+    Figure("docs/evidence.md", "a rate of {} and\nlambda", runs_of("convergence"), partial(flags_of, "simreg-chunk", "lr")),
     decided("docs/evidence.md", "isotropy, by {} ({} to {})", "similarity", 2),
     decided("docs/evidence.md", "labels falls, by {} ({} to {})", "similarity", 1),
     Figure("docs/evidence.md", "all ten end between {} and {}, with a standard deviation of\n{} where it was {}.",
@@ -406,10 +421,10 @@ STATED = (
            r"PERPLEXITY_TOLERANCE = ([\d.e-]+)"),
     states("docs/checkpoints.md", "files of at most {} GiB", "simreg_megatron/checkpoint/export.py",
            r"SHARD_BYTES = (\d+) << 30"),
-    states("docs/cluster.md", "a guess at {} % of the peak", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
-    states("docs/cluster.md", "assumes {} % of", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
-    states("docs/cluster.md", "share rather than {} %.", "launch/estimate.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
-    states("docs/cluster.md", "of {} TFLOP/s", "launch/estimate.py", r"PEAK = (\d+)e12"),
+    states("docs/cluster.md", "a guess at {} % of the peak", "launch/sizes.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
+    states("docs/cluster.md", "assumes {} % of", "launch/sizes.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
+    states("docs/cluster.md", "share rather than {} %.", "launch/sizes.py", r"SHARE_OF_PEAK = ([\d.]+)", 100),
+    states("docs/cluster.md", "of {} TFLOP/s", "launch/sizes.py", r"PEAK = (\d+)e12"),
     states("docs/data.md", "else {} % of the documents", "simreg_megatron/data/commands.py",
            r"default: (0[\d.]+);", 100),
     states("docs/data.md", "in parts of {} MiB", "simreg_megatron/data/prepare.py", r"BLOCK_BYTES = (\d+) << 20"),
@@ -446,7 +461,7 @@ NOT_MEASURED = (
     NotMeasured("docs/evidence.md", "what the plans ask",
                 ("runs with 80 and 90 % (", "and with 80 %\nof the tokens", "planned after 70 % had")),
     NotMeasured("docs/evidence.md", "the paper's Figures 7 and 8", ("from 0.488 to 0.354 and from 0.445 to 0.333",)),
-    NotMeasured("README.md", "the size of the models", ("at width 64 only", "at width 64, five")),
+    NotMeasured("README.md", "the size of the models", ("4 layers of width 64 with", "at width 64, five")),
     NotMeasured("README.md", "how sure", ("(95 % interval",)),
     NotMeasured("README.md", "what tools/setup.sh asks for", ("6.2 GB of disk",)),
     NotMeasured("README.md", "defaults", ("`--simreg-temperature` | 0.01 |", "`--simreg-chunk-size` | 1024 |")),
@@ -544,7 +559,7 @@ OF_RELIABILITY = (
     states(RELIABILITY, "| memory | {} times the input, and {} MiB |", "tests/fuzz/bar.py",
            r"TIMES_ITS_SIZE = (\d+)\nCONSTANT = (\d+) << 20"),
     Figure(RELIABILITY, "All {} faults of the list", FAULTS, lambda: [len(csv_of(FAULTS.file))]),
-    Figure("README.md", "bit for bit | {} faults of {}, on CPU", FAULTS,
+    Figure("README.md", "bit for bit | {} such faults of {}, on CPU", FAULTS,
            lambda: [sum(row["equal"] == "yes" for row in csv_of(FAULTS.file)),
                     sum(not row["then"] for row in csv_of(FAULTS.file))]),
     Figure(RELIABILITY, "do nothing else {} such runs took {} to {} s", QUIET_FAULTS,
