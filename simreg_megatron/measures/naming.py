@@ -92,3 +92,9 @@ def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *,
     for name, value in means.items():
         if name not in _NOT_IN_CONSOLE:
             total_loss_dict[name] = value * max(1, advanced)
+
+
+def left_out_of_console(means: Mapping[str, Tensor]) -> str:
+    """Those of the same values that `training_log` does not print, as it prints numbers of 0 and more alone."""
+    values = {name: float(value) for name, value in means.items() if name not in _NOT_IN_CONSOLE}
+    return " | ".join(f"{name}: {value:.6E}" for name, value in values.items() if not value >= 0)
