@@ -14,7 +14,9 @@ from simreg_megatron import geometry
 from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm
 from simreg_megatron.measures import slots
 
-QUANTILES = {f"simreg margin {share:.0%}": share for share in (0.1, 0.5, 0.9)}
+_SHARES = (0.1, 0.5, 0.9)
+QUANTILES = {f"simreg margin {share:.0%}": share for share in _SHARES}
+RIGHT_QUANTILES = {f"simreg margin of right predictions {share:.0%}": share for share in _SHARES}
 _NOT_IN_CONSOLE = (  # Megatron's line is long enough
     "simreg norm difference",
     "simreg norm difference of rare labels",
@@ -23,7 +25,9 @@ _NOT_IN_CONSOLE = (  # Megatron's line is long enough
     "simreg effective rank",
     "simreg mean cosine",
     "simreg margin of right predictions",
+    "simreg share of right predictions",
     *QUANTILES,
+    *RIGHT_QUANTILES,
 )
 
 
@@ -62,9 +66,14 @@ def geometry_of(sums: Tensor) -> dict[str, Tensor]:
 
 
 def margins(sums: Tensor) -> dict[str, Tensor]:
-    """NaN of nothing."""
-    found = {"simreg margin": slots.MARGIN, "simreg margin of right predictions": slots.RIGHT_MARGIN}
-    return {name: (sums[slot][0] / sums[slot][1]).float() for name, slot in found.items()}
+    """Means, and how many predictions are right; NaN of nothing."""
+    total, number = sums[slots.MARGIN]
+    of_right, number_right = sums[slots.RIGHT_MARGIN]
+    return {
+        "simreg margin": (total / number).float(),
+        "simreg margin of right predictions": (of_right / number_right).float(),
+        "simreg share of right predictions": (number_right / number).float(),
+    }
 
 
 def isotropy(moments: list[Tensor]) -> Tensor:

@@ -29,7 +29,8 @@ DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
 _MEASURES = (
     "validation_loss", "bits_per_byte", "train_loss", "simreg_loss", "positive_cosine", "negative_cosine", "isotropy",
-    "margin", "margin_10", "margin_50", "margin_90", "rare_norm_difference", "seconds_per_step",
+    "margin", "margin_10", "margin_50", "margin_90", "margin_right", "margin_right_10", "margin_right_50",
+    "margin_right_90", "right_share", "rare_norm_difference", "seconds_per_step",
 )  # fmt: skip
 COLUMNS = (
     "experiment", "arm", "size", "tokens_per_parameter", "seed", "trial", "steps", "tokens", "status", *_MEASURES,
