@@ -15,6 +15,11 @@ def log_once(message: str) -> None:
     if message in _said:
         return
     _said.add(message)
+    say(message)
+
+
+def say(message: str) -> None:
+    """On the rank whose console Megatron's training log uses."""
     ready = dist.is_available() and dist.is_initialized()
     if not ready or dist.get_rank() == dist.get_world_size() - 1:
         print(f"> {message}", flush=True)

@@ -139,10 +139,10 @@ class SimRegConfig:
                 "SimReg chunk weight count-corrected has no effect with group reduce mean, which has no counts: "
                 "drop one of them"
             )
-        if self.chunk_weight != "token" and self.chunk_size == 0 and self.scope == "exact" and self.is_simreg:
+        if self.chunk_weight != "token" and self.chunk_size == 0 and self.is_simreg:
             raise ValueError(
-                f"SimReg chunk weight {self.chunk_weight} has no effect with chunk size 0, where the whole sequence is "
-                "one chunk: give a chunk size, or drop the weight"
+                f"SimReg chunk weight {self.chunk_weight} has no effect with chunk size 0, as nothing is cut into "
+                "chunks: give a chunk size, or drop the weight"
             )
         idle = [name for name in self.idle_settings if getattr(self, name) != _DEFAULTS[name]]
         if idle:

@@ -165,7 +165,7 @@ class Metrics:
             functional.pad(own_labels, (0, missing), value=-1).flatten(),
             shard.tensor_group,
         ).view(len(labels), -1)[:, : own_labels.shape[1]]
-        counted, right = own_labels >= 0, found >= 0
+        counted, right = own_labels >= 0, found > 0  # a tie, at 0, is no right prediction
         self._add_margins(found, counted, right)
         if states is None:
             return
@@ -260,10 +260,15 @@ class Metrics:
         if not self._margins:
             return {}
         groups = [group for group in (dp_cp_group, self._tensor_group) if group is not None and group.size() > 1]
-        found = quantiles_over(torch.cat(list(self._margins)), list(naming.QUANTILES.values()), groups)
+        margins_of_all = torch.cat(list(self._margins))
+        of_right = torch.where(margins_of_all > 0, margins_of_all, torch.nan)  # NaN is left out
+        found: dict[str, Tensor] = {}
+        for wanted, values in ((naming.QUANTILES, margins_of_all), (naming.RIGHT_QUANTILES, of_right)):
+            quantiles = quantiles_over(values, list(wanted.values()), groups)
+            found |= dict(zip(wanted, quantiles.unbind(), strict=True))
         if reset:
             self._margins.clear()
-        return dict(zip(naming.QUANTILES, found.unbind(), strict=True))
+        return found
 
     def _tell_oddities(self, sums: Tensor) -> None:
         """Say once, at log time, what only the data knew: tokens that SimReg had to leave out."""

@@ -14,7 +14,9 @@ from simreg_megatron import geometry
 from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm
 from simreg_megatron.measures import slots
 
-QUANTILES = {f"simreg margin {share:.0%}": share for share in (0.1, 0.5, 0.9)}
+_SHARES = (0.1, 0.5, 0.9)
+QUANTILES = {f"simreg margin {share:.0%}": share for share in _SHARES}
+RIGHT_QUANTILES = {f"simreg margin of right predictions {share:.0%}": share for share in _SHARES}
 _NOT_IN_CONSOLE = (  # Megatron's line is long enough
     "simreg norm difference",
     "simreg norm difference of rare labels",
@@ -23,7 +25,9 @@ _NOT_IN_CONSOLE = (  # Megatron's line is long enough
     "simreg effective rank",
     "simreg mean cosine",
     "simreg margin of right predictions",
+    "simreg share of right predictions",
     *QUANTILES,
+    *RIGHT_QUANTILES,
 )
 
 
@@ -62,9 +66,14 @@ def geometry_of(sums: Tensor) -> dict[str, Tensor]:
 
 
 def margins(sums: Tensor) -> dict[str, Tensor]:
-    """NaN of nothing."""
-    found = {"simreg margin": slots.MARGIN, "simreg margin of right predictions": slots.RIGHT_MARGIN}
-    return {name: (sums[slot][0] / sums[slot][1]).float() for name, slot in found.items()}
+    """Means, and how many predictions are right; NaN of nothing."""
+    total, number = sums[slots.MARGIN]
+    of_right, number_right = sums[slots.RIGHT_MARGIN]
+    return {
+        "simreg margin": (total / number).float(),
+        "simreg margin of right predictions": (of_right / number_right).float(),
+        "simreg share of right predictions": (number_right / number).float(),
+    }
 
 
 def isotropy(moments: list[Tensor]) -> Tensor:
@@ -92,3 +101,9 @@ def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *,
     for name, value in means.items():
         if name not in _NOT_IN_CONSOLE:
             total_loss_dict[name] = value * max(1, advanced)
+
+
+def left_out_of_console(means: Mapping[str, Tensor]) -> str:
+    """Those of the same values that `training_log` does not print, as it prints numbers of 0 and more alone."""
+    values = {name: float(value) for name, value in means.items() if name not in _NOT_IN_CONSOLE}
+    return " | ".join(f"{name}: {value:.6E}" for name, value in values.items() if not value >= 0)

@@ -9,8 +9,8 @@ from typing import Any
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
-from simreg_megatron.measures.naming import add_to_console
-from simreg_megatron.notices import log_once
+from simreg_megatron.measures.naming import add_to_console, left_out_of_console
+from simreg_megatron.notices import log_once, say
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.clip.clipping import Clipping
@@ -161,6 +161,8 @@ def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
             write_scalars(means, iteration)
             log_timer(compat.arguments(), iteration, _log_interval())
         result = training_log(*args, **kwargs)
+        if left_out := left_out_of_console(means):
+            say(f"SimReg at iteration {iteration}, beside Megatron's line, which has no numbers below 0: {left_out}")
         for name in means:  # interval means, not sums: Megatron must not go on adding to them
             total_loss_dict.pop(name, None)
         return result

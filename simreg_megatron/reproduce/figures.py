@@ -25,6 +25,11 @@ _UNITS = {
     "margin_50": "margin, median (nats)",
     "margin_90": "margin, 90 % quantile (nats)",
     "margin": "mean margin (nats)",
+    "margin_right_10": "margin of right predictions, 10 % quantile (nats)",
+    "margin_right_50": "margin of right predictions, median (nats)",
+    "margin_right_90": "margin of right predictions, 90 % quantile (nats)",
+    "margin_right": "mean margin of right predictions (nats)",
+    "right_share": "share of right predictions",
     "rare_norm_difference": "norms of rare labels (Cohen's d)",
     "seconds_per_step": "seconds per step",
 }

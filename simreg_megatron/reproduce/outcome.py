@@ -27,6 +27,11 @@ _CURVES = {
     "simreg margin 10%": "margin_10",
     "simreg margin 50%": "margin_50",
     "simreg margin 90%": "margin_90",
+    "simreg margin of right predictions": "margin_right",
+    "simreg margin of right predictions 10%": "margin_right_10",
+    "simreg margin of right predictions 50%": "margin_right_50",
+    "simreg margin of right predictions 90%": "margin_right_90",
+    "simreg share of right predictions": "right_share",
     "simreg norm difference of rare labels": "rare_norm_difference",
 }
 _NOT_FINITE = re.compile(r"\b(found (NaN|Inf)|not finite)\b", re.IGNORECASE)

@@ -24,7 +24,8 @@ _FLAG = re.compile(r"[A-Za-z0-9][\w-]*")
 SIGNS = ("lower", "higher", "differs")
 METRICS = (
     "validation_loss", "bits_per_byte", "train_loss", "simreg_loss", "positive_cosine", "negative_cosine", "isotropy",
-    "margin", "margin_10", "margin_50", "margin_90", "rare_norm_difference", "seconds_per_step",
+    "margin", "margin_10", "margin_50", "margin_90", "margin_right", "margin_right_10",
+    "margin_right_50", "margin_right_90", "right_share", "rare_norm_difference", "seconds_per_step",
 )  # fmt: skip
 _FALL_WITH_TRAINING = METRICS[:3]  # whatever the arm
 

@@ -25,8 +25,7 @@ HELD, OPPOSITE, NOT_SHOWN, DIVERGED = (
 )  # fmt: skip
 _UNITS = {
     "validation_loss": "nats per token", "train_loss": "nats per token", "bits_per_byte": "bits per byte",
-    "simreg_loss": "nats per token", "margin": "nats", "margin_10": "nats", "margin_50": "nats", "margin_90": "nats",
-    "seconds_per_step": "seconds",
+    "simreg_loss": "nats per token", "seconds_per_step": "seconds",
 }  # fmt: skip
 _WORTH_TOKENS = ("validation_loss", "bits_per_byte")
 
@@ -69,7 +68,7 @@ class Verdict:
     @property
     def unit(self) -> str:
         """Of the difference; "" where it is a pure number."""
-        return _UNITS.get(self.claim.metric, "")
+        return "nats" if self.claim.metric.startswith("margin") else _UNITS.get(self.claim.metric, "")
 
     @property
     def is_headline(self) -> bool:

@@ -117,7 +117,7 @@ def refuse_second_use(model: Any, objective: str) -> None:
 
 @torch.no_grad()
 def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
-    """m_i = z_{i, y_i} - max_{j != y_i} z_{i, j} of the logits z: float32 [N], at least 0 for a right prediction.
+    """m_i = z_{i, y_i} - max_{j != y_i} z_{i, j} of the logits z: float32 [N], above 0 for a right prediction.
 
     Logits are taken in the type of the weights, as the model takes them, so in bfloat16 some tie: a margin of 0.
     Tensor-parallel ranks hold parts of the vocabulary and each brings its own N states: a collective over them.

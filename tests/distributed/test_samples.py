@@ -18,7 +18,7 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.magnitude import norm_sums
 from simreg_megatron.measures import metrics, slots
-from simreg_megatron.measures.naming import QUANTILES
+from simreg_megatron.measures.naming import QUANTILES, RIGHT_QUANTILES
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
@@ -157,6 +157,7 @@ def check_predictions(number: int, layout: ShardLayout) -> None:
     model = SimpleNamespace(output_layer=SimpleNamespace(weight=table.chunk(layout.tensor_size)[rank[1]]))
     rows = pick(given["embeddings"], held).transpose(0, 1)
     kept = metrics.Metrics(sigreg())
+    kept.wants_geometry = True
     kept._sums = torch.zeros(slots.NUMBER, dtype=torch.float64)
     kept.observe_predictions(model, rows, 2 * rows, pick(given["labels"], held), pick(given["valid"], held), shard)
     quantiles = kept._margin_quantiles(dist.group.WORLD, reset=True)
@@ -177,9 +178,10 @@ def check_predictions(number: int, layout: ShardLayout) -> None:
         expected = torch.stack([margins[members].sum(), members.sum().double()])
         torch.testing.assert_close(kept._sums[place], expected, rtol=1e-6, atol=1e-6)  # they are float32
     ordered, own = margins[valid].sort().values, margins[:, rank[0] :: 2][valid[:, rank[0] :: 2]].sort().values
-    for name, share in QUANTILES.items():
-        expected = ordered[math.ceil(share * len(ordered)) - 1]
-        torch.testing.assert_close(quantiles[name].double(), expected, rtol=1e-6, atol=1e-6)
+    for names, members in ((QUANTILES, ordered), (RIGHT_QUANTILES, ordered[ordered > 0])):
+        for name, share in names.items():
+            expected = members[math.ceil(share * len(members)) - 1]
+            torch.testing.assert_close(quantiles[name].double(), expected, rtol=1e-6, atol=1e-6)
     assert (own[len(own) // 2] - ordered[len(ordered) // 2]).abs() > 1e-3, "a part of the tokens has other quantiles"
 
 

@@ -53,6 +53,10 @@ from simreg_megatron.weights.learnable import wanted
             "SimReg chunk weight uniform has no effect with chunk size 0, .* give a chunk size, or drop the weight",
         ),
         (
+            {"lambda_": 1, "chunk_size": 0, "chunk_weight": "uniform", "scope": "local"},
+            "SimReg chunk weight uniform has no effect with chunk size 0",
+        ),
+        (
             {"objective": "simreg:1,sigreg:1", "chunk_size": 0, "chunk_weight": "count-corrected"},
             "chunk weight count-corrected has no effect with chunk size 0",
         ),
@@ -62,10 +66,6 @@ def test_impossible_settings_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
         SimRegConfig(**settings)
     assert "\n" not in str(caught.value)
-
-
-def test_chunks_that_end_where_a_ranks_block_ends_may_be_weighed() -> None:
-    assert SimRegConfig(chunk_size=0, chunk_weight="uniform", scope="local").chunk_weight == "uniform"
 
 
 @pytest.mark.parametrize(("hidden_size", "weight"), [(1024, 10.0), (2048, 14.142136), (3072, 17.320508), (4096, 20.0)])

@@ -560,6 +560,11 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
     for share in (10, 50, 90):
         place = math.ceil(share * len(ordered) / 100) - 1
         assert found[f"simreg margin {share}%"].item() == pytest.approx(ordered[place].item(), rel=1e-6)
+        of_right = ordered[ordered > 0]
+        sought = of_right[math.ceil(share * len(of_right) / 100) - 1].item()
+        name_of_right = f"simreg margin of right predictions {share}%"
+        assert found[name_of_right].item() == pytest.approx(sought, rel=1e-6) != ordered[place].item()
+    assert found["simreg share of right predictions"].item() == pytest.approx((margins > 0).double().mean().item())
 
     monkeypatch.setattr(metrics, "_KEPT_MICRO_BATCHES", 3)
     unread = measuring(SimRegConfig(lambda_=1, temperature=0.1))

@@ -216,10 +216,9 @@ _OBJECTIVES = [
     Cell(TP2 + SP, chunk(0, "--simreg-self-positive never", "self never")),
 ]
 _WEIGHTS = [
-    Cell(layout, weighted(size, weight), mode=mode, core=(layout, weight) == (TP2 + SP, "count-corrected"))
-    for layout, size, mode in ((TP2 + SP, 24, MASKED), (CP2, 24, PER_TOKEN), (CP2, 0, PER_TOKEN))
+    Cell(layout, weighted(24, weight), mode=mode, core=(layout, weight) == (TP2 + SP, "count-corrected"))
+    for layout, mode in ((TP2 + SP, MASKED), (CP2, PER_TOKEN))
     for weight in ("uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
-    if size or weight == "count-corrected"
 ]
 _COUNTS = [
     *(Cell(layout, ACROSS, mode=PER_TOKEN) for layout in (DP2, TP2 + SP, PP2, HALF)),
