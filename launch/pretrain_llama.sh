@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Pretrain a LLaMA model with Megatron, with or without SimReg; one file, two ways to start it:
-#   bash launch/pretrain_llama.sh --simreg-lambda 10        finds Python and starts torchrun itself
-#   torchrun launch/pretrain_llama.sh --simreg-lambda 10    torchrun runs it as Python on every rank
+#   bash launch/pretrain_llama.sh --simreg-lambda 1        finds Python and starts torchrun itself
+#   torchrun launch/pretrain_llama.sh --simreg-lambda 1    torchrun runs it as Python on every rank
+# Without --model it is the tiny model. Lambda 1 is for that; at a width of 1024 it is 10 (--simreg-lambda auto).
 # In bash the next line does nothing; in Python it opens a string, which ends below the bash part.
 ''':'
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell: sh launch/pretrain_llama.sh
