@@ -26,7 +26,7 @@ from simreg_megatron.geometry import moments, pair_cosines
 from simreg_megatron.losses import mic_loss, sigmoid_loss, sigreg_loss, simreg_loss
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.losses.sigreg import random_directions
-from simreg_megatron.magnitude import norm_sums, radial_sums
+from simreg_megatron.magnitude import norm_table, radial_sums
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 from simreg_megatron.weights.heads import margins
 
@@ -78,7 +78,7 @@ def cases(device: str) -> dict[str, Callable[[], Any]]:
             "log steps only: cosines of pairs": lambda: pair_cosines(fixed, labels),
             "log steps only: sums for isotropy": lambda: moments(fixed, valid),
             "log steps only: norms": lambda: [
-                norm_sums(fixed, counts) for counts in (valid, *pair_counts(labels, valid))
+                norm_table(fixed, counts) for counts in (valid, *pair_counts(labels, valid))
             ],
             "log steps only: radial gradient": lambda: radial_sums(fixed, fixed, valid),
             f"log steps only: right predictions ({PREDICTED} tokens, {VOCABULARY} ids)": lambda: margins(

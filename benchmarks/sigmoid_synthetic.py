@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from torch import Tensor
 
-from simreg_megatron.geometry import constellation
+from benchmarks.constellation import constellation
 from simreg_megatron.losses.sigmoid import pair_losses
 from simreg_megatron.losses.similarity import unit_rows
 

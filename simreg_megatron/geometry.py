@@ -27,7 +27,6 @@ from simreg_megatron.losses._chunks import (
     usable_tokens,
 )
 from simreg_megatron.losses.roles import names_of, pair_counts
-from simreg_megatron.losses.similarity import unit_rows
 
 _WORKSPACE = {"cpu": 64 << 20, "cuda": 176 << 20}  # bytes that the pairs of one step may take
 
@@ -204,42 +203,3 @@ def isotropy(of: Moments) -> Isotropy:
     rank = covariance.trace().square() / covariance.square().sum()
     cosine = (of.units.square().sum() - number) / (number * (number - 1))
     return Isotropy((rank - 1) / (width - 1), rank, cosine)
-
-
-class Constellation(NamedTuple):
-    """How well two sets of rows that belong together in pairs are told apart by a threshold on their cosines."""
-
-    margin: Tensor  # m* = (smallest cosine of a pair - largest of all others) / 2; above 0 where one threshold does
-    bias: Tensor  # b* = (smallest + largest) / 2, the threshold in the middle
-    accuracy: Tensor  # share of rows of the first set whose nearest one of the second is their partner
-    gap: Tensor  # |mean of the first - mean of the second|
-    shift: Tensor  # variance of the differences inside pairs: 0 where the sets are shifted copies of each other
-
-
-@torch.no_grad()
-def constellation(one: Tensor, other: Tensor) -> Constellation:
-    """Of rows [n, d] and their partners [n, d], n at least 2; in at least float32.
-
-    Source: Bangachev, Bresler, Noman and Polyanskiy 2025 (margin, relative bias, linear shift).
-    """
-    dtype = torch.promote_types(one.dtype, torch.float32)
-    one, other = unit_rows(one.to(dtype)), unit_rows(other.to(dtype))
-    numbers = torch.arange(len(one), device=one.device)
-    step = _at_once(len(other), dtype, one.device)
-    paired, hardest, nearest = [], [], []
-    for rows in numbers.split(step):
-        cosines = product(one[rows], other.mT)
-        itself = rows.unsqueeze(-1) == numbers
-        paired.append(cosines[itself])
-        hardest.append(cosines.masked_fill(itself, -math.inf).amax(dim=-1))
-        nearest.append(cosines.argmax(dim=-1) == rows)
-    least, most = torch.cat(paired).amin(), torch.cat(hardest).amax()
-    differences = one - other
-    mean = differences.mean(dim=0)
-    return Constellation(
-        margin=(least - most) / 2,
-        bias=(least + most) / 2,
-        accuracy=torch.cat(nearest).to(dtype).mean(),
-        gap=mean.norm(),
-        shift=differences.square().sum(dim=-1).mean() - mean.square().sum(),
-    )

@@ -21,19 +21,13 @@ class NormSums(NamedTuple):
 
 
 @torch.no_grad()
-def norm_sums(embeddings: Tensor, weights: Tensor) -> NormSums:
-    """Sums over |e_i|, |e_i|^2 and 1, each times the weight of its token.
+def norm_table(embeddings: Tensor, weights: Tensor) -> Tensor:
+    """Sums over 1, |e_i| and |e_i|^2, each times the weight of its token: a NormSums as a tensor [..., 3].
 
     Args:
         embeddings: [n..., d]; norms are taken in float64. A token of weight 0 may hold anything.
         weights: bool or numbers [..., n...]: whether, or how often, a token counts.
     """
-    return NormSums._make(norm_table(embeddings, weights).unbind(dim=-1))
-
-
-@torch.no_grad()
-def norm_table(embeddings: Tensor, weights: Tensor) -> Tensor:
-    """The same as [..., 3]."""
     norms = torch.linalg.vector_norm(embeddings.detach(), dim=-1, dtype=torch.float64)
     tokens = tuple(range(-norms.dim(), 0))
     norms, weights = norms.masked_fill(weights == 0, 0.0), weights.double()

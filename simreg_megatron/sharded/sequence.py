@@ -9,16 +9,20 @@ Shapes: S rows of this rank, B micro-batch, D hidden, K tokens in a view, A anch
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.contrast import MODULES
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
-from simreg_megatron.losses.roles import token_roles
+from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
 from simreg_megatron.objectives.record import resolved
-from simreg_megatron.parallel.layout import Cutting, Run
+from simreg_megatron.parallel.layout import Cutting, Run, Window
 from simreg_megatron.parallel.shard import Located, SequenceShard
 from simreg_megatron.sharded.documents import Documents
 from simreg_megatron.sharded.ratios import Pairs, ratios_over_ranks
@@ -61,53 +65,93 @@ def views_of(
     all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.held, (labels, usable))
     form = fast_form(config, hidden_states)
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
-
     head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
-
+    relabelled = None if for_log or not config.record.relabels else _Relabelling(config, shard.layout.length, iteration)
+    make = functools.partial(_roles, config, torch.promote_types(hidden_states.dtype, torch.float32))
     found = []
     for window in plan.windows:
         stretch = window.domain if by_domain else window.tokens
-        stretch_labels, stretch_usable = all_labels.at(stretch), all_usable.at(stretch)
-        numbers = None if documents is None else documents.of(stretch_labels, stretch)
-        if config.record.relabels and not for_log:
-            stretch_labels = resolved(config.record.relabels)(
-                stretch_labels,
-                stretch_usable,
-                chunk_size=config.chunk_size,
-                longest=chunk_length(shard.layout.length, config.chunk_size),
-                seed=int(config.options["seed"]),
-                iteration=iteration,
-            )
-        roles = token_roles(
-            stretch_labels,
-            stretch_usable,
-            documents=numbers,
-            chunk_size=config.chunk_size,
-            group_reduce=config.group_reduce,
-            self_positive=config.self_positive,
-            chunk_weight=config.chunk_weight,
-            dtype=torch.promote_types(hidden_states.dtype, torch.float32),
-        )
-        inside = slice(*_relative(window.tokens, stretch))
-        found.append(
-            View(
-                run=window.tokens,
-                embeddings=rows.at(window.tokens),
-                labels=stretch_labels[:, inside],
-                usable=stretch_usable[:, inside],
-                documents=None if numbers is None else numbers[:, inside],
-                anchors=_relative(window.anchors, window.tokens),
-                roles=roles.cut(*_relative(window.anchors, stretch)),
-                heads=None if head_rows is None else head_rows.at(window.tokens),
-            )
-        )
+        names = _Names.of(stretch, all_labels, all_usable, documents)
+        found.append(_view(window, names if relabelled is None else relabelled(names), rows, head_rows, make))
     if not form or for_log:
         return found
     ratios = ratios_over_ranks(hidden_states, found, shard, plan, Pairs(config.chunk_size, config.tau, form))
-    if len(found) == 1:
-        return [found[0]._replace(ratio=ratios)]
-    counts = [view.roles.anchor.shape[1] for view in found]
-    return [view._replace(ratio=ratio) for view, ratio in zip(found, ratios.split(counts, dim=1), strict=True)]
+    return _with_ratios(found, ratios)
+
+
+class _Names(NamedTuple):
+    """What the tokens of one stretch of the sequence are called, [B, tokens]."""
+
+    stretch: Run
+    labels: Tensor
+    usable: Tensor
+    documents: Tensor | None
+
+    @classmethod
+    def of(cls, stretch: Run, labels: Located, usable: Located, documents: Documents | None) -> _Names:
+        own = labels.at(stretch)
+        return cls(stretch, own, usable.at(stretch), None if documents is None else documents.of(own, stretch))
+
+
+class _Relabelling(NamedTuple):
+    """Other labels in the place of the tokens' own, anew in each iteration."""
+
+    config: SimRegConfig
+    length: int  # of the sequence
+    iteration: int
+
+    def __call__(self, names: _Names) -> _Names:
+        labels = resolved(self.config.record.relabels)(
+            names.labels,
+            names.usable,
+            chunk_size=self.config.chunk_size,
+            longest=chunk_length(self.length, self.config.chunk_size),
+            seed=int(self.config.options["seed"]),
+            iteration=self.iteration,
+        )
+        return names._replace(labels=labels)
+
+
+def _roles(config: SimRegConfig, dtype: torch.dtype, names: _Names) -> TokenRoles:
+    return token_roles(
+        names.labels,
+        names.usable,
+        documents=names.documents,
+        chunk_size=config.chunk_size,
+        group_reduce=config.group_reduce,
+        self_positive=config.self_positive,
+        chunk_weight=config.chunk_weight,
+        dtype=dtype,
+    )
+
+
+def _view(
+    window: Window,
+    names: _Names,
+    rows: Located,
+    head_rows: Located | None,
+    roles_of: Callable[[_Names], TokenRoles],
+) -> View:
+    """What the anchors of one window meet; their roles may need the names of more tokens than the window's."""
+    inside = slice(*_relative(window.tokens, names.stretch))
+    return View(
+        run=window.tokens,
+        embeddings=rows.at(window.tokens),
+        labels=names.labels[:, inside],
+        usable=names.usable[:, inside],
+        documents=None if names.documents is None else names.documents[:, inside],
+        anchors=_relative(window.anchors, window.tokens),
+        roles=roles_of(names).cut(*_relative(window.anchors, names.stretch)),
+        heads=None if head_rows is None else head_rows.at(window.tokens),
+    )
+
+
+def _with_ratios(views: list[View], ratios: Tensor) -> list[View]:
+    """Each view with those of its anchors, of [B, anchors of all views]."""
+    if len(views) == 1:
+        return [views[0]._replace(ratio=ratios)]
+    counts = [view.roles.anchor.shape[1] for view in views]
+    return [view._replace(ratio=ratio) for view, ratio in zip(views, ratios.split(counts, dim=1), strict=True)]
 
 
 def _gathered(labels: Tensor, usable: Tensor, shard: SequenceShard) -> tuple[Located, Located]:

@@ -3,6 +3,8 @@
 
 Megatron's own machinery then does the rest: its optimizer steps on them (without weight decay, as on every vector), its
 data parallelism averages their gradients, its checkpoints keep them. Every rank holds them, and all of them the same.
+In bfloat16 a model holds them rounded, as it does all of its parameters; the optimizer keeps them in float32, so no
+small step is lost, and what is computed with them is float32.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig, geometry
-from simreg_megatron.magnitude import norm_sums
 from simreg_megatron.measures import metrics, slots
 from simreg_megatron.measures.naming import QUANTILES, RIGHT_QUANTILES
 from simreg_megatron.parallel.autograd import add_gradient
@@ -25,6 +24,7 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import views_of
 from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, WIDTH, groups, pick, sample
+from tests.helpers.norms import norm_sums
 from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.losses.similarity import get_similarity, unit_rows
-from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, norm_sums, radial_sums
+from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, radial_sums
 from tests.helpers.fixtures import fixture_f1
+from tests.helpers.norms import norm_sums
 
 
 def added(*parts: NormSums) -> NormSums:

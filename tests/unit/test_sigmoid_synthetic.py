@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
+from benchmarks import constellation as constellations
+from benchmarks.constellation import constellation
 from benchmarks.sigmoid_synthetic import FIXED_BIAS, LOCKED, MODALITIES, STARTS, trained
-from simreg_megatron import geometry
-from simreg_megatron.geometry import constellation
 from simreg_megatron.losses.similarity import unit_rows
 from tests.helpers.fixtures import fixture_f1
 
@@ -71,7 +71,7 @@ def test_sl6_the_shift_of_the_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     most = cosines.masked_fill(torch.eye(6, dtype=torch.bool), -2).max()
     assert found.margin == (least - most) / 2 and found.bias == (least + most) / 2
     assert found.accuracy == (cosines.argmax(-1) == torch.arange(6)).double().mean()
-    monkeypatch.setitem(geometry._WORKSPACE, "cpu", 1)
+    monkeypatch.setattr(constellations, "_ROWS_AT_ONCE", 1)
     torch.testing.assert_close(tuple(constellation(rows[:6], rows[6:])), tuple(found))
 
 
