@@ -19,7 +19,8 @@ from simreg_megatron.data.settings import read_json
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.pace import EXPERIMENT
-from simreg_megatron.reproduce.plan import METRICS, Flags, Plan, plan_of, read_plan
+from simreg_megatron.reproduce.plan import METRICS, Flags, Plan
+from simreg_megatron.reproduce.plan_file import plan_of, read_plan
 from simreg_megatron.reproduce.presets import is_real
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
 from simreg_megatron.reproduce.store import DONE, PLAN, read_csv

@@ -67,7 +67,7 @@ def reproduce(
     After a stop or a kill the same command continues; finished runs are never repeated.
     """
     from simreg_megatron.reproduce.local import give_way
-    from simreg_megatron.reproduce.plan import read_plan
+    from simreg_megatron.reproduce.plan_file import read_plan
     from simreg_megatron.reproduce.report_commands import conclude
     from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c
     from simreg_megatron.reproduce.store import Store
@@ -175,7 +175,7 @@ def _introduce(plan: Plan) -> None:
 
 def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool, *, dry_run: bool = False) -> list[Entry]:
     from simreg_megatron.reproduce.check import settings_of, sizes_of
-    from simreg_megatron.reproduce.plan import read_plan
+    from simreg_megatron.reproduce.plan_file import read_plan
     from simreg_megatron.reproduce.runs import entries_of
     from simreg_megatron.reproduce.shipped import put_beside, shipped_search
     from simreg_megatron.reproduce.tuned import ended_trials, first_trial_of, searched_sizes, tuned_in, untuned

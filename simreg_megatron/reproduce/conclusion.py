@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from simreg_megatron.reproduce.check import Table, sizes_of, violations
-from simreg_megatron.reproduce.plan import Plan, as_content, plan_names, read_plan
+from simreg_megatron.reproduce.plan import Plan, as_content
+from simreg_megatron.reproduce.plan_file import plan_names, read_plan
 from simreg_megatron.reproduce.tuned import borrowed
 from simreg_megatron.reproduce.verdict import Runs, Verdict, judge
 

@@ -15,7 +15,7 @@ import torch
 from simreg_megatron.data.assemble import store_of
 from simreg_megatron.data.tokenizer import train_tokenizer
 from simreg_megatron.reproduce.dataset import Dataset
-from simreg_megatron.reproduce.plan import PLANS, plan_of
+from simreg_megatron.reproduce.plan_file import PLANS, plan_of
 from simreg_megatron.reproduce.runs import entries_of
 from simreg_megatron.reproduce.store import DONE, Store
 from simreg_megatron.reproduce.tuned import untuned

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from simreg_megatron.reproduce.plan import plan_names, read_plan
+from simreg_megatron.reproduce.plan_file import plan_names, read_plan
 from tests.helpers import jobs
 from tests.megatron.runs import ROOT
 

@@ -8,7 +8,8 @@ import pytest
 from benchmarks import claims
 from benchmarks.claims import BEYOND_THE_PAPER, OF_THE_PAPER, Claimed
 from simreg_megatron.reproduce.check import Table
-from simreg_megatron.reproduce.plan import Plan, read_plan
+from simreg_megatron.reproduce.plan import Plan
+from simreg_megatron.reproduce.plan_file import read_plan
 
 DECIDED = [each for each in (*OF_THE_PAPER, *BEYOND_THE_PAPER) if not each.untestable]
 NOISE = (0.004, -0.006, 0.001, 0.003, -0.002)

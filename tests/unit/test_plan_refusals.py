@@ -9,7 +9,8 @@ import pytest
 
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.reproduce.plan import METRICS, Plan, plan_of
+from simreg_megatron.reproduce.plan import METRICS, Plan
+from simreg_megatron.reproduce.plan_file import plan_of
 from simreg_megatron.reproduce.runs import Entry, entries_of
 from simreg_megatron.reproduce.store import DONE, Store
 from simreg_megatron.reproduce.tuned import borrowed, ended_trials, searched_sizes, tuned_in, untuned

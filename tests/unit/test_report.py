@@ -18,7 +18,7 @@ from simreg_megatron.report.table import Summary
 from simreg_megatron.reproduce import figures
 from simreg_megatron.reproduce.check import Table, read_tables
 from simreg_megatron.reproduce.page import _means, page_of
-from simreg_megatron.reproduce.plan import plan_of
+from simreg_megatron.reproduce.plan_file import plan_of
 from simreg_megatron.reproduce.shipped import RESULTS
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -20,7 +20,7 @@ from simreg_megatron.reproduce.check import Table, measured_steps, read_tables, 
 from simreg_megatron.reproduce.conclusion import notes, verdicts_on
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.pace import slower, time_saved
-from simreg_megatron.reproduce.plan import plan_names, plan_of, read_plan
+from simreg_megatron.reproduce.plan_file import plan_names, plan_of, read_plan
 from simreg_megatron.reproduce.runs import entries_of
 from simreg_megatron.reproduce.store import DIVERGED, DONE, Store
 from simreg_megatron.reproduce.tuned import tuned_in, untuned

@@ -14,7 +14,7 @@ from launch.slurm import chain, submit
 from simreg_megatron.reproduce import cluster, local
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.reproduce.plan import plan_of
+from simreg_megatron.reproduce.plan_file import plan_of
 from simreg_megatron.reproduce.runs import Run, distinct, entries_of
 from simreg_megatron.reproduce.store import Store
 from simreg_megatron.reproduce.tuned import untuned

@@ -17,7 +17,7 @@ from rich.console import Console
 from simreg_megatron.reproduce import local, pace, screen, speed
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.reproduce.plan import plan_of
+from simreg_megatron.reproduce.plan_file import plan_of
 from simreg_megatron.reproduce.runs import distinct, entries_of
 from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, Store, thinned
 from simreg_megatron.reproduce.tuned import tuned_in, untuned

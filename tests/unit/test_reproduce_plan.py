@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from simreg_megatron.cli import app
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.reproduce.plan import Plan, as_content, plan_names, plan_of, read_plan
+from simreg_megatron.reproduce.plan import Plan, as_content
+from simreg_megatron.reproduce.plan_file import plan_names, plan_of, read_plan
 from simreg_megatron.reproduce.runs import Run, distinct, entries_of, tokens_of, validation_batches
 from simreg_megatron.reproduce.shapes import Shape
 from simreg_megatron.reproduce.store import Store

@@ -14,7 +14,7 @@ from simreg_megatron.cli import app
 from simreg_megatron.reproduce import dataset, local, shipped
 from simreg_megatron.reproduce.check import read_tables, settings_of
 from simreg_megatron.reproduce.dataset import Dataset
-from simreg_megatron.reproduce.plan import read_plan
+from simreg_megatron.reproduce.plan_file import read_plan
 from simreg_megatron.reproduce.runs import entries_of
 from simreg_megatron.reproduce.store import DONE, Store
 from simreg_megatron.reproduce.tuned import untuned

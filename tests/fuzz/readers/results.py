@@ -13,7 +13,7 @@ from simreg_megatron.report.arms import read_arms
 from simreg_megatron.report.runs import ReportError, read_run
 from simreg_megatron.reproduce.check import read_tables, violations
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.reproduce.plan import read_plan
+from simreg_megatron.reproduce.plan_file import read_plan
 from simreg_megatron.reproduce.store import Store
 from tests.fuzz.target import CORPUS, Target
 
