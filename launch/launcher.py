@@ -95,8 +95,7 @@ environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs."""
 
 
 _KEPT = "free some space or give another --output; earlier checkpoints are kept, and --auto-resume resumes from them"
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 
 def main(family: str) -> None:
@@ -194,7 +193,10 @@ def _train(plan: Plan, *, verbose: bool) -> None:
     except KeyboardInterrupt:
         _stopped(Path(flag_value(plan.flags, "--save") or "/nowhere"))
     except OSError as error:
-        raise _about_files(error, plan) from None
+        if error.errno not in _OF_A_DISK:
+            raise
+        where = error.filename or flag_value(plan.flags, "--save") or plan.output
+        raise LaunchError(f"{where} could not be written ({error.strerror}): {_KEPT}") from None
     except CheckpointException:  # torch's writer says "unexpected pos" where the disk is full
         folder = Path(flag_value(plan.flags, "--save") or plan.output)
         free = shutil.disk_usage(folder).free
@@ -205,19 +207,6 @@ def _train(plan: Plan, *, verbose: bool) -> None:
             f"a checkpoint in {folder} could not be written: {free / 2**20:,.0f} MiB are free there, and it takes "
             f"some {need / 2**20:,.0f}: {_KEPT}"
         ) from None
-
-
-def _about_files(error: OSError, plan: Plan) -> OSError | LaunchError:
-    """In one sentence, where the disk or its rights are the cause."""
-    where = error.filename or flag_value(plan.flags, "--save") or plan.output
-    if error.errno in _FULL:
-        return LaunchError(f"{where} could not be written ({error.strerror}): {_KEPT}")
-    if error.errno in _CLOSED:
-        return LaunchError(
-            f"{where} could not be opened ({error.strerror}): make it readable, and writable if the run saves there, "
-            "or give another path; earlier checkpoints are kept, and --auto-resume resumes from them"
-        )
-    return error
 
 
 def _interrupt_once(*_: object) -> None:
@@ -267,10 +256,10 @@ def _record(plan: Plan, stamp: str) -> None:
 
 
 def _go_on(plan: Plan) -> Plan:
-    """From the newest complete checkpoint; the first rank, which holds the folder, brings it in order first."""
+    """From the newest complete checkpoint; one rank of each machine brings the folder in order first."""
     folder = Path(flag_value(plan.flags, "--save") or "")
     try:
-        sentences = checkpoints.repair(folder) if os.environ.get("RANK", "0") == "0" else []
+        sentences = checkpoints.repair(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
     except OSError as error:
         raise LaunchError(
             f"{error.filename} cannot be repaired ({error.strerror}): free some space there, or make it writable"

@@ -14,10 +14,9 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from launch import checkpoints, lock
-from launch.flags import LaunchError
+from launch import checkpoints
 from launch.progress import ENDED
 from launch.signals import SAVE_AND_LEAVE
 
@@ -25,8 +24,7 @@ BOOK = "slices.jsonl"
 STOP = "stop"
 _WATCH_SECONDS = 15
 _ATTEMPTS, _ATTEMPT_SECONDS = 3, 10  # a shared file system may be away for a moment
-_GO_ON, _FAILED, _CHAIN_ENDS = 0, 2, 3  # pretrain.sbatch knows them
-_OF_AN_EVENT = {"chain", "event", "iteration", "status", "time"}
+_GO_ON, _CHAIN_ENDS = 0, 3
 
 
 def main() -> int:
@@ -83,16 +81,13 @@ class Chain:
         if self._has_ended():
             return self._end_chain("the run has reached its end")
         try:
-            with lock.held(self.output, self.save):  # another run may be writing what looks unfinished
-                for sentence in checkpoints.repair(self.save):
-                    self._say(sentence)
-        except LaunchError as error:
-            return self._fail(f"error: {error}")
+            for sentence in checkpoints.repair(self.save):
+                self._say(sentence)
         except OSError as error:
-            return self._fail(f"error: {error.filename} cannot be repaired ({error.strerror}): the chain ends")
+            return self._end_chain(f"error: {error.filename} cannot be repaired ({error.strerror}): the chain ends")
         iteration = self._iteration()
         self._say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
-        return _GO_ON if self._note("begin", iteration, 0) else _FAILED
+        return _GO_ON if self._note("begin", iteration, 0) else _CHAIN_ENDS
 
     def watch(self, keep: int, job: str) -> int:
         """Until killed: delete old checkpoints; when the stop file appears, have Megatron save and leave."""
@@ -146,7 +141,7 @@ class Chain:
         before = ends[-1] if ends else None
         if before is not None:
             started = [event for event in events[: events.index(before)] if event["event"] == "begin"]
-            stuck = bool(started) and before["iteration"] <= started[-1]["iteration"]
+            stuck = before["iteration"] <= started[-1]["iteration"]
             before = {**before, "failed": stuck or before["status"] != 0}
         return (began[-1] if began else 0), before
 
@@ -154,10 +149,8 @@ class Chain:
         events = []
         with suppress(OSError):
             for line in self.book.read_text().splitlines():
-                with suppress(ValueError):  # a line that a full disk or a kill cut off
-                    event = json.loads(line)
-                    if isinstance(event, dict) and event.keys() >= _OF_AN_EVENT:
-                        events.append(event)
+                with suppress(ValueError):  # a line that a full disk cut off
+                    events.append(json.loads(line))
         return events
 
     def _note(self, event: str, iteration: int, status: int) -> bool:
@@ -165,8 +158,8 @@ class Chain:
         line = {**self.place, "event": event, "iteration": iteration, "status": status, "time": round(time.time())}
         for attempt in range(_ATTEMPTS):
             try:
-                with self.book.open("a+b") as file:
-                    file.write((b"" if _ends_a_line(file) else b"\n") + json.dumps(line).encode() + b"\n")
+                with self.book.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
                 return True
             except OSError as error:
                 reason = error.strerror
@@ -186,20 +179,8 @@ class Chain:
         self._say(why)
         return _CHAIN_ENDS
 
-    def _fail(self, why: str) -> int:
-        self._say(why)
-        return _FAILED
-
     def _say(self, sentence: str) -> None:
         print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.place['slice']}: {sentence}", flush=True)
-
-
-def _ends_a_line(file: BinaryIO) -> bool:
-    """Whether the next line may follow: the last one may have been cut off."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return True
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from launch.slurm.site import Site
 
 _TEMPLATE = Path(__file__).resolve().parent / "pretrain.sbatch"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
-_NOT_IN_A_WORD = re.compile(r"[\s#\"'\\]")
 
 
 @dataclass(frozen=True)
@@ -81,16 +80,9 @@ def _head(job: Job) -> Iterator[str]:
         # Megatron saves and leaves at --exit-duration-in-mins; should that be late, it does at this signal.
         "--signal": f"{SAVE_AND_LEAVE}@{max(1, job.reserve // 2)}",
     }
-    yield from (f"#SBATCH {_word(f'{name}={value}')}" for name, value in flags.items() if value != "")
+    yield from (f"#SBATCH {name}={value}" for name, value in flags.items() if value != "")
     yield "#SBATCH --requeue"
-    yield from (f"#SBATCH {_word(word)}" for word in shlex.split(f"{site.gpu_request} {site.sbatch_extra}"))
-
-
-def _word(word: str) -> str:
-    """sbatch reads a line to its first space, and drops what follows a #."""
-    if _NOT_IN_A_WORD.search(word):
-        raise LaunchError(f"sbatch cannot be given {word!r} in a job's head: write it without spaces, quotes or #")
-    return word
+    yield from (f"#SBATCH {word}" for word in shlex.split(f"{site.gpu_request} {site.sbatch_extra}"))
 
 
 def _settings(job: Job) -> Iterator[str]:

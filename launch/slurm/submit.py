@@ -25,12 +25,7 @@ from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
 
-_READ = (
-    "--data", "--valid-data", "--tokenizer", "--load", "--pretrained-checkpoint", "--tokenizer-model", "--vocab-file",
-    "--merge-file", "--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
-    "--yaml-cfg",
-)  # fmt: skip
-_WRITTEN = ("--save", "--data-cache-path", "--tensorboard-dir", "--wandb-save-dir")
+_PATHS = ("--data", "--valid-data", "--tokenizer")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -185,23 +180,16 @@ def _nodes_of(layout: str | None, family: str, model: str) -> int:
 
 
 def _with_full_paths(words: Sequence[str], output: Path) -> list[str]:
-    """A job's directory is not where it was submitted: what exists here, and what is written, has its full path."""
+    """A job's directory is not where it was submitted: what exists here is named by its full path."""
     full: list[str] = []
     for flag in group_flags(words):
-        name = flag_name(flag)
+        name, value = flag_name(flag), flag_value([flag], flag_name(flag))
         if name == "--output":
             continue
-        values = [flag[0].partition("=")[2], *flag[1:]] if "=" in flag[0] else list(flag[1:])
-        if name in (*_READ, *_WRITTEN):
-            flag = (name, *(_full_path(value, is_written=name in _WRITTEN) for value in values))
+        if name in _PATHS and value and any(Path(value + end).exists() for end in ("", ".idx")):
+            flag = (name, str(Path(value).absolute()))
         full += flag
     return [*full, "--output", str(output)]
-
-
-def _full_path(value: str, *, is_written: bool) -> str:
-    """Weights stand between the prefixes of --data-path, and names of the Hub look like paths."""
-    is_path = is_written or any(Path(value + end).exists() for end in ("", ".idx"))
-    return str(Path(value).absolute()) if value and is_path else value
 
 
 def _name(output: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -216,55 +215,6 @@ def test_the_python_of_a_node_is_enough_for_the_books() -> None:
     assert not foreign
 
 
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ('PARTITION="a b"', "--partition=a b"),
-        ('ACCOUNT="x#y"', "--account=x#y"),
-        ("SBATCH_EXTRA=\"--comment='two words'\"", "--comment=two words"),
-    ],
-)
-def test_what_sbatch_would_read_otherwise_is_refused(line: str, word: str, tmp_path: Path, data: list[str]) -> None:
-    site = site_file(tmp_path, f"{CPU_SITE}{line}\n")
-    with pytest.raises(LaunchError, match=re.escape(f"sbatch cannot be given {word!r} in a job's head")):
-        text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "1")
-
-
-def test_what_a_run_writes_and_finds_has_its_full_path(tmp_path: Path, data: list[str], monkeypatch) -> None:
-    """The job starts in another folder than its submission, whose books are at the same place."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    site = site_file(tmp_path, CPU_SITE)
-    words = ["--save", "mine/saved", "--load=there", "--data-cache-path", "cache", "--save-interval", "1"]
-    job, *_ = submit.prepare(["--cluster", str(site), LLAMA, *data, *words], dict(os.environ))
-    text = " ".join(job.train)
-    assert job.save == tmp_path / "mine" / "saved"
-    for flag, place in (("save", "mine/saved"), ("load", "there"), ("data-cache-path", "cache")):
-        assert f"--{flag} {tmp_path / place}" in text
-    assert submit._full_path("0.3", is_written=False) == "0.3", "a weight of --data-path"
-
-
-@pytest.mark.parametrize(("code", "status"), [(0, 0), (3, 0), (2, 2), (127, 127)])
-def test_the_job_ends_as_its_beginning_did(code: int, status: int) -> None:
-    """3 is the end of a chain; an error is one for SLURM as well."""
-    text = (ROOT / "launch" / "slurm" / "pretrain.sbatch").read_text()
-    part = text[text.index("chain begin #") : text.index("left=$(seconds_left)")]
-    script = f"set -uo pipefail\nchain() {{ return {code}; }}\nend_chain() {{ echo ended; }}\n{part}\necho trains"
-    done = jobs.run(["bash", "-c", script])
-    assert (done.returncode, done.stdout) == (status, "ended\n" if code else "trains\n")
-
-
-def test_arrays_that_may_be_empty_are_asked_first() -> None:
-    """Before 4.4 bash ends a script with `set -u` at an empty array."""
-    for path in (ROOT / "launch").rglob("*"):
-        if path.suffix in (".sh", ".sbatch"):
-            text = path.read_text()
-            for name in {"CONTAINER_SRUN", "CONTAINER_RUN"} & set(re.findall(r"\$\{(\w+)\[@\]", text)):
-                asked = f'${{{name}[@]+"${{{name}[@]}}"}}'
-                code = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-                assert code.count(f'"${{{name}[@]}}"') == code.count(asked) > 0
-
-
 class TestBooks:
     """What `chain.py` decides, from the books alone."""
 
@@ -338,30 +288,6 @@ class TestBooks:
     def test_a_line_that_was_cut_off(self, books, monkeypatch) -> None:
         books.book.write_text('{"chain": "5", "ev\n')
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
-
-    def test_a_begin_that_was_cut_off(self, books, monkeypatch) -> None:
-        """The slice was killed while it wrote: its end stands alone, and on a line of its own."""
-        self.at(books, 10, monkeypatch)
-        assert books.begin() == 0
-        text = books.book.read_text()
-        books.book.write_text(text[: len(text) // 2])
-        assert books.end(3, 1) == 0
-        assert [event["event"] for event in books.events()] == ["end"]
-        assert self.slice(books, 10, 20, 0, monkeypatch) == 0
-        assert [event["event"] for event in books.events()] == ["end", "begin", "end"]
-
-    @pytest.mark.parametrize("line", ["[]", "7", '{"chain": "5"}', "null"])
-    def test_a_line_of_something_else(self, line: str, books, monkeypatch) -> None:
-        books.book.write_text(f"{line}\n")
-        assert self.slice(books, 10, 20, 1, monkeypatch) == 0
-        assert chain.measured_step_seconds(books.output) is not None
-
-    def test_what_a_live_run_writes_is_not_mended(self, books, monkeypatch, capsys) -> None:
-        monkeypatch.setattr(chain.checkpoints, "repair", lambda _: pytest.fail("it would delete what is being saved"))
-        with chain.lock.held(books.save):
-            assert books.begin() == 2, "an error, and not the end of the chain"
-        assert "is in use by another run" in capsys.readouterr().out
-        assert not (books.output / chain.lock.NAME).exists(), "and holds nothing itself"
 
     def test_books_that_cannot_be_kept_end_the_chain(self, books, monkeypatch, capsys) -> None:
         monkeypatch.setattr(chain, "_ATTEMPT_SECONDS", 0)
