@@ -10,9 +10,9 @@ from pathlib import Path
 
 from launch import checkpoints, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
+from launch.estimate import PEAK, SHARE_OF_PEAK
 from launch.flags import LaunchError, flag_names, flag_number
 from launch.plan import Machine, Plan
-from launch.sizes import PEAK, SHARE_OF_PEAK
 from launch.slurm.chain import measured_step_seconds
 from launch.slurm.job import Job, seconds_of
 from simreg_megatron.data.assemble import MANIFEST

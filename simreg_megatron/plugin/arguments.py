@@ -113,7 +113,7 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
         raise ValueError(f"{', '.join(of_adagc)} has no effect without --adagc: add it, or drop them")
     config = config_from_args(namespace)
     _refuse_layers(config, getattr(namespace, "num_layers", None))
-    idle = [name for name in given if name != "--simreg-lambda"]
+    idle = [name for name in given if name not in ("--simreg-lambda", "--simreg-objective")]
     if idle and not config.active:
         raise ValueError(
             f"{', '.join(idle)} has no effect while --simreg-lambda is 0: "

@@ -22,11 +22,6 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
         raise ValueError("SimReg is installed with other settings already: call uninstall() first")
     if models is not None and config is None:
         raise ValueError("models are checked against settings: pass both, install(config=..., models=...)")
-    if config is not None and not config.active and config != SimRegConfig():
-        raise ValueError(
-            "these settings of SimReg have no effect, as its lambda is 0: give a lambda_, or objective='none' to "
-            "measure without training on it; SimRegConfig() alone is off"
-        )
     if before is None:
         _install(config)
     if models is not None:

@@ -18,7 +18,6 @@ from simreg_megatron.plugin.ready import make_ready
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.writers import log_timer, write_scalars
-from simreg_megatron.sentences import one_line
 from simreg_megatron.weights import learnable
 
 
@@ -185,31 +184,9 @@ def reduced_means(*, reset: bool = True) -> dict[str, Any]:
 
 def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:
     def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-        installation.current().checkpoint_config = _settings_of(checkpoint_args)
-        if installation.current().checkpoint_config is not None:
-            for difference in differences_to_checkpoint(checkpoint_args, compat.arguments()):
-                log_once(f"SimReg: {difference}")
+        installation.current().checkpoint_config = config_from_args(checkpoint_args)
+        for difference in differences_to_checkpoint(checkpoint_args, compat.arguments()):
+            log_once(f"SimReg: {difference}")
         return check_checkpoint_args(checkpoint_args, *args, **kwargs)
 
     return compared
-
-
-def _settings_of(checkpoint_args: Any) -> SimRegConfig | None:
-    """None where this version cannot read them and has no need to, as SimReg is off.
-
-    Raises:
-        ValueError: it has a need to.
-    """
-    try:
-        found = config_from_args(checkpoint_args)
-        adagc_from_args(checkpoint_args)
-    except (ValueError, TypeError) as error:
-        args = compat.arguments()
-        of = "the checkpoint was written with SimReg settings that this version does not understand"
-        if config_from_args(args).active or adagc_from_args(args) is not None:
-            raise ValueError(
-                f"{of} ({one_line(error)}): resume with the version that wrote it, or without SimReg and AdaGC"
-            ) from None
-        log_once(f"SimReg: {of} ({one_line(error)}); it is off now, so the run goes on without them")
-        return None
-    return found

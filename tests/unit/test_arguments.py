@@ -6,13 +6,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
 from simreg_megatron.cpu import backend as cpu_backend
-from simreg_megatron.plugin import loop_hooks
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 
 
@@ -72,9 +70,6 @@ def test_adding_twice_is_adding_once() -> None:
         ("--simreg-lambda 1 --simreg-objective none", "no effect with objective none"),
         ("--simreg-chunk-size 64", "--simreg-chunk-size has no effect while --simreg-lambda is 0"),
         ("--simreg-lambda 0 --simreg-scope local", "--simreg-scope has no effect"),
-        ("--simreg-objective simreg", "--simreg-objective has no effect while --simreg-lambda is 0: give a lambda"),
-        ("--simreg-objective creg", "--simreg-objective has no effect while --simreg-lambda is 0: give a lambda"),
-        ("--simreg-lambda 0 --simreg-objective simcse", "--simreg-objective has no effect while --simreg-lambda is 0"),
         ("--simreg-cpu", "--simreg-cpu came too late"),
         ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
         ("--simreg-lamda 10", "there is no flag --simreg-lamda: did you mean --simreg-lambda?"),
@@ -200,41 +195,6 @@ def test_a_resume_tells_every_setting_that_changed() -> None:
     assert lines[1].startswith("--simreg-temperature was 0.02")
     assert differences_to_checkpoint(before, before) == []
     assert differences_to_checkpoint(argparse.Namespace(), before) == [], "a checkpoint from before the plugin"
-
-
-class TestSettingsThatNobodyCanRead:
-    """A checkpoint of a later version, or a damaged one."""
-
-    BEFORE = argparse.Namespace(simreg_lambda=10.0, simreg_objective="of-next-year")
-
-    @pytest.fixture
-    def compared(self, monkeypatch: pytest.MonkeyPatch):
-        here = SimpleNamespace(checkpoint_config="old")
-        monkeypatch.setattr(loop_hooks.installation, "current", lambda: here)
-        seen = []
-
-        def resume(line: str, before: argparse.Namespace = self.BEFORE) -> list:
-            monkeypatch.setattr(loop_hooks.compat, "arguments", lambda: parser().parse_args(line.split()))
-            loop_hooks.compare_with_checkpoint(seen.append)(before)
-            return [here.checkpoint_config, *seen]
-
-        return resume
-
-    def test_without_simreg_the_run_goes_on(self, compared, monkeypatch: pytest.MonkeyPatch) -> None:
-        said: list[str] = []
-        monkeypatch.setattr(loop_hooks, "log_once", said.append)
-        assert compared("") == [None, self.BEFORE], "and Megatron's own comparison is made"
-        assert len(said) == 1 and "settings that this version does not understand (unknown SimReg objective" in said[0]
-        damaged = argparse.Namespace(simreg_lambda="ten")
-        assert compared("", damaged)[0] is None
-
-    @pytest.mark.parametrize("line", ["--simreg-lambda 1", "--adagc", "--simreg-objective none"])
-    def test_with_it_the_way_out_is_told(self, compared, line: str) -> None:
-        with pytest.raises(ValueError, match="resume with the version that wrote it, or without SimReg and AdaGC"):
-            compared(line)
-
-    def test_what_can_be_read_is_kept(self, compared) -> None:
-        assert compared("", parser().parse_args(["--simreg-lambda", "10"]))[0].lambda_ == 10
 
 
 @pytest.mark.parametrize(

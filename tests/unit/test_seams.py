@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import compat, installation
+from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.hooks import install, uninstall
 from simreg_megatron.plugin.installation import Installation
 
@@ -130,13 +130,3 @@ def test_a_new_release_is_installed_into_with_one_warning(monkeypatch: pytest.Mo
         install(SimRegConfig(lambda_=1))
     uninstall()
     assert len([warning for warning in caught if "not yet tried" in str(warning.message)]) == 1
-
-
-@pytest.mark.parametrize("idle", [{"objective": "creg"}, {"chunk_size": 32}])
-def test_settings_that_would_do_nothing_are_refused(idle: dict) -> None:
-    """As the flags are; what says nothing but off is off."""
-    with pytest.raises(ValueError, match="these settings of SimReg have no effect, as its lambda is 0: give a lambda_"):
-        install(config=SimRegConfig(**idle))
-    assert installation.installed() is None
-    install(config=SimRegConfig())
-    uninstall()
