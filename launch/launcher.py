@@ -176,9 +176,12 @@ def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
 
 
 def _alone(plan: Plan) -> AbstractContextManager[None]:
-    """The first rank holds the folders that the run writes to, for all of them."""
+    """The first rank holds the folders that the run writes to, for all of them.
+
+    That of the checkpoints too where it lies below: a run with another --output may name it in its --save.
+    """
     save = Path(flag_value(plan.flags, "--save") or plan.output)
-    folders = [plan.output] if plan.output in (save, *save.parents) else [plan.output, save]
+    folders = [plan.output] if save.absolute() == plan.output.absolute() else [plan.output, save]
     return lock.held(*folders) if os.environ["RANK"] == "0" else nullcontext()
 
 
@@ -256,10 +259,13 @@ def _record(plan: Plan, stamp: str) -> None:
 
 
 def _go_on(plan: Plan) -> Plan:
-    """From the newest complete checkpoint; one rank of each machine brings the folder in order first."""
+    """From the newest complete checkpoint; the first rank, which holds the folder, brings it in order first.
+
+    The others need not wait: what is deleted was never complete, and Megatron reads the folder when all have met.
+    """
     folder = Path(flag_value(plan.flags, "--save") or "")
     try:
-        sentences = checkpoints.repair(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
+        sentences = checkpoints.repair(folder) if os.environ["RANK"] == "0" else []
     except OSError as error:
         raise LaunchError(
             f"{error.filename} cannot be repaired ({error.strerror}): free some space there, or make it writable"

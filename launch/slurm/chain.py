@@ -75,16 +75,11 @@ class Chain:
         }
 
     def begin(self) -> int:
-        """Put the checkpoints in order and note where the slice begins."""
+        """Note where the slice begins; the run itself puts the checkpoints in order, once it holds their folder."""
         if (self.output / STOP).exists():
             return self._end_chain(f"{self.output / STOP} exists, so the chain ends: remove it and submit again")
         if self._has_ended():
             return self._end_chain("the run has reached its end")
-        try:
-            for sentence in checkpoints.repair(self.save):
-                self._say(sentence)
-        except OSError as error:
-            return self._end_chain(f"error: {error.filename} cannot be repaired ({error.strerror}): the chain ends")
         iteration = self._iteration()
         self._say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
         return _GO_ON if self._note("begin", iteration, 0) else _CHAIN_ENDS

@@ -223,7 +223,6 @@ class TestBooks:
         for name, value in {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "9"}.items():
             monkeypatch.setenv(name, value)
         (tmp_path / "slurm").mkdir()
-        monkeypatch.setattr(chain.checkpoints, "repair", lambda _: [])
         return chain.Chain(tmp_path, tmp_path / "checkpoints")
 
     def at(self, books: chain.Chain, iteration: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +283,12 @@ class TestBooks:
         self.at(books, 10, monkeypatch)
         assert books.begin() == 0  # and never ended
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
+
+    def test_what_a_living_run_is_writing_is_not_touched(self, books, tmp_path: Path) -> None:
+        """Books hold no lock: the run itself deletes what was never finished, once it has the folder."""
+        on_its_way = tmp_path / "checkpoints" / "iter_0000010"
+        on_its_way.mkdir(parents=True)
+        assert books.begin() == 0 and on_its_way.is_dir()
 
     def test_a_line_that_was_cut_off(self, books, monkeypatch) -> None:
         books.book.write_text('{"chain": "5", "ev\n')
