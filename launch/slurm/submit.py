@@ -25,7 +25,17 @@ from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
 
-_PATHS = ("--data", "--valid-data", "--tokenizer")
+_FOLDERS = {  # which may have yet to be made
+    "--save", "--load", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path",
+    "--non-persistent-global-ckpt-dir", "--non-persistent-local-ckpt-dir", "--logits-save-dir", "--logits-load-dir",
+}  # fmt: skip
+_INPUTS = {  # whose words may be weights or names, too: those that exist here are paths
+    "--data", "--valid-data", "--tokenizer", "--data-path", "--train-data-path", "--valid-data-path",
+    "--test-data-path", "--data-args-path", "--per-split-data-args-path", "--per-dataset-sequences-path",
+    "--tokenizer-model", "--vocab-file", "--merge-file", "--yaml-cfg", "--te-precision-config-file",
+    "--kitchen-config-file", "--heterogeneous-layers-config-path",
+}  # fmt: skip
+_WEIGHT = re.compile(r"[0-9]*\.?[0-9]+")  # of one text among several
 
 
 class _Parser(argparse.ArgumentParser):
@@ -180,16 +190,23 @@ def _nodes_of(layout: str | None, family: str, model: str) -> int:
 
 
 def _with_full_paths(words: Sequence[str], output: Path) -> list[str]:
-    """A job's directory is not where it was submitted: what exists here is named by its full path."""
+    """A job's directory is not where it was submitted: files and folders are named by their full paths."""
     full: list[str] = []
     for flag in group_flags(words):
-        name, value = flag_name(flag), flag_value([flag], flag_name(flag))
+        name = flag_name(flag)
         if name == "--output":
             continue
-        if name in _PATHS and value and any(Path(value + end).exists() for end in ("", ".idx")):
-            flag = (name, str(Path(value).absolute()))
+        if name in _FOLDERS | _INPUTS:
+            after_equals = flag[0].partition("=")[2]
+            values = [after_equals, *flag[1:]] if after_equals else flag[1:]
+            flag = (name, *(_full_path(word, is_folder=name in _FOLDERS) for word in values))
         full += flag
     return [*full, "--output", str(output)]
+
+
+def _full_path(word: str, *, is_folder: bool) -> str:
+    exists = not _WEIGHT.fullmatch(word) and any(Path(word + end).exists() for end in ("", ".idx"))
+    return str(Path(word).absolute()) if is_folder or exists else word
 
 
 def _name(output: Path) -> str:

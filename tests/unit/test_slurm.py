@@ -71,6 +71,39 @@ def test_the_run_is_the_users_words(data: list[str]) -> None:
     assert words[place : place + 2] == odd, "no shell reads them"
 
 
+def test_a_job_has_the_paths_of_the_folder_where_it_was_submitted(tmp_path: Path, monkeypatch, data: list[str]) -> None:
+    """The job runs in another one: it once saved there, and the chain watched a folder that stayed empty."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.idx", "b.idx", "tokenizer.model", "30"):
+        (tmp_path / name).touch()
+    paths = ["--save", "kept", "--load=first", "--tensorboard-dir", "tb", "--data-cache-path", "cache"]
+    texts = [
+        "--train-data-path",
+        "30",
+        "a",
+        "70",
+        "b",
+        "--valid-data-path",
+        "elsewhere",
+        "--tokenizer",
+        "tokenizer.model",
+    ]
+    text = text_of(LLAMA, "--model", "7b", "--output", "run", *paths, *texts)
+    words = value_of(text, "TRAIN")
+    for name, value in {
+        "--save": "kept",
+        "--load": "first",
+        "--tensorboard-dir": "tb",
+        "--data-cache-path": "cache",
+    }.items():
+        assert words[words.index(name) + 1] == str(tmp_path / value)
+    place = words.index("--train-data-path")
+    assert words[place + 1 : place + 5] == ["30", str(tmp_path / "a"), "70", str(tmp_path / "b")]
+    assert words[words.index("--valid-data-path") + 1] == "elsewhere", "a container may have it"
+    assert words[words.index("--tokenizer") + 1] == str(tmp_path / "tokenizer.model")
+    assert value_of(text, "SAVE") == [str(tmp_path / "kept")], "the chain watches what the run writes"
+
+
 def test_the_text_is_a_script_that_bash_and_shellcheck_accept(data: list[str], tmp_path: Path) -> None:
     path = tmp_path / "job.sbatch"
     path.write_text(text_of(LLAMA, "--model", "7b", *data))
