@@ -24,7 +24,7 @@ BOOK = "slices.jsonl"
 STOP = "stop"
 _WATCH_SECONDS = 15
 _ATTEMPTS, _ATTEMPT_SECONDS = 3, 10  # a shared file system may be away for a moment
-_GO_ON, _CHAIN_ENDS = 0, 3
+_GO_ON, _FAILED, _CHAIN_ENDS = 0, 2, 3  # statuses; a job ends as failed unless its chain ends as it should
 
 
 def main() -> int:
@@ -82,7 +82,7 @@ class Chain:
             return self._end_chain("the run has reached its end")
         iteration = self._iteration()
         self._say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
-        return _GO_ON if self._note("begin", iteration, 0) else _CHAIN_ENDS
+        return _GO_ON if self._note("begin", iteration, 0) else _FAILED
 
     def watch(self, keep: int, job: str) -> int:
         """Until killed: delete old checkpoints; when the stop file appears, have Megatron save and leave."""
@@ -107,7 +107,7 @@ class Chain:
         if (self.output / STOP).exists():
             return self._end_chain(f"stopped at iteration {iteration} by {self.output / STOP}")
         if not noted:
-            return _CHAIN_ENDS
+            return _FAILED
         if iteration > began:
             self._say(f"ends with status {status} at iteration {iteration}, where the next slice resumes")
             if iteration - began < save_interval:
@@ -118,7 +118,8 @@ class Chain:
             return self._last_slice(iteration)
         failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
         if before is not None and before["iteration"] == iteration and before["failed"]:
-            return self._end_chain(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
+            self._say(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
+            return _FAILED
         self._say(f"{failure}: one more try")
         return self._last_slice(iteration)
 

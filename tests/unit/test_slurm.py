@@ -301,11 +301,11 @@ class TestBooks:
         assert [self.slice(books, *one, monkeypatch) for one in slices] == [0, 0, 0]
 
     def test_a_failure_after_progress_is_the_first_of_two(self, books, monkeypatch) -> None:
-        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 20), (20, 20))] == [0, 3]
+        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 20), (20, 20))] == [0, 2]
 
     def test_a_good_end_is_no_failure(self, books, monkeypatch) -> None:
         assert self.slice(books, 10, 20, 0, monkeypatch) == 0
-        assert [self.slice(books, 20, 20, 1, monkeypatch) for _ in range(2)] == [0, 3]
+        assert [self.slice(books, 20, 20, 1, monkeypatch) for _ in range(2)] == [0, 2]
 
     def test_another_submission_begins_a_new_count(self, books, monkeypatch) -> None:
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
@@ -339,6 +339,32 @@ class TestBooks:
         assert books.begin() == 0
         (books.output / name).touch()
         assert books.end(3, 0) != 0 and books.begin() != 0
+
+
+@pytest.mark.parametrize(
+    ("begins", "runs", "ends", "status"),
+    [(2, 0, 0, 2), (1, 0, 0, 1), (3, 0, 0, 0), (0, 0, 0, 0), (0, 7, 0, 7), (0, 0, 3, 0), (0, 0, 2, 2), (0, 7, 2, 7)],
+)
+def test_a_job_fails_where_its_chain_does(
+    begins: int, runs: int, ends: int, status: int, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator sees COMPLETED where a job ends with 0: that is for chains that ended as they should."""
+    programs = {
+        "python": f"case $3 in begin) exit {begins};; watch) exec sleep 60;; end) exit {ends};; esac",
+        "srun": f"exit {runs}",
+        "scontrol": "echo NodeAddr=n1",
+        "scancel": f'echo "$@" >>{tmp_path}/scancelled',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    site = site_file(tmp_path, f"{CPU_SITE}HOST_PYTHON={tmp_path}/python\n")
+    job = text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
+    told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_END_TIME": "99999999999"}
+    names = ("ARRAY_JOB_ID", "JOB_ID", "JOB_NUM_NODES", "JOB_NODELIST", "NTASKS_PER_NODE")
+    done = jobs.run(["bash", "-c", job], env={**os.environ, **told, **{f"SLURM_{name}": "1" for name in names}})
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "scancelled").exists() == bool(begins or ends), "no slice follows where the chain ends"
 
 
 def test_rank_sh_gives_torch_its_names(tmp_path: Path) -> None:
