@@ -231,8 +231,10 @@ def _check(
         raise LaunchError(f"--step-seconds must be above 0, not {options.step_seconds:g}")
     if options.reserve < 0.5:
         raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
-    if re.search(r"[\s%\"'\\]", str(plan.output.absolute())):
-        raise LaunchError(f"sbatch cannot log to {plan.output.absolute()}: use an --output without spaces, quotes or %")
+    if re.search(r"[\s%#\"'\\]", str(plan.output.absolute())):
+        raise LaunchError(
+            f"sbatch cannot log to {plan.output.absolute()}: use an --output without spaces, quotes, # or %"
+        )
     preflight.check_output(plan.output)
     if progress.has_ended(plan):
         raise LaunchError(f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output")

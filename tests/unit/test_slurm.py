@@ -201,8 +201,26 @@ def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str],
 
 
 def test_output_that_slurm_cannot_name(data: list[str], tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="without spaces, quotes or %"):
-        text_of(LLAMA, "--model", "7b", *data, "--output", str(tmp_path / "a b"))
+    for name in ("a b", "a#b"):
+        with pytest.raises(LaunchError, match="without spaces, quotes, # or %"):
+            text_of(LLAMA, "--model", "7b", *data, "--output", str(tmp_path / name))
+
+
+@pytest.mark.parametrize("value", ["a#b", "a\n#SBATCH --nodes=99", 'a"b', "a\\b"])
+def test_what_sbatch_would_read_otherwise_is_refused(value: str, data: list[str]) -> None:
+    with pytest.raises(LaunchError, match=r"sbatch cannot read '--account=a.*: leave out quotes, #"):
+        _rendered(Site(account=value))
+    with pytest.raises(LaunchError, match="sbatch cannot read '--job-name=a"):
+        text_of("--name", value, LLAMA, "--model", "7b", *data)
+
+
+def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
+    """Unquoted, sbatch takes the rest of the line for other flags."""
+    lines = _rendered(Site(sbatch_extra="--exclusive '--comment=two words'", constraint="[a|b]")).splitlines()
+    assert "#SBATCH --exclusive" in lines and '#SBATCH "--comment=two words"' in lines
+    assert "#SBATCH --constraint=[a|b]" in lines
+    with pytest.raises(LaunchError, match="SBATCH_EXTRA are lists of sbatch's flags"):
+        _rendered(Site(sbatch_extra="--comment='two"))
 
 
 @pytest.mark.parametrize(
