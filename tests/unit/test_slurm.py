@@ -341,8 +341,35 @@ class TestBooks:
         on_its_way.mkdir(parents=True)
         assert books.begin() == 0 and on_its_way.is_dir()
 
-    def test_a_line_that_was_cut_off(self, books, monkeypatch) -> None:
-        books.book.write_text('{"chain": "5", "ev\n')
+    @pytest.mark.parametrize("cut", ['{"chain": "5", "ev', '{"chain": "5", "ev\n', "17", "{}", "\xff"])
+    def test_a_last_line_that_was_cut_off_is_dropped(self, cut: str, books, monkeypatch, capsys) -> None:
+        """The entry after it once landed on the same line: `end` then met an end without a beginning."""
+        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
+        with books.book.open("a", encoding="latin-1") as file:
+            file.write(cut)
+        assert [event["event"] for event in books.events()] == ["begin", "end"]
+        assert self.slice(books, 10, 10, 1, monkeypatch) == 0
+        assert capsys.readouterr().out.count("slices.jsonl was cut off: dropped") == 1
+        assert [event["iteration"] for event in books.events()] == [0, 10, 10, 10]
+
+    def test_a_line_that_lacks_its_end_alone_counts(self, books, monkeypatch) -> None:
+        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
+        books.book.write_text(books.book.read_text().rstrip())
+        assert self.slice(books, 10, 20, 0, monkeypatch) == 0 and len(books.events()) == 4
+
+    @pytest.mark.parametrize("damaged", ['{"chain": "5", "ev', "17", '{"event": "begin"}'])
+    def test_a_damaged_line_before_others_is_one_sentence(self, damaged: str, books, monkeypatch, capsys) -> None:
+        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
+        books.book.write_text(f"{damaged}\n{books.book.read_text()}")
+        monkeypatch.setattr(sys, "argv", ["chain", "end", "--output", str(books.output), "--save", str(books.save)])
+        assert chain.main() == 2
+        assert "slices.jsonl is damaged: delete that line, then submit again" in capsys.readouterr().out
+        with pytest.raises(LaunchError, match=r"line 1 of .*slices.jsonl"):
+            chain.measured_step_seconds(books.output)
+
+    def test_an_end_without_its_beginning_is_no_failure_by_itself(self, books, monkeypatch) -> None:
+        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
+        books.book.write_text(books.book.read_text().splitlines()[1] + "\n")
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
 
     def test_books_that_cannot_be_kept_end_the_chain(self, books, monkeypatch, capsys) -> None:
