@@ -27,6 +27,7 @@ def put(folder: Path, holder: Holder | str) -> Path:
     return path
 
 
+OWN = ("--tokenizer", "tokenizer.model")
 ELSEWHERE = Holder("node7", "another boot", 17, "1", "2026-01-01 00:00:00")
 
 
@@ -238,6 +239,38 @@ def test_a_disk_that_fills_up_while_training_is_one_sentence(
     with pytest.raises(LaunchError if is_told else OSError) as caught:
         launcher._train(plan, verbose=True)
     assert ("could not be written" in str(caught.value)) == is_told
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "cause", "mend"),
+    [
+        (errno.ENOSPC, "out/x", "written (No space left", "free some space or give another --output"),
+        (errno.EROFS, "out/x", "written (Read-only", "mount it for writing or give another --output"),
+        (errno.EACCES, "out/x", "written (Permission", "let this user write there or give another --output"),
+        (errno.EROFS, "iter_0000003", "written (Read-only", "mount it for writing or give another --output"),
+        (errno.EACCES, "data/cache", "written (Permission", "let this user write there or give --data-cache-path"),
+        (errno.EROFS, "data/cache", "written (Read-only", "mount it for writing or give --data-cache-path"),
+        (errno.EACCES, "data/text.bin", "read (Permission", "let this user read it, then start again"),
+    ],
+)
+@pytest.mark.parametrize("in_a_save", [False, True])
+def test_a_forbidden_folder_is_not_a_full_disk(
+    number: int, name: str, cause: str, mend: str, in_a_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def refuse(*_: object, **__: object) -> None:
+        error = OSError(number, os.strerror(number), str(tmp_path / name))
+        raise CheckpointException("write", {1: (error, None)}) if in_a_save else error  # type: ignore[dict-item]
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "text.bin").touch()
+    monkeypatch.setattr("simreg_megatron.__main__.run", refuse)
+    monkeypatch.setattr(launcher.os, "access", lambda *_: False)  # root may read everything
+    with pytest.raises(LaunchError) as caught:
+        launcher._train(planned(tmp_path / "out", "--data-path", str(tmp_path / "data" / "text"), *OWN), verbose=True)
+    assert f"{tmp_path / name} could not be {cause}" in str(caught.value) and mend in str(caught.value)
+    assert number == errno.ENOSPC or "space" not in str(caught.value)
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
