@@ -234,6 +234,11 @@ def _refuse_contradiction(recipe: str | None, asked: Sequence[Flag]) -> None:
             f"--recipe baseline trains on cross-entropy alone, and {flag} asks for more: take --recipe paper, "
             "or leave the flag out"
         )
+    if recipe not in (None, "baseline") and weight is not None and _is_zero(weight):
+        raise LaunchError(
+            f"--recipe {recipe} trains with its objective, and --simreg-lambda {weight} turns that off: take --recipe "
+            "baseline, or leave the flag out"
+        )
     if recipe not in (None, "baseline") and objective not in (None, recipe):
         raise LaunchError(
             f"--recipe {recipe} and --simreg-objective {objective} both name the objective: leave one of them out"
@@ -453,10 +458,12 @@ _NO_CHUNKS = re.compile(r"(^|,)([a-z-]+\.)?(level=sequence|sample=(micro-batch|r
 
 
 def _simreg_asked(user: Sequence[Flag]) -> bool:
-    weight = flag_value(user, "--simreg-lambda") or "0"
-    off = re.fullmatch(r"0*\.?0*(e[+-]?\d+)?", weight, re.IGNORECASE) is not None
     objective = flag_value(user, "--simreg-objective") or ""
-    return not off or objective == "none" or ":" in objective
+    return not _is_zero(flag_value(user, "--simreg-lambda") or "0") or objective == "none" or ":" in objective
+
+
+def _is_zero(weight: str) -> bool:
+    return re.fullmatch(r"0*\.?0*(e[+-]?\d+)?", weight, re.IGNORECASE) is not None
 
 
 def _without_idle_simreg(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]:

@@ -89,6 +89,16 @@ def config_from_args(args: Any) -> SimRegConfig:
     return SimRegConfig(**{field: value for field, value in given.items() if value is not None})
 
 
+def refuse_idle(args: Any, config: SimRegConfig) -> None:
+    """Raise ValueError for settings beside a lambda of 0: the run would be plain Megatron's, without a word."""
+    idle = [flag.name for flag in OF_SIMREG[1:] if getattr(args, flag.dest, None) is not None]
+    if idle and not config.active:
+        raise ValueError(
+            f"{', '.join(idle)} has no effect while --simreg-lambda is 0: "
+            "give a lambda, or --simreg-objective none to measure without training on it"
+        )
+
+
 def adagc_from_args(args: Any) -> AdaGCConfig | None:
     """The settings of AdaGC, or None where it is off. Its global norm is --clip-grad's, where that clips at all."""
     if not getattr(args, "adagc", None):

@@ -23,6 +23,8 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
     if models is not None and config is None:
         raise ValueError("models are checked against settings: pass both, install(config=..., models=...)")
     if before is None:
+        if config is not None:
+            config.refuse_idle()
         _install(config)
     if models is not None:
         foreign.begin_run(models)

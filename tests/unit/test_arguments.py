@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from simreg_megatron import SimRegConfig, install
 from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
 from simreg_megatron.cpu import backend as cpu_backend
+from simreg_megatron.plugin import installation
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 
 
@@ -70,6 +72,8 @@ def test_adding_twice_is_adding_once() -> None:
         ("--simreg-lambda 1 --simreg-objective none", "no effect with objective none"),
         ("--simreg-chunk-size 64", "--simreg-chunk-size has no effect while --simreg-lambda is 0"),
         ("--simreg-lambda 0 --simreg-scope local", "--simreg-scope has no effect"),
+        ("--simreg-objective creg", "--simreg-objective has no effect while --simreg-lambda is 0: give a lambda, or"),
+        ("--simreg-lambda 0 --simreg-objective sigreg", "--simreg-objective has no effect while --simreg-lambda is 0"),
         ("--simreg-cpu", "--simreg-cpu came too late"),
         ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
         ("--simreg-lamda 10", "there is no flag --simreg-lamda: did you mean --simreg-lambda?"),
@@ -132,6 +136,22 @@ def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytes
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and sentence in error and error.count("\n") == 1 and len(error) < 1100
+
+
+def test_settings_of_a_yaml_file_without_a_lambda_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No parser of ours has seen them."""
+    monkeypatch.setattr(installation.compat, "arguments", lambda: argparse.Namespace(simreg_objective="creg"))
+    with pytest.raises(ValueError, match="--simreg-objective has no effect while --simreg-lambda is 0"):
+        installation.Installation(None, lambda _: ()).regularizer()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"), [({"objective": "creg"}, "objective creg"), ({"chunk_size": 64}, "chunk size 64")]
+)
+def test_installing_settings_without_a_lambda_is_refused(settings: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=f"SimReg {named} has no effect while lambda_ is 0: give a lambda_"):
+        install(config=SimRegConfig(**settings))
+    assert installation.installed() is None
 
 
 def test_other_flags_are_argparses_own(capsys: pytest.CaptureFixture[str]) -> None:
