@@ -110,24 +110,32 @@ def adagc_from_args(args: Any) -> AdaGCConfig | None:
 
 
 def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
-    """One line for every setting that differs between this run and the run that wrote the checkpoint."""
+    """One line for every setting of SimReg that differs between this run and the run that wrote the checkpoint.
+
+    Raises:
+        ValueError, TypeError: the checkpoint's are none that this version knows.
+    """
     if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
         return []
-    pairs: list[tuple[tuple[Flag, ...], Any, Any]] = [
-        (OF_SIMREG, config_from_args(checkpoint_args), config_from_args(args))
-    ]
-    clipped = [adagc_from_args(given) for given in (checkpoint_args, args)]
-    found = []
-    if (clipped[0] is None) != (clipped[1] is None):
-        found.append(
-            f"--adagc was {_on_or_off(clipped[0])} when the checkpoint was written and is {_on_or_off(clipped[1])} now"
-        )
-    elif clipped[0] is not None:
-        pairs.append((OF_ADAGC, clipped[0], clipped[1]))
-    return found + [
+    return _differences(OF_SIMREG, config_from_args(checkpoint_args), config_from_args(args), args)
+
+
+def adagc_differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
+    """The same of AdaGC's settings."""
+    if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
+        return []
+    before, now = (adagc_from_args(given) for given in (checkpoint_args, args))
+    if before is None and now is None:
+        return []
+    if before is None or now is None:
+        return [f"--adagc was {_on_or_off(before)} when the checkpoint was written and is {_on_or_off(now)} now"]
+    return _differences(OF_ADAGC, before, now, args)
+
+
+def _differences(flags: tuple[Flag, ...], before: Any, now: Any, args: Any) -> list[str]:
+    return [
         f"{flag.name} was {as_typed(getattr(before, flag.field))} when the checkpoint was written and is "
         f"{as_typed(getattr(now, flag.field))} now{_origin(args, flag)}"
-        for flags, before, now in pairs
         for flag in flags
         if getattr(before, flag.field) != getattr(now, flag.field)
     ]
