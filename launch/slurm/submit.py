@@ -122,45 +122,52 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:
         raise LaunchError("put --dry-run before the script: there it prints the job")
-    model = run_options.model or TINY
-    if run_options.layout is None and site.gpus_per_node and model != TINY and site.layout:
+    if _takes_layout(run_options, site):
         run_options.layout = site.layout
         words = ["--layout", site.layout, *words]
-    nodes = options.nodes or _nodes_of(run_options.layout, family, model)
+    nodes = options.nodes or _nodes_of(run_options.layout, family, run_options.model or TINY)
     run_options.auto_resume = True
-    machine = Machine(
+    machine = _machine(nodes, site)
+    plan = build_plan(family, run_options, rest, machine, environ=environ)
+    time = _Named("--time", options.time) if options.time else _Named(f"TIME in {options.cluster},", site.time)
+    step = needs.step_of(plan, machine, options.step_seconds)
+    _check(plan, options, step, time, rest)
+    _check_data(plan, run_options, site)
+    for note in plan.notes:
+        print(f"> {note}", file=sys.stderr)
+    return Prepared(_job(plan, options, site, nodes, time.value, words), options, plan, machine, step, run_options.data)
+
+
+def _takes_layout(run_options: argparse.Namespace, site: Site) -> bool:
+    """Whether the cluster's layout fills in: for real sizes on GPUs, where the user names none."""
+    is_real = (run_options.model or TINY) != TINY
+    return run_options.layout is None and is_real and bool(site.gpus_per_node and site.layout)
+
+
+def _machine(nodes: int, site: Site) -> Machine:
+    return Machine(
         gpus=site.gpus_per_node,
         transformer_engine=bool(site.gpus_per_node),
         world_size=nodes * site.ranks_per_node,
         local_world_size=site.ranks_per_node,
     )
-    plan = build_plan(family, run_options, rest, machine, environ=environ)
+
+
+def _job(plan: Plan, options: argparse.Namespace, site: Site, nodes: int, time: str, words: Sequence[str]) -> Job:
     output = plan.output.absolute()
-    time = options.time or site.time
-    step = needs.step_of(plan, machine, options.step_seconds)
-    _check(plan, options, step, _Named("--time" if options.time else f"TIME in {options.cluster},", time), rest)
-    _check_data(plan, run_options, site)
-    for note in plan.notes:
-        print(f"> {note}", file=sys.stderr)
-    return Prepared(
-        Job(
-            name=options.name or _name(output),
-            nodes=nodes,
-            time=time,
-            slices=options.slices,
-            keep=options.keep,
-            reserve=round(options.reserve * 60),
-            output=output,
-            save=Path(flag_value(plan.flags, "--save") or "").absolute(),
-            save_interval=flag_number(plan.flags, "--save-interval", 1),
-            train=(str(ROOT / "launch" / f"pretrain_{family}.sh"), *_with_full_paths(words, output), "--auto-resume"),
-            site=site,
-        ),
-        options,
-        plan,
-        machine,
-        step,
-        run_options.data,
+    script = ROOT / "launch" / f"pretrain_{plan.family}.sh"
+    return Job(
+        name=options.name or _name(output),
+        nodes=nodes,
+        time=time,
+        slices=options.slices,
+        keep=options.keep,
+        reserve=round(options.reserve * 60),
+        output=output,
+        save=Path(flag_value(plan.flags, "--save") or "").absolute(),
+        save_interval=flag_number(plan.flags, "--save-interval", 1),
+        train=(str(script), *_with_full_paths(words, output), "--auto-resume"),
+        site=site,
     )
 
 

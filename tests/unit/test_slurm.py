@@ -276,6 +276,13 @@ def test_the_python_of_a_node_is_enough_for_the_books() -> None:
     assert not foreign
 
 
+def test_a_submission_needs_nothing_of_the_repository_but_launch() -> None:
+    """The tools and the tests are for those who change the code: imports point from them to what runs."""
+    script = "import sys, launch.launcher, launch.slurm.submit; print({n.partition('.')[0] for n in sys.modules})"
+    done = jobs.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    assert not {"tools", "benchmarks", "tests"} & eval(done.stdout)
+
+
 class TestBooks:
     """What `chain.py` decides, from the books alone."""
 
