@@ -279,16 +279,6 @@ class SimRegConfig:
         """Whether states inside the decoder are needed, beside what it returns."""
         return bool(self.layer_numbers) or self.placement == "pre-norm"
 
-    def refuse_idle(self) -> None:
-        """Raise ValueError for settings beside a lambda of 0, with which a run would be plain Megatron's."""
-        plain = type(self)()
-        idle = [name for name in ("objective", *_DEFAULTS) if getattr(self, name) != getattr(plain, name)]
-        if idle and not self.active:
-            raise ValueError(
-                f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(self, idle[0]))} has no effect while lambda_ is "
-                "0: give a lambda_, or objective='none' to measure without training on it"
-            )
-
     def weight(self, hidden_size: int) -> float:
         """lambda as a number for a model of this width: 10 * sqrt(hidden_size / 1024) if it is "auto"."""
         if self.lambda_ == "auto":
