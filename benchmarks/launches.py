@@ -35,9 +35,9 @@ from benchmarks.fake_autograd import backward
 from benchmarks.records import Record
 from launch import sizes
 from launch.dry_run import ASSUMED_VOCABULARY
-from launch.estimate import PEAK, SHARE_OF_PEAK
 from launch.flags import flag_number, read_preset
 from launch.plan import LAYOUTS, PRESETS
+from launch.sizes import PEAK, SHARE_OF_PEAK
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import fused, gemm, walk
 from simreg_megatron.kernels import rows as row_kernels

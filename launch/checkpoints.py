@@ -98,7 +98,7 @@ def is_loadable(folder: Path) -> bool:
 def repair(folder: Path) -> list[str]:
     """Make Megatron's next start find the newest complete checkpoint: delete torn ones, correct the tracker.
 
-    Many processes may do this at once, as long as none of them saves.
+    Only for the process that holds the run's lock: what looks torn may be another run's save, on its way.
 
     Returns:
         What was done, one sentence each.

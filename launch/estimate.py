@@ -22,10 +22,8 @@ from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import flag_number
 from launch.launcher import make_parser
 from launch.plan import LAYOUTS, Machine, build_plan, read_layout
-from tools import tables
+from launch.sizes import PEAK, SHARE_OF_PEAK
 
-PEAK = 989e12  # bf16 FLOP/s of an H800, dense
-SHARE_OF_PEAK = 0.4
 _GPUS_PER_NODE = 8
 _BEGIN, _END = "<!-- launch.estimate -->", "<!-- end -->"  # of the table in a page
 _PAPER_GPU_HOURS = {"llama-350m": 56, "llama-7b": 2000}
@@ -153,6 +151,8 @@ def main() -> None:
     lines = [f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *map(row, found))]
     print("\n".join(lines))
     if options.output:
+        from tools import tables  # which are of the repository alone: nothing that runs needs them
+
         _put(options.output, "\n".join([tables.stamp("estimate"), "", *lines, ""]))
 
 

@@ -15,16 +15,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launch import checkpoints, lock, orphans, preflight, progress, quiet, record, signals, sizes
 from launch.dry_run import ASSUMED_VOCABULARY, describe
-from launch.flags import LaunchError, flag_names, flag_number, flag_value
+from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value
 from launch.plan import (
     BUILTIN_CORPUS,
     NO_DATA,
@@ -94,8 +94,7 @@ The bash form also takes torchrun's --nproc-per-node, --nnodes, --node-rank, --m
 environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs."""
 
 
-_KEPT = "free some space or give another --output; earlier checkpoints are kept, and --auto-resume resumes from them"
-_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+_ELSEWHERE = "give another --output; earlier checkpoints are kept, and --auto-resume resumes from them"
 
 
 def main(family: str) -> None:
@@ -176,9 +175,12 @@ def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
 
 
 def _alone(plan: Plan) -> AbstractContextManager[None]:
-    """The first rank holds the folders that the run writes to, for all of them."""
+    """The first rank holds the folders that the run writes to, for all of them.
+
+    That of the checkpoints too where it lies below: a run with another --output may name it in its --save.
+    """
     save = Path(flag_value(plan.flags, "--save") or plan.output)
-    folders = [plan.output] if plan.output in (save, *save.parents) else [plan.output, save]
+    folders = [plan.output] if save.absolute() == plan.output.absolute() else [plan.output, save]
     return lock.held(*folders) if os.environ["RANK"] == "0" else nullcontext()
 
 
@@ -192,21 +194,52 @@ def _train(plan: Plan, *, verbose: bool) -> None:
             run([str(plan.script), *plan.arguments], plain=plan.plain)
     except KeyboardInterrupt:
         _stopped(Path(flag_value(plan.flags, "--save") or "/nowhere"))
-    except OSError as error:
-        if error.errno not in _OF_A_DISK:
+    except (OSError, CheckpointException) as error:
+        told = _of_a_disk(error, plan) if isinstance(error, OSError) else _of_a_checkpoint(error.failures, plan)
+        if told is None:
             raise
-        where = error.filename or flag_value(plan.flags, "--save") or plan.output
-        raise LaunchError(f"{where} could not be written ({error.strerror}): {_KEPT}") from None
-    except CheckpointException:  # torch's writer says "unexpected pos" where the disk is full
-        folder = Path(flag_value(plan.flags, "--save") or plan.output)
-        free = shutil.disk_usage(folder).free
-        need = checkpoints.size(folder) or sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
-        if free > need:
-            raise
-        raise LaunchError(
-            f"a checkpoint in {folder} could not be written: {free / 2**20:,.0f} MiB are free there, and it takes "
-            f"some {need / 2**20:,.0f}: {_KEPT}"
-        ) from None
+        raise LaunchError(told) from None
+
+
+def _of_a_checkpoint(failures: Mapping[int, tuple[BaseException, Any]], plan: Plan) -> str | None:
+    """Why torch could not write one, as its ranks met it; where the disk is full its writer says "unexpected pos"."""
+    for failure, _ in failures.values():
+        told = _of_a_disk(failure, plan) if isinstance(failure, OSError) else None
+        if told is not None:
+            return told
+    folder = Path(flag_value(plan.flags, "--save") or plan.output)
+    free = shutil.disk_usage(folder).free
+    need = checkpoints.size(folder) or sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+    if free > need:
+        return None
+    return (
+        f"a checkpoint in {folder} could not be written: {free / 2**20:,.0f} MiB are free there, and it takes "
+        f"some {need / 2**20:,.0f}: free some space or {_ELSEWHERE}"
+    )
+
+
+def _of_a_disk(error: OSError, plan: Plan) -> str | None:
+    """What a file or folder refused, and the way out of it; None if the error is of another kind."""
+    where = Path(os.fsdecode(error.filename or flag_value(plan.flags, "--save") or plan.output))
+    else_where = "give --data-cache-path DIR for Megatron's own files" if _is_beside_text(where, plan) else _ELSEWHERE
+    not_written = f"{where} could not be written ({error.strerror})"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{not_written}: free some space or {else_where}"
+    if error.errno == errno.EROFS:
+        return f"{not_written}: mount it for writing or {else_where}"
+    if error.errno != errno.EACCES or error.filename is None:  # a socket may be forbidden, too
+        return None
+    if where.is_file() and not os.access(where, os.R_OK):
+        return f"{where} could not be read ({error.strerror}): let this user read it, then start again"
+    return f"{not_written}: let this user write there or {else_where}"
+
+
+def _is_beside_text(where: Path, plan: Plan) -> bool:
+    """Where Megatron keeps its index of the text, if nobody names another folder."""
+    names = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+    texts = {Path(word).absolute().parent for flag in plan.flags if flag_name(flag) in names for word in flag[1:]}
+    own = plan.output.absolute() in where.absolute().parents
+    return not own and bool(texts & set(where.absolute().parents))
 
 
 def _interrupt_once(*_: object) -> None:
@@ -256,10 +289,13 @@ def _record(plan: Plan, stamp: str) -> None:
 
 
 def _go_on(plan: Plan) -> Plan:
-    """From the newest complete checkpoint; one rank of each machine brings the folder in order first."""
+    """From the newest complete checkpoint; the first rank, which holds the folder, brings it in order first.
+
+    The others need not wait: what is deleted was never complete, and Megatron reads the folder when all have met.
+    """
     folder = Path(flag_value(plan.flags, "--save") or "")
     try:
-        sentences = checkpoints.repair(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
+        sentences = checkpoints.repair(folder) if os.environ["RANK"] == "0" else []
     except OSError as error:
         raise LaunchError(
             f"{error.filename} cannot be repaired ({error.strerror}): free some space there, or make it writable"

@@ -75,9 +75,10 @@ def held(*folders: Path, wait: Callable[[float], None] = time.sleep) -> Iterator
     taken: list[Path] = []
     done = threading.Event()
     me = Holder.here()
+    ended: set[Holder] = set()  # of the same run in every folder: one wait is enough
     try:
         for folder in folders:
-            taken.append(_take(folder, me, wait))
+            taken.append(_take(folder, me, wait, ended))
         threading.Thread(target=_keep_alive, args=(taken, done), daemon=True).start()
         yield
     finally:
@@ -86,12 +87,12 @@ def held(*folders: Path, wait: Callable[[float], None] = time.sleep) -> Iterator
             _remove(path, me)
 
 
-def _take(folder: Path, me: Holder, wait: Callable[[float], None]) -> Path:
+def _take(folder: Path, me: Holder, wait: Callable[[float], None], ended: set[Holder]) -> Path:
     path = folder / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while not _created(path, me):
-            _remove_if_stale(path, wait)
+            _remove_if_stale(path, wait, ended)
     except OSError as error:
         raise LaunchError(f"{folder}: {error.strerror}, so no run can save there: give another --output") from None
     return path
@@ -121,9 +122,9 @@ def _created_in_place(path: Path, text: str) -> bool:
     return True
 
 
-def _remove_if_stale(path: Path, wait: Callable[[float], None]) -> None:
+def _remove_if_stale(path: Path, wait: Callable[[float], None], ended: set[Holder]) -> None:
     holder, seen = _read(path), _touched(path)
-    gone = holder.is_gone() if holder else None
+    gone = None if holder is None else holder in ended or holder.is_gone()
     if gone is None and seen is not None:
         print(f"> {path} is of {holder or 'an unknown process'}: checking whether it is still running", flush=True)
         gone = _stands_still(path, seen, wait)
@@ -132,18 +133,31 @@ def _remove_if_stale(path: Path, wait: Callable[[float], None]) -> None:
             f"{path.parent} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
             f"--output; {path} is removed when it ends, and is safe to delete if no such process is running"
         )
-    _remove(path, holder)
+    ended |= {holder} if gone and holder else set()
+    _remove_alone(path, holder, wait)
+
+
+def _remove_alone(path: Path, holder: Holder | None, wait: Callable[[float], None]) -> None:
+    """One process at a time: the slower of two that saw the stale file finds that of the faster, and leaves it."""
+    guard = path.with_name(f"{NAME}.removing")
+    try:
+        guard.open("x").close()
+    except FileExistsError:  # for milliseconds, unless its process was killed just then
+        seen = _touched(guard)
+        if seen is not None and _stands_still(guard, seen, wait):
+            guard.unlink(missing_ok=True)
+        return
+    try:
+        _remove(path, holder)
+    finally:
+        guard.unlink(missing_ok=True)
 
 
 def _remove(path: Path, holder: Holder | None) -> None:
-    """Under another name first: whoever was faster may have put a file of its own there, which then goes back."""
-    doomed = path.with_name(f"{NAME}.{os.uname().nodename}.{os.getpid()}.old")
+    """What another holder put there stays, and is not moved for a moment: that moment would let a third one in."""
     with suppress(OSError):
-        path.rename(doomed)
-        if _read(doomed) == holder:
-            doomed.unlink()
-        else:
-            doomed.rename(path)
+        if _read(path) == holder:
+            path.unlink()
 
 
 def _stands_still(path: Path, seen: int, wait: Callable[[float], None]) -> bool:

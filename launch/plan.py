@@ -181,37 +181,43 @@ def build_plan(
     on_cpu = _choose_cpu(model, user, machine, environ)
     builtin = _uses_builtin_corpus(model, options, user)
     notes = [*_say_off(options, asked), *_say_default(family, options, machine, builtin=builtin)]
-
-    preset = read_preset(PRESETS / f"{family}-{model}.args")
-    if options.layout:
-        layout = without(read_layout(options.layout, family, model), {"--nodes"})  # the job's to keep
-        preset = [*without(preset, flag_names(layout)), *layout]
+    preset = _preset(family, model, options.layout)
     preset, size_notes = _fit_preset(preset, user, options.ffn, machine, strict=model != TINY)
     output = options.output or _default_output(family, model, user, stamp)
-    if options.auto_resume:
-        _check_resumable(options, [*preset, *user], model)
-    elif model == TINY and "--save-interval" in flag_names(user) and not _names_folder(options, user):
-        raise LaunchError("--save-interval needs --output DIR: by default each tiny run has a folder of its own")
     chosen = [
         *_without_idle_simreg(preset, user),
         *_hardware_flags([*preset, *user], machine, on_cpu=on_cpu, large=model != TINY),
         *_data_flags(options, corpus or PlannedCorpus(), builtin=builtin),
-        *_output_flags(output, saves=model != TINY or options.auto_resume or "--save-interval" in flag_names(user)),
+        *_output_flags(output, saves=_saves(options, [*preset, *user], user, model)),
     ]
     flags = (*without(chosen, flag_names(user)), *user)
     preflight.check_own_flags(flags)
     return Plan(
-        family=family,
-        model=model,
-        script=_choose_script(environ),
-        flags=flags,
-        environment=_environment(flags, on_cpu=on_cpu),
-        on_cpu=on_cpu,
-        builtin_corpus=builtin,
-        output=output,
-        notes=(*notes, *size_notes),
-        plain=options.plain,
-    )
+        family=family, model=model, script=_choose_script(environ), flags=flags, on_cpu=on_cpu,
+        environment=_environment(flags, on_cpu=on_cpu), builtin_corpus=builtin, output=output,
+        notes=(*notes, *size_notes), plain=options.plain,
+    )  # fmt: skip
+
+
+def _preset(family: str, model: str, layout: str | None) -> list[Flag]:
+    preset = read_preset(PRESETS / f"{family}-{model}.args")
+    if not layout:
+        return preset
+    spread = without(read_layout(layout, family, model), {"--nodes"})  # the job's to keep
+    return [*without(preset, flag_names(spread)), *spread]
+
+
+def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Flag], model: str) -> bool:
+    """Whether the run saves: every real size does, and a tiny one that is asked to.
+
+    Raises:
+        LaunchError: it could not resume from what it saves.
+    """
+    if options.auto_resume:
+        _check_resumable(options, flags, model)
+    elif model == TINY and "--save-interval" in flag_names(user) and not _names_folder(options, user):
+        raise LaunchError("--save-interval needs --output DIR: by default each tiny run has a folder of its own")
+    return model != TINY or options.auto_resume or "--save-interval" in flag_names(user)
 
 
 def missing_kernels(plan: Plan, machine: Machine) -> list[str]:
@@ -233,6 +239,11 @@ def _refuse_contradiction(recipe: str | None, asked: Sequence[Flag]) -> None:
         raise LaunchError(
             f"--recipe baseline trains on cross-entropy alone, and {flag} asks for more: take --recipe paper, "
             "or leave the flag out"
+        )
+    if recipe not in (None, "baseline") and weight is not None and _is_zero(weight):
+        raise LaunchError(
+            f"--recipe {recipe} trains with its objective, and --simreg-lambda {weight} turns that off: take --recipe "
+            "baseline, or leave the flag out"
         )
     if recipe not in (None, "baseline") and objective not in (None, recipe):
         raise LaunchError(
@@ -453,10 +464,12 @@ _NO_CHUNKS = re.compile(r"(^|,)([a-z-]+\.)?(level=sequence|sample=(micro-batch|r
 
 
 def _simreg_asked(user: Sequence[Flag]) -> bool:
-    weight = flag_value(user, "--simreg-lambda") or "0"
-    off = re.fullmatch(r"0*\.?0*(e[+-]?\d+)?", weight, re.IGNORECASE) is not None
     objective = flag_value(user, "--simreg-objective") or ""
-    return not off or objective == "none" or ":" in objective
+    return not _is_zero(flag_value(user, "--simreg-lambda") or "0") or objective == "none" or ":" in objective
+
+
+def _is_zero(weight: str) -> bool:
+    return re.fullmatch(r"0*\.?0*(e[+-]?\d+)?", weight, re.IGNORECASE) is not None
 
 
 def _without_idle_simreg(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from launch.flags import Flag, LaunchError, flag_names, flag_number
 
+PEAK = 989e12  # bf16 FLOP/s of an H800, dense
+SHARE_OF_PEAK = 0.4  # that a run is assumed to reach
 _TILE = 128  # columns of a tensor core's tile: a matrix side of this multiple leaves no ragged tile
 _WORDS = 8  # 16 bytes of bf16: below this alignment tensor cores run below full speed, or idle
 

@@ -54,7 +54,8 @@ TABLES = {
         "docs/cluster.md",
         "launch.estimate --output docs/cluster.md",
         0.5,
-        ("launch/estimate.py", "launch/plan.py", "launch/flags.py", "launch/layouts/**/*.args", "launch/models/*.args"),
+        ("launch/estimate.py", "launch/plan.py", "launch/sizes.py", "launch/flags.py", "launch/layouts/**/*.args",
+         "launch/models/*.args"),
     ),
     "parity": Table(
         "docs/parity.md",

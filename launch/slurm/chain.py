@@ -17,19 +17,29 @@ from pathlib import Path
 from typing import Any
 
 from launch import checkpoints
+from launch.flags import LaunchError
 from launch.progress import ENDED
 from launch.signals import SAVE_AND_LEAVE
 
 BOOK = "slices.jsonl"
 STOP = "stop"
+_ENTRY = {"chain": str, "slice": int, "restart": int, "event": str, "iteration": int, "status": int, "time": int}
 _WATCH_SECONDS = 15
 _ATTEMPTS, _ATTEMPT_SECONDS = 3, 10  # a shared file system may be away for a moment
-_GO_ON, _CHAIN_ENDS = 0, 3
+_GO_ON, _FAILED, _CHAIN_ENDS = 0, 2, 3  # statuses; a job ends as failed unless its chain ends as it should
 
 
 def main() -> int:
     options = _parse()
     chain = Chain(options.output, options.save)
+    try:
+        return _act(chain, options)
+    except LaunchError as error:
+        chain.say(f"error: {error}")
+        return _FAILED
+
+
+def _act(chain: Chain, options: argparse.Namespace) -> int:
     if options.action == "begin":
         return chain.begin()
     if options.action == "watch":
@@ -75,28 +85,23 @@ class Chain:
         }
 
     def begin(self) -> int:
-        """Put the checkpoints in order and note where the slice begins."""
+        """Note where the slice begins; the run itself puts the checkpoints in order, once it holds their folder."""
         if (self.output / STOP).exists():
             return self._end_chain(f"{self.output / STOP} exists, so the chain ends: remove it and submit again")
         if self._has_ended():
             return self._end_chain("the run has reached its end")
-        try:
-            for sentence in checkpoints.repair(self.save):
-                self._say(sentence)
-        except OSError as error:
-            return self._end_chain(f"error: {error.filename} cannot be repaired ({error.strerror}): the chain ends")
         iteration = self._iteration()
-        self._say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
-        return _GO_ON if self._note("begin", iteration, 0) else _CHAIN_ENDS
+        self.say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
+        return _GO_ON if self._note("begin", iteration, 0) else _FAILED
 
     def watch(self, keep: int, job: str) -> int:
         """Until killed: delete old checkpoints; when the stop file appears, have Megatron save and leave."""
         told = False
         while True:
             for path in checkpoints.prune(self.save, keep):
-                self._say(f"{path} is older than the newest {keep}: deleted")
+                self.say(f"{path} is older than the newest {keep}: deleted")
             if (self.output / STOP).exists() and not told:
-                self._say(f"{self.output / STOP} was created: the run saves and stops")
+                self.say(f"{self.output / STOP} was created: the run saves and stops")
                 subprocess.run(["scancel", f"--signal={SAVE_AND_LEAVE}", job], check=False)  # to the step alone
                 told = True
             time.sleep(_WATCH_SECONDS)
@@ -112,25 +117,26 @@ class Chain:
         if (self.output / STOP).exists():
             return self._end_chain(f"stopped at iteration {iteration} by {self.output / STOP}")
         if not noted:
-            return _CHAIN_ENDS
+            return _FAILED
         if iteration > began:
-            self._say(f"ends with status {status} at iteration {iteration}, where the next slice resumes")
+            self.say(f"ends with status {status} at iteration {iteration}, where the next slice resumes")
             if iteration - began < save_interval:
-                self._say(
+                self.say(
                     f"warning: a slice of {iteration - began} iterations ends before the first --save-interval of "
                     f"{save_interval}, so a crash loses the whole slice: save more often"
                 )
             return self._last_slice(iteration)
         failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
         if before is not None and before["iteration"] == iteration and before["failed"]:
-            return self._end_chain(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
-        self._say(f"{failure}: one more try")
+            self.say(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
+            return _FAILED
+        self.say(f"{failure}: one more try")
         return self._last_slice(iteration)
 
     def _last_slice(self, iteration: int) -> int:
         last = int(os.environ.get("SLURM_ARRAY_TASK_MAX", "0"))
         if self.place["slice"] == last:
-            self._say(f"it was the last of {last} slices, at iteration {iteration}: submit again to continue")
+            self.say(f"it was the last of {last} slices, at iteration {iteration}: submit again to continue")
         return _GO_ON
 
     def _history(self) -> tuple[int, dict[str, Any] | None]:
@@ -141,32 +147,40 @@ class Chain:
         before = ends[-1] if ends else None
         if before is not None:
             started = [event for event in events[: events.index(before)] if event["event"] == "begin"]
-            stuck = before["iteration"] <= started[-1]["iteration"]
+            stuck = bool(started) and before["iteration"] <= started[-1]["iteration"]
             before = {**before, "failed": stuck or before["status"] != 0}
         return (began[-1] if began else 0), before
 
     def events(self) -> list[dict[str, Any]]:
-        events = []
+        """The book's entries; without the last one where it was cut off.
+
+        Raises:
+            LaunchError: another one is damaged.
+        """
+        lines: list[str] = []
         with suppress(OSError):
-            for line in self.book.read_text().splitlines():
-                with suppress(ValueError):  # a line that a full disk cut off
-                    events.append(json.loads(line))
-        return events
+            lines = self.book.read_text(errors="replace").splitlines()
+        entries = [_entry(line) for line in lines]
+        if entries and entries[-1] is None:
+            del entries[-1]  # the next entry takes its place, and says so
+        if None in entries:
+            raise LaunchError(
+                f"line {entries.index(None) + 1} of {self.book} is damaged: delete that line, then submit again"
+            )
+        return [entry for entry in entries if entry is not None]
 
     def _note(self, event: str, iteration: int, status: int) -> bool:
         """One line in the book; without it nobody would see a run that fails again and again."""
         line = {**self.place, "event": event, "iteration": iteration, "status": status, "time": round(time.time())}
         for attempt in range(_ATTEMPTS):
             try:
-                with self.book.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                if _append(self.book, json.dumps(line)):
+                    self.say(f"the last line of {self.book} was cut off: dropped")
                 return True
             except OSError as error:
                 reason = error.strerror
                 time.sleep(_ATTEMPT_SECONDS if attempt + 1 < _ATTEMPTS else 0)
-        self._say(
-            f"error: {self.book} cannot be written ({reason}): the chain ends; free some space, then submit again"
-        )
+        self.say(f"error: {self.book} cannot be written ({reason}): the chain ends; free some space, then submit again")
         return False
 
     def _iteration(self) -> int:
@@ -176,11 +190,33 @@ class Chain:
         return (self.output / ENDED).exists()
 
     def _end_chain(self, why: str) -> int:
-        self._say(why)
+        self.say(why)
         return _CHAIN_ENDS
 
-    def _say(self, sentence: str) -> None:
+    def say(self, sentence: str) -> None:
         print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.place['slice']}: {sentence}", flush=True)
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """What a line of a book says; None if it is damaged."""
+    with suppress(ValueError):
+        entry = json.loads(line)
+        if isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in _ENTRY.items()):
+            return entry
+    return None
+
+
+def _append(book: Path, line: str) -> bool:
+    """Add a line, in place of a last one that a kill or a full disk cut off; whether there was such a one."""
+    with book.open("ab+") as file:
+        file.seek(0)
+        *whole, last = file.read().splitlines(keepends=True) or [b""]
+        is_cut = bool(last) and _entry(last.decode(errors="replace")) is None
+        if is_cut:
+            file.truncate(sum(map(len, whole)))
+        missing = "" if is_cut or not last or last.endswith(b"\n") else "\n"
+        file.write(f"{missing}{line}\n".encode())
+    return is_cut
 
 
 if __name__ == "__main__":

@@ -80,9 +80,25 @@ def _head(job: Job) -> Iterator[str]:
         # Megatron saves and leaves at --exit-duration-in-mins; should that be late, it does at this signal.
         "--signal": f"{SAVE_AND_LEAVE}@{max(1, job.reserve // 2)}",
     }
-    yield from (f"#SBATCH {name}={value}" for name, value in flags.items() if value != "")
+    yield from (_directive(f"{name}={value}") for name, value in flags.items() if value != "")
     yield "#SBATCH --requeue"
-    yield from (f"#SBATCH {word}" for word in shlex.split(f"{site.gpu_request} {site.sbatch_extra}"))
+    yield from map(_directive, _words_of(f"{site.gpu_request} {site.sbatch_extra}"))
+
+
+def _directive(word: str) -> str:
+    """A line of the head, which sbatch cuts at blanks that are not quoted, and at #."""
+    if re.search(r"[#\"'\\]", word) or not word.isprintable():
+        raise LaunchError(
+            f"sbatch cannot read {word!r} in a job's head: leave out quotes, #, backslashes and line breaks"
+        )
+    return f'#SBATCH "{word}"' if " " in word else f"#SBATCH {word}"
+
+
+def _words_of(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"GPU_REQUEST and SBATCH_EXTRA are lists of sbatch's flags, not {text!r}: {error}") from None
 
 
 def _settings(job: Job) -> Iterator[str]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from launch import checkpoints, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
-from launch.estimate import PEAK, SHARE_OF_PEAK
 from launch.flags import LaunchError, flag_names, flag_number
 from launch.plan import Machine, Plan
 from launch.slurm.chain import measured_step_seconds
@@ -40,8 +39,8 @@ def step_of(plan: Plan, machine: Machine, given: float | None) -> Step | None:
     if plan.on_cpu:
         return None
     flops = step_tokens(plan) * sizes.flops_per_token(plan.flags, vocabulary=ASSUMED_VOCABULARY)
-    seconds = flops / (machine.world_size * PEAK * SHARE_OF_PEAK)
-    return Step(seconds, f"guessed at {SHARE_OF_PEAK:.0%} of the peak; --step-seconds S sets it", is_guess=True)
+    seconds = flops / (machine.world_size * sizes.PEAK * sizes.SHARE_OF_PEAK)
+    return Step(seconds, f"guessed at {sizes.SHARE_OF_PEAK:.0%} of the peak; --step-seconds S sets it", is_guess=True)
 
 
 def step_tokens(plan: Plan) -> int:

@@ -25,7 +25,17 @@ from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
 
-_PATHS = ("--data", "--valid-data", "--tokenizer")
+_FOLDERS = {  # which may have yet to be made
+    "--save", "--load", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path",
+    "--non-persistent-global-ckpt-dir", "--non-persistent-local-ckpt-dir", "--logits-save-dir", "--logits-load-dir",
+}  # fmt: skip
+_INPUTS = {  # whose words may be weights or names, too: those that exist here are paths
+    "--data", "--valid-data", "--tokenizer", "--data-path", "--train-data-path", "--valid-data-path",
+    "--test-data-path", "--data-args-path", "--per-split-data-args-path", "--per-dataset-sequences-path",
+    "--tokenizer-model", "--vocab-file", "--merge-file", "--yaml-cfg", "--te-precision-config-file",
+    "--kitchen-config-file", "--heterogeneous-layers-config-path",
+}  # fmt: skip
+_WEIGHT = re.compile(r"[0-9]*\.?[0-9]+")  # of one text among several
 
 
 class _Parser(argparse.ArgumentParser):
@@ -112,45 +122,52 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:
         raise LaunchError("put --dry-run before the script: there it prints the job")
-    model = run_options.model or TINY
-    if run_options.layout is None and site.gpus_per_node and model != TINY and site.layout:
+    if _takes_layout(run_options, site):
         run_options.layout = site.layout
         words = ["--layout", site.layout, *words]
-    nodes = options.nodes or _nodes_of(run_options.layout, family, model)
+    nodes = options.nodes or _nodes_of(run_options.layout, family, run_options.model or TINY)
     run_options.auto_resume = True
-    machine = Machine(
+    machine = _machine(nodes, site)
+    plan = build_plan(family, run_options, rest, machine, environ=environ)
+    time = _Named("--time", options.time) if options.time else _Named(f"TIME in {options.cluster},", site.time)
+    step = needs.step_of(plan, machine, options.step_seconds)
+    _check(plan, options, step, time, rest)
+    _check_data(plan, run_options, site)
+    for note in plan.notes:
+        print(f"> {note}", file=sys.stderr)
+    return Prepared(_job(plan, options, site, nodes, time.value, words), options, plan, machine, step, run_options.data)
+
+
+def _takes_layout(run_options: argparse.Namespace, site: Site) -> bool:
+    """Whether the cluster's layout fills in: for real sizes on GPUs, where the user names none."""
+    is_real = (run_options.model or TINY) != TINY
+    return run_options.layout is None and is_real and bool(site.gpus_per_node and site.layout)
+
+
+def _machine(nodes: int, site: Site) -> Machine:
+    return Machine(
         gpus=site.gpus_per_node,
         transformer_engine=bool(site.gpus_per_node),
         world_size=nodes * site.ranks_per_node,
         local_world_size=site.ranks_per_node,
     )
-    plan = build_plan(family, run_options, rest, machine, environ=environ)
+
+
+def _job(plan: Plan, options: argparse.Namespace, site: Site, nodes: int, time: str, words: Sequence[str]) -> Job:
     output = plan.output.absolute()
-    time = options.time or site.time
-    step = needs.step_of(plan, machine, options.step_seconds)
-    _check(plan, options, step, _Named("--time" if options.time else f"TIME in {options.cluster},", time), rest)
-    _check_data(plan, run_options, site)
-    for note in plan.notes:
-        print(f"> {note}", file=sys.stderr)
-    return Prepared(
-        Job(
-            name=options.name or _name(output),
-            nodes=nodes,
-            time=time,
-            slices=options.slices,
-            keep=options.keep,
-            reserve=round(options.reserve * 60),
-            output=output,
-            save=Path(flag_value(plan.flags, "--save") or "").absolute(),
-            save_interval=flag_number(plan.flags, "--save-interval", 1),
-            train=(str(ROOT / "launch" / f"pretrain_{family}.sh"), *_with_full_paths(words, output), "--auto-resume"),
-            site=site,
-        ),
-        options,
-        plan,
-        machine,
-        step,
-        run_options.data,
+    script = ROOT / "launch" / f"pretrain_{plan.family}.sh"
+    return Job(
+        name=options.name or _name(output),
+        nodes=nodes,
+        time=time,
+        slices=options.slices,
+        keep=options.keep,
+        reserve=round(options.reserve * 60),
+        output=output,
+        save=Path(flag_value(plan.flags, "--save") or "").absolute(),
+        save_interval=flag_number(plan.flags, "--save-interval", 1),
+        train=(str(script), *_with_full_paths(words, output), "--auto-resume"),
+        site=site,
     )
 
 
@@ -180,16 +197,23 @@ def _nodes_of(layout: str | None, family: str, model: str) -> int:
 
 
 def _with_full_paths(words: Sequence[str], output: Path) -> list[str]:
-    """A job's directory is not where it was submitted: what exists here is named by its full path."""
+    """A job's directory is not where it was submitted: files and folders are named by their full paths."""
     full: list[str] = []
     for flag in group_flags(words):
-        name, value = flag_name(flag), flag_value([flag], flag_name(flag))
+        name = flag_name(flag)
         if name == "--output":
             continue
-        if name in _PATHS and value and any(Path(value + end).exists() for end in ("", ".idx")):
-            flag = (name, str(Path(value).absolute()))
+        if name in _FOLDERS | _INPUTS:
+            after_equals = flag[0].partition("=")[2]
+            values = [after_equals, *flag[1:]] if after_equals else flag[1:]
+            flag = (name, *(_full_path(word, is_folder=name in _FOLDERS) for word in values))
         full += flag
     return [*full, "--output", str(output)]
+
+
+def _full_path(word: str, *, is_folder: bool) -> str:
+    exists = not _WEIGHT.fullmatch(word) and any(Path(word + end).exists() for end in ("", ".idx"))
+    return str(Path(word).absolute()) if is_folder or exists else word
 
 
 def _name(output: Path) -> str:
@@ -214,8 +238,10 @@ def _check(
         raise LaunchError(f"--step-seconds must be above 0, not {options.step_seconds:g}")
     if options.reserve < 0.5:
         raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
-    if re.search(r"[\s%\"'\\]", str(plan.output.absolute())):
-        raise LaunchError(f"sbatch cannot log to {plan.output.absolute()}: use an --output without spaces, quotes or %")
+    if re.search(r"[\s%#\"'\\]", str(plan.output.absolute())):
+        raise LaunchError(
+            f"sbatch cannot log to {plan.output.absolute()}: use an --output without spaces, quotes, # or %"
+        )
     preflight.check_output(plan.output)
     if progress.has_ended(plan):
         raise LaunchError(f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output")

@@ -89,6 +89,27 @@ def config_from_args(args: Any) -> SimRegConfig:
     return SimRegConfig(**{field: value for field, value in given.items() if value is not None})
 
 
+def refuse_idle_flags(args: Any, config: SimRegConfig) -> None:
+    """Raise ValueError for settings beside a lambda of 0: the run would be plain Megatron's, without a word."""
+    idle = [flag.name for flag in OF_SIMREG[1:] if getattr(args, flag.dest, None) is not None]
+    if idle and not config.active:
+        raise ValueError(
+            f"{', '.join(idle)} has no effect while --simreg-lambda is 0: "
+            "give a lambda, or --simreg-objective none to measure without training on it"
+        )
+
+
+def refuse_idle_settings(config: SimRegConfig) -> None:
+    """The same of settings that no flag has given."""
+    plain, names = SimRegConfig(), ("objective", *(flag.field for flag in OF_SIMREG))
+    idle = [name for name in names if getattr(config, name) != getattr(plain, name)]
+    if idle and not config.active:
+        raise ValueError(
+            f"SimReg {idle[0].replace('_', ' ')} {as_typed(getattr(config, idle[0]))} has no effect while lambda_ is "
+            "0: give a lambda_, or objective='none' to measure without training on it"
+        )
+
+
 def adagc_from_args(args: Any) -> AdaGCConfig | None:
     """The settings of AdaGC, or None where it is off. Its global norm is --clip-grad's, where that clips at all."""
     if not getattr(args, "adagc", None):
@@ -100,24 +121,32 @@ def adagc_from_args(args: Any) -> AdaGCConfig | None:
 
 
 def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
-    """One line for every setting that differs between this run and the run that wrote the checkpoint."""
+    """One line for every setting of SimReg that differs between this run and the run that wrote the checkpoint.
+
+    Raises:
+        ValueError, TypeError: the checkpoint's are none that this version knows.
+    """
     if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
         return []
-    pairs: list[tuple[tuple[Flag, ...], Any, Any]] = [
-        (OF_SIMREG, config_from_args(checkpoint_args), config_from_args(args))
-    ]
-    clipped = [adagc_from_args(given) for given in (checkpoint_args, args)]
-    found = []
-    if (clipped[0] is None) != (clipped[1] is None):
-        found.append(
-            f"--adagc was {_on_or_off(clipped[0])} when the checkpoint was written and is {_on_or_off(clipped[1])} now"
-        )
-    elif clipped[0] is not None:
-        pairs.append((OF_ADAGC, clipped[0], clipped[1]))
-    return found + [
+    return _differences(OF_SIMREG, config_from_args(checkpoint_args), config_from_args(args), args)
+
+
+def adagc_differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
+    """The same of AdaGC's settings."""
+    if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
+        return []
+    before, now = (adagc_from_args(given) for given in (checkpoint_args, args))
+    if before is None and now is None:
+        return []
+    if before is None or now is None:
+        return [f"--adagc was {_on_or_off(before)} when the checkpoint was written and is {_on_or_off(now)} now"]
+    return _differences(OF_ADAGC, before, now, args)
+
+
+def _differences(flags: tuple[Flag, ...], before: Any, now: Any, args: Any) -> list[str]:
+    return [
         f"{flag.name} was {as_typed(getattr(before, flag.field))} when the checkpoint was written and is "
         f"{as_typed(getattr(now, flag.field))} now{_origin(args, flag)}"
-        for flags, before, now in pairs
         for flag in flags
         if getattr(before, flag.field) != getattr(now, flag.field)
     ]

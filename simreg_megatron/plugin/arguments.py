@@ -9,7 +9,7 @@ import re
 from typing import Any, NoReturn
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import OF_ADAGC, OF_SIMREG, Flag, adagc_from_args, config_from_args
+from simreg_megatron.config.flags import OF_ADAGC, OF_SIMREG, Flag, adagc_from_args, config_from_args, refuse_idle_flags
 from simreg_megatron.config.spelling import in_our_words, refuse_unknown
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.sentences import one_line
@@ -113,12 +113,7 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
         raise ValueError(f"{', '.join(of_adagc)} has no effect without --adagc: add it, or drop them")
     config = config_from_args(namespace)
     _refuse_layers(config, getattr(namespace, "num_layers", None))
-    idle = [name for name in given if name not in ("--simreg-lambda", "--simreg-objective")]
-    if idle and not config.active:
-        raise ValueError(
-            f"{', '.join(idle)} has no effect while --simreg-lambda is 0: "
-            "give a lambda, or --simreg-objective none to measure without training on it"
-        )
+    refuse_idle_flags(namespace, config)
 
 
 def _refuse_layers(config: SimRegConfig, num_layers: int | None) -> None:

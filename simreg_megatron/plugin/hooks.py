@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config.flags import refuse_idle_settings
 from simreg_megatron.notices import warn
 from simreg_megatron.plugin import bypass, compat, foreign, installation, loop_hooks, model_hooks
 from simreg_megatron.plugin.clip import clipping
@@ -23,6 +24,8 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
     if models is not None and config is None:
         raise ValueError("models are checked against settings: pass both, install(config=..., models=...)")
     if before is None:
+        if config is not None:
+            refuse_idle_settings(config)
         _install(config)
     if models is not None:
         foreign.begin_run(models)

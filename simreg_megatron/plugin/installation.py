@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import config_from_args
+from simreg_megatron.config.flags import config_from_args, refuse_idle_flags
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.regularizer import Regularizer
@@ -114,4 +114,7 @@ def clipping_in_force() -> Clipping | None:
 
 
 def _config_of_megatron() -> SimRegConfig:
-    return config_from_args(compat.arguments())
+    args = compat.arguments()
+    config = config_from_args(args)
+    refuse_idle_flags(args, config)  # those of a YAML file have met no parser of ours
+    return config

@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
+from simreg_megatron.config.flags import (
+    adagc_differences_to_checkpoint,
+    adagc_from_args,
+    config_from_args,
+    differences_to_checkpoint,
+)
 from simreg_megatron.measures.naming import add_to_console, left_out_of_console
-from simreg_megatron.notices import log_once, say
+from simreg_megatron.notices import log_once, say, warn
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.clip.clipping import Clipping
@@ -18,6 +23,7 @@ from simreg_megatron.plugin.ready import make_ready
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.writers import log_timer, write_scalars
+from simreg_megatron.sentences import one_line
 from simreg_megatron.weights import learnable
 
 
@@ -184,9 +190,32 @@ def reduced_means(*, reset: bool = True) -> dict[str, Any]:
 
 def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:
     def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-        installation.current().checkpoint_config = config_from_args(checkpoint_args)
-        for difference in differences_to_checkpoint(checkpoint_args, compat.arguments()):
-            log_once(f"SimReg: {difference}")
+        here, now = installation.current(), compat.arguments()
+        try:
+            here.checkpoint_config = config_from_args(checkpoint_args)
+            _tell(differences_to_checkpoint(checkpoint_args, now))
+        except Exception as error:  # a damaged record may be anything
+            _tell_unreadable("SimReg", "--simreg-*", error, is_on=config_from_args(now).active)
+        try:
+            _tell(adagc_differences_to_checkpoint(checkpoint_args, now))
+        except Exception as error:
+            _tell_unreadable("AdaGC", "--adagc*", error, is_on=adagc_from_args(now) is not None)
         return check_checkpoint_args(checkpoint_args, *args, **kwargs)
 
     return compared
+
+
+def _tell(differences: Iterable[str]) -> None:
+    for difference in differences:
+        log_once(f"SimReg: {difference}")
+
+
+def _tell_unreadable(name: str, flags: str, error: Exception, *, is_on: bool) -> None:
+    """A run with these settings must know those before; one without them goes on from any checkpoint."""
+    what = f"the checkpoint's settings of {name} cannot be read ({one_line(error)})"
+    if is_on:
+        raise ValueError(
+            f"{what}: resume with the version of simreg_megatron that wrote it, or drop the {flags} flags to resume "
+            f"without {name}"
+        ) from None
+    warn(f"{what}: the run resumes without {name}, as its flags say")

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from simreg_megatron.config.flags import adagc_from_args, config_from_args, differences_to_checkpoint
+from simreg_megatron import SimRegConfig, install
+from simreg_megatron.config.flags import (
+    adagc_differences_to_checkpoint,
+    adagc_from_args,
+    config_from_args,
+    differences_to_checkpoint,
+)
 from simreg_megatron.cpu import backend as cpu_backend
+from simreg_megatron.plugin import installation, loop_hooks
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 
 
@@ -70,6 +77,8 @@ def test_adding_twice_is_adding_once() -> None:
         ("--simreg-lambda 1 --simreg-objective none", "no effect with objective none"),
         ("--simreg-chunk-size 64", "--simreg-chunk-size has no effect while --simreg-lambda is 0"),
         ("--simreg-lambda 0 --simreg-scope local", "--simreg-scope has no effect"),
+        ("--simreg-objective creg", "--simreg-objective has no effect while --simreg-lambda is 0: give a lambda, or"),
+        ("--simreg-lambda 0 --simreg-objective sigreg", "--simreg-objective has no effect while --simreg-lambda is 0"),
         ("--simreg-cpu", "--simreg-cpu came too late"),
         ("--yaml-cfg x.yaml --simreg-lambda 10", "write them into the YAML file"),
         ("--simreg-lamda 10", "there is no flag --simreg-lamda: did you mean --simreg-lambda?"),
@@ -132,6 +141,22 @@ def test_bad_flags_end_with_one_sentence(line: str, sentence: str, capsys: pytes
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and sentence in error and error.count("\n") == 1 and len(error) < 1100
+
+
+def test_settings_of_a_yaml_file_without_a_lambda_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No parser of ours has seen them."""
+    monkeypatch.setattr(installation.compat, "arguments", lambda: argparse.Namespace(simreg_objective="creg"))
+    with pytest.raises(ValueError, match="--simreg-objective has no effect while --simreg-lambda is 0"):
+        installation.Installation(None, lambda _: ()).regularizer()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"), [({"objective": "creg"}, "objective creg"), ({"chunk_size": 64}, "chunk size 64")]
+)
+def test_installing_settings_without_a_lambda_is_refused(settings: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=f"SimReg {named} has no effect while lambda_ is 0: give a lambda_"):
+        install(config=SimRegConfig(**settings))
+    assert installation.installed() is None
 
 
 def test_other_flags_are_argparses_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,5 +242,36 @@ def test_adagc_takes_the_place_of_the_global_clip(flags: str, norm: float) -> No
     ],
 )
 def test_a_resume_tells_what_changed_of_adagc(before: str, now: str, line: str) -> None:
-    lines = differences_to_checkpoint(parser().parse_args(before.split()), parser().parse_args(now.split()))
+    both = parser().parse_args(before.split()), parser().parse_args(now.split())
+    lines = adagc_differences_to_checkpoint(*both)
+    assert differences_to_checkpoint(*both) == []
     assert len(lines) == 1 and lines[0].startswith(line), lines
+
+
+class TestAnUnreadableRecord:
+    """Of a newer version, or damaged: what the checkpoint says of our settings."""
+
+    RECORDS = (
+        ({"simreg_objective": "of-the-future"}, "SimReg", "--simreg-lambda 1"),
+        ({"simreg_objective": 5, "simreg_chunk_size": "\x1b["}, "SimReg", "--simreg-lambda 1"),
+        ({"simreg_lambda": 1, "simreg_layers": object()}, "SimReg", "--simreg-objective none"),
+        ({"simreg_lambda": None, "adagc": True, "adagc_beta": "half"}, "AdaGC", "--adagc"),
+    )
+
+    def resume(self, record: dict, line: str, monkeypatch: pytest.MonkeyPatch) -> object:
+        monkeypatch.setattr(loop_hooks.compat, "arguments", lambda: parser().parse_args(line.split()))
+        monkeypatch.setattr(installation, "_installation", installation.Installation(None, lambda _: ()))
+        recorded = argparse.Namespace(**{"simreg_lambda": 1, **record})
+        return loop_hooks.compare_with_checkpoint(lambda _: "goes on")(recorded)
+
+    @pytest.mark.parametrize(("record", "name", "_"), RECORDS)
+    def test_a_run_without_such_settings_resumes(self, record, name, _, monkeypatch) -> None:
+        with pytest.warns(UserWarning, match=f"settings of {name} cannot be read .*: the run resumes without") as told:
+            assert self.resume(record, "", monkeypatch) == "goes on"
+        assert len(told) == 1 and str(told[0].message).isprintable()
+
+    @pytest.mark.parametrize(("record", "name", "line"), RECORDS)
+    def test_a_run_with_such_settings_is_refused(self, record, name, line, monkeypatch) -> None:
+        sentence = rf"settings of {name} cannot be read .*or drop the --\S+ flags to resume without {name}$"
+        with pytest.raises(ValueError, match=sentence):
+            self.resume(record, line, monkeypatch)

@@ -449,6 +449,7 @@ def test_the_papers_two_arms_differ_by_their_chunks_alone() -> None:
         ("baseline --simreg-lambda 10", "cross-entropy alone, and --simreg-lambda 10 asks for more"),
         ("baseline --simreg-objective creg --simreg-lambda 1", "--simreg-lambda 1 asks for more"),
         ("baseline --simreg-objective=sigreg:1", "--simreg-objective sigreg:1 asks for more"),
+        ("simcse --simreg-lambda 0", "--simreg-lambda 0 turns that off: take --recipe baseline"),
         ("paper --simreg-objective creg", "both name the objective: leave one of them out"),
         ("sce --simreg-objective simreg:1,sigreg:1", "both name the objective"),
         ("paper-full --simreg-chunk-size 512", "--simreg-chunk-size 512 cuts them: take --recipe paper"),
@@ -471,6 +472,13 @@ def test_flags_that_make_another_recipe_are_refused(words: str, sentence: str) -
 )
 def test_flags_that_leave_a_recipe_what_it_is(words: str) -> None:
     assert values(plan("--recipe", *words.split()), "--adagc") == [""]
+
+
+@pytest.mark.parametrize("words", ["--simreg-objective creg", "--simreg-lambda 0 --simreg-objective simreg"])
+def test_an_objective_without_a_lambda_is_refused(words: str) -> None:
+    """It once trained plain Megatron, and left the note that SimReg is off out."""
+    with pytest.raises(LaunchError, match="--simreg-objective has no effect while --simreg-lambda is 0"):
+        plan(*words.split())
 
 
 def test_megatron_alone_is_without_the_plugin() -> None:

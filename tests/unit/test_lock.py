@@ -27,6 +27,7 @@ def put(folder: Path, holder: Holder | str) -> Path:
     return path
 
 
+OWN = ("--tokenizer", "tokenizer.model")
 ELSEWHERE = Holder("node7", "another boot", 17, "1", "2026-01-01 00:00:00")
 
 
@@ -110,6 +111,63 @@ def test_whoever_was_faster_with_a_stale_lock_keeps_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nobody_gets_in_while_a_slower_process_looks_at_the_lock_of_a_faster_one(tmp_path: Path, monkeypatch) -> None:
+    """The slower one once moved the living lock away to read it, and back: a third run began in between."""
+    faster = put(tmp_path, replace(ELSEWHERE, pid=18))
+    read, third = lock._read, replace(ELSEWHERE, pid=19)
+
+    def third_comes(path: Path) -> Holder | None:
+        assert not lock._created(faster, third)
+        return read(path)
+
+    monkeypatch.setattr(lock, "_read", third_comes)
+    lock._remove_alone(faster, ELSEWHERE, never)
+    assert read(faster) == replace(ELSEWHERE, pid=18) and [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_stale_lock_is_removed_by_one_process_at_a_time(tmp_path: Path) -> None:
+    path, guard = put(tmp_path, ELSEWHERE), tmp_path / f"{NAME}.removing"
+    guard.touch()
+    lock._remove_alone(path, ELSEWHERE, lambda _: guard.unlink(missing_ok=True))  # another one's, for a moment
+    assert path.is_file()
+    guard.touch()  # and that of a process that was killed over it
+    waited: list[float] = []
+    with held(tmp_path, wait=waited.append):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_locks_of_one_run_are_watched_once(tmp_path: Path) -> None:
+    waited: list[float] = []
+    folders = [put(tmp_path / name, ELSEWHERE).parent for name in ("a", "b")]
+    with held(*folders, wait=waited.append):
+        assert sum(waited) == 60
+
+
+def planned(folder: Path, *words: str) -> launcher.Plan:
+    asked = ["--output", str(folder), "--auto-resume", "--save-interval", "2", *words]
+    options, rest = launcher.make_parser("llama").parse_known_args(asked)
+    return launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
+
+
+def test_the_first_rank_alone_deletes_what_was_never_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of another machine holds nothing: what it found torn may be on its way."""
+    torn = tmp_path / "checkpoints" / "iter_0000004"
+    torn.mkdir(parents=True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for rank, stays in (("8", True), ("0", False)):
+        monkeypatch.setenv("RANK", rank)
+        launcher._go_on(planned(tmp_path))
+        assert torn.is_dir() == stays
+
+
+def test_two_outputs_with_the_same_checkpoints_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    other = planned(tmp_path / "other", "--save", str(tmp_path / "out" / "checkpoints"))
+    with launcher._alone(planned(tmp_path / "out")), pytest.raises(LaunchError, match="in use"), launcher._alone(other):
+        pytest.fail("both would save there")
+
+
 def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("no links here")
@@ -181,6 +239,38 @@ def test_a_disk_that_fills_up_while_training_is_one_sentence(
     with pytest.raises(LaunchError if is_told else OSError) as caught:
         launcher._train(plan, verbose=True)
     assert ("could not be written" in str(caught.value)) == is_told
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "cause", "mend"),
+    [
+        (errno.ENOSPC, "out/x", "written (No space left", "free some space or give another --output"),
+        (errno.EROFS, "out/x", "written (Read-only", "mount it for writing or give another --output"),
+        (errno.EACCES, "out/x", "written (Permission", "let this user write there or give another --output"),
+        (errno.EROFS, "iter_0000003", "written (Read-only", "mount it for writing or give another --output"),
+        (errno.EACCES, "data/cache", "written (Permission", "let this user write there or give --data-cache-path"),
+        (errno.EROFS, "data/cache", "written (Read-only", "mount it for writing or give --data-cache-path"),
+        (errno.EACCES, "data/text.bin", "read (Permission", "let this user read it, then start again"),
+    ],
+)
+@pytest.mark.parametrize("in_a_save", [False, True])
+def test_a_forbidden_folder_is_not_a_full_disk(
+    number: int, name: str, cause: str, mend: str, in_a_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def refuse(*_: object, **__: object) -> None:
+        error = OSError(number, os.strerror(number), str(tmp_path / name))
+        raise CheckpointException("write", {1: (error, None)}) if in_a_save else error  # type: ignore[dict-item]
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "text.bin").touch()
+    monkeypatch.setattr("simreg_megatron.__main__.run", refuse)
+    monkeypatch.setattr(launcher.os, "access", lambda *_: False)  # root may read everything
+    with pytest.raises(LaunchError) as caught:
+        launcher._train(planned(tmp_path / "out", "--data-path", str(tmp_path / "data" / "text"), *OWN), verbose=True)
+    assert f"{tmp_path / name} could not be {cause}" in str(caught.value) and mend in str(caught.value)
+    assert number == errno.ENOSPC or "space" not in str(caught.value)
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

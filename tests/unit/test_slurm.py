@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -71,6 +72,39 @@ def test_the_run_is_the_users_words(data: list[str]) -> None:
     assert words[place : place + 2] == odd, "no shell reads them"
 
 
+def test_a_job_has_the_paths_of_the_folder_where_it_was_submitted(tmp_path: Path, monkeypatch, data: list[str]) -> None:
+    """The job runs in another one: it once saved there, and the chain watched a folder that stayed empty."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.idx", "b.idx", "tokenizer.model", "30"):
+        (tmp_path / name).touch()
+    paths = ["--save", "kept", "--load=first", "--tensorboard-dir", "tb", "--data-cache-path", "cache"]
+    texts = [
+        "--train-data-path",
+        "30",
+        "a",
+        "70",
+        "b",
+        "--valid-data-path",
+        "elsewhere",
+        "--tokenizer",
+        "tokenizer.model",
+    ]
+    text = text_of(LLAMA, "--model", "7b", "--output", "run", *paths, *texts)
+    words = value_of(text, "TRAIN")
+    for name, value in {
+        "--save": "kept",
+        "--load": "first",
+        "--tensorboard-dir": "tb",
+        "--data-cache-path": "cache",
+    }.items():
+        assert words[words.index(name) + 1] == str(tmp_path / value)
+    place = words.index("--train-data-path")
+    assert words[place + 1 : place + 5] == ["30", str(tmp_path / "a"), "70", str(tmp_path / "b")]
+    assert words[words.index("--valid-data-path") + 1] == "elsewhere", "a container may have it"
+    assert words[words.index("--tokenizer") + 1] == str(tmp_path / "tokenizer.model")
+    assert value_of(text, "SAVE") == [str(tmp_path / "kept")], "the chain watches what the run writes"
+
+
 def test_the_text_is_a_script_that_bash_and_shellcheck_accept(data: list[str], tmp_path: Path) -> None:
     path = tmp_path / "job.sbatch"
     path.write_text(text_of(LLAMA, "--model", "7b", *data))
@@ -79,6 +113,15 @@ def test_the_text_is_a_script_that_bash_and_shellcheck_accept(data: list[str], t
     if shellcheck.exists():
         done = jobs.run([str(shellcheck), str(path)])
         assert done.returncode == 0, done.stdout
+
+
+def test_arrays_that_may_be_empty_are_no_error_in_an_old_bash() -> None:
+    """Before 4.4, `set -u` ends a script at an empty array: CentOS 7 has 4.2, and without a container there are two."""
+    bare = re.compile(r'(?<![+])"\$\{(\w+)\[@\]\}"')
+    never_empty = {"TRAIN", "candidates"}
+    scripts = [*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch").rglob("*.sbatch")]
+    strict = [path.read_text() for path in scripts if re.search(r"^set -\w*u", path.read_text(), re.MULTILINE)]
+    assert len(strict) >= 4 and {name for text in strict for name in bare.findall(text)} <= never_empty
 
 
 def test_dry_run_prints_what_sbatch_is_given(data: list[str], tmp_path: Path) -> None:
@@ -168,8 +211,26 @@ def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str],
 
 
 def test_output_that_slurm_cannot_name(data: list[str], tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="without spaces, quotes or %"):
-        text_of(LLAMA, "--model", "7b", *data, "--output", str(tmp_path / "a b"))
+    for name in ("a b", "a#b"):
+        with pytest.raises(LaunchError, match="without spaces, quotes, # or %"):
+            text_of(LLAMA, "--model", "7b", *data, "--output", str(tmp_path / name))
+
+
+@pytest.mark.parametrize("value", ["a#b", "a\n#SBATCH --nodes=99", 'a"b', "a\\b"])
+def test_what_sbatch_would_read_otherwise_is_refused(value: str, data: list[str]) -> None:
+    with pytest.raises(LaunchError, match=r"sbatch cannot read '--account=a.*: leave out quotes, #"):
+        _rendered(Site(account=value))
+    with pytest.raises(LaunchError, match="sbatch cannot read '--job-name=a"):
+        text_of("--name", value, LLAMA, "--model", "7b", *data)
+
+
+def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
+    """Unquoted, sbatch takes the rest of the line for other flags."""
+    lines = _rendered(Site(sbatch_extra="--exclusive '--comment=two words'", constraint="[a|b]")).splitlines()
+    assert "#SBATCH --exclusive" in lines and '#SBATCH "--comment=two words"' in lines
+    assert "#SBATCH --constraint=[a|b]" in lines
+    with pytest.raises(LaunchError, match="SBATCH_EXTRA are lists of sbatch's flags"):
+        _rendered(Site(sbatch_extra="--comment='two"))
 
 
 @pytest.mark.parametrize(
@@ -215,6 +276,13 @@ def test_the_python_of_a_node_is_enough_for_the_books() -> None:
     assert not foreign
 
 
+def test_a_submission_needs_nothing_of_the_repository_but_launch() -> None:
+    """The tools and the tests are for those who change the code: imports point from them to what runs."""
+    script = "import sys, launch.launcher, launch.slurm.submit; print({n.partition('.')[0] for n in sys.modules})"
+    done = jobs.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    assert not {"tools", "benchmarks", "tests"} & eval(done.stdout)
+
+
 class TestBooks:
     """What `chain.py` decides, from the books alone."""
 
@@ -223,7 +291,6 @@ class TestBooks:
         for name, value in {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "9"}.items():
             monkeypatch.setenv(name, value)
         (tmp_path / "slurm").mkdir()
-        monkeypatch.setattr(chain.checkpoints, "repair", lambda _: [])
         return chain.Chain(tmp_path, tmp_path / "checkpoints")
 
     def at(self, books: chain.Chain, iteration: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,11 +336,11 @@ class TestBooks:
         assert [self.slice(books, *one, monkeypatch) for one in slices] == [0, 0, 0]
 
     def test_a_failure_after_progress_is_the_first_of_two(self, books, monkeypatch) -> None:
-        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 20), (20, 20))] == [0, 3]
+        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 20), (20, 20))] == [0, 2]
 
     def test_a_good_end_is_no_failure(self, books, monkeypatch) -> None:
         assert self.slice(books, 10, 20, 0, monkeypatch) == 0
-        assert [self.slice(books, 20, 20, 1, monkeypatch) for _ in range(2)] == [0, 3]
+        assert [self.slice(books, 20, 20, 1, monkeypatch) for _ in range(2)] == [0, 2]
 
     def test_another_submission_begins_a_new_count(self, books, monkeypatch) -> None:
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
@@ -285,8 +352,41 @@ class TestBooks:
         assert books.begin() == 0  # and never ended
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
 
-    def test_a_line_that_was_cut_off(self, books, monkeypatch) -> None:
-        books.book.write_text('{"chain": "5", "ev\n')
+    def test_what_a_living_run_is_writing_is_not_touched(self, books, tmp_path: Path) -> None:
+        """Books hold no lock: the run itself deletes what was never finished, once it has the folder."""
+        on_its_way = tmp_path / "checkpoints" / "iter_0000010"
+        on_its_way.mkdir(parents=True)
+        assert books.begin() == 0 and on_its_way.is_dir()
+
+    @pytest.mark.parametrize("cut", ['{"chain": "5", "ev', '{"chain": "5", "ev\n', "17", "{}", "\xff"])
+    def test_a_last_line_that_was_cut_off_is_dropped(self, cut: str, books, monkeypatch, capsys) -> None:
+        """The entry after it once landed on the same line: `end` then met an end without a beginning."""
+        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
+        with books.book.open("a", encoding="latin-1") as file:
+            file.write(cut)
+        assert [event["event"] for event in books.events()] == ["begin", "end"]
+        assert self.slice(books, 10, 10, 1, monkeypatch) == 0
+        assert capsys.readouterr().out.count("slices.jsonl was cut off: dropped") == 1
+        assert [event["iteration"] for event in books.events()] == [0, 10, 10, 10]
+
+    def test_a_line_that_lacks_its_end_alone_counts(self, books, monkeypatch) -> None:
+        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
+        books.book.write_text(books.book.read_text().rstrip())
+        assert self.slice(books, 10, 20, 0, monkeypatch) == 0 and len(books.events()) == 4
+
+    @pytest.mark.parametrize("damaged", ['{"chain": "5", "ev', "17", '{"event": "begin"}'])
+    def test_a_damaged_line_before_others_is_one_sentence(self, damaged: str, books, monkeypatch, capsys) -> None:
+        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
+        books.book.write_text(f"{damaged}\n{books.book.read_text()}")
+        monkeypatch.setattr(sys, "argv", ["chain", "end", "--output", str(books.output), "--save", str(books.save)])
+        assert chain.main() == 2
+        assert "slices.jsonl is damaged: delete that line, then submit again" in capsys.readouterr().out
+        with pytest.raises(LaunchError, match=r"line 1 of .*slices.jsonl"):
+            chain.measured_step_seconds(books.output)
+
+    def test_an_end_without_its_beginning_is_no_failure_by_itself(self, books, monkeypatch) -> None:
+        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
+        books.book.write_text(books.book.read_text().splitlines()[1] + "\n")
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
 
     def test_books_that_cannot_be_kept_end_the_chain(self, books, monkeypatch, capsys) -> None:
@@ -301,6 +401,32 @@ class TestBooks:
         assert books.begin() == 0
         (books.output / name).touch()
         assert books.end(3, 0) != 0 and books.begin() != 0
+
+
+@pytest.mark.parametrize(
+    ("begins", "runs", "ends", "status"),
+    [(2, 0, 0, 2), (1, 0, 0, 1), (3, 0, 0, 0), (0, 0, 0, 0), (0, 7, 0, 7), (0, 0, 3, 0), (0, 0, 2, 2), (0, 7, 2, 7)],
+)
+def test_a_job_fails_where_its_chain_does(
+    begins: int, runs: int, ends: int, status: int, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator sees COMPLETED where a job ends with 0: that is for chains that ended as they should."""
+    programs = {
+        "python": f"case $3 in begin) exit {begins};; watch) exec sleep 60;; end) exit {ends};; esac",
+        "srun": f"exit {runs}",
+        "scontrol": "echo NodeAddr=n1",
+        "scancel": f'echo "$@" >>{tmp_path}/scancelled',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    site = site_file(tmp_path, f"{CPU_SITE}HOST_PYTHON={tmp_path}/python\n")
+    job = text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
+    told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_END_TIME": "99999999999"}
+    names = ("ARRAY_JOB_ID", "JOB_ID", "JOB_NUM_NODES", "JOB_NODELIST", "NTASKS_PER_NODE")
+    done = jobs.run(["bash", "-c", job], env={**os.environ, **told, **{f"SLURM_{name}": "1" for name in names}})
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "scancelled").exists() == bool(begins or ends), "no slice follows where the chain ends"
 
 
 def test_rank_sh_gives_torch_its_names(tmp_path: Path) -> None:
