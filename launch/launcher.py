@@ -50,7 +50,7 @@ def make_parser(family: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=script,
         usage=f"{{torchrun [TORCHRUN FLAGS] | bash}} {script} [--model NAME] [options] [Megatron flags]",
-        description=f"Pretrain a {family.capitalize()} model with Megatron; --simreg-lambda 10 adds SimReg.",
+        description=f"Pretrain a {family.capitalize()} model with Megatron; --simreg-lambda 1 adds SimReg.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
