@@ -85,7 +85,7 @@ class Schedule:
 
     def __str__(self) -> str:
         """ "linear to 0.1 of it" and so on, for one line of a log; empty where it is constant."""
-        words = [f"over {self.warmup_iters} iterations from 0"] if self.warmup_iters else []
+        words = [f"rising over {self.warmup_iters} iterations"] if self.warmup_iters else []
         if self.shape != "constant":
             words.append(f"{self.shape} to {self.final:g} of it")
         if self.off_after < 1:

@@ -77,6 +77,6 @@ def test_words_that_mean_nothing_are_refused(settings: dict, sentence: str, obje
 def test_one_line_says_it_all() -> None:
     assert (
         str(parsed("cosine:0.1", 100, 0.5))
-        == "over 100 iterations from 0, cosine to 0.1 of it, off after 0.5 of the training"
+        == "rising over 100 iterations, cosine to 0.1 of it, off after 0.5 of the training"
     )
     assert str(parsed("constant", 0, None)) == "" and parsed("constant", 0, None).is_constant
