@@ -58,8 +58,8 @@ OF_SIMREG = (
     Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one "
           "sequence are weighed against each other (default token)"),
     Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet (default off)"),
-    Flag("--simreg-warmup-iters", "warmup_iters", int, "N iterations over which lambda rises, from lambda/N in the first one "
-          "(default 0)"),
+    Flag("--simreg-warmup-iters", "warmup_iters", int, "N iterations over which lambda rises, from "
+          "lambda/N in the first one (default 0)"),
     Flag("--simreg-lambda-schedule", "lambda_schedule", str, "how lambda changes over the training: constant, or "
           "linear:F or cosine:F down (or up) to F times lambda (default constant)"),
     Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
