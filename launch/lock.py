@@ -87,6 +87,12 @@ def held(*folders: Path, wait: Callable[[float], None] = time.sleep) -> Iterator
             _remove(path, me)
 
 
+def is_free_for(output: Path, folder: Path) -> bool:
+    """Whether nobody holds `folder`, or the run that holds `output` does."""
+    holder = _read(folder / NAME)
+    return not (folder / NAME).exists() if holder is None else holder == _read(output / NAME)
+
+
 def _take(folder: Path, me: Holder, wait: Callable[[float], None], ended: set[Holder]) -> Path:
     path = folder / NAME
     try:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launch import checkpoints
+from launch import checkpoints, lock
 from launch.flags import LaunchError
 from launch.progress import ENDED
 from launch.signals import SAVE_AND_LEAVE
@@ -98,7 +98,7 @@ class Chain:
         """Until killed: delete old checkpoints; when the stop file appears, have Megatron save and leave."""
         told = False
         while True:
-            for path in checkpoints.prune(self.save, keep):
+            for path in self._prune(keep):
                 self.say(f"{path} is older than the newest {keep}: deleted")
             if (self.output / STOP).exists() and not told:
                 self.say(f"{self.output / STOP} was created: the run saves and stops")
@@ -108,7 +108,7 @@ class Chain:
 
     def end(self, keep: int, status: int, save_interval: int = 0) -> int:
         """Note where the slice ended, and decide."""
-        checkpoints.prune(self.save, keep)
+        self._prune(keep)
         began, before = self._history()
         iteration = self._iteration()
         noted = self._note("end", iteration, status)
@@ -132,6 +132,10 @@ class Chain:
             return _FAILED
         self.say(f"{failure}: one more try")
         return self._last_slice(iteration)
+
+    def _prune(self, keep: int) -> list[Path]:
+        """Delete old checkpoints; none where a run with another --output holds the folder, which this one cannot."""
+        return checkpoints.prune(self.save, keep) if lock.is_free_for(self.output, self.save) else []
 
     def _last_slice(self, iteration: int) -> int:
         last = int(os.environ.get("SLURM_ARRAY_TASK_MAX", "0"))

@@ -57,6 +57,20 @@ class Site:
             raise LaunchError(
                 "--gpus-per-task hides a node's other GPUs from each process: use --gpus-per-node=N or --gres=gpu:N"
             )
+        for name, path in (("PYTHON", self.python), ("HOST_PYTHON", self.host_python)):
+            if "/" in path:  # without one it is looked for on the PATH
+                check_full(name, path)
+        check_full("MEGATRON_PATH", self.environment.get("MEGATRON_PATH", ""))
+
+
+def check_full(name: str, path: str) -> None:
+    """A job's folder is not where it was submitted.
+
+    Raises:
+        LaunchError: the path depends on the folder.
+    """
+    if path and not Path(path).is_absolute():
+        raise LaunchError(f"{name}={path[:200]} would be looked for in the job's folder: give the path from / on")
 
 
 def read_site(path: Path, variables: Mapping[str, str]) -> Site:

@@ -23,7 +23,7 @@ from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, rea
 from launch.slurm import needs
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
-from launch.slurm.site import DEFAULT, Site, read_site
+from launch.slurm.site import DEFAULT, Site, check_full, read_site
 
 _FOLDERS = {  # which may have yet to be made
     "--save", "--load", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path",
@@ -118,6 +118,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     own, script, words = _split(argv)
     options = make_submit_parser().parse_args([*own, script])
     site = read_site(options.cluster, environ)
+    check_full("MEGATRON_PATH", environ.get("MEGATRON_PATH", ""))  # sbatch passes the environment on
     family = _family(script)
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:

@@ -12,6 +12,9 @@ from simreg_megatron.reproduce.plan_file import plan_names, read_plan
 from simreg_megatron.reproduce.tuned import borrowed
 from simreg_megatron.reproduce.verdict import Runs, Verdict, judge
 
+_MEASURING = {("simreg-objective", "none")}
+"""Not a setting of the training: SimReg's numbers in the log of plain cross-entropy."""
+
 
 def verdicts_on(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
     """Of a table without violations; what tokens are worth is asked of the other tables, too."""
@@ -34,7 +37,12 @@ def _comparable(name: str, tables: Mapping[str, Table]) -> Iterator[Runs]:
 
 def notes(name: str, tables: Mapping[str, Table]) -> list[str]:
     """A sentence for everything that forbids no conclusion and qualifies it."""
-    return [*_about_versions(tables[name]), *_about_settings(name, tables), *_about_the_plan(tables[name].plan)]
+    return [
+        *_about_versions(tables[name]),
+        *_about_settings(name, tables),
+        *_about_flags(name, tables),
+        *_about_the_plan(tables[name].plan),
+    ]
 
 
 def _about_versions(table: Table) -> Iterator[str]:
@@ -46,6 +54,23 @@ def _about_settings(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
     plan = tables[name].plan
     if plan.tuned_in in tables and (told := borrowed(plan.sizes, sizes_of(tables[plan.tuned_in]))):
         yield f"{told}: the arms are not tuned there, so a difference may be the settings'"
+
+
+def _about_flags(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
+    """Arms that are compared and have settings of their own, beside those that the search found without them."""
+    plan = tables[name].plan
+    if plan.tuned_in not in tables:
+        return
+    searched = {flag for arm in tables[plan.tuned_in].plan.arms for trial in arm.trials for flag in trial}
+    shared = set.intersection(*(set(arm.flags.items()) for arm in plan.arms))
+    compared = {arm for claim in plan.claims for arm in (claim.arm, claim.than)}
+    told = []
+    for arm in plan.arms:
+        own = {flag: value for flag, value in arm.flags.items() if (flag, value) not in shared | _MEASURING}
+        if arm.name in compared and not own.keys() <= searched:
+            told.append(f"{arm.name} ({', '.join(f'{flag} {value}'.strip() for flag, value in own.items())})")
+    if told:
+        yield f"nothing was searched for what sets these arms apart: {'; '.join(told)}"
 
 
 def _about_the_plan(plan: Plan) -> Iterator[str]:

@@ -427,6 +427,23 @@ def test_what_qualifies_a_conclusion_is_noted(results):
     assert rest == "question and arms and claims and tuned_in differ from those of the plan saving that ships"
 
 
+def test_arms_whose_own_settings_nobody_searched_are_noted(results):
+    tables = read_tables(results)
+    mine = tables["mine"]
+
+    def noted(**flags):
+        arms = [replace(arm, flags={**arm.flags, "adagc": "", **flags.get(arm.name, {})}) for arm in mine.plan.arms]
+        return notes("mine", {**tables, "mine": replace(mine, plan=replace(mine.plan, arms=tuple(arms)))})
+
+    assert noted() == [], "all arms have it"
+    assert noted(plain={"simreg-objective": "none"}) == [], "the same training, measured"
+    assert noted(simreg={"lr": 1e-3}) == [], "the search tried such"
+    assert noted(simreg={"simreg-objective": "sce", "lr": 1e-3}, plain={"qk-layernorm": ""}) == [
+        "nothing was searched for what sets these arms apart: plain (qk-layernorm); "
+        "simreg (simreg-objective sce, lr 0.001)"
+    ]
+
+
 def test_a_test_of_two_sides_needs_a_larger_difference():
     """By simulation, as for one side below: where its detectable difference is true, four in five are found."""
     draw = np.random.default_rng(0).normal

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import progress
+from launch import lock, progress
 from launch.flags import LaunchError
 from launch.plan import LAYOUTS, PRESETS, ROOT, TINY
 from launch.slurm import chain, needs, submit
@@ -245,6 +245,9 @@ def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
         ("CONTAINER_IMAGE=/i.sqsh", "CONTAINER_IMAGE has no effect with RUNTIME=venv"),
         ("CONTAINER_MOUNTS=/a:/a", "has no effect with RUNTIME=venv"),
         ("GPU_REQUEST=--gpus-per-task=1", "hides a node's other GPUs"),
+        ("PYTHON=.venv/bin/python", "PYTHON=.venv/bin/python would be looked for in the job's folder"),
+        ("HOST_PYTHON=~/bin/python", "give the path from / on"),
+        ("export MEGATRON_PATH=Megatron-LM", "MEGATRON_PATH=Megatron-LM would be looked for in the job's folder"),
         ("export DATA=$NO_SUCH_VARIABLE/x", "NO_SUCH_VARIABLE is not set"),
         ('ACCOUNT="me', "No closing quotation"),
     ],
@@ -253,6 +256,11 @@ def test_a_mistake_in_the_clusters_file_is_named(text: str, error: str, tmp_path
     with pytest.raises(LaunchError) as caught:
         read_site(site_file(tmp_path, text), {})
     assert error in str(caught.value)
+
+
+def test_a_tree_of_megatron_is_named_by_its_full_path(data: list[str]) -> None:
+    with pytest.raises(LaunchError, match=r"MEGATRON_PATH=\.\./Megatron-LM would be looked for in the job's folder"):
+        submit.prepare([LLAMA, "--model", "7b", *data], {**os.environ, "MEGATRON_PATH": "../Megatron-LM"})
 
 
 def test_the_clusters_file_runs_nothing(tmp_path: Path) -> None:
@@ -319,6 +327,19 @@ class TestBooks:
         self.at(books, 16, monkeypatch)
         assert books.end(3, 0, save_interval=5) == 0
         assert "3 iterations ends before the first --save-interval of 5" in capsys.readouterr().out
+
+    def test_checkpoints_that_another_run_holds_are_left_alone(self, books, monkeypatch) -> None:
+        """A second chain may name the same --save and a smaller --keep; its run is refused, and it deletes nothing."""
+        pruned = []
+        monkeypatch.setattr(chain.checkpoints, "prune", lambda folder, keep: pruned.append(folder) or [])
+        with lock.held(books.output, books.save):
+            self.slice(books, 10, 20, 0, monkeypatch)
+        assert pruned == [books.save], "its own run"
+        with lock.held(books.save):
+            self.slice(books, 20, 20, 2, monkeypatch)
+        assert pruned == [books.save]
+        self.slice(books, 20, 30, 0, monkeypatch)
+        assert pruned == [books.save] * 2, "nobody holds it"
 
     def test_what_a_step_took_is_measured_from_the_books(self, books, data, monkeypatch) -> None:
         assert chain.measured_step_seconds(books.output) is None
