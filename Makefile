@@ -74,7 +74,7 @@ versions: setup ## drive every release of Megatron and write docs/versions.md (3
 lint: setup ## ruff (rules, bandit's among them, and format), mypy, shellcheck, zizmor for the workflows, lines of code per package
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy simreg_megatron
+	$(PY) -m mypy simreg_megatron launch
 	.venv/bin/shellcheck $(SHELL_FILES)
 	.venv/bin/zizmor --offline --quiet .github/workflows
 	$(PY) -m tools.budget

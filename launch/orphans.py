@@ -29,7 +29,7 @@ def bind_managers() -> None:
         start(manager, partial(_begin, os.getpid(), initializer), initargs)
 
     bound.binds = True  # type: ignore[attr-defined]
-    BaseManager.start = bound  # type: ignore[method-assign]
+    BaseManager.start = bound  # type: ignore[method-assign, assignment]
 
 
 def _begin(parent: int, initializer: Callable[..., object] | None, *arguments: Any) -> None:

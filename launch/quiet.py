@@ -85,7 +85,7 @@ def quiet_output(*, verbose: bool) -> Iterator[None]:
         return
     before = sys.stdout, sys.stderr
     streams = QuietStream(sys.stdout), QuietStream(sys.stderr)
-    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    sys.stdout, sys.stderr = streams
     try:
         yield
     finally:
