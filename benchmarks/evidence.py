@@ -22,13 +22,15 @@ from simreg_megatron.report.page import as_html
 from simreg_megatron.reproduce import shipped
 from simreg_megatron.reproduce.check import read_tables, violations
 from simreg_megatron.reproduce.page import page_of
+from simreg_megatron.reproduce.plan import Plan
 from simreg_megatron.reproduce.store import CURVE_COLUMNS, PLAN, read_csv, thinned
 
 PAGE = ROOT / "docs" / "experiments.html"
 UNFINISHED = "unfinished"
 """Folder of experiments whose runs are not all there."""
-POINTS = 60
-"""Of a curve: a line in a figure needs no more, and the repository keeps hundreds of them."""
+POINTS, FEW = 60, 20
+"""Of a curve: a line in a figure needs no more, and the repository keeps hundreds of them. Few are left of what an
+experiment measured and makes no claim about; a claim's number is the mean over the end of its curve, which stays."""
 
 
 def main() -> None:
@@ -52,10 +54,10 @@ def keep(folder: Path, kept: Path = KEPT) -> list[str]:
     for name in tables:
         if found := violations(name, tables):
             print(f"{name} has no verdict yet: {found[0]}")
-            _copy(name, folder, kept / UNFINISHED)
+            _copy(tables[name].plan, folder, kept / UNFINISHED)
             continue
         whole.append(name)
-        _copy(name, folder, kept)
+        _copy(tables[name].plan, folder, kept)
         for old in (kept / UNFINISHED).glob(f"{name}[.-]*"):
             old.unlink()
         if tables[name].plan.is_search and kept == KEPT:
@@ -64,14 +66,15 @@ def keep(folder: Path, kept: Path = KEPT) -> list[str]:
     return whole
 
 
-def _copy(name: str, source: Path, target: Path) -> None:
+def _copy(plan: Plan, source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for ending in (PLAN, ".csv"):
-        shutil.copyfile(source / f"{name}{ending}", target / f"{name}{ending}")
-    _copy_curves(source / f"{name}-curves.csv", target / f"{name}-curves.csv")
+        shutil.copyfile(source / f"{plan.name}{ending}", target / f"{plan.name}{ending}")
+    whole = {"train_loss", *(claim.metric for claim in plan.claims)}
+    _copy_curves(source / f"{plan.name}-curves.csv", target / f"{plan.name}-curves.csv", whole)
 
 
-def _copy_curves(source: Path, target: Path) -> None:
+def _copy_curves(source: Path, target: Path, whole: set[str]) -> None:
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for point in read_csv(source):
         curves.setdefault((point["run"], point["tag"]), []).append((int(point["step"]), float(point["value"])))
@@ -79,7 +82,8 @@ def _copy_curves(source: Path, target: Path) -> None:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(CURVE_COLUMNS)
         for (run, tag), points in curves.items():
-            writer.writerows((run, tag, step, f"{value:.5g}") for step, value in thinned(points, POINTS))
+            few = thinned(points, POINTS if tag in whole else FEW)
+            writer.writerows((run, tag, step, f"{value:.5g}") for step, value in few)
 
 
 if __name__ == "__main__":

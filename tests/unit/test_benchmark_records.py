@@ -219,3 +219,8 @@ def test_pairs_of_steps_are_compared_within_their_window() -> None:
     ]  # fmt: skip
     rows = [row.split(" | ") for row in step_pairs.table(lines) if row.startswith("| SimReg")]
     assert [row[3] for row in rows] == ["+2.0 %", "+7.0 %", "+2.0 %"] and {row[5] for row in rows} == {"3 |"}
+
+
+def test_what_is_kept_stays_small() -> None:
+    """A clone brings all of it; `benchmarks.evidence` keeps few points of each curve."""
+    assert sum(path.stat().st_size for path in RESULTS.rglob("*") if path.is_file()) < 5_000_000
