@@ -231,9 +231,15 @@ def unwrapped(model_chunks: Any) -> list[Any]:
 
 
 def _unwrapped(model: Any) -> Any:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
+    return wrappers(model)[-1]
+
+
+def wrappers(model: Any) -> list[Any]:
+    """From the outermost one to the model itself, which is the last."""
+    found = [model]
+    while hasattr(found[-1], "module"):
+        found.append(found[-1].module)
+    return found
 
 
 def training_loop() -> ModuleType | None:

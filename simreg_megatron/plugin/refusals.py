@@ -17,6 +17,8 @@ PACKED_AND_SPLIT = (
     "--context-parallel-size and --hybrid-context-parallel, or unpacked (drop --sft and "
     "--dataloader-inter-document-masking), or set --simreg-lambda 0"
 )
+_SCATTERING = {"FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDataParallel", "FSDPModule"}
+"""Classes, Megatron's and torch's, of which a model keeps only some rows of its weights on each rank."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -36,16 +38,9 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     if config.schedule.needs_length and iterations:  # with samples Megatron counts them later
         config.schedule.factor(0, iterations)  # refuses a training that is too short for it
     refuse_settings(args, config)
-    sharded = [
-        name for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp") if getattr(args, name, False)
-    ]
-    for part in config.parts:
-        if (part.meets_heads or part.through_head) and sharded:
-            who = f"SimReg objective {part.objective}" if part.through_head else "pairs=hidden-head"
-            raise NotImplementedError(
-                f"{who} needs the output layer's rows on each rank, and --{sharded[0].replace('_', '-')} scatters "
-                "them: drop one of them"
-            )
+    for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
+        if getattr(args, name, False):
+            _refuse_scattered(config, f"--{name.replace('_', '-')}")
     packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
     if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
         raise NotImplementedError(PACKED_AND_SPLIT)
@@ -61,6 +56,15 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
             "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
             "so SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"
         )
+
+
+def _refuse_scattered(config: SimRegConfig, by: str) -> None:
+    for part in config.parts:
+        if part.meets_heads or part.through_head:
+            who = f"SimReg objective {part.objective}" if part.through_head else "pairs=hidden-head"
+            raise NotImplementedError(
+                f"{who} needs the output layer's rows on each rank, and {by} scatters them: drop one of them"
+            )
 
 
 def refuse_start_over(args: Any) -> None:
@@ -146,6 +150,10 @@ def _refuse_lonely_sequences(config: SimRegConfig, num_sequences: int, num_data_
 
 def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[Any, ...]) -> None:
     """A model that never passes a wrapped function would train without SimReg and say nothing."""
+    chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
+    for wrapper in (wrapper for chunk in chunks for wrapper in compat.wrappers(chunk)):
+        for name in _SCATTERING & {kind.__name__ for kind in type(wrapper).__mro__}:
+            _refuse_scattered(config, name)
     for model in compat.unwrapped(model_chunks):
         if not getattr(model, "post_process", True):
             if inner.holds_earlier_layers(config, model):

@@ -136,6 +136,30 @@ def test_what_the_models_configuration_excludes_is_refused(
         foreign.begin_run(Model(**of_model))
 
 
+class FullyShardedDataParallel(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class FSDPModule:
+    """What torch's `fully_shard` adds to the class of a model."""
+
+
+class ShardedModel(FSDPModule, Model):
+    pass
+
+
+@pytest.mark.parametrize("sharded", [lambda: [FullyShardedDataParallel(Model())], ShardedModel])
+def test_rows_of_the_output_layer_that_lie_elsewhere_are_refused(sharded: Any) -> None:
+    for settings in ({"objective": "z-loss"}, {"objective": "sigmoid", "objective_options": "pairs=hidden-head"}):
+        installed(**settings)
+        with pytest.raises(NotImplementedError, match=r"needs the output layer's rows on each rank, and F\w+ scatters"):
+            foreign.begin_run(sharded())
+    installed()
+    foreign.begin_run(sharded())
+
+
 @pytest.mark.parametrize(
     "graphs",
     [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}],
