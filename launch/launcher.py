@@ -131,17 +131,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     if options.auto_resume and progress.has_ended(plan):
         _say(f"> {plan.output}: {progress.length(plan)} are done, so there is nothing to do")
         return
-    for note in (*plan.notes, *missing_kernels(plan, machine)):
-        _say(f"> {note}")
-    preflight.check_output(plan.output)
-    preflight.check_load(plan.flags)
-    if not options.auto_resume:
-        _refuse_to_overwrite(plan)
-    if options.data:
-        _tell(check_data(plan, options))
-    _prepare(plan)
-    with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
-        check_with_megatron(plan, machine, trains=True)
+    _check(plan, options, machine)
     with _alone(plan):
         plan = planned(_build_corpus() if plan.builtin_corpus else None)
         if options.auto_resume:
@@ -154,6 +144,21 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         _train(plan, verbose=options.verbose)  # ends the process where training stops before its end
         if options.auto_resume and os.environ["RANK"] == "0":
             progress.mark_ended(plan)
+
+
+def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
+    """Whatever can be refused is refused before anything is written to the run's folder."""
+    for note in (*plan.notes, *missing_kernels(plan, machine)):
+        _say(f"> {note}")
+    preflight.check_output(plan.output)
+    preflight.check_load(plan.flags)
+    if not options.auto_resume:
+        _refuse_to_overwrite(plan)
+    if options.data:
+        _tell(check_data(plan, options))
+    _prepare(plan)
+    with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
+        check_with_megatron(plan, machine, trains=True)
 
 
 def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
