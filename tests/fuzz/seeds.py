@@ -71,6 +71,8 @@ def _checkpoints(folder: Path, keep: _Keep) -> None:
     rank = checkpoints.archive_of(checkpoints.rank_content())
     keep("rank-file", rank)
     keep("rank-pickle", checkpoints.pickle_in(rank))
+    experts = checkpoints.archive_of(checkpoints.rank_content(checkpoints.SMALL_EXPERTS))
+    keep("experts-pickle", checkpoints.pickle_in(experts))
     keep("tracker", b"1000", b"release\n")
 
 

@@ -27,6 +27,7 @@ from tests.fuzz.target import CORPUS, Target
 from tests.helpers.checkpoints import DENSE, dist_checkpoint, random_weights
 
 SMALL = replace(DENSE, num_layers=1, hidden=8, num_heads=2, num_groups=1, ffn=4, vocabulary=6)
+SMALL_EXPERTS = replace(SMALL, num_experts=2, experts_per_token=1)
 RANK_FILE = "mp_rank_00/model_optim_rng.pt"
 _SHAPE = (2, 3)
 _PICKLE = (
@@ -57,18 +58,26 @@ def with_pickle(archive: bytes, data: bytes) -> bytes:
     return made.getvalue()
 
 
-def rank_content() -> dict[str, object]:
-    """What one rank's file holds, of a model on one rank."""
-    args = vars(load_torch(_common(), path=Path("common.pt"))["args"])
+def rank_content(architecture: Architecture = SMALL) -> dict[str, object]:
+    """What one rank's file holds, of a model on one rank; experts in one matrix, as Megatron groups them."""
+    args = vars(load_torch(_common(architecture), path=Path("common.pt"))["args"])
     named = argparse.Namespace(**{name: value for name, value in args.items() if name != "arguments"})
-    return {"args": named, "checkpoint_version": 3.0, "iteration": 1, "model": random_weights(SMALL)}
+    model = random_weights(architecture)
+    if architecture.num_experts:
+        for kind in (1, 2):
+            names = [name for name in model if name.endswith(f"linear_fc{kind}.weight") and ".experts." in name]
+            each = torch.stack([model.pop(name).t() for name in names])
+            model[f"decoder.layers.0.mlp.experts.weight{kind}"] = (
+                each.reshape(architecture.hidden, -1) if kind == 1 else each.reshape(-1, architecture.hidden)
+            )
+    return {"args": named, "checkpoint_version": 3.0, "iteration": 1, "model": model}
 
 
-def _common() -> bytes:
+def _common(architecture: Architecture) -> bytes:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        return (dist_checkpoint(Path(folder) / "made", SMALL) / "common.pt").read_bytes()
+        return (dist_checkpoint(Path(folder) / "made", architecture) / "common.pt").read_bytes()
 
 
 def hugging_face(folder: Path, architecture: Architecture = SMALL) -> Path:
@@ -126,9 +135,13 @@ def _common_pickle(folder: Path, data: bytes) -> None:
     _read_whole(folder / "made")
 
 
-def _ranks(folder: Path) -> None:
+def _ranks(folder: Path, architecture: Architecture = SMALL) -> None:
     (folder / "made" / RANK_FILE).parent.mkdir(parents=True)
-    (folder / "kept").write_bytes(archive_of(rank_content()))
+    (folder / "kept").write_bytes(archive_of(rank_content(architecture)))
+
+
+def _ranks_of_experts(folder: Path) -> None:
+    _ranks(folder, SMALL_EXPERTS)
 
 
 def _rank_file(folder: Path, data: bytes) -> None:
@@ -190,6 +203,7 @@ TARGETS = (
     Target("chunk-pickle", _chunk_pickle, _ERRORS, words=_PICKLE),
     Target("rank-file", _rank_file, _ERRORS, _ranks),
     Target("rank-pickle", _rank_pickle, _ERRORS, _ranks, _PICKLE),
+    Target("experts-pickle", _rank_pickle, _ERRORS, _ranks_of_experts, _PICKLE),
     Target("tracker", _tracker, _ERRORS, _steps, (b"release", b"9" * 5000, b"-1", b"\xd9\xa3", b"../..")),
     Target("hf-config", _model_file("config.json"), _ERRORS, _model, _CONFIG),
     Target("hf-index", _model_file("model.safetensors.index.json"), _ERRORS, _model, _JSON),
