@@ -144,7 +144,7 @@ class Way(NamedTuple):
     side: int  # of a tile, at most
     together: int  # chunks that are worked on together
     shares: bool  # whether each tile serves both of its sides on the way back
-    measured: int  # chunks that are worked on together forward, where no gradient takes room
+    measured: int  # as many forward, where no gradient takes room and what is kept does not depend on it
 
 
 def way_through(tiles: type[Tiles], given: Given) -> Way:
@@ -163,7 +163,6 @@ def way_through(tiles: type[Tiles], given: Given) -> Way:
         return limits(given.rows).work // max(1, takes)
 
     def way(side: int, count: int, shares: bool) -> Way:
-        # Exponentials are kept chunk by chunk where a chunk is one tile: then it does not matter which go together.
         return Way(side, count, shares, together(side, 0) if side >= length else count)
 
     for side in sides:
@@ -219,7 +218,9 @@ def _sums(
     num_sequences, num_chunks, length = given.names.shape
     sums = torch.zeros(2, num_sequences * num_chunks, length, dtype=torch.float64, device=given.names.device)
     first = 0
-    for slab in _slabs(given.rows, way.measured):
+    # Exponentials lie chunk by chunk where a chunk is one tile; else by slab and tile, and the way back must agree.
+    by_slab = shelf.holds and sum(len(others) for _, others in steps) > 1
+    for slab in _slabs(given.rows, way.together if by_slab else way.measured):
         pairs = tiles(given, slab, temperature, way.side)
         of_slab = sums[:, first : first + len(pairs.names)]
         first += len(pairs.names)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from simreg_megatron.kernels import tiled
+from simreg_megatron.kernels.contrast import Tokens, contrast_ratio
+from simreg_megatron.kernels.walk import Given, way_through
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS
 from tests.helpers import jobs
@@ -163,6 +165,25 @@ def test_inside_a_compiled_model() -> None:
         grads.append(layer.weight.grad.clone())
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("together", [2, 3])
+def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with a part of a chunk: its own tile and one beside it, of fewer sequences at a time on the way back."""
+    rows, labels = random_tokens((4, 16, 64), num_labels=5, seed=4)
+    tokens = Tokens(*(part.unsqueeze(1) for part in (rows.bfloat16(), labels, labels >= 0)), None)
+    given = Given(tokens.rows, labels.unsqueeze(1), torch.ones(4, 1, 16), None)
+    room = together * (tiled.TorchTiles.bytes_per_chunk(given, 16) + 16 * 64 * 4)
+    budget(monkeypatch, work=room)
+    way = way_through(tiled.TorchTiles, given)
+    assert way.together == together < way.measured, "forward more of them go together"
+    grads = []
+    for keep in (True, False):
+        leaf = tokens.rows.clone().requires_grad_()
+        ratio = contrast_ratio(tokens._replace(rows=leaf), anchors=(0, 8), temperature=0.1, keep=keep)
+        ratio.sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
 
 
 def test_new_memory_holds_nan() -> None:
