@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.precision import product
+from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -22,7 +22,6 @@ from simreg_megatron.losses._chunks import (
     by_sequence,
     check_tokens,
     joined,
-    no_autocast,
     stretches,
     usable_tokens,
 )

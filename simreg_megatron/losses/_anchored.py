@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from simreg_megatron.kernels.precision import no_autocast
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -19,7 +20,6 @@ from simreg_megatron.losses._chunks import (
     blocks,
     by_sequence,
     check_tokens,
-    no_autocast,
     self_pairs,
     usable_tokens,
 )

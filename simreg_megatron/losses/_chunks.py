@@ -7,7 +7,6 @@ Nothing here reads a value on the host, so nothing here waits for the device.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -75,13 +74,6 @@ def as_batch(embeddings: Tensor, *per_token: Tensor | None) -> tuple[Any, ...]:
     if embeddings.dim() == 3:
         return (embeddings, *per_token)
     return tuple(None if part is None else part.unsqueeze(0) for part in (embeddings, *per_token))
-
-
-def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """Autocast would take the cosines to bfloat16: an error of 2e-3 is a factor of 1.2 at tau 0.01."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def _largest_numbers(embeddings: Tensor) -> Tensor:

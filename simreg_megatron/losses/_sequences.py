@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels.precision import product
-from simreg_megatron.losses._chunks import no_autocast
+from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses.similarity import unit_rows
 
 VIEWS = ("halves", "dropout")

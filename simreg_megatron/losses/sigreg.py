@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.precision import product
+from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice
-from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, no_autocast, usable_tokens
+from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, usable_tokens
 from simreg_megatron.losses.similarity import unit_rows
 from simreg_megatron.objectives.sigreg import UNSCALED
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.kernels.contrast import MODULES, Tokens, contrast_ratio, kept_bytes
+from simreg_megatron.kernels.precision import no_autocast
 from simreg_megatron.kernels.walk import limits
 from simreg_megatron.losses._chunks import (
     Block,
@@ -23,7 +24,6 @@ from simreg_megatron.losses._chunks import (
     check_tokens,
     joined,
     label_pairs,
-    no_autocast,
     self_pairs,
     stretches,
     usable_tokens,

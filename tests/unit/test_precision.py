@@ -66,6 +66,17 @@ def test_forward_and_backward_of_a_loss(name: str) -> None:
     assert not any(seen.allowed)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_backward_under_autocast(name: str) -> None:
+    grads = []
+    for is_on in (False, True):
+        rows, labels = rows_and_labels()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            LOSSES[name](rows, labels).backward()
+        grads.append(rows.grad)
+    assert torch.equal(*grads)
+
+
 def test_the_tiled_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its walks are operators of their own, which no mode looks into: the products themselves tell."""
     met: list[str] = []
