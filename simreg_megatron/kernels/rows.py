@@ -8,6 +8,7 @@ loop, so any width goes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -24,8 +25,13 @@ _TOKENS = 512  # of those that a program takes, where it takes no rows
 
 
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch: one place, so that launches can be counted where no GPU is."""
-    kernel[grid](*arguments, **constants)
+    """Launch: one place, so that launches can be counted where no GPU is.
+
+    Where the first argument is: Triton itself takes the current device, whatever device its tensors are on.
+    """
+    first = arguments[0]
+    with torch.cuda.device_of(first) if first.is_cuda else contextlib.nullcontext():
+        kernel[grid](*arguments, **constants)
 
 
 @triton.jit

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simreg_megatron import trial
 from simreg_megatron.kernels import halves, walk
@@ -323,6 +325,22 @@ def test_every_tile_is_found_however_a_square_root_is_rounded(units: int) -> Non
     columns = torch.zeros(count, dtype=torch.int32)
     _columns_kernel[(1,)](torch.nn.functional.pad(guesses, (0, count - len(guesses))), columns, COUNT=count)
     assert torch.equal(columns[: len(expected)], expected.int())
+
+
+def test_a_kernel_runs_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, launched_on = [0], []
+
+    @contextlib.contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor.get_device())
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    with FakeTensorMode():
+        rows = torch.empty(4, device="cuda:1")
+    row_kernels.run({(1,): lambda *_: launched_on.append(current[-1])}, (1,), rows)
+    assert launched_on == [1]
 
 
 def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
