@@ -18,7 +18,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from simreg_megatron import SimRegConfig, cli, trial
-from simreg_megatron.kernels import contrast, walk
+from simreg_megatron.kernels import contrast, halves, walk
 from simreg_megatron.kernels.tiled import TorchTiles
 from simreg_megatron.losses import simreg
 from simreg_megatron.plugin import compat, forms
@@ -118,6 +118,26 @@ def test_a_wrong_form_is_left_out_however_fast(plant: Plant, tiles: type[TorchTi
     assert re.search(why, trials[0].failure), trials[0]
     assert trials[0].seconds == math.inf and trial.fastest(trials) == "slow"
     assert f"tried as well: bad {trials[0].failure}" in trial.sentence(trials, SHAPE)
+
+
+def cut_off_sums(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """As a tensor core adds up: 16 products at once, and what does not fit into float32 is dropped."""
+    out.zero_()
+    for one, other in zip(left.split(16, dim=2), right.split(16, dim=1), strict=True):
+        exact = out.double() + one.double() @ other.double()
+        found = exact.float()
+        out.copy_(torch.where(found.abs() > exact.abs(), torch.nextafter(found, torch.zeros(())), found))
+    return out
+
+
+@pytest.mark.parametrize("width", [1024, 4096])
+def test_tensor_cores_are_right(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halves, "multiplies_halves", lambda rows: rows.dtype.itemsize == 2)
+    monkeypatch.setattr(halves, "widening_bmm", cut_off_sums)
+    shape = Shape(batch=1, length=128, width=width, chunk_size=0, dtype=torch.bfloat16)
+    errors = trial._errors("tiled", shape, "reference", CPU)
+    assert trial.LOSS_ERROR < errors[0] < trial.cut_off(shape.dtype, width, shape.temperature) / 2
+    assert not trial.try_forms(shape, CPU, ("tiled",))[0].failure
 
 
 def test_a_long_chunk_is_compared_over_its_whole_length(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
