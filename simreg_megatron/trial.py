@@ -29,7 +29,7 @@ from simreg_megatron.losses.simreg import AUTO, simreg_loss
 LOSS_ERROR, GRADIENT_ERROR = 1e-5, 3e-4
 _SUMMED_AT_ONCE = 16  # numbers of half precision in a product, by a tensor core of an H100
 _COMPARED = 2048  # tokens, at most, that the reference computes in float64
-_SCALE = 2.0**20  # of the gradient, which would vanish in float16
+_COLDEST = 0.01  # at lower temperatures float32 has no number as small as the loss of the sample
 _ROUNDS = 5
 
 
@@ -158,15 +158,23 @@ def cut_off(dtype: torch.dtype, width: int, temperature: float) -> float:
 def _errors(impl: str, shape: Shape, yardstick: str, device: torch.device) -> tuple[float, float]:
     rows, labels, valid = sample(shape, device)
     exact = rows.double() if yardstick == "reference" else rows.float()
-    loss, grad = _value_and_gradient(rows, labels, valid, shape, impl)
     expected_loss, expected_grad = _value_and_gradient(exact, labels, valid, shape, yardstick)
-    return _apart(loss, expected_loss), _apart(grad, expected_grad)
+    factor = _to_unit_size(expected_grad)
+    loss, grad = _value_and_gradient(rows, labels, valid, shape, impl, factor)
+    return _apart(loss, expected_loss), _apart(grad, expected_grad * factor)
+
+
+def _to_unit_size(grad: Tensor) -> float:
+    """A factor that brings its largest number near 1, as a loss scale would: float16 has none of 1e-10."""
+    _, exponent = math.frexp(grad.abs().max().item())
+    return 2.0**-exponent
 
 
 def _comparisons(shape: Shape, impl: str) -> list[tuple[Shape, str]]:
     """Few tokens against the reference, also where every pair weighs; a longer chunk against the tiles, too."""
     chunk = shape.chunk_size if 0 < shape.chunk_size < shape.length else shape.length
-    short = shape._replace(batch=min(shape.batch, 2), length=min(shape.length, _COMPARED))
+    temperature = max(shape.temperature, _COLDEST)
+    short = shape._replace(batch=min(shape.batch, 2), length=min(shape.length, _COMPARED), temperature=temperature)
     # At tau 0.01 a few close pairs are all there is: a tile of others could be missing unseen.
     found = [(short, "reference"), (short._replace(temperature=1.0), "reference")]
     if chunk > _COMPARED and impl != "tiled":
@@ -194,12 +202,15 @@ def sample(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return rows, labels, valid
 
 
-def _value_and_gradient(rows: Tensor, labels: Tensor, valid: Tensor, shape: Shape, impl: str) -> tuple[Tensor, Tensor]:
+def _value_and_gradient(
+    rows: Tensor, labels: Tensor, valid: Tensor, shape: Shape, impl: str, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The gradient is that of `factor` times the value."""
     leaf = rows.detach().requires_grad_()
     loss = simreg_loss(
         leaf.transpose(0, 1), labels, valid=valid, chunk_size=shape.chunk_size, temperature=shape.temperature, impl=impl
     )
-    (loss * _SCALE).backward()
+    (loss * factor).backward()
     assert leaf.grad is not None
     return loss.detach(), leaf.grad
 

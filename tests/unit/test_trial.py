@@ -120,6 +120,15 @@ def test_a_wrong_form_is_left_out_however_fast(plant: Plant, tiles: type[TorchTi
     assert f"tried as well: bad {trials[0].failure}" in trial.sentence(trials, SHAPE)
 
 
+@pytest.mark.parametrize("temperature", [0.001, 0.003, 0.01, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_right_form_is_right_of_any_type_and_temperature(dtype: torch.dtype, temperature: float) -> None:
+    """Also where its gradient is too small for float16, and what the run's temperature makes of it for float32."""
+    shape = Shape(batch=1, length=300, width=512, chunk_size=0, dtype=dtype, temperature=temperature)
+    (found,) = trial.try_forms(shape, CPU, ("tiled",))
+    assert not found.failure
+
+
 def cut_off_sums(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """As a tensor core adds up: 16 products at once, and what does not fit into float32 is dropped."""
     out.zero_()
