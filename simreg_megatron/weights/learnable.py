@@ -45,8 +45,15 @@ class Scalars(nn.Module):
 
     def __init__(self, start: dict[str, float]) -> None:
         super().__init__()
+        self._start = start
         for name, value in start.items():
             self.register_parameter(name, nn.Parameter(torch.full((1,), value)))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Where they start: Megatron's FSDP asks for it after `--init-model-with-meta-device`."""
+        for name, value in self._start.items():
+            self.get_parameter(name).fill_(value)
 
     def forward(self) -> dict[str, Tensor]:
         return dict(self.named_parameters())

@@ -360,6 +360,14 @@ def test_every_third_step_is_three_times_as_strong_and_the_others_are_plain(monk
     assert means["simreg loss"] == alone.metrics.reduce(One())["simreg loss"], "of the steps that were computed"
 
 
+def test_trained_scalars_that_were_born_without_numbers() -> None:
+    """As Megatron's FSDP makes them after --init-model-with-meta-device."""
+    with torch.device("meta"):
+        scalars = Scalars({"query": 0.25, "key": -1.0})
+    scalars.to_empty(device="cpu").reset_parameters()
+    assert {name: value.item() for name, value in scalars().items()} == {"query": 0.25, "key": -1.0}
+
+
 def test_scalars_get_a_gradient_of_zero_when_the_term_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's overlapped reduce waits for the gradient of every parameter."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
