@@ -5,7 +5,7 @@ A form that is right on one GPU, one driver and one release of Triton may not be
 depends on the shape. So both are found out where the run is, once, before its first step:
 
 * right: loss and gradient of some two thousand tokens, some masked, differ from the reference in float64 by at most
-  LOSS_ERROR and GRADIENT_ERROR, what tensor cores cut off (and half a unit of the rows' own type); longer chunks are
+  LOSS_ERROR and GRADIENT_ERROR, beside the error of sums (and half a unit of the rows' own type); longer chunks are
   compared with the tiles in float32, which were compared with the reference before;
 * fast: forward and backward of the whole shape, the best of a few.
 
@@ -133,7 +133,8 @@ def sentence(trials: Sequence[Trial], shape: Shape) -> str:
 def _trial(impl: str, shape: Shape, device: torch.device) -> Trial:
     rounding = torch.finfo(shape.dtype).eps / 2
     for size, yardstick in _comparisons(shape, impl):
-        errors, lost = _errors(impl, size, yardstick, device), cut_off(size.dtype, size.width, size.temperature)
+        errors = _errors(impl, size, yardstick, device)
+        lost = error_of_sums(size.dtype, size.width, size.temperature)
         right = errors[0] <= LOSS_ERROR + lost and errors[1] <= GRADIENT_ERROR + lost + rounding
         if not right:  # nor if one is NaN
             wrong = f"is wrong (loss off by {errors[0]:.1e}, gradient by {errors[1]:.1e})"
@@ -143,16 +144,16 @@ def _trial(impl: str, shape: Shape, device: torch.device) -> Trial:
     return Trial(impl, *errors, seconds)
 
 
-def cut_off(dtype: torch.dtype, width: int, temperature: float) -> float:
-    """What tensor cores may add to a relative error: they cut their sums off towards zero, where others round.
+def error_of_sums(dtype: torch.dtype, width: int, temperature: float) -> float:
+    """What the sums behind the cosines may add to a relative error, which the temperature divides.
 
-    Each of the steps of a product in half precision loses some unit of float32, always in the same direction. So
-    cosines come out too small by up to as much for each step, and exponentials by that over the temperature.
+    float32 rounds after each number, to either side. Tensor cores add up some numbers of half precision at once, and
+    cut off what does not fit into float32: always towards zero.
 
     Source: Fasi, Higham, Mikaitis and Pranesh 2021, Numerical behavior of NVIDIA tensor cores.
     """
-    steps = width / _SUMMED_AT_ONCE if dtype.itemsize == 2 else 0.0
-    return steps * 2.0**-24 / temperature
+    units = width / _SUMMED_AT_ONCE if dtype.itemsize == 2 else math.sqrt(width)
+    return units * 2.0**-24 / temperature
 
 
 def _errors(impl: str, shape: Shape, yardstick: str, device: torch.device) -> tuple[float, float]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.trial import cut_off
+from simreg_megatron.trial import error_of_sums
 from tests.gpu.runs import IMPLS
 from tests.gpu.tf32 import apart, tokens
 from tests.helpers import jobs
@@ -46,7 +46,7 @@ def beyond_rounding(grad: Tensor, exact: Tensor) -> float:
 
 
 def gradient_bound(rows: Tensor) -> float:
-    return 3e-4 + cut_off(rows.dtype, rows.shape[-1], 0.01)
+    return 3e-4 + error_of_sums(rows.dtype, rows.shape[-1], 0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -59,7 +59,7 @@ def test_close_to_float64(impl: str, dtype: torch.dtype, length: int, width: int
     given = rows.requires_grad_()
     loss = simreg_loss(given, labels, impl=impl) * factor
     loss.backward()
-    assert apart(loss, expected) < 1e-5 + cut_off(dtype, width, 0.01)
+    assert apart(loss, expected) < 1e-5 + error_of_sums(dtype, width, 0.01)
     assert beyond_rounding(given.grad, exact) < gradient_bound(rows)
 
 

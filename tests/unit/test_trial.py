@@ -129,6 +129,13 @@ def test_a_right_form_is_right_of_any_type_and_temperature(dtype: torch.dtype, t
     assert not found.failure
 
 
+@pytest.mark.parametrize(("batch", "length", "width", "chunk_size"), [(1, 64, 1024, 0), (2, 256, 64, 64)])
+def test_a_right_form_is_right_of_few_tokens(batch: int, length: int, width: int, chunk_size: int) -> None:
+    """One pair is all of the loss, and float32 rounds its cosine by more than 1e-5 of the temperature."""
+    shape = Shape(batch, length, width, chunk_size, torch.float32)
+    assert not trial.try_forms(shape, CPU, ("tiled",))[0].failure
+
+
 def cut_off_sums(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """As a tensor core adds up: 16 products at once, and what does not fit into float32 is dropped."""
     out.zero_()
@@ -145,7 +152,7 @@ def test_tensor_cores_are_right(width: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(halves, "widening_bmm", cut_off_sums)
     shape = Shape(batch=1, length=128, width=width, chunk_size=0, dtype=torch.bfloat16)
     errors = trial._errors("tiled", shape, "reference", CPU)
-    assert trial.LOSS_ERROR < errors[0] < trial.cut_off(shape.dtype, width, shape.temperature) / 2
+    assert trial.LOSS_ERROR < errors[0] < trial.error_of_sums(shape.dtype, width, shape.temperature) / 2
     assert not trial.try_forms(shape, CPU, ("tiled",))[0].failure
 
 
