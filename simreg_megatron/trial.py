@@ -217,7 +217,9 @@ def _value_and_gradient(
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+    """With one copy in float64 at a time: gradients of long sequences take gigabytes as they are."""
+    difference, size = (torch.linalg.vector_norm(part, dtype=torch.float64) for part in (one - other, other))
+    return (difference / size).item()
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
