@@ -331,6 +331,8 @@ OF_OBJECTIVES = (
     decided("docs/evidence.md", "CReg, {} lower ({} to {}) than CPretrain", "baselines", 1),
     decided("docs/evidence.md", "CPretrain, {} lower ({} to {}) than SCE", "baselines", 3),
     decided("docs/evidence.md", "SCE and\n{} lower ({} to {}) than SimCSE", "baselines", 0),
+    decided("docs/evidence.md", "cross-entropy ends\n{} lower ({} to {}), and", "clipping", 0),
+    decided("docs/evidence.md", "SimReg {} lower ({} to {}; `clipping`", "clipping", 1),
     decided("docs/evidence.md", "it still ends {} lower ({} to\n{}) than cross-entropy", "schedule", 1),
     decided("docs/evidence.md", "shown ({} higher, {} to {})", "schedule", 0),
     decided("docs/evidence.md", "twice the tokens it is {} lower ({} to\n{})", "plateau", 0),
