@@ -418,7 +418,7 @@ def launches_of_a_log_step() -> list[float]:
     return [logged - usual]
 
 
-TRIAL, LAUNCHES = "simreg_megatron/trial.py", "tests/unit/test_launches.py"
+TRIAL, LAUNCHES = "simreg_megatron/comparison.py", "tests/unit/test_launches.py"
 VERIFY = "simreg_megatron/checkpoint/verify.py"
 STATED = (
     states(OBJECTIVES, "stay alive: {} MiB of them at a time", "simreg_megatron/parallel/truncated_head.py",

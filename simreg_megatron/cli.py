@@ -221,14 +221,15 @@ def _try_forms(console: Console) -> None:
     import torch
 
     from simreg_megatron import trial
+    from simreg_megatron.comparison import Shape
 
     if not torch.cuda.is_available():
         console.print("torch sees no GPU here, so no form of SimReg can be tried on one.")
         raise typer.Exit(1)
     console.print(_device_sentence())
     shapes = {
-        "LLaMA 350M": trial.Shape(16, 2048, 1024, 1024, torch.bfloat16),
-        "LLaMA 7B": trial.Shape(2, 2048, 4096, 1024, torch.bfloat16),
+        "LLaMA 350M": Shape(16, 2048, 1024, 1024, torch.bfloat16),
+        "LLaMA 7B": Shape(2, 2048, 4096, 1024, torch.bfloat16),
     }
     is_right = True
     for name, shape in shapes.items():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from simreg_megatron import trial
+from simreg_megatron.comparison import Shape
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.simreg import AUTO, chosen_impl
 from simreg_megatron.notices import log_once
@@ -48,10 +49,10 @@ def rows_like(model: Any) -> torch.Tensor:
     return torch.empty(0, dtype=_dtype(model), device=next(model.parameters()).device)
 
 
-def _shape(config: SimRegConfig, model: Any, micro_batch_size: int, seq_length: int) -> trial.Shape:
+def _shape(config: SimRegConfig, model: Any, micro_batch_size: int, seq_length: int) -> Shape:
     """What one rank computes on: its part of the sequence, or the part of the work that tensor ranks share."""
     length = seq_length // (compat.context_group(model).size() * compat.tensor_group(model).size())
-    return trial.Shape(
+    return Shape(
         micro_batch_size, max(length, 2), model.config.hidden_size, config.chunk_size, _dtype(model), config.tau
     )
 

@@ -42,7 +42,8 @@ LAW = {
     "geometry": room("kernels losses", "torch"),
     "magnitude": room(packages="torch"),
     "parallel": room(packages="torch"),
-    "trial": room("kernels losses", "torch"),
+    "comparison": room("kernels losses", "torch"),
+    "trial": room("comparison kernels losses", "torch"),
     "notices": room(packages="torch"),
     "sharded": room("config objectives losses kernels parallel notices", "torch"),
     "weights": room("config objectives losses parallel", "torch"),
@@ -50,7 +51,8 @@ LAW = {
     "strength": room("config notices weights", "torch"),
     "cpu": room(packages="torch megatron"),
     "plugin": room(
-        "cpu config objectives losses kernels adagc parallel sharded weights strength measures trial notices sentences",
+        "cpu config objectives losses kernels adagc parallel sharded weights strength measures comparison trial "
+        "notices sentences",
         "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),
@@ -72,7 +74,8 @@ LAW = {
     "__main__": room(f"{TOP} cpu plugin"),
     "installed": room(packages="transformer_engine"),
     "cli": room(
-        f"{TOP} cpu config plugin data checkpoint evaluation installed report probe reproduce trial", "typer rich torch"
+        f"{TOP} cpu config plugin data checkpoint comparison evaluation installed report probe reproduce trial",
+        "typer rich torch",
     ),
 }
 
