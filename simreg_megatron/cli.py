@@ -7,6 +7,7 @@ import argparse
 import ast
 import importlib.metadata
 import importlib.util
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -293,7 +294,13 @@ def _use_cpu_if_alone() -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, _end)
     app()
+
+
+def _end(*_: object) -> None:
+    """In order, so that nothing half made stays behind."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def appearing(save: Path) -> Iterator[Path]:
     try:
         yield partial
         _open_to_others(partial)
+        _put_on_disk(partial)
         os.replace(partial, save)
+        _put_on_disk(save.parent, inside=False)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -40,3 +42,13 @@ def _open_to_others(folder: Path) -> None:
     os.umask(hidden)
     for path in (folder, *folder.rglob("*")):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~hidden)
+
+
+def _put_on_disk(folder: Path, *, inside: bool = True) -> None:
+    """Before the name appears, what it stands for: else a machine that stops may leave empty files behind it."""
+    for path in (folder, *(folder.rglob("*") if inside else ())):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -104,7 +104,8 @@ class RankFiles:
             path = self._file(name)
             loaded = self._load(path)
             names = [key for key in loaded if isinstance(key, str)]
-            keys = ["model"] if "model" in names else sorted(key for key in names if re.fullmatch(r"model\d+", key))
+            stages = [key for key in names if re.fullmatch(r"model\d+", key)]  # model10 comes after model9
+            keys = ["model"] if "model" in names else sorted(stages, key=lambda key: int(key.removeprefix("model")))
             num_virtual = max(num_virtual, len(keys))
             for virtual, key in enumerate(keys):
                 state = {str(k): _sound(t, path) for k, t in dict(loaded[key]).items() if isinstance(t, Tensor)}

@@ -49,7 +49,7 @@ def open_checkpoint(load: Path, step: int | None = None) -> Checkpoint:
     Raises:
         CheckpointError: there is none, or it cannot be read safely and whole.
     """
-    folder = _folder(load, step)
+    folder = step_folder(load, step)
     try:
         if (folder / METADATA).is_file():
             return _open_dist(folder)
@@ -72,7 +72,8 @@ def open_checkpoint(load: Path, step: int | None = None) -> Checkpoint:
     raise CheckpointError(f"{folder} holds no Megatron checkpoint: neither {METADATA} nor mp_rank_* is there")
 
 
-def _folder(load: Path, step: int | None) -> Path:
+def step_folder(load: Path, step: int | None) -> Path:
+    """Where Megatron put the checkpoint of this step, or of the last one."""
     if not load.is_dir():
         raise CheckpointError(f"there is no folder {load}: give the folder that Megatron's --save named")
     tracker = load / TRACKER

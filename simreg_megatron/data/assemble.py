@@ -47,7 +47,7 @@ def assemble(folder: Path, *, budget: Mapping[str, int | None] | None = None) ->
 
     Args:
         folder: where `prepare` put them, of one machine or of several.
-        budget: the most training and validation tokens; as when they were made by default.
+        budget: the most training and validation tokens; for a side without a number as when they were made.
 
     Returns:
         The manifest.
@@ -77,7 +77,7 @@ def assemble(folder: Path, *, budget: Mapping[str, int | None] | None = None) ->
 
 
 def _assemble(folder: Path, settings: dict[str, Any], budget: Mapping[str, int | None] | None) -> dict[str, Any]:
-    limits = budget if budget is not None else settings["budget"]
+    limits = settings["budget"] | {side: most for side, most in (budget or {}).items() if most is not None}
     writers = {side: PairWriter(folder / side, settings["dtype"]) for side in SIDES}
     totals = _Totals()
     examples: list[str] = []

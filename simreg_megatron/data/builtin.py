@@ -120,6 +120,7 @@ def _fingerprint(roots: Sequence[Path], vocab_size: int) -> str:
 def _build(
     directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint: str, say: Callable[[str], None], why: str
 ) -> BuiltinCorpus:
+    _refuse_anothers(directory)
     started = time.monotonic()
     for left in directory.parent.glob(f"{directory.name}.building-*"):
         shutil.rmtree(left, ignore_errors=True)  # of a build that was killed; the lock says that none is under way
@@ -157,6 +158,22 @@ def _build(
         shutil.rmtree(work, ignore_errors=True)
     say(f"{manifest['tokens']['train']:,} training tokens in {directory}, {time.monotonic() - started:.0f} s")
     return BuiltinCorpus(directory, manifest)
+
+
+def _refuse_anothers(directory: Path) -> None:
+    """Only a corpus that was built here may be replaced: whatever else has this name is its owner's."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        ours = "fingerprint" in manifest and set(manifest["files"]) == set(_FILES)
+    except (OSError, ValueError, LookupError, TypeError):
+        ours = False
+    if not ours:
+        raise DataError(
+            f"{directory} is there and is no built-in corpus, so nothing is built over it: name another folder, or "
+            "remove this one first"
+        )
 
 
 def _read(roots: Sequence[Path], say: Callable[[str], None]) -> list[Document]:

@@ -89,7 +89,7 @@ def prepare(
             raise DataError(
                 "shards need one tokenizer: make it once with `simreg-megatron data tokenizer`, then --tokenizer"
             )
-        if sources == ["c4"] and not valid and valid_share is None:
+        if sources == ["c4"] and not Path("c4").exists() and not valid and valid_share is None:
             valid = ["c4"]
         if valid_share is None:
             valid_share = 0.0 if valid else 0.005
@@ -129,7 +129,7 @@ def merge(
         from simreg_megatron.data.prepare import merge
 
         given = {"train": _number(tokens, "tokens"), "valid": _number(valid_tokens, "valid-tokens")}
-        _summarize(merge(out, given if any(given.values()) else None), out)
+        _summarize(merge(out, given), out)
 
 
 @app.command(name="tokenizer")

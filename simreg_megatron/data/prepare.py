@@ -123,7 +123,7 @@ def merge(folder: Path, budget: dict[str, int | None] | None = None) -> dict[str
 
     Args:
         folder: the output of every shard, or the folder into which their parts were copied.
-        budget: the most training and validation tokens; the shards' by default.
+        budget: the most training and validation tokens; for a side without a number the shards' own.
 
     Raises:
         DataError: as of `assemble`.

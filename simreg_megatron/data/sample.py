@@ -23,14 +23,19 @@ def sample_texts(inputs: Sequence[Input], key: str) -> Iterator[str]:
     places = max(1, _PLACES // len(chosen))
     some = False
     for one in chosen:
-        count = places if one.shared else 1
-        blocks = max(1, one.size // _BLOCK)
-        numbers = sorted({i * blocks // count for i in range(count)})
+        # To enter a shared input is free, and how many blocks it has only its blocks tell: row groups and files of text
+        # are longer or shorter than asked for.
+        blocks = sum(1 for _ in one.blocks(_BLOCK, _all)) if one.shared else 1
+        numbers = sorted({i * blocks // places for i in range(places)})
         for text in _texts(one, numbers, key, _CHARACTERS // len(chosen)):
             some = True
             yield text
     if not some:
         raise DataError(f"the sources hold no text under the key {key!r} to train a tokenizer on")
+
+
+def _all(_: int) -> bool:
+    return True
 
 
 def _texts(one: Input, numbers: Sequence[int], key: str, characters: int) -> Iterator[str]:

@@ -245,9 +245,14 @@ def _walk(folder: Path) -> list[Path]:
     """Files that hold text; a plain .json in a folder mostly describes others, so it counts only when named itself."""
     found = []
     for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(Path(root), name)]
         found += [Path(root, name) for name in names if not name.startswith(".") and not name.endswith(".json")]
     return sorted((path for path in found if _kind(path)), key=lambda path: path.relative_to(folder).parts)
+
+
+def _leads_back(folder: Path, name: str) -> bool:
+    """Whether a link goes to a folder that it lies in: every file there would be read dozens of times."""
+    return folder.resolve().is_relative_to((folder / name).resolve())
 
 
 def _raise(error: OSError) -> None:

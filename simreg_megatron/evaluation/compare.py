@@ -27,7 +27,8 @@ class HeldOut(NamedTuple):
     def shown(self) -> dict[str, Any]:
         if self.data is None:
             return {}
-        return {"data": str(self.data), "features": list(self.features) or None, "data tokens": self.tokens}
+        own = {} if self.seq_length is None else {"sequence length": self.seq_length}
+        return {"data": str(self.data), "features": list(self.features) or None, "data tokens": self.tokens, **own}
 
 
 def evaluate_all(
@@ -47,14 +48,15 @@ def evaluate_all(
     known = _already_found(output / "results.json", settings, choices)
     found = []
     for name, path in models.items():
-        done = known.get((name, str(path)))
+        checkpoint = _checkpoint_of(path)
+        done = known.get((name, str(checkpoint or path)))
         if done is None:
-            folder = _as_model(name, path, output, tokenizer)
+            folder = _exported(name, checkpoint, output, tokenizer) if checkpoint else path
             _console.print(f"> {name}: {folder}")
             scores, questions = _scores(folder, choices, protocol)
             losses, documents = _losses(folder, held_out, protocol)
             paired.keep(_questions(output, name), questions, documents)
-            done = results.ModelResults(name, str(path), scores, losses)
+            done = results.ModelResults(name, str(checkpoint or path), scores, losses)
         found.append(done)
         results.write(output / "results.json", found, settings)
     first, *others = (paired.kept(_questions(output, name)) for name in models)
@@ -79,22 +81,33 @@ def _already_found(path: Path, settings: dict[str, Any], choices: Sequence[Any])
     return {(model.name, model.path): model for model in models if set(model.scores) == names}
 
 
-def _as_model(name: str, path: Path, output: Path, tokenizer: Path | None) -> Path:
-    """A Hugging Face folder: itself, or the export of a Megatron checkpoint, made once."""
+def _checkpoint_of(path: Path) -> Path | None:
+    """The folder of the step that would be exported now: a run goes on, and its later steps are other models."""
     if (path / "config.json").is_file():
-        return path
+        return None
+    from simreg_megatron.checkpoint.errors import CheckpointError
+    from simreg_megatron.checkpoint.source import step_folder
+
+    try:
+        return step_folder(path, None)
+    except CheckpointError as error:
+        raise EvaluationError(str(error)) from None
+
+
+def _exported(name: str, checkpoint: Path, output: Path, tokenizer: Path | None) -> Path:
+    """The export of a Megatron checkpoint as a Hugging Face folder, made once."""
     from simreg_megatron.checkpoint.errors import CheckpointError
     from simreg_megatron.checkpoint.export import export, plan_export
     from simreg_megatron.checkpoint.source import open_checkpoint
     from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 
-    folder = output / "models" / name
+    folder = output / "models" / f"{name}-{checkpoint.name}"
     if folder.exists():
         return folder
     if tokenizer is None:
         raise EvaluationError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
     try:
-        plan = plan_export(open_checkpoint(path, None), tokenizer=open_tokenizer(tokenizer))
+        plan = plan_export(open_checkpoint(checkpoint, None), tokenizer=open_tokenizer(tokenizer))
         folder.parent.mkdir(parents=True, exist_ok=True)
         export(plan, folder)
     except CheckpointError as error:

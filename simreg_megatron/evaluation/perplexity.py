@@ -79,10 +79,14 @@ def measure(
     with torch.inference_mode():
         for batch in _batches(tokens, windows, seq_length, batch_size, network.config.vocab_size, prefix):
             batch = batch.to(place)
-            states = network.model(batch[:, :-1], use_cache=False).last_hidden_state
+            found = network(batch[:, :-1], use_cache=False, output_hidden_states=bool(features))
+            if features:
+                _refuse_other_heads(found.hidden_states[-1] @ head.T, found.logits)
             targets = batch[:, 1:].flatten()
             for place_of, width in enumerate(widths):
-                logits = (states[..., :width] @ head[:, :width].T).float().flatten(0, 1)
+                # The model's own logits may be more than a product with its output layer: scaled, capped, with a bias.
+                logits = found.logits if place_of == 0 else found.hidden_states[-1][..., :width] @ head[:, :width].T
+                logits = logits.float().flatten(0, 1)
                 losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
                 totals[place_of] += losses.sum(dtype=torch.float64)
                 if place_of == 0:
@@ -92,6 +96,15 @@ def measure(
     size = int(sums[paired.BYTES].sum()) if paired.BYTES in sums else None
     means = zip((totals / count).tolist(), widths, strict=True)
     return Measured([Perplexity(loss, count, seq_length, width, size) for loss, width in means], sums)
+
+
+def _refuse_other_heads(product: Tensor, logits: Tensor) -> None:
+    """A prefix of the features has no logits where these are not the product of final states and output layer."""
+    if (product - logits).abs().max() > 0.05 * logits.abs().max():
+        raise EvaluationError(
+            "--features: this model's logits are not its final states times its output layer alone (they are scaled, "
+            "capped or shifted), so a prefix of its features has none: leave --features out"
+        )
 
 
 class _Documents:

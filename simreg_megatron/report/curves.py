@@ -148,11 +148,16 @@ def _draw_series(axes: Axes, series: Series, name: str, index: int) -> None:
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """y_i = mean of x_(i-window+1) .. x_i, of fewer at the start: it never looks ahead. values [n] to [n]."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+    """y_i = mean of x_(i-window+1) .. x_i, of fewer at the start: it never looks ahead. values [n] to [n].
+
+    A value that is not finite is left out; where there is no other, so is the mean (NaN).
+    """
+    finite = np.isfinite(values)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(finite, values, 0.0), finite))
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - window, 0)
-    return (sums[end] - sums[start]) / (end - start)
+    found = counts[end] - counts[start]
+    return np.where(found > 0, (sums[end] - sums[start]) / np.maximum(found, 1), np.nan)
 
 
 def leave_out_the_start(axes: Axes, drawn: Sequence[Series]) -> None:

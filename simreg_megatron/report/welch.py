@@ -28,7 +28,8 @@ class Welch(NamedTuple):
 
 
 def welch(arm: Sequence[float], than: Sequence[float], *, side: str = "two-sided") -> Welch:
-    """Both need two values or more. A value that is not finite, of a run that diverged, decides for nothing.
+    """Both need two values or more. A value that is not finite, of a run that diverged, decides for nothing; nor do
+    values without any scatter, from which no error can be told.
 
     Args:
         side: "less" where the arm is claimed to lie lower, "greater", or "two-sided".
@@ -36,7 +37,7 @@ def welch(arm: Sequence[float], than: Sequence[float], *, side: str = "two-sided
     from scipy import stats
 
     difference = mean(arm) - mean(than)
-    if not all(map(math.isfinite, (*arm, *than))):
+    if not all(map(math.isfinite, (*arm, *than))) or deviation(arm) == deviation(than) == 0:
         return Welch(difference, -math.inf, math.inf, 1.0, math.inf)
     tested = stats.ttest_ind(arm, than, equal_var=False, alternative=side)
     interval = stats.ttest_ind(arm, than, equal_var=False).confidence_interval(1 - LEVEL)
