@@ -222,18 +222,14 @@ def _try_forms(console: Console) -> None:
     import torch
 
     from simreg_megatron import trial
-    from simreg_megatron.comparison import Shape
+    from simreg_megatron.comparison import OF_THE_PAPER
 
     if not torch.cuda.is_available():
         console.print("torch sees no GPU here, so no form of SimReg can be tried on one.")
         raise typer.Exit(1)
     console.print(_device_sentence())
-    shapes = {
-        "LLaMA 350M": Shape(16, 2048, 1024, 1024, torch.bfloat16),
-        "LLaMA 7B": Shape(2, 2048, 4096, 1024, torch.bfloat16),
-    }
     is_right = True
-    for name, shape in shapes.items():
+    for name, shape in OF_THE_PAPER.items():
         trials = trial.try_forms(shape, torch.device("cuda", torch.cuda.current_device()))
         table = Table("impl", "loss off by", "gradient off by", "ms a micro-batch", "", title=f"{name}: {shape}")
         for one in trials:
@@ -294,13 +290,8 @@ def _use_cpu_if_alone() -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # in order: nothing half made stays
     app()
-
-
-def _end(*_: object) -> None:
-    """In order, so that nothing half made stays behind."""
-    raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

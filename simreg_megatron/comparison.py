@@ -39,6 +39,12 @@ class Shape(NamedTuple):
         return f"{self.batch} x {self.length} x {self.width} ({str(self.dtype).removeprefix('torch.')}, {chunks})"
 
 
+OF_THE_PAPER = {
+    "LLaMA 350M": Shape(16, 2048, 1024, 1024, torch.bfloat16),
+    "LLaMA 7B": Shape(2, 2048, 4096, 1024, torch.bfloat16),
+}
+
+
 class Comparison(NamedTuple):
     """A form on rows of this shape, held against the yardstick, a form as well."""
 

@@ -151,8 +151,7 @@ def _build(
             "files": {name: {"bytes": (work / name).stat().st_size, "sha256": sha256(work / name)} for name in _FILES},
         }
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if directory.exists():
-            shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)
         work.rename(directory)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -162,18 +161,13 @@ def _build(
 
 def _refuse_anothers(directory: Path) -> None:
     """Only a corpus that was built here may be replaced: whatever else has this name is its owner's."""
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         ours = "fingerprint" in manifest and set(manifest["files"]) == set(_FILES)
     except (OSError, ValueError, LookupError, TypeError):
-        ours = False
+        ours = not directory.exists() or not os.listdir(directory)
     if not ours:
-        raise DataError(
-            f"{directory} is there and is no built-in corpus, so nothing is built over it: name another folder, or "
-            "remove this one first"
-        )
+        raise DataError(f"{directory} is there and is no built-in corpus: name another folder, or remove this one")
 
 
 def _read(roots: Sequence[Path], say: Callable[[str], None]) -> list[Document]:

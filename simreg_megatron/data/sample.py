@@ -25,17 +25,13 @@ def sample_texts(inputs: Sequence[Input], key: str) -> Iterator[str]:
     for one in chosen:
         # To enter a shared input is free, and how many blocks it has only its blocks tell: row groups and files of text
         # are longer or shorter than asked for.
-        blocks = sum(1 for _ in one.blocks(_BLOCK, _all)) if one.shared else 1
+        blocks = sum(1 for _ in one.blocks(_BLOCK, lambda _: True)) if one.shared else 1
         numbers = sorted({i * blocks // places for i in range(places)})
         for text in _texts(one, numbers, key, _CHARACTERS // len(chosen)):
             some = True
             yield text
     if not some:
         raise DataError(f"the sources hold no text under the key {key!r} to train a tokenizer on")
-
-
-def _all(_: int) -> bool:
-    return True
 
 
 def _texts(one: Input, numbers: Sequence[int], key: str, characters: int) -> Iterator[str]:

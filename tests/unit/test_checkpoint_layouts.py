@@ -123,6 +123,15 @@ def test_virtual_stages(tmp_path: Path) -> None:
     check(rank_files(tmp_path / "vpp", deep, parts, pipeline_model_parallel_size=2), truth)
 
 
+def test_more_than_ten_virtual_stages(tmp_path: Path) -> None:
+    """model10 holds later layers than model9, and earlier letters."""
+    deep = replace(DENSE, num_layers=12)
+    truth = random_weights(deep)
+    ends = {0: "e", 11: "h"}
+    parts = {f"model{place}": layers_of(truth, place, 1, ends=ends.get(place, "")) for place in range(12)}
+    check(rank_files(tmp_path / "vpp12", deep, {"mp_rank_00": parts}), truth)
+
+
 def grouped(truth: dict[str, Tensor], numbers: list[int]) -> dict[str, Tensor]:
     """Transformer Engine's grouped experts: one weight each, under one module."""
     state = {name: tensor for name, tensor in truth.items() if "local_experts" not in name}

@@ -10,6 +10,9 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -325,3 +328,23 @@ def add_object(checkpoint: Path, key: str, content) -> None:
     metadata.storage_data[type(like)(key)] = type(info)(info.relative_path, start, length)
     metadata.state_dict_metadata[key] = metadata.state_dict_metadata[like.fqn]
     write_metadata(checkpoint, metadata)
+
+
+def test_a_program_that_is_ended_leaves_no_half_of_a_folder(tmp_path: Path) -> None:
+    script = """
+import os, signal, time
+from pathlib import Path
+from simreg_megatron import cli
+from simreg_megatron.checkpoint.appearing import appearing
+
+def work():
+    with appearing(Path("export")) as folder:
+        (folder / "model.safetensors").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+cli.app = work
+cli.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM and not list(tmp_path.iterdir())

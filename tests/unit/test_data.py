@@ -114,6 +114,23 @@ def test_a_damaged_corpus_is_rebuilt(library: Path, tmp_path: Path, capsys: pyte
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == ["c"]
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "manifest.json", "train.bin"])
+def test_a_folder_of_another_is_never_replaced(name: str, library: Path, tmp_path: Path) -> None:
+    """Nor a set that `data prepare` made, which has a manifest as well."""
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / name).write_text('{"made_by": "someone", "files": {}}')
+    with pytest.raises(DataError, match=r"thesis is there and is no built-in corpus.*name another folder"):
+        ensure_builtin_corpus(folder, vocab_size=400, roots=[library], progress=False)
+    assert [path.name for path in folder.iterdir()] == [name]
+
+
+@pytest.mark.megatron
+def test_an_empty_folder_is_taken(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    assert ensure_builtin_corpus(tmp_path / "c", vocab_size=400, roots=[library], progress=False).manifest["tokens"]
+
+
 def _ask(directory: Path, library: Path, answers) -> None:
     corpus = ensure_builtin_corpus(directory, vocab_size=400, roots=[library], progress=False)
     answers.put((corpus.manifest["files"]["train.bin"]["sha256"], corpus.manifest_path.stat().st_ino))

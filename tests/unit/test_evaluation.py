@@ -18,7 +18,7 @@ from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.cli import app
 from simreg_megatron.data import BuiltinCorpus
 from simreg_megatron.data.tokens import document_lengths, open_tokens
-from simreg_megatron.evaluation import harness, paired, table
+from simreg_megatron.evaluation import compare, harness, paired, table
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.harness import task_manager
 from simreg_megatron.evaluation.local_data import local_datasets
@@ -121,6 +121,48 @@ def states_of(folder: Path, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
     with torch.inference_mode():
         states = network(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
     return states.double().numpy(), network.lm_head.weight.detach().double().numpy()
+
+
+@pytest.mark.parametrize("family", ["cohere", "gpt2"])
+def test_a_model_has_its_own_logits(family: str, corpus, tmp_path: Path) -> None:
+    """Scaled, or of a model whose body has another name; a prefix of scaled ones means nothing."""
+    from transformers import CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    size = open_tokenizer(corpus.tokenizer_model).size
+    if family == "cohere":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        CohereForCausalLM(CohereConfig(vocab_size=size, logit_scale=0.0625, **sizes)).save_pretrained(tmp_path)
+    else:
+        GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=2)).save_pretrained(
+            tmp_path
+        )
+    tokens = open_tokens(corpus.valid_prefix)[:33].tolist()
+    by_hand = -log_probability(logits_of(tmp_path, tokens[:-1]), tokens[1:]) / 32
+    settings = {"seq_length": 32, "max_tokens": 32, "dtype": "float32", "device": "cpu"}
+    (whole,) = measure(tmp_path, corpus.valid_prefix, **settings).losses
+    assert whole.loss == pytest.approx(by_hand, rel=1e-5)
+    if family == "cohere":
+        with pytest.raises(EvaluationError, match=r"scaled, capped or shifted"):
+            measure(tmp_path, corpus.valid_prefix, features=(16,), **settings)
+
+
+def test_a_later_step_is_another_model(tmp_path: Path) -> None:
+    """And so is its export."""
+    run, output = tmp_path / "run", tmp_path / "out"
+    for step in (10, 20):
+        (run / f"iter_00000{step}").mkdir(parents=True)
+        (run / "latest_checkpointed_iteration.txt").write_text(str(step))
+        checkpoint = compare._checkpoint_of(run)
+        assert checkpoint == run / f"iter_00000{step}"
+        with pytest.raises(EvaluationError, match="give the --tokenizer"):  # there is no export of this step yet
+            compare._exported("a", checkpoint, output, None)
+        (output / "models" / f"a-iter_00000{step}").mkdir(parents=True)
+        assert compare._exported("a", checkpoint, output, None).name == f"a-iter_00000{step}"
+
+
+def test_another_sequence_length_is_another_setting() -> None:
+    one, other = (compare.HeldOut(Path("valid"), length, None, ()).shown() for length in (64, 128))
+    assert one != other
 
 
 def test_the_perplexity_is_what_a_computation_by_hand_gives(found, models, corpus) -> None:

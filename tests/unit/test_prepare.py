@@ -19,9 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from simreg_megatron.data import DataError, check_dataset, prepare
+from simreg_megatron.data import DataError, check_dataset, prepare, sample
+from simreg_megatron.data.commands import app
 from simreg_megatron.data.prepare import Task, merge
+from simreg_megatron.data.sources import find_inputs
 from simreg_megatron.data.tokenizer import train_tokenizer
 from tests.helpers import jobs, megatrons_tool
 from tests.helpers.preparation import BLOCK, NUM_TEXTS, TEXTS, content, lines, make, train_hugging_face
@@ -241,6 +244,60 @@ def test_shards_and_merge_make_the_whole(
     make(tmp_path / "merged", folder, **settings, shard=(1, 3))
     merge(tmp_path / "merged")
     assert content(tmp_path / "merged") == content(tmp_path / "whole")
+
+
+def test_a_budget_for_one_side_leaves_the_other_sides(
+    folder: Path, tokenizer: Path, tmp_path: Path, here: None
+) -> None:
+    settings = {"tokenizer": tokenizer, "valid_sources": [str(folder / "d.parquet")], "valid_tokens": 300}
+    make(tmp_path / "whole", folder / "a.jsonl", **settings, tokens=2000)
+    for index in (0, 1):
+        make(tmp_path / "merged", folder / "a.jsonl", **settings, tokens=3000, shard=(index, 2))
+    manifest = merge(tmp_path / "merged", {"train": 2000, "valid": None})
+    assert manifest["budget"] == {"train": 2000, "valid": 300}
+    assert content(tmp_path / "merged")["valid.bin"] == content(tmp_path / "whole")["valid.bin"]
+    assert content(tmp_path / "merged")["train.bin"] == content(tmp_path / "whole")["train.bin"]
+
+
+def test_a_link_back_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "text" / "deep").mkdir(parents=True)
+    (tmp_path / "text" / "a.txt").write_text("once")
+    (tmp_path / "text" / "deep" / "up").symlink_to(tmp_path / "text")
+    (tmp_path / "text" / "itself").symlink_to(".")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("a link to another place is")
+    (tmp_path / "text" / "other").symlink_to(tmp_path / "elsewhere")
+    (found,) = find_inputs([str(tmp_path / "text")])
+    assert found.names == ("a.txt", "other/b.txt")
+
+
+def test_a_local_folder_named_c4_is_a_folder(folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """And not its own validation set."""
+    (tmp_path / "c4").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    words = ["prepare", "c4", "--out", "out", "--tokenizer", str(tokenizer)]
+    seen: list[Task] = []
+    monkeypatch.setattr(prepare, "prepare", lambda task, progress: seen.append(task))
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert seen[0].valid_sources == () and seen[0].valid_share == 0.005
+
+
+@pytest.mark.parametrize("kind", ["parquet", "txt"])
+def test_a_sample_is_drawn_from_the_whole_length(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups and files of text are blocks of their own size, smaller or larger than was asked for."""
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(sample, "_BLOCK", 1 << 12)
+    monkeypatch.setattr(sample, "_CHARACTERS", 4000)
+    texts = [f"{number:04d} " + "x" * (20 if kind == "parquet" else 9000) for number in range(400)]
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=1)
+    else:
+        for text in texts:
+            (tmp_path / f"{text[:4]}.txt").write_text(text)
+    found = [int(text[:4]) for text in sample.sample_texts(find_inputs([str(tmp_path)]), "text")]
+    assert len(found) > 30 and found[0] == 0 and found[-1] > 380
 
 
 def test_the_budget_ends_with_a_whole_document(folder: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from simreg_megatron import report
-from simreg_megatron.report import curves, heatmap, runs
+from simreg_megatron.report import curves, heatmap, runs, welch
 from simreg_megatron.report.runs import Run, Series
 from simreg_megatron.report.steps import Overhead
 from simreg_megatron.report.table import Summary
@@ -195,6 +195,17 @@ def test_values_that_cannot_be_drawn_do_not_end_the_figure(tmp_path):
 def test_running_mean_looks_back_only():
     mean = curves.running_mean(np.array([1.0, 3.0, 5.0, 100.0]), 2)
     np.testing.assert_allclose(mean, [1.0, 2.0, 4.0, 52.5])
+
+
+def test_one_missing_value_leaves_the_curve_after_it():
+    mean = curves.running_mean(np.array([1.0, math.nan, 5.0, math.inf, math.nan, 3.0]), 2)
+    np.testing.assert_allclose(mean, [1.0, 1.0, 5.0, 5.0, math.nan, 3.0])
+
+
+def test_values_without_scatter_decide_for_nothing():
+    assert welch.welch([4.5, 4.5], [4.5, 4.5]).p_value == 1.0
+    assert welch.welch([4.4, 4.4], [4.5, 4.5]).p_value == 1.0
+    assert welch.welch([4.4, 4.41], [4.5, 4.5]).p_value < 0.1
 
 
 # ---- experiments ---------------------------------------------------------------------------------------------------
