@@ -118,12 +118,14 @@ def _converted(path: Path, folder: Path) -> None:
             f"{path} cannot be converted ({type(error).__name__}: {error}): give the one the model was trained with, "
             "or convert it yourself and give the folder with its tokenizer.json"
         ) from None
-    for text in _SAMPLES:
-        if fast.encode(text, add_special_tokens=False).ids != model.encode(text):
-            raise CheckpointError(
-                f"{path} cuts text in a way that could not be converted exactly: convert it yourself and give the "
-                "folder with its tokenizer.json"
-            )
+    # Every piece between letters, too: a symbol that its user defined is cut out before pairs are merged.
+    pieces = [f"a{model.id_to_piece(number)}b".replace(_SPACE, " ") for number in range(model.vocab_size())]
+    texts = [*_SAMPLES, *pieces]
+    if [one.ids for one in fast.encode_batch(texts, add_special_tokens=False)] != model.encode(texts):
+        raise CheckpointError(
+            f"{path} cuts text in a way that could not be converted exactly: convert it yourself and give the "
+            "folder with its tokenizer.json"
+        )
     special = {
         name: model.id_to_piece(number)
         for name, number in (("bos_token", model.bos_id()), ("eos_token", model.eos_id()), ("unk_token", 0))

@@ -156,7 +156,7 @@ class FilesBlock(Block):
             with open(path, "rb") as stream:
                 data = stream.read()
             try:
-                yield Record(index, data.decode())
+                yield Record(index, data.decode("utf-8-sig"))  # a mark of the byte order is no text
             except UnicodeDecodeError as error:
                 yield Record(index, "", f"not UTF-8 ({error.reason} at byte {error.start})")
 

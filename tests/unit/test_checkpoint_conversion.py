@@ -275,6 +275,19 @@ def test_a_sentencepiece_model_becomes_the_same_tokenizer(sentencepiece_model: P
     assert (copied / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
+def test_symbols_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
+    """A symbol that is cut out whole would become several pieces in the export."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(json.__file__).read_text().splitlines()), model_prefix=str(tmp_path / "t"), vocab_size=500,
+        model_type="bpe", byte_fallback=True, user_defined_symbols=["<|turn|>"], normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"t\.model cuts text in a way that could not be converted exactly"):
+        exported(replace(DENSE, vocabulary=500), tmp_path, tokenizer=open_tokenizer(tmp_path / "t.model"))
+
+
 @pytest.mark.parametrize("content", [None, b"", b"not a model"])
 def test_what_is_no_tokenizer_is_refused(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"

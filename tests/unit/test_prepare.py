@@ -282,6 +282,13 @@ def test_a_local_folder_named_c4_is_a_folder(folder: Path, tokenizer: Path, tmp_
     assert seen[0].valid_sources == () and seen[0].valid_share == 0.005
 
 
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n', encoding="utf-8-sig")
+    blocks = [block for one in find_inputs([str(tmp_path)]) for block in one.blocks(BLOCK, lambda _: True)]
+    assert [record.text for block in blocks for record in block.records("text")] == ["one", "two"]
+
+
 @pytest.mark.parametrize("kind", ["parquet", "txt"])
 def test_a_sample_is_drawn_from_the_whole_length(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row groups and files of text are blocks of their own size, smaller or larger than was asked for."""
