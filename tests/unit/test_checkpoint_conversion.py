@@ -280,9 +280,9 @@ def test_symbols_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(Path(json.__file__).read_text().splitlines()), model_prefix=str(tmp_path / "t"), vocab_size=500,
-        model_type="bpe", byte_fallback=True, user_defined_symbols=["<|turn|>"], normalization_rule_name="identity",
-        remove_extra_whitespaces=False, minloglevel=2,
+        sentence_iterator=iter(Path(json.__file__).read_text().splitlines()), model_prefix=str(tmp_path / "t"),
+        vocab_size=500, model_type="bpe", byte_fallback=True, user_defined_symbols=["<|turn|>"],
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
     )  # fmt: skip
     with pytest.raises(CheckpointError, match=r"t\.model cuts text in a way that could not be converted exactly"):
         exported(replace(DENSE, vocabulary=500), tmp_path, tokenizer=open_tokenizer(tmp_path / "t.model"))
