@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import islice
@@ -28,6 +27,7 @@ from simreg_megatron.checkpoint.pickles import Inert, load_pickle, load_torch
 from simreg_megatron.checkpoint.source import open_checkpoint
 from simreg_megatron.cli import app
 from tests.fuzz.readers.checkpoints import archive_of, rank_content, with_pickle
+from tests.helpers import jobs
 from tests.helpers.checkpoints import EXPERTS, Calls, dist_checkpoint
 
 pytest.importorskip("transformers")
@@ -346,5 +346,5 @@ def work():
 cli.app = work
 cli.main()
 """
-    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=False)
+    ended = jobs.run([sys.executable, "-c", script], cwd=tmp_path)
     assert ended.returncode == 128 + signal.SIGTERM and not list(tmp_path.iterdir())
