@@ -18,6 +18,7 @@ from simreg_megatron.reproduce.verdict import HELD, NOT_SHOWN, OPPOSITE, Verdict
 
 FOLDER = RESULTS / "evidence"
 PAGE = ROOT / "docs" / "evidence.md"
+_USUAL = 20  # tokens a parameter, of nearly every plan
 
 
 class Claimed(NamedTuple):
@@ -115,16 +116,21 @@ def verdicts_of(claimed: Claimed, tables: Mapping[str, Table]) -> list[tuple[str
     ]
 
 
+def _where(verdict: Verdict) -> str:
+    size, length = verdict.place
+    return f"width {size}" + ("" if float(length) == _USUAL else f", {float(length):g} tokens a parameter")
+
+
 def _seen(found: tuple[str, Verdict]) -> str:
     """With what became of the plan's own claim, which may be the opposite of the line's."""
     _, verdict = found
     if any(verdict.diverged):
-        return f"{verdict.claim.says}: {verdict.told}, width {verdict.place.size}"
+        return f"{verdict.claim.says}: {verdict.told}, {_where(verdict)}"
     low, high = verdict.interval
     saved = f"; saved: {verdict.worth.told}" if verdict.worth is not None else ""
     return (
         f"{verdict.claim.says}: {verdict.word.lower()}, {verdict.difference:+.3f} ({low:+.3f} to {high:+.3f}), "
-        f"p {verdict.p_value:.2g}, {verdict.numbers[0]} and {verdict.numbers[1]} seeds, width {verdict.place.size}"
+        f"p {verdict.p_value:.2g}, {verdict.numbers[0]} and {verdict.numbers[1]} seeds, {_where(verdict)}"
         f"{saved}"
     )
 
