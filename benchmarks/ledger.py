@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterable
 from functools import cache, partial
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmarks import claims
@@ -268,6 +268,10 @@ def noise() -> list[float]:
     return [min(ends), max(ends), deviation(ends), deviation(first)]
 
 
+def means_of_inner_layers() -> list[float]:
+    return [mean(column(runs_of("layers"), "validation_loss", arm=f"layer-{layer}")) for layer in (1, 2, 3)]
+
+
 def against_all_seeds(experiment: str, arm: str) -> list[float]:
     """The size of the difference and of the ends of its interval, the nearer end first."""
     ends = column(runs_of(experiment), "validation_loss", arm=arm)
@@ -336,6 +340,9 @@ OF_OBJECTIVES = (
     decided("docs/evidence.md", "and {} lower ({} to {}) with four\ntimes the tokens", "horizon", 2),
     decided("docs/evidence.md", "cross-entropy ends\n{} lower ({} to {}), and", "clipping", 0),
     decided("docs/evidence.md", "SimReg {} lower ({} to {}; `clipping`", "clipping", 1),
+    decided("docs/evidence.md", "states SimReg ends {} higher\n({} to {}) than on the final", "layers", 0),
+    Figure("docs/evidence.md", "second and third layer are {}, {} and {}, and", runs_of("layers"), means_of_inner_layers),
+    Figure("docs/evidence.md", "baseline end no higher than {}.", NOISE, lambda: [noise()[1]]),
     decided("docs/evidence.md", "it still ends {} lower ({} to\n{}) than cross-entropy", "schedule", 1),
     decided("docs/evidence.md", "shown ({} higher, {} to {})", "schedule", 0),
     decided("docs/evidence.md", "twice the tokens it is {} lower ({} to\n{})", "plateau", 0),
