@@ -341,7 +341,7 @@ OF_OBJECTIVES = (
     decided("docs/evidence.md", "cross-entropy ends\n{} lower ({} to {}), and", "clipping", 0),
     decided("docs/evidence.md", "SimReg {} lower ({} to {}; `clipping`", "clipping", 1),
     decided("docs/evidence.md", "states SimReg ends {} higher\n({} to {}) than on the final", "layers", 0),
-    Figure("docs/evidence.md", "second and third layer are {}, {} and {}, and", runs_of("layers"), means_of_inner_layers),
+    Figure("docs/evidence.md", "and third layer are {}, {} and {}, and", runs_of("layers"), means_of_inner_layers),
     Figure("docs/evidence.md", "baseline end no higher than {}.", NOISE, lambda: [noise()[1]]),
     decided("docs/evidence.md", "it still ends {} lower ({} to\n{}) than cross-entropy", "schedule", 1),
     decided("docs/evidence.md", "shown ({} higher, {} to {})", "schedule", 0),
