@@ -230,6 +230,10 @@ def _trained(sources: list[str], path: Path, vocab_size: int, key: str) -> Path:
 
 
 def _summarize(manifest: dict[str, Any], out: Path) -> None:
+    from simreg_megatron.data.assemble import MANIFEST
+    from simreg_megatron.data.settings import refuse_changed
+
+    refuse_changed(out, manifest, MANIFEST)
     for side, count in manifest["tokens"].items():
         if count:
             print(f"{out / side}: {count:,} tokens, {manifest['documents'][side]:,} documents, {manifest['dtype']}")
@@ -246,7 +250,7 @@ def _summarize(manifest: dict[str, Any], out: Path) -> None:
     for name, many in (("empty", "empty documents kept without a token"), ("skipped", "broken records left out")):
         if read.get(name):
             print(f"{read[name]:,} {many}" + (f", the first: {read['skipped_where'][0]}" if name == "skipped" else ""))
-    print(f"{out / 'manifest.json'} tells the rest.")
+    print(f"{out / MANIFEST} tells the rest.")
 
 
 def _number(text: str, name: str, *, unit: int = 1000) -> int | None:

@@ -21,8 +21,9 @@ from simreg_megatron.data.blocks import Block
 from simreg_megatron.data.budget import Reckoning
 from simreg_megatron.data.encoding import describe_tokenizer
 from simreg_megatron.data.indexed import DataError, explain
-from simreg_megatron.data.parts import PartHeader, PartStore
-from simreg_megatron.data.settings import FORMAT, read_json, refuse_other, section, write_json
+from simreg_megatron.data.pairs import ENDINGS
+from simreg_megatron.data.parts import SIDES, PartHeader, PartStore
+from simreg_megatron.data.settings import FORMAT, read_json, refuse_anothers, refuse_other, section, write_json
 from simreg_megatron.data.sources import Input, find_inputs
 from simreg_megatron.data.work import BOS_POLICIES, ERROR_POLICIES, Recipe, start_worker, work
 
@@ -158,6 +159,8 @@ def _prepare(task: Task, progress: Progress) -> dict[str, Any] | None:
     if begun is not None:
         own = section(begun, "settings", task.output / SETTINGS)
         refuse_other(_also_skipping(own, task), settings, task.output)
+    else:
+        refuse_anothers(task.output, (f"{side}{ending}" for side in SIDES for ending in ENDINGS))
     (task.output / SETTINGS).parent.mkdir(exist_ok=True)
     told = {"dtype": recipe.tokenizer.dtype, "tokenizer_name": recipe.tokenizer.name}
     write_json(task.output / SETTINGS, {"settings": settings, "budget": task.budget, **told})

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,30 @@ def refuse_other(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Pa
                 f"{folder} was started with other settings ({name}: {before} then, {now} now): "
                 "give another --out, the old settings, or remove that folder to start from scratch"
             )
+
+
+def refuse_anothers(folder: Path, names: Iterable[str]) -> None:
+    """Before the first byte is written: files under the names of the set are their owner's.
+
+    Raises:
+        DataError: naming the first one.
+    """
+    for name in names:
+        if (folder / name).exists():
+            raise DataError(f"{folder / name} is there and not of this command: give another --out, or move it away")
+
+
+def refuse_changed(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
+    """A finished set is not made again, so its files must still be there.
+
+    Raises:
+        DataError: naming the first file that is not as the manifest `name` describes it.
+    """
+    files = section(manifest, "files", folder / name)
+    for file in files:
+        path, size = folder / file, section(files, file, folder / name).get("bytes")
+        if not path.exists() or path.stat().st_size != size:
+            raise DataError(f"{path} is not the file that {name} describes: remove {folder}, and it is made again")
 
 
 def _brief(value: Any) -> str:

@@ -362,6 +362,14 @@ def test_another_lock_is_refused(built: building.LargeCorpus, archive: Path, tmp
         ensure_large_corpus(folder, **settings(archive))
 
 
+def test_a_users_own_files_are_left_alone(archive: Path, tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large/tokenizer.model").write_bytes(b"of weeks")
+    with pytest.raises(DataError, match=r"tokenizer\.model is there and not of this command"):
+        ensure_large_corpus(tmp_path / "large", **settings(archive))
+    assert [path.name for path in (tmp_path / "large").iterdir()] == ["tokenizer.model"]
+
+
 def test_the_command_refuses_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = CliRunner().invoke(app, ["corpus-large", "--out", str(tmp_path / "large")])

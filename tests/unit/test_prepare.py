@@ -561,6 +561,23 @@ def test_a_foreign_manifest_is_left_alone(folder: Path, tokenizer: Path, tmp_pat
         assert content(tmp_path) == {"manifest.json": text.encode()}
 
 
+@pytest.mark.parametrize("name", ["train.bin", "valid.idx"])
+def test_a_users_own_files_are_left_alone(name: str, folder: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:
+    (tmp_path / name).write_bytes(b"of weeks")
+    with pytest.raises(DataError, match=f"{name} is there and not of this command"):
+        make(tmp_path, folder, tokenizer=tokenizer)
+    assert content(tmp_path) == {name: b"of weeks"}
+
+
+def test_a_finished_set_that_lost_a_file_is_not_called_done(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
+    words = ["prepare", str(folder), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "set"), "--workers", "1"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    (tmp_path / "set/train.bin").write_bytes(b"cut")
+    again = CliRunner().invoke(app, words)
+    assert again.exit_code == 2 and "train.bin is not the file that manifest.json describes" in again.stderr
+    assert (tmp_path / "set/train.bin").read_bytes() == b"cut"
+
+
 def test_two_at_once_are_refused(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
     from filelock import FileLock
 

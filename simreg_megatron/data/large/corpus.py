@@ -32,7 +32,7 @@ from simreg_megatron.data.large.readers import read_page
 from simreg_megatron.data.large.recipe import PACKAGES
 from simreg_megatron.data.prepare import Task, prepare
 from simreg_megatron.data.progress import ConsoleProgress
-from simreg_megatron.data.settings import read_json, write_json
+from simreg_megatron.data.settings import read_json, refuse_anothers, refuse_changed, write_json
 from simreg_megatron.data.tokenizer import train_tokenizer
 
 FORMAT = 1  # of the readers and rules: another one makes other bytes of the same packages
@@ -133,17 +133,14 @@ def _existing(directory: Path, plan: _Plan) -> dict[str, Any] | None:
         raise DataError(
             f"{directory} holds a corpus of other packages or of another recipe: give another --out, or remove it"
         )
-    for name in _FILES:
-        path = directory / name
-        if not path.exists() or path.stat().st_size != manifest["files"][name]["bytes"]:
-            raise DataError(
-                f"{path} is not the file that {MANIFEST} describes: remove {directory}, and it is built again"
-            )
+    refuse_changed(directory, manifest, MANIFEST)
     return manifest
 
 
 def _build(directory: Path, cache: Path, plan: _Plan, workers: int, progress: bool) -> dict[str, Any]:
     """All stages; each is passed over where a build that was stopped had ended it."""
+    if not (directory / _UNFINISHED).exists():
+        refuse_anothers(directory, _FILES)
     work = directory / _UNFINISHED / plan.fingerprint[:16]
     work.mkdir(parents=True, exist_ok=True)
     files = [
