@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from rich.console import Console
 from simreg_megatron.evaluation import harness, paired, results, table
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.plot import draw
+from simreg_megatron.evaluation.tasks import Choice
 
 _console = Console(soft_wrap=True, highlight=False)
 
@@ -34,7 +37,7 @@ class HeldOut(NamedTuple):
 def evaluate_all(
     models: dict[str, Path],
     output: Path,
-    choices: Sequence[Any],
+    choices: Sequence[Choice],
     protocol: Any,
     *,
     tokenizer: Path | None,
@@ -45,20 +48,23 @@ def evaluate_all(
     """Each model that no earlier start has finished; then results.json, .md and .png in `output`."""
     output.mkdir(parents=True, exist_ok=True)
     settings = protocol.shown() | held_out.shown()
-    known = _already_found(output / "results.json", settings, choices)
+    known = _already_found(output / "results.json", settings)
     found = []
     for name, path in models.items():
         checkpoint = _checkpoint_of(path)
-        done = known.get((name, str(checkpoint or path)))
+        state = _state_of(checkpoint or path)
+        done = _finished(known.get(name), checkpoint or path, state, choices)
         if done is None:
+            harness.refuse_unknown_metrics(choices, protocol)
             folder = _exported(name, checkpoint, output, tokenizer) if checkpoint else path
             _console.print(f"> {name}: {folder}")
             scores, questions = _scores(folder, choices, protocol)
             losses, documents = _losses(folder, held_out, protocol)
             paired.keep(_questions(output, name), questions, documents)
-            done = results.ModelResults(name, str(checkpoint or path), scores, losses)
+            done = results.ModelResults(name, str(checkpoint or path), scores, losses, state)
         found.append(done)
-        results.write(output / "results.json", found, settings)
+        known[name] = done
+        results.write(output / "results.json", list(known.values()), settings)
     first, *others = (paired.kept(_questions(output, name)) for name in models)
     pairs = {model.name: paired.pairs_of(other, first) for model, other in zip(found[1:], others, strict=True)}
     page = table.report(found, settings, paper=paper, name=f"paper, {paper_name}", pairs=pairs)
@@ -69,16 +75,45 @@ def evaluate_all(
     _console.print(f"{output}/results.md, .json" + (", .png" if choices else ""))
 
 
-def _already_found(path: Path, settings: dict[str, Any], choices: Sequence[Any]) -> dict[tuple[str, str], Any]:
-    """Models of an earlier start with the same settings and tasks."""
+def _already_found(path: Path, settings: dict[str, Any]) -> dict[str, results.ModelResults]:
+    """Models of an earlier start with the same settings, by name."""
     if not path.exists():
         return {}
     models, before = results.read(path)
     if before != settings:
         other = sorted(name for name in before.keys() | settings.keys() if before.get(name) != settings.get(name))
         raise EvaluationError(f"{path} was made with another {', '.join(other)}: give another --output, or remove it")
-    names = {choice.name for choice in choices}
-    return {(model.name, model.path): model for model in models if set(model.scores) == names}
+    return {model.name: model for model in models}
+
+
+def _finished(
+    found: results.ModelResults | None, path: Path, state: str, choices: Sequence[Choice]
+) -> results.ModelResults | None:
+    """What an earlier start found of this model; None of another one by this name, such as a later step.
+
+    Raises:
+        EvaluationError: it was asked other tasks, or the files at `path` are others than then.
+    """
+    if found is None or found.path != str(path):
+        return None
+    metrics = {name: score.metric.partition(" ")[0] for name, score in found.scores.items()}
+    if found.state and found.state != state:
+        other = f"{path} holds other files than when it was evaluated"
+    elif metrics != {choice.name: choice.metric for choice in choices}:
+        other = f"it was asked other tasks before ({', '.join(f'{name}:{metric}' for name, metric in metrics.items())})"
+    else:
+        return found
+    raise EvaluationError(f"--model {found.name}: {other}: give another --output, which keeps these results")
+
+
+_OF_A_MODEL = {".safetensors", ".bin", ".pt", ".distcp", ".metadata", ".json", ".model"}
+
+
+def _state_of(folder: Path) -> str:
+    """A digest of its files' names, sizes and times of writing: to read all weights would take minutes."""
+    files = sorted(path for path in folder.rglob("*") if {path.suffix, path.name} & _OF_A_MODEL)
+    told = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _checkpoint_of(path: Path) -> Path | None:
@@ -120,15 +155,13 @@ def _questions(output: Path, name: str) -> Path:
     return output / "questions" / f"{name}.npz"
 
 
-def _scores(folder: Path, choices: Sequence[Any], protocol: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _scores(folder: Path, choices: Sequence[Choice], protocol: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return harness.evaluate(folder, choices, protocol) if choices else ({}, {})
 
 
 def _losses(folder: Path, held_out: HeldOut, protocol: Any) -> tuple[list[Any], dict[str, Any]]:
     if held_out.data is None:
         return [], {}
-    from transformers import AutoConfig
-
     from simreg_megatron.data import DataError
     from simreg_megatron.evaluation.perplexity import measure
 
@@ -136,7 +169,7 @@ def _losses(folder: Path, held_out: HeldOut, protocol: Any) -> tuple[list[Any], 
         return measure(
             folder,
             held_out.data,
-            seq_length=held_out.seq_length or AutoConfig.from_pretrained(folder).max_position_embeddings,
+            seq_length=held_out.seq_length or _positions_of(folder),
             features=held_out.features,
             max_tokens=held_out.tokens,
             dtype=protocol.dtype,
@@ -144,3 +177,12 @@ def _losses(folder: Path, held_out: HeldOut, protocol: Any) -> tuple[list[Any], 
         )
     except DataError as error:
         raise EvaluationError(str(error)) from None
+
+
+def _positions_of(folder: Path) -> int:
+    from transformers import AutoConfig
+
+    positions = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise EvaluationError(f"{folder} does not say how many positions the model has: give --seq-length")
+    return positions

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
@@ -202,6 +202,27 @@ def refuse_unknown(choices: Sequence[Choice], include: Path | None) -> None:
         )
 
 
+def refuse_unknown_metrics(choices: Sequence[Choice], protocol: Protocol) -> None:
+    """Before a model answers for hours. Only a task's data tell all of its metrics, so tasks of ours are passed over.
+
+    Raises:
+        EvaluationError: a task has no such metric.
+    """
+    for choice in (choice for choice in choices if choice not in (*PAPER, *FURTHER)):
+        with local_datasets(protocol.task_data, offline=protocol.offline):
+            tasks = task_manager(protocol.include).load([choice.name])["tasks"].values()
+        there = {metric for task in tasks for metric in task.aggregation()}
+        if choice.metric not in there:
+            raise EvaluationError(_no_metric(choice, there))
+
+
+def _no_metric(choice: Choice, there: Iterable[str]) -> str:
+    return (
+        f"the task {choice.name} has no metric {choice.metric}: name one of {', '.join(sorted(there))} as "
+        f"--tasks {choice.name}:METRIC"
+    )
+
+
 def _near(name: str, known: set[str]) -> str:
     """Names with the same beginning and about as long, which are quickly compared."""
     alike = sorted(word for word in known if word[:1] == name[:1] and abs(len(word) - len(name)) <= 3)
@@ -228,10 +249,8 @@ def _score(choice: Choice, results: Mapping[str, Mapping[str, Any]], answers: An
     found = results[choice.name]
     keys = [key for key in found if key.partition(",")[0] == choice.metric]
     if not keys:
-        there = sorted({key.partition(",")[0] for key in found if "," in key and "_stderr" not in key})
         raise EvaluationError(
-            f"the task {choice.name} has no metric {choice.metric}: name one of {', '.join(there)} as "
-            f"--tasks {choice.name}:METRIC"
+            _no_metric(choice, {key.partition(",")[0] for key in found if "," in key and "_stderr" not in key})
         )
     key = keys[0]
     metric, _, filtered = key.partition(",")

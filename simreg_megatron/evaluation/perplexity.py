@@ -29,7 +29,7 @@ from simreg_megatron.evaluation.results import Perplexity
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 class Measured(NamedTuple):
@@ -70,6 +70,7 @@ def measure(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     network = network.to(place).eval()
+    _refuse_longer_than_positions(network, seq_length)
     widths = [network.config.hidden_size, *features]
     if not all(0 < width <= widths[0] for width in widths):
         raise EvaluationError(f"--features: the model has {widths[0]} features, so give numbers from 1 to {widths[0]}")
@@ -96,6 +97,17 @@ def measure(
     size = int(sums[paired.BYTES].sum()) if paired.BYTES in sums else None
     means = zip((totals / count).tolist(), widths, strict=True)
     return Measured([Perplexity(loss, count, seq_length, width, size) for loss, width in means], sums)
+
+
+def _refuse_longer_than_positions(network: nn.Module, seq_length: int) -> None:
+    """Rotary positions have no end; of a table, what lies past the end is an error on a CPU and worse on a GPU."""
+    for name, module in network.named_modules():
+        if name.endswith(("wpe", "embed_positions", "position_embeddings")):
+            positions = getattr(module, "num_embeddings", seq_length)
+            if positions < seq_length:
+                raise EvaluationError(
+                    f"--seq-length {seq_length}: the model has {positions} positions, so give at most that"
+                )
 
 
 def _refuse_other_heads(product: Tensor, logits: Tensor) -> None:

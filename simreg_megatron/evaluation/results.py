@@ -62,12 +62,16 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class ModelResults:
-    """All that was found of one model."""
+    """All that was found of one model.
+
+    state: of the files at `path` when they were read, so that others there are not taken for them; "" if not known.
+    """
 
     name: str
     path: str
     scores: dict[str, Score] = field(default_factory=dict)
     perplexities: list[Perplexity] = field(default_factory=list)  # all features first, then prefixes of them
+    state: str = ""
 
     def mean(self, tasks: Sequence[str]) -> float | None:
         """The plain mean over tasks, as the paper's; None where one is missing."""
@@ -108,6 +112,7 @@ def read(path: Path) -> tuple[list[ModelResults], dict[str, Any]]:
                 one["path"],
                 {task: Score(**score) for task, score in one["scores"].items()},
                 [Perplexity(**held) for held in one["perplexities"]],
+                one.get("state", ""),
             )
             for one in content["models"]
         ]

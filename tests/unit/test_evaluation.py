@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +143,9 @@ def test_a_model_has_its_own_logits(family: str, corpus, tmp_path: Path) -> None
     settings = {"seq_length": 32, "max_tokens": 32, "dtype": "float32", "device": "cpu"}
     (whole,) = measure(tmp_path, corpus.valid_prefix, **settings).losses
     assert whole.loss == pytest.approx(by_hand, rel=1e-5)
+    if family == "gpt2":
+        with pytest.raises(EvaluationError, match=r"--seq-length 65: the model has 64 positions"):
+            measure(tmp_path, corpus.valid_prefix, **settings | {"seq_length": 65})
     if family == "cohere":
         with pytest.raises(EvaluationError, match=r"scaled, capped or shifted"):
             measure(tmp_path, corpus.valid_prefix, features=(16,), **settings)
@@ -366,6 +371,33 @@ def test_other_settings_do_not_mix_with_what_is_there(found) -> None:
     assert other.exit_code == 2 and "was made with another limit" in other.output
 
 
+@pytest.mark.parametrize("changed", ["metric", "weights", "none"])
+def test_results_of_something_else_are_not_taken_for_these(changed: str, found, models, task, tmp_path: Path) -> None:
+    output, command, _ = found
+    shutil.copytree(output, tmp_path / "out")
+    words = [str(tmp_path / "out") if word == str(output) else word for word in command]
+    weights = models["simreg"] / "model.safetensors"
+    before = weights.stat()
+    if changed == "metric":
+        words[words.index(NAME)] = f"{NAME}:acc_norm"
+    elif changed == "weights":
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    again = run(*words)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    sentence = {"metric": f"it was asked other tasks before ({NAME}:acc)", "weights": "holds other files than"}
+    assert again.exit_code == (0 if changed == "none" else 2) and sentence.get(changed, "") in again.output
+    assert (tmp_path / "out/results.json").read_bytes() == (output / "results.json").read_bytes()
+
+
+def test_one_model_of_two_leaves_the_others_results(found, models, tmp_path: Path) -> None:
+    output, command, _ = found
+    shutil.copytree(output, tmp_path / "out")
+    words = [str(tmp_path / "out") if word == str(output) else word for word in command]
+    place = words.index(f"simreg={models['simreg']}")
+    assert run(*words[: place - 1], *words[place + 1 :]).exit_code == 0
+    assert [model.name for model in read(tmp_path / "out/results.json")[0]] == ["baseline", "simreg"]
+
+
 def test_a_task_whose_data_lies_in_a_folder(models, task, tmp_path: Path) -> None:
     """The harness's own sciq, from a copy of its data set that is not the Hub's."""
     copy = tmp_path / "allenai" / "sciq"
@@ -482,6 +514,7 @@ def test_a_metric_that_a_task_does_not_have(models, task, tmp_path: Path) -> Non
     words = ["--model", f"baseline={models['baseline']}", "--output", str(tmp_path), "--include", str(task[0])]
     done = run(*words, "--offline", "--limit", "1", "--batch-size", "1", "--tasks", f"{NAME}:bleu", "--device", "cpu")
     assert done.exit_code == 2 and "has no metric bleu: name one of acc, acc_norm" in done.output
+    assert "> baseline" not in done.output, "before the model is loaded"
 
 
 def test_a_set_of_another_tokenizer_is_refused(models, tmp_path: Path) -> None:
