@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from simreg_megatron.checkpoint.errors import CheckpointError
@@ -24,9 +26,14 @@ def appearing(save: Path) -> Iterator[Path]:
         raise CheckpointError(f"{save} already exists: name a new folder, or remove it first")
     save = save.absolute()
     save.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{save.name}.partial-", dir=save.parent))
+    prefix = f".{save.name}.partial-"
+    for left in save.parent.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError), _held(left):
+            shutil.rmtree(left)  # of an export that was killed, since nobody holds it
+    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=save.parent))
     try:
-        yield partial
+        with _held(partial, also_without=True):
+            yield partial
         _open_to_others(partial)
         _put_on_disk(partial)
         os.replace(partial, save)
@@ -34,6 +41,18 @@ def appearing(save: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+@contextmanager
+def _held(folder: Path, *, also_without: bool = False) -> Iterator[None]:
+    """Locked until the process ends, however it does. Some shared file systems have no such locks: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError) if also_without else nullcontext():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _open_to_others(folder: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from typer.testing import CliRunner
 
 from simreg_megatron.checkpoint import weights
+from simreg_megatron.checkpoint.appearing import appearing
 from simreg_megatron.checkpoint.dist_format import DistCheckpoint
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.pickles import Inert, load_pickle, load_torch
@@ -348,3 +349,25 @@ cli.main()
 """
     ended = jobs.run([sys.executable, "-c", script], cwd=tmp_path)
     assert ended.returncode == 128 + signal.SIGTERM and not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_goes_and_what_a_running_one_makes_stays(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+from simreg_megatron.checkpoint.appearing import appearing
+
+with appearing(Path("export")) as folder:
+    (folder / "model.safetensors").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    jobs.run([sys.executable, "-c", script], cwd=tmp_path)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".export.partial-")
+    with appearing(tmp_path / "export") as folder:
+        assert list(tmp_path.iterdir()) == [folder] and folder != left
+        with appearing(tmp_path / "export") as other:
+            assert sorted(tmp_path.iterdir()) == sorted([folder, other]), "one that is under way is not touched"
+            (other / "config.json").write_text("{}")
+        (tmp_path / "export/config.json").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
