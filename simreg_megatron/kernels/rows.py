@@ -21,6 +21,7 @@ from simreg_megatron.kernels import halves
 from simreg_megatron.kernels.walk import Given, Slab, Span, Tiles
 
 _FEATURES = 1024  # of a row at a time
+_CHUNKS = 32_767  # the second number of a grid ends at 65,535, and where a weight has two halves, each has its own
 _TOKENS = 512  # of those that a program takes, where it takes no rows
 
 
@@ -234,6 +235,11 @@ class TritonTiles(Tiles):
         if not halves.BMM_WIDENS:
             raise ValueError(
                 f"impl {cls.impl!r} needs torch 2.8 or newer, this is {torch.__version__}: use impl 'tiled'."
+            )
+        if (num_chunks := rows.shape[0] * rows.shape[1]) > _CHUNKS:
+            raise ValueError(
+                f"impl {cls.impl!r} computes at most {_CHUNKS} chunks at once, and these are {num_chunks}: "
+                "take larger chunks or a smaller micro-batch, or use impl 'tiled'."
             )
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 

@@ -349,6 +349,8 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         simreg_loss(rows.double(), labels, impl="triton")
     with pytest.raises(ValueError, match="impl 'triton' supports only similarity 'cosine'"):
         simreg_loss(rows, labels, impl="triton", similarity="dot")
+    with pytest.raises(ValueError, match="at most 32767 chunks at once, and these are 32768: take larger chunks"):
+        simreg_loss(torch.ones(1, 65536, 1), torch.ones(1, 65536, dtype=torch.int64), impl="triton", chunk_size=2)
     monkeypatch.setattr(row_kernels, "INTERPRETS", False)
     with pytest.raises(ValueError, match="needs a CUDA device, and the rows are on cpu"):
         simreg_loss(rows, labels, impl="triton")
