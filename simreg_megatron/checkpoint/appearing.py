@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from simreg_megatron.checkpoint.errors import CheckpointError
@@ -28,11 +28,12 @@ def appearing(save: Path) -> Iterator[Path]:
     save.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{save.name}.partial-"
     for left in save.parent.glob(f"{glob.escape(prefix)}*"):
-        with suppress(OSError), _held(left):
-            shutil.rmtree(left)  # of an export that was killed, since nobody holds it
+        with suppress(OSError), _held(left) as is_left:
+            if is_left:  # of an export that was killed, since nobody holds it
+                shutil.rmtree(left)
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=save.parent))
     try:
-        with _held(partial, also_without=True):
+        with _held(partial):
             yield partial
         _open_to_others(partial)
         _put_on_disk(partial)
@@ -44,13 +45,16 @@ def appearing(save: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _held(folder: Path, *, also_without: bool = False) -> Iterator[None]:
-    """Locked until the process ends, however it does. Some shared file systems have no such locks: OSError."""
+def _held(folder: Path) -> Iterator[bool]:
+    """Whether it is locked now, until the process ends, however it does: some shared file systems have no locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError) if also_without else nullcontext():
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = True
+    except OSError:
+        is_locked = False
+    try:
+        yield is_locked
     finally:
         os.close(descriptor)
 

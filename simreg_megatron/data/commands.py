@@ -76,9 +76,11 @@ def prepare(
 ) -> None:
     """Tokenize text into training and validation sets. The same command resumes where a killed one stopped."""
     with _errors():
+        from simreg_megatron.data.assemble import MANIFEST
         from simreg_megatron.data.indexed import DataError
         from simreg_megatron.data.prepare import Task, prepare, workers_here
         from simreg_megatron.data.progress import ConsoleProgress
+        from simreg_megatron.data.settings import refuse_changed
 
         if out.exists() and not out.is_dir():
             raise DataError(f"--out {out} is a file: name a folder")
@@ -115,6 +117,7 @@ def prepare(
         if manifest is None:
             print(f"shard {shard} is done; after the last one: simreg-megatron data merge {out}")
         else:
+            refuse_changed(out, manifest, MANIFEST)
             _summarize(manifest, out)
 
 
@@ -126,10 +129,14 @@ def merge(
 ) -> None:
     """Join the parts of all shards: the same bytes as from one machine."""
     with _errors():
+        from simreg_megatron.data.assemble import MANIFEST
         from simreg_megatron.data.prepare import merge
+        from simreg_megatron.data.settings import refuse_changed
 
         given = {"train": _number(tokens, "tokens"), "valid": _number(valid_tokens, "valid-tokens")}
-        _summarize(merge(out, given), out)
+        manifest = merge(out, given)
+        refuse_changed(out, manifest, MANIFEST)
+        _summarize(manifest, out)
 
 
 @app.command(name="tokenizer")
@@ -231,9 +238,7 @@ def _trained(sources: list[str], path: Path, vocab_size: int, key: str) -> Path:
 
 def _summarize(manifest: dict[str, Any], out: Path) -> None:
     from simreg_megatron.data.assemble import MANIFEST
-    from simreg_megatron.data.settings import refuse_changed
 
-    refuse_changed(out, manifest, MANIFEST)
     for side, count in manifest["tokens"].items():
         if count:
             print(f"{out / side}: {count:,} tokens, {manifest['documents'][side]:,} documents, {manifest['dtype']}")

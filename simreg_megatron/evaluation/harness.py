@@ -208,12 +208,18 @@ def refuse_unknown_metrics(choices: Sequence[Choice], protocol: Protocol) -> Non
     Raises:
         EvaluationError: a task has no such metric.
     """
-    for choice in (choice for choice in choices if choice not in (*PAPER, *FURTHER)):
-        with local_datasets(protocol.task_data, offline=protocol.offline):
-            tasks = task_manager(protocol.include).load([choice.name])["tasks"].values()
-        there = {metric for task in tasks for metric in task.aggregation()}
-        if choice.metric not in there:
+    for choice in choices:
+        ours = choice in (*PAPER, *FURTHER)
+        if not ours and choice.metric not in (there := _metrics_of(choice.name, protocol)):
             raise EvaluationError(_no_metric(choice, there))
+
+
+@functools.cache
+def _metrics_of(name: str, protocol: Protocol) -> frozenset[str]:
+    """Of a task, or of all tasks of a group; once for all models, since it reads the task's data."""
+    with local_datasets(protocol.task_data, offline=protocol.offline):
+        tasks = task_manager(protocol.include).load([name])["tasks"].values()
+    return frozenset(metric for task in tasks for metric in task.aggregation())
 
 
 def _no_metric(choice: Choice, there: Iterable[str]) -> str:
