@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A report of one's own runs: curves, where they ended, what was saved, margins and heat-maps, from what they left.
 
-    saving = 1 - (tokens at which a run reached the first run's last validation loss) / (tokens of the first run)
+    saving = 1 - (tokens after which a run stays at or below the first's last validation loss) / (all of the first's)
 
 Read in the middle of a longer schedule, whose decay was still to come, the saving is an underestimate of what a
 schedule of that length would save; and of one run each it is one draw.
@@ -103,9 +103,9 @@ def _table_of_savings(arms: Sequence[Arm]) -> Grid:
     rows = [_saving(arm, arms[0], loss) for arm in arms[1:]]
     says = (
         f"When each one reached the last validation loss of {arms[0].name}"
-        f"{'' if loss is None else f' ({loss:.4f})'}: read in the middle of a longer schedule, so an underestimate of "
-        "what a schedule of that length saves. Time is what the runs logged, which means nothing if they shared "
-        "their cores."
+        f"{'' if loss is None else f' ({loss:.4f})'} for good: read in the middle of a longer schedule, so an "
+        "underestimate of what a schedule of that length saves. Time is what the runs logged, which means nothing if "
+        "they shared their cores."
     )
     heads = ("run", "at step", "tokens saved", "the authors'", "time of a step", "the authors'", "time saved")
     return Grid(heads, rows, says)
@@ -129,15 +129,20 @@ def _saving(arm: Arm, base: Arm, loss: float | None) -> list[str]:
 
 
 def step_at(run: Run, loss: float) -> float | None:
-    """Where the validation curve first reaches `loss`, between two evaluations on the straight line; None if never."""
+    """Where the validation curve falls to `loss` for good, on the straight line between two evaluations.
+
+    None where the run ends above `loss`: a noisy curve that once dipped below it has not arrived.
+    """
     series = run.scalars.get(runs.VALIDATION_LOSS)
-    if series is None or not (series.values <= loss).any():
+    if series is None or not series.values[-1] <= loss:
         return None
-    place = int(np.argmax(series.values <= loss))
-    if place == 0:
+    above = np.flatnonzero(~(series.values <= loss))
+    if not above.size:
         return float(series.steps[0])
+    place = above[-1] + 1
     (one, other), (before, after) = series.steps[place - 1 : place + 1], series.values[place - 1 : place + 1]
-    return float(one + (other - one) * (before - loss) / (before - after))
+    share = (before - loss) / (before - after) if np.isfinite(before) else 1.0
+    return float(one + (other - one) * share)
 
 
 def _states(arms: Sequence[Arm]) -> Iterator[Section]:

@@ -209,10 +209,15 @@ def test_seeds_are_averaged_where_all_of_them_have_a_value() -> None:
         ((6.0, 5.0, 4.0), 4.5, 250.0),
         ((6.0, 5.0, 4.0), 3.9, None),
         ((6.0, 5.0), 7.0, 100.0),
-        ((6.0, 4.0, 5.0), 4.5, 175.0),
+        ((6.0, 4.0, 5.0), 4.5, None),
+        ((6.0, 4.0, 5.0, 4.0), 4.5, 350.0),
+        ((6.0, float("nan"), 4.0), 4.5, 300.0),
+        ((6.0, 4.0, float("nan")), 4.5, None),
     ],
 )
-def test_where_a_loss_is_reached_first(values: tuple[float, ...], loss: float, step: float | None) -> None:
+def test_a_loss_is_reached_where_the_curve_stays_below_it(
+    values: tuple[float, ...], loss: float, step: float | None
+) -> None:
     assert own.step_at(Run("r", {runs.VALIDATION_LOSS: curve(*values)}), loss) == step
 
 
