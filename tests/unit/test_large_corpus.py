@@ -252,6 +252,13 @@ def test_files_of_a_package_are_read_without_unpacking(tmp_path: Path) -> None:
             list(read_files(tmp_path / "q.deb", "."))
 
 
+def test_a_damaged_gzip_file_is_a_fault_of_its_package(tmp_path: Path) -> None:
+    packed = gzip.compress(b"text " * 50)
+    make_package(tmp_path / "p.deb", {"usr/a.txt.gz": packed[:-8] + bytes(8)})  # its checksum
+    with pytest.raises(DataError, match=r"p\.deb cannot be read \(CRC check failed"):
+        list(read_files(tmp_path / "p.deb", "."))
+
+
 def fake_apt(folder: Path, archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An apt-get that has the files of a folder."""
     script = (

@@ -123,7 +123,7 @@ def read_files(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
                     content = archive.extractfile(member) if member.isfile() and wanted.search(member.name) else None
                     if content is not None:
                         yield member.name, _plain(content.read())
-    except (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read ({error}): remove it and give the same command again") from None
 
 
