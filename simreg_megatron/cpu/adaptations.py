@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -27,6 +28,7 @@ def adapt_megatron() -> None:
     dataset_utils.compile_helpers = (lambda: None) if has_helpers else (lambda: _build_for_this_python(build))
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_to_host
     _allow_sequence_parallelism(WrappedTorchNorm)
+    _gather_tensors_of_unequal_sizes()
     cpu_attention.adapt(DotProductAttention)
 
 
@@ -67,3 +69,22 @@ def _allow_sequence_parallelism(norm_class: Any) -> None:
         return norm
 
     norm_class.__new__ = make_marked
+
+
+def _gather_tensors_of_unequal_sizes() -> None:
+    """NCCL does, and the layer-wise optimizer relies on it; gloo refuses, so each rank sends its tensor to the others."""
+    import torch.distributed as dist
+
+    all_gather = dist.all_gather
+
+    def gathered(tensors: list[Any], tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in tensors}) == 1:
+            return all_gather(tensors, tensor, group, async_op)
+        for rank, part in enumerate(tensors):
+            if rank == dist.get_rank(group):
+                part.copy_(tensor)
+            if part.numel():
+                dist.broadcast(part, dist.get_global_rank(group or dist.group.WORLD, rank), group)
+        return SimpleNamespace(wait=lambda: None) if async_op else None
+
+    dist.all_gather = gathered

@@ -19,7 +19,7 @@ from simreg_megatron.adagc import AdaGC, Clipped
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.clip.gradients import gradient_of, refuse_hidden, stepped_on
+from simreg_megatron.plugin.clip.gradients import gradient_of, members, refuse_hidden, stepped_on
 from simreg_megatron.plugin.clip.parameters import Named, named_parameters
 
 STATE_KEY = "simreg_adagc"
@@ -63,11 +63,11 @@ class Clipping:
         """
         args = compat.arguments()
         refuse_hidden(optimizer, args)
-        members = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        all_members = list(members(optimizer))
         named = {id(entry.parameter): entry for entry in named_parameters(compat.unwrapped(model_chunks))}
         self._names = _all_names([entry.name for entry in named.values()])
         slots = {name: slot for slot, name in enumerate(self._names)}
-        for member in members:
+        for member in all_members:
             for tensor, parameter, counts in stepped_on(member):
                 entry: Named = named[id(parameter)]
                 self._held.append(_Held(tensor, slots[entry.name], entry.contributes and counts))
@@ -84,8 +84,8 @@ class Clipping:
             variant=self.config.variant,
             device=device,
         )
-        for member in members:
-            member.config.clip_grad = 0.0
+        for member in all_members:
+            member.optimizer.config.clip_grad = 0.0
         self._restore()
         if self._loaded is None and getattr(args, "no_load_optim", None) and getattr(args, "load", None):
             log_once("AdaGC: --no-load-optim leaves the checkpoint's averages out, so its warm-up starts now")

@@ -54,12 +54,30 @@ def refuse_hidden(optimizer: Any, args: Any) -> None:
             )
 
 
-def stepped_on(optimizer: Any) -> Iterator[Stepped]:
-    """Everything that one optimizer (no chain of them) steps on here.
+class Member(NamedTuple):
+    """An optimizer that is no chain of others."""
+
+    optimizer: Any
+    alone: bool  # what it steps on, no other data-parallel rank does: each has whole parameters of its own
+
+
+def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
+    """The optimizers of a chain, and of the chains in it: Muon's layer-wise optimizer is one."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        yield Member(optimizer, alone)
+        return
+    alone = alone or type(optimizer).__name__ == "LayerWiseDistributedOptimizer"
+    for member in optimizer.chained_optimizers:
+        yield from members(member, alone=alone)
+
+
+def stepped_on(member: Member) -> Iterator[Stepped]:
+    """Everything that an optimizer steps on here.
 
     Raises:
         NotImplementedError: an optimizer of another kind.
     """
+    optimizer, alone = member
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if _has(optimizer, _OF_SHARDS):
@@ -68,7 +86,12 @@ def stepped_on(optimizer: Any) -> Iterator[Stepped]:
         yield from (Stepped(tensor, parameter, counts) for tensor, parameter in _shards(optimizer))
     elif _has(optimizer, _OF_COPIES) or type(optimizer).__name__ == "FP32Optimizer":
         whole = _copies(optimizer) if _has(optimizer, _OF_COPIES) else _parameters(optimizer.param_groups)
-        yield from (Stepped(tensor, parameter, _is_first_replica(parameter)) for tensor, parameter in whole)
+        yield from (Stepped(tensor, parameter, alone or _is_first_replica(parameter)) for tensor, parameter in whole)
+    elif alone:
+        raise NotImplementedError(
+            "--adagc and Megatron's layer-wise optimizer, which spreads whole parameters over ranks, need --bf16: add "
+            "it, or drop --use-distributed-optimizer or --adagc"
+        )
     else:
         raise NotImplementedError(f"--adagc does not know {type(optimizer).__name__}: use Adam or SGD, or drop --adagc")
 
