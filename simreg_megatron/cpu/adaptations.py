@@ -72,7 +72,7 @@ def _allow_sequence_parallelism(norm_class: Any) -> None:
 
 
 def _gather_tensors_of_unequal_sizes() -> None:
-    """NCCL does, and the layer-wise optimizer relies on it; gloo refuses, so each rank sends its tensor to the others."""
+    """NCCL does, and the layer-wise optimizer relies on it; gloo refuses, so each rank sends its own."""
     import torch.distributed as dist
 
     all_gather = dist.all_gather
@@ -80,11 +80,12 @@ def _gather_tensors_of_unequal_sizes() -> None:
     def gathered(tensors: list[Any], tensor: Any, group: Any = None, async_op: bool = False) -> Any:
         if len({part.shape for part in tensors}) == 1:
             return all_gather(tensors, tensor, group, async_op)
-        for rank, part in enumerate(tensors):
-            if rank == dist.get_rank(group):
+        ranks = dist.get_process_group_ranks(group)
+        for rank, part in zip(ranks, tensors, strict=True):
+            if rank == dist.get_rank():
                 part.copy_(tensor)
             if part.numel():
-                dist.broadcast(part, dist.get_global_rank(group or dist.group.WORLD, rank), group)
+                dist.broadcast(part, rank, group)
         return SimpleNamespace(wait=lambda: None) if async_op else None
 
-    dist.all_gather = gathered
+    dist.all_gather = gathered  # type: ignore[assignment]
