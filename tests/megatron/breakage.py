@@ -250,7 +250,7 @@ def adagc_instances_counted_twice() -> None:
 
     watch.adagc()
     stepped_on = clipping.stepped_on
-    clipping.stepped_on = lambda member: (held._replace(counts=True) for held in stepped_on(member))
+    clipping.stepped_on = lambda *member: (held._replace(counts=True) for held in stepped_on(*member))
     clipping._refuse_miscounted = lambda *args: None
 
 

@@ -68,7 +68,7 @@ class Clipping:
         self._names = _all_names([entry.name for entry in named.values()])
         slots = {name: slot for slot, name in enumerate(self._names)}
         for member in all_members:
-            for tensor, parameter, counts in stepped_on(member):
+            for tensor, parameter, counts in stepped_on(*member):
                 entry: Named = named[id(parameter)]
                 self._held.append(_Held(tensor, slots[entry.name], entry.contributes and counts))
         device = torch.device(torch.cuda.current_device())

@@ -71,13 +71,12 @@ def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
         yield from members(member, alone=alone)
 
 
-def stepped_on(member: Member) -> Iterator[Stepped]:
-    """Everything that an optimizer steps on here.
+def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
+    """Everything that a member steps on here.
 
     Raises:
         NotImplementedError: an optimizer of another kind.
     """
-    optimizer, alone = member
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if _has(optimizer, _OF_SHARDS):
