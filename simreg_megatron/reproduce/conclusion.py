@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from simreg_megatron.reproduce.check import Table, sizes_of, violations
 from simreg_megatron.reproduce.plan import Plan, as_content
 from simreg_megatron.reproduce.plan_file import plan_names, read_plan
-from simreg_megatron.reproduce.tuned import borrowed
+from simreg_megatron.reproduce.tuned import borrowed, lenders
 from simreg_megatron.reproduce.verdict import Runs, Verdict, judge
 
 _MEASURING = {("simreg-objective", "none")}
@@ -18,7 +19,11 @@ _MEASURING = {("simreg-objective", "none")}
 
 def verdicts_on(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
     """Of a table without violations; what tokens are worth is asked of the other tables, too."""
-    return judge(tables[name].plan, tables[name].rows, list(_comparable(name, tables)))
+    plan = tables[name].plan
+    found = judge(plan, tables[name].rows, list(_comparable(name, tables)))
+    searched = sizes_of(tables[plan.tuned_in]) if plan.tuned_in in tables else []
+    of = {str(size): str(lender) for size, lender in lenders(plan.sizes, searched).items()}
+    return [replace(verdict, lender=of.get(verdict.place.size, "")) for verdict in found]
 
 
 def _comparable(name: str, tables: Mapping[str, Table]) -> Iterator[Runs]:

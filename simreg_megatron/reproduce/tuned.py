@@ -57,11 +57,16 @@ def searched_sizes(search: Plan, ended: Mapping[tuple[str, str], int]) -> list[i
     return [size for size in search.sizes if all(is_complete(arm, size) for arm in search.arms)]
 
 
-def borrowed(sizes: Sequence[int | str], searched: Sequence[int | str]) -> str:
-    """Which sizes of a plan take the settings of another, as one line; "" where none does."""
+def lenders(sizes: Sequence[int | str], searched: Sequence[int | str]) -> dict[int | str, int | str]:
+    """The sizes of a plan that take the settings of another one, and that one."""
     wanted = [size for size in sizes if not is_real(size) and size not in searched]
-    pairs = [(nearest_size(searched, size), size) for size in wanted if searched]
-    return "; ".join(f"settings of width {nearest} used at {size}" for nearest, size in pairs)
+    return {size: nearest_size(searched, size) for size in wanted if searched}
+
+
+def borrowed(sizes: Sequence[int | str], searched: Sequence[int | str]) -> str:
+    """The same as one line; "" where there are none."""
+    pairs = lenders(sizes, searched).items()
+    return "; ".join(f"settings of width {lender} used at {size}" for size, lender in pairs)
 
 
 def settings_of_paper(search: Plan, arm: str) -> Flags:

@@ -47,6 +47,7 @@ class Verdict:
         noise: standard deviation of the baseline from seed to seed.
         detectable: a true difference of this size would be found four times in five.
         worth: in tokens; None where no shortened baseline tells, or the claim is not about a loss of the text.
+        lender: the size whose settings both arms have; "" where they are of this size.
     """
 
     claim: Claim
@@ -60,6 +61,7 @@ class Verdict:
     noise: float
     detectable: float
     worth: Saving | None = None
+    lender: str = ""
 
     @property
     def held(self) -> bool:
@@ -72,7 +74,7 @@ class Verdict:
 
     @property
     def is_headline(self) -> bool:
-        return self.claim.headline and min(self.numbers) >= FEWEST_SEEDS_OF_A_HEADLINE
+        return self.claim.headline and min(self.numbers) >= FEWEST_SEEDS_OF_A_HEADLINE and not self.lender
 
     @property
     def word(self) -> str:
@@ -102,14 +104,17 @@ class Verdict:
         missed = f" (a difference below {self.detectable:.4f} would be missed with these seeds)"
         if self.word != NOT_SHOWN:
             missed = ""
-        return f"{self.word}{missed}: {self.claim.says}. {where}: {self.told}.{self._of_the_headline}"
+        untuned = f", but at the settings of width {self.lender}, not tuned for this size" if self.lender else ""
+        return f"{self.word}{missed}{untuned}: {self.claim.says}. {where}: {self.told}.{self._of_the_headline}"
 
     @property
     def _of_the_headline(self) -> str:
         if not self.claim.headline or self.is_headline:
             return ""
-        needed = FEWEST_SEEDS_OF_A_HEADLINE
-        return f" No headline: at this size it rests on {min(self.numbers)} seeds, and {needed} are needed."
+        needed, seeds = FEWEST_SEEDS_OF_A_HEADLINE, min(self.numbers)
+        if seeds >= needed:
+            return " No headline: how well each arm is tuned decides it as much as the claim does."
+        return f" No headline: at this size it rests on {seeds} seeds, and {needed} are needed."
 
 
 def judge(plan: Plan, rows: Sequence[Row], others: Sequence[Runs] = ()) -> list[Verdict]:

@@ -369,6 +369,20 @@ def test_time_is_saved_less_than_tokens_where_steps_are_longer(results, monkeypa
     assert f", {1 - (1 - tokens) * 1.1:.0%} of the time (a step takes +10.0 %)" in check(results).output
 
 
+def test_a_size_that_no_search_covered_is_no_headline_and_its_verdicts_say_so(results, tmp_path):
+    store = Store(results)
+    dataset = Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0, validation_tokens=20_481)
+    search, wide = plan_of(SEARCH, where="search"), plan_of({**MINE, "name": "wide", "sizes": [64, 96]}, where="wide")
+    _fill(store, wide, entries_of(wide, dataset, tuned_in(search, entries_of(search, dataset, untuned), store)))
+    of = {verdict.place.size: verdict for verdict in verdicts_on("wide", read_tables(results))[:2]}
+    assert (of["64"].lender, of["96"].lender) == ("", "64")
+    assert (of["64"].is_headline, of["96"].is_headline) == (True, False) and of["96"].held
+    assert of["64"].sentence.startswith("Held: SimReg ends lower. Size 64")
+    told = "Held, but at the settings of width 64, not tuned for this size: SimReg ends lower. Size 96"
+    assert of["96"].sentence.startswith(told) and " No headline: how well each arm is tuned" in of["96"].sentence
+    assert told in check(results).output
+
+
 def test_a_shorter_arm_that_ends_lower_saves_its_shortness_as_well(results):
     def change(rows):
         for row in rows:
