@@ -62,14 +62,14 @@ def test_going_on_is_never_having_stopped(
     assert gone_on.states == whole.states[2:]
 
 
-@pytest.mark.parametrize("model", ["dense", "moe"])
+@pytest.mark.parametrize(("model", "patch"), [("dense", "adagc"), ("moe", "adagc"), ("dense", "adagc_and_layout")])
 def test_adagc_where_each_rank_steps_on_other_parameters(
-    model: str, data_flags: tuple[str, ...], tmp_path: Path
+    model: str, patch: str, data_flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     """As where both ranks step on all of them. The first step alone has equal weights, up to how bf16 rounds."""
     flags = (*data_flags, *STEPS, *runs.SIMREG, *ADAGC, *MUON, "--bf16", "--lr", "1e-6", "--adagc-warmup-iters", "1")
     every = train(tmp_path / "every", flags, model=model, processes=2)
-    spread = train(tmp_path / "spread", (*flags, *LAYER_WISE), model=model, processes=2)
+    spread = train(tmp_path / "spread", (*flags, *LAYER_WISE), model=model, processes=2, patch=patch)
     assert apart([state["gammas"] for state in every.states], [state["gammas"] for state in spread.states]) < 1e-3
     assert apart(every.coefficients, spread.coefficients) < 1e-3
     assert sum(value < 0.999 for value in every.coefficients[-1].values()) > 3, "many are clipped"

@@ -59,6 +59,28 @@ def adagc() -> None:
     Clipping.clip = watched
 
 
+def adagc_and_layout() -> None:
+    """As `adagc`, with the layer-wise optimizer that Megatron makes where a script brings a model provider.
+
+    It takes Muon's matrices alone, in buffers laid out for it; a distributed optimizer beside it takes the others.
+    """
+    from megatron.core.optimizer.layer_wise_optimizer import (
+        LayerWiseDistributedOptimizer,
+        tag_params_for_buffer_routing,
+    )
+    from megatron.training.models import dist_utils
+
+    adagc()
+    wrap = dist_utils._ddp_wrap
+
+    def laid_out(model: Any, random_init: bool, ddp_config: Any, *args: Any, **kwargs: Any) -> Any:
+        ddp_config.use_distributed_optimizer = True
+        tag_params_for_buffer_routing(model)
+        return wrap(model, random_init, ddp_config, *args, **kwargs)
+
+    dist_utils._ddp_wrap, dist_utils.DistributedOptimizer = laid_out, LayerWiseDistributedOptimizer
+
+
 def adagc_and_weights() -> None:
     """As `adagc`, and the parameters after every step go to RECORD_OUT/weights<rank>.pt."""
     import megatron.training.training as training
