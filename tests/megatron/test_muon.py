@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon, SOAP and Lion (NVIDIA's emerging-optimizers) in Megatron's own loop, with SimReg and with AdaGC."""
+"""Muon, SOAP and Lion in Megatron's own loop, with SimReg and with AdaGC.
+
+They are NVIDIA's emerging-optimizers, which `make setup` leaves out: loading them loads absl, whose handler of the root
+logger keeps Megatron 0.19 from setting up its own, so that its timers are missing in every log.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from tests.megatron import runs
 from tests.megatron.test_adagc import ADAGC, apart, train
 
-pytest.importorskip("emerging_optimizers", reason="they need emerging-optimizers, which needs Python 3.12")
+pytest.importorskip("emerging_optimizers", reason="pip install emerging-optimizers==0.3.0 (Python 3.12)")
 
 OPTIMIZERS = ("muon", "soap", "lion")
 SCALAR = "simreg_similarity.query"
