@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon, SOAP and Lion in Megatron's own loop, with SimReg and with AdaGC.
 
-They are NVIDIA's emerging-optimizers, which `make setup` leaves out: loading them loads absl, whose handler of the root
-logger keeps Megatron 0.19 from setting up its own, so that its timers are missing in every log.
+They are NVIDIA's emerging-optimizers, which `make setup` leaves out: importing them gives the root logger a handler
+before Megatron 0.19 sets up its own, so that its timers are missing in every log.
 """
 
 from __future__ import annotations
