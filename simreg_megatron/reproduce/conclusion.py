@@ -21,9 +21,13 @@ def verdicts_on(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
     """Of a table without violations; what tokens are worth is asked of the other tables, too."""
     plan = tables[name].plan
     found = judge(plan, tables[name].rows, list(_comparable(name, tables)))
-    searched = sizes_of(tables[plan.tuned_in]) if plan.tuned_in in tables else []
-    of = {str(size): str(lender) for size, lender in lenders(plan.sizes, searched).items()}
+    of = {str(size): str(lender) for size, lender in lenders(plan.sizes, _searched(plan, tables)).items()}
     return [replace(verdict, lender=of.get(verdict.place.size, "")) for verdict in found]
+
+
+def _searched(plan: Plan, tables: Mapping[str, Table]) -> list[int | str]:
+    """The sizes that its search covered; none where that is not in the folder."""
+    return sizes_of(tables[plan.tuned_in]) if plan.tuned_in in tables else []
 
 
 def _comparable(name: str, tables: Mapping[str, Table]) -> Iterator[Runs]:
@@ -57,7 +61,7 @@ def _about_versions(table: Table) -> Iterator[str]:
 
 def _about_settings(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
     plan = tables[name].plan
-    if plan.tuned_in in tables and (told := borrowed(plan.sizes, sizes_of(tables[plan.tuned_in]))):
+    if told := borrowed(plan.sizes, _searched(plan, tables)):
         yield f"{told}: the arms are not tuned there, so a difference may be the settings'"
 
 
