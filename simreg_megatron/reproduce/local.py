@@ -54,7 +54,7 @@ class _Worker:
 def command_of(run: Run, folder: Path, dataset: Dataset) -> list[str]:
     """The words that train `run` into `folder`: the launcher's own, ready to be pasted into a shell."""
     flags = dict(run.flags) | dataset.flags | {"output": str(folder), "data-cache-path": str(folder / "cache")}
-    flags = {"eval-iters": str(validation_batches(run, dataset)), **flags}
+    flags["eval-iters"] = str(validation_batches(run, dataset))
     if run.steps >= _FEWEST_STEPS_TO_SAVE:
         flags |= {"auto-resume": "", "save-interval": str(run.steps // _SAVES)}
     words = [word for name, value in flags.items() for word in (f"--{name}", value) if word]

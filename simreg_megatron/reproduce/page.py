@@ -110,13 +110,14 @@ def _mean(values: list[str]) -> str:
 
 def _commands(table: Table) -> list[str]:
     script = f"launch/pretrain_{table.plan.family}.sh"
-    text = "--data DATA/train --valid-data DATA/valid --tokenizer DATA/tokenizer.model --eval-iters BATCHES"
+    text = "--data DATA/train --valid-data DATA/valid --tokenizer DATA/tokenizer.model"
+    all_of_it = "" if table.plan.is_about_time else " --eval-iters BATCHES"
     hashes = ", ".join(dict.fromkeys(row["data"][:16] for row in table.rows))
     return [
         f"simreg-megatron reproduce {table.plan.name} --dry-run prints these with DATA, the folder of the text (hash "
         f"{hashes}), and BATCHES, which make up its whole validation text:",
         *(
-            f"{row['arm']}, seed {row['seed']}, commit {row['commit']}: bash {script} {row['flags']} {text}"
+            f"{row['arm']}, seed {row['seed']}, commit {row['commit']}: bash {script} {row['flags']} {text}{all_of_it}"
             for row in table.rows
         ),
     ]

@@ -99,6 +99,11 @@ class Plan:
     def is_search(self) -> bool:
         return any(arm.trials for arm in self.arms)
 
+    @property
+    def is_about_time(self) -> bool:
+        """And nothing else: where its runs end is not asked."""
+        return bool(self.claims) and all(claim.metric == "seconds_per_step" for claim in self.claims)
+
 
 def as_content(plan: Plan) -> dict[str, Any]:
     """What `plan_of` makes the same plan of."""

@@ -142,6 +142,8 @@ def _run(plan: Plan, size: int | str, ratio: float, own: Flags, dataset: Dataset
     # A real preset's warm-up is the paper's, and the launcher shortens it where the run is shorter.
     length = {"train-iters": str(steps)} if is_real(size) else schedule(steps)
     flags = {**flags, **length, **own, **_watch(steps)}
+    if plan.is_about_time:
+        flags["eval-iters"] = "1"  # the whole validation text would take longer than the steps that are timed
     if "lr" in own:
         flags["min-lr"] = last_rate(own["lr"])
     if own.get("decoupled-lr", "").endswith("x"):
@@ -168,10 +170,12 @@ def _watch(steps: int) -> Flags:
 
 
 def validation_batches(run: Run, dataset: Dataset) -> int:
-    """All of the validation text, but for the sequences that fill no batch.
+    """All of the validation text, but for the sequences that fill no batch; fewer where the run says so.
 
     Megatron's own --full-validation goes through it one sequence at a time, which takes several times as long.
     """
+    if given := run.value("eval-iters"):
+        return int(given)
     return max(1, (dataset.validation_tokens - 1) // run.sequence // run.batch)
 
 

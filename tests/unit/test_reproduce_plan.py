@@ -179,6 +179,15 @@ def test_the_whole_validation_text_is_read_once_after_the_last_step(steps, datas
     assert validation_batches(entry.run, replace(dataset, validation_tokens=20_480)) == 9, "the last one is not whole"
 
 
+def test_a_plan_about_time_alone_reads_one_batch_of_it(dataset):
+    claim = {"says": "b is faster", "arm": "b", "than": "a", "metric": "seconds_per_step"}
+    arms = {"a": {}, "b": {}}
+    (entry, *_) = entries_of(a_plan(arms=arms, claims=[claim]), dataset, untuned)
+    assert validation_batches(entry.run, dataset) == 1 and "--eval-iters 1" in entry.run.words
+    (entry, *_) = entries_of(a_plan(arms=arms, claims=[claim, claim | {"metric": "simreg_loss"}]), dataset, untuned)
+    assert validation_batches(entry.run, dataset) == 10 and "--eval-iters" not in entry.run.words
+
+
 @pytest.mark.parametrize(("width", "parameters"), [(64, 201_280), (96, 443_232), (128, 803_968), (192, 1_771_200)])
 def test_parameters_outside_the_embeddings(width, parameters):
     shape = Shape(width)
