@@ -436,7 +436,7 @@ def test_what_qualifies_a_conclusion_is_noted(results):
     several, settings, sizes, seeds, rest = notes("saving", {**tables, "saving": Table(wider, tuple(rows), ())})
     assert several == "its runs were made by several versions of the code (column commit)"
     assert settings.startswith("settings of width 64 used at 96: the arms are not tuned there")
-    assert sizes == "sizes 64, 96, where the plan that ships says 64, 96, 128"
+    assert sizes == "sizes 64, 96, where the plan that ships says 32, 64, 96, 128"
     assert seeds == "seeds 5, where the plan that ships says 5 at 64, 5 at 96, 3 at 128, 3 at tiny"
     assert rest == "question and arms and claims and tuned_in differ from those of the plan saving that ships"
 
