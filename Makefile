@@ -48,7 +48,7 @@ setup: ## make .venv with all that the demo and the tests need (once: 1 to 4 min
 demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, and compare them
 	$(PY) launch/demo.py $(if $(STEPS),--steps $(STEPS)) $(DEMO_ARGS)
 
-test: setup ## the quick tests (6 minutes on 2 cores)
+test: setup ## the quick tests (4 to 10 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu and not slurm and not te" $(PYTEST_ARGS) tests
 
 test-all: setup test-slurm ## every test but those of test-te; those for a GPU only where one is, those of SLURM only where it can start
@@ -65,10 +65,10 @@ test-te: setup ## Transformer Engine and Megatron-Bridge without a GPU, in an en
 test-lowest: setup ## the quick tests with the lowest versions of all packages that setup.py allows, in an environment of their own
 	@bash tools/lowest.sh $(PYTEST_ARGS)
 
-parity: setup ## the same function in every parallel layout: print the table (half an hour on 2 cores)
+parity: setup ## the same function in every parallel layout: print the table (5 minutes on 2 cores)
 	$(PY) -m tests.megatron.parity $(PARITY_ARGS)
 
-versions: setup ## drive every release of Megatron and write docs/versions.md (30 minutes on 2 cores)
+versions: setup ## drive every release of Megatron and write docs/versions.md (15 to 30 minutes on 2 cores)
 	$(PY) -m tests.versions --output docs/versions.md $(VERSIONS_ARGS)
 
 lint: setup ## ruff (rules, bandit's among them, and format), mypy, shellcheck, zizmor for the workflows, lines of code per package

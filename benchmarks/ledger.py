@@ -26,6 +26,7 @@ from simreg_megatron.report.steps import overhead
 from simreg_megatron.report.welch import deviation, welch
 from simreg_megatron.reproduce import verdict
 from simreg_megatron.reproduce.check import read_tables
+from simreg_megatron.reproduce.pace import pace
 from tests.stress import judge
 
 PAGES = (
@@ -143,6 +144,7 @@ def over_plain() -> list[float]:
 OF_THE_STEP = (
     Figure("README.md", "what a step costs | {} % more on a CPU", PAIRS, lambda: over_plain()[:1]),
     Figure(PERFORMANCE, "better 2 | {} % more processor time (interval {} to {};", PAIRS, over_plain),
+    Figure("docs/evidence.md", "inside one run show {} % for the tiny model", PAIRS, lambda: over_plain()[:1]),
 )
 
 
@@ -243,6 +245,10 @@ def runs_of(experiment: str, folder: str = "evidence") -> Source:
 SEARCH = runs_of("tuning")
 
 
+def millions_of_tokens(size: int = 64) -> list[float]:
+    return [column(SEARCH, "tokens", size=size)[0] / 1e6]
+
+
 def gain_of_the_search() -> list[float]:
     """Nats per token between the best run of cross-entropy and the best of SimReg."""
     best = [min(column(SEARCH, "validation_loss", arm=arm, size=64)) for arm in ("cross-entropy", "simreg")]
@@ -276,13 +282,13 @@ def means_of_the_sweep() -> list[float]:
     """The lowest and the highest mean of the arms with lambda to 3 and temperatures to 0.05, and the baseline's."""
     sweep = runs_of("sweep")
     flat = ("lambda-0.1", "lambda-0.3", "lambda-1", "lambda-3", "tau-0.005", "tau-0.02", "tau-0.05")
-    means = [mean(column(sweep, "validation_loss", arm=arm)) for arm in flat]
-    return [min(means), max(means), mean(column(sweep, "validation_loss", arm="cross-entropy"))]
+    means = [mean(column(sweep, "validation_loss", arm=arm, size=64)) for arm in flat]
+    return [min(means), max(means), mean(column(sweep, "validation_loss", arm="cross-entropy", size=64))]
 
 
 def against_all_seeds(experiment: str, arm: str) -> list[float]:
     """The size of the difference and of the ends of its interval, the nearer end first."""
-    ends = column(runs_of(experiment), "validation_loss", arm=arm)
+    ends = column(runs_of(experiment), "validation_loss", arm=arm, size=64)
     found = welch(ends, column(NOISE, "validation_loss"))
     return [-found.difference, -found.high, -found.low]
 
@@ -292,9 +298,10 @@ def p_values_of_labels() -> list[float]:
     return [found.p_value for found in verdict.judge(table.plan, table.rows)[:2]]
 
 
-def flags_of(arm: str, *names: str) -> list[float]:
+def flags_of(arm: str, *names: str, size: int = 64) -> list[float]:
     """What these flags of an arm's runs were."""
-    words = next(row["flags"].split() for row in csv_of(runs_of("convergence").file) if row["arm"] == arm)
+    rows = csv_of(runs_of("convergence").file)
+    words = next(row["flags"].split() for row in rows if (row["arm"], row["size"]) == (arm, f"{size}"))
     return [float(words[words.index(f"--{name}") + 1]) for name in names]
 
 
@@ -304,20 +311,29 @@ def size_of(found: verdict.Verdict) -> list[float]:
     return [sign * found.difference, *sorted(sign * end for end in found.interval)]
 
 
-def decided(page: str, sentence: str, experiment: str, *places: int, numbers: int = 3) -> Figure:
-    """Of each of these claims, the size of its difference and of the ends of its interval, the nearer end first."""
+def decided(page: str, sentence: str, experiment: str, *places: int, numbers: int = 3, size: int = 64) -> Figure:
+    """Of each of these verdicts at a size, the size of the difference and of the ends of its interval, the nearer end
+    first."""
 
     def values() -> list[float]:
         table = read_tables(claims.FOLDER)[experiment]
-        judged = verdict.judge(table.plan, table.rows)
+        judged = [found for found in verdict.judge(table.plan, table.rows) if found.place.size == f"{size}"]
         return [number for place in places for number in size_of(judged[place])[:numbers]]
 
     return Figure(page, sentence, runs_of(experiment), values)
 
 
+def seconds_against_plain(arm: str) -> list[float]:
+    """Percent that a step takes longer than one of Megatron alone, and the ends of the interval."""
+    table = read_tables(claims.FOLDER)["runtime"]
+    found = pace(table.rows, arm, "megatron", verdict.Place("64", "2"), table.rows)
+    assert found is not None
+    return [100 * (times - 1) for times in found]
+
+
 OBJECTIVES = "docs/objectives.md"
 OF_OBJECTIVES = (
-    Figure("README.md", "width 64 with {} million tokens", SEARCH, lambda: [column(SEARCH, "tokens")[0] / 1e6]),
+    Figure("README.md", "width 64 with {} million tokens", SEARCH, millions_of_tokens),
     decided("README.md", "baseline: {} nats lower with equal tokens", "convergence", 0, numbers=1),
     decided("README.md", "equal tokens, {} lower with 20 % fewer", "fewer", 0, numbers=1),
     decided("README.md", "20 % fewer, {} **higher** with", "saving", 0, numbers=1),
@@ -359,13 +375,20 @@ OF_OBJECTIVES = (
     decided("docs/evidence.md", "shown ({} higher, {} to {})", "schedule", 0),
     decided("docs/evidence.md", "twice the tokens it is {} lower ({} to\n{})", "plateau", 0),
     decided("docs/evidence.md", "lowers it by {} more ({} to {};", "plateau", 1),
-    Figure("docs/evidence.md", "trained on {} million tokens", SEARCH, lambda: [column(SEARCH, "tokens")[0] / 1e6]),
+    Figure("docs/evidence.md", "trained on {} million tokens", SEARCH, millions_of_tokens),
     Figure("docs/evidence.md", "learning rate of {} and a weight decay of {}", runs_of("convergence"),
            partial(flags_of, "cross-entropy", "lr", "weight-decay")),
     Figure("docs/evidence.md", "a rate of {} and\nlambda", runs_of("convergence"),
            partial(flags_of, "simreg-chunk", "lr")),
+    decided("docs/evidence.md", "2.5 at this width, ends\n{} lower ({} to {}) than cross-entropy", "scaling", 0),
+    Figure("docs/evidence.md", "by {} % ({} to {}) with SimReg in chunks", runs_of("runtime"),
+           partial(seconds_against_plain, "simreg-chunk")),
+    Figure("docs/evidence.md", "by {} %\n({} to {}) on whole sequences", runs_of("runtime"),
+           partial(seconds_against_plain, "simreg-whole")),
     decided("docs/evidence.md", "isotropy, by {} ({} to {})", "similarity", 2),
     decided("docs/evidence.md", "labels falls, by {} ({} to {})", "similarity", 1),
+    Figure("docs/existing-pipeline.md", "(to {} instead of {} at", runs_of("similarity"),
+           lambda: [mean(column(runs_of("similarity"), "simreg_loss", arm=a)) for a in ("simreg", "cross-entropy")]),
     Figure("docs/evidence.md", "all ten end between {} and {}, with a standard deviation of\n{} where it was {}.",
            NOISE, noise),
     Figure("docs/evidence.md", "these ten SimReg in chunks ends {} lower ({} to {})", NOISE,
@@ -502,8 +525,8 @@ NOT_MEASURED = (
     NotMeasured("docs/support.md", "a Python, not a number",
                 ("| 3.12 (their wheels", "| 3.12 | exact, with one warning")),
     NotMeasured("CONTRIBUTING.md", "what `make` prints; tests/unit/test_code_blocks.py compares it",
-                ("once: 1 to 4 minutes, 6.2 GB", "tests (6 minutes on", "root; 15 minutes",
-                 "table (half an hour on 2 cores)", "versions.md (30 minutes", "first: 190 MB",
+                ("once: 1 to 4 minutes, 6.2 GB", "tests (4 to 10 minutes on", "root; 15 minutes",
+                 "table (5 minutes on 2 cores)", "versions.md (15 to 30 minutes", "first: 190 MB",
                  "counted without one (10 seconds)")),
     NotMeasured("docs/cluster.md", "the pulse of a run's lock", ("touches it every 10 s",)),
     NotMeasured("docs/cluster.md", "defaults", ("MINUTES` | 10 |", "`--keep N` | 3 |")),
@@ -519,6 +542,8 @@ NOT_MEASURED = (
     NotMeasured("docs/evaluation.md", "of the test's making", ("It asks 500 questions",)),
     NotMeasured("docs/evaluation.md", "about how long one waits", ("two CPU cores, 20 minutes",)),
     NotMeasured("docs/first-hour.md", "about the size of .venv", ("6.2 GB of packages",)),
+    NotMeasured("docs/first-hour.md", "settings", ("--lr 1e-3 --min-lr 1e-4",)),
+    NotMeasured("docs/evidence.md", "the plan's bound, and a level of trust", ("5 % more is ruled out", "p below 0.001")),
     NotMeasured("docs/evidence.md", "what a plan asks, and the protocol",
                 ("with 30 % fewer tokens", "SimReg with 70 % of the tokens", "its 95 % interval",
                  "after 20 % fewer, but not after 30 % fewer", "(95 % interval", "| 90 % of the tokens",

@@ -31,6 +31,7 @@ class Part:
         minutes: that it may take.
         fine: statuses of a part that ran to its end; pytest ends with 1 where a test fails, 5 where it selects none.
         environment: beside that of this process.
+        leaves: a file without which it did not run to its end, whatever its status says.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Part:
     minutes: float
     fine: tuple[int, ...] = (0,)
     environment: dict[str, str] = field(default_factory=dict)
+    leaves: str = ""
 
     def command_lines(self) -> list[list[str]]:
         return [[sys.executable, "-m", *command] for command in self.commands]
@@ -70,8 +72,9 @@ def _tests(output: Path, environment: dict[str, str], *, quick: bool) -> Iterato
             words = ("pytest", f"tests/gpu/{file}", "-q", "-rfEs", "-p", "no:cacheprovider")
             chosen = ("-k", impl) if impl else ()
             report = (f"--junitxml={output / name}.xml", "-o", "junit_family=xunit2")
+            minutes = 10 if impl else 30
             if impl or not quick:
-                yield Part(name, ((*words, *chosen, *report),), 10 if impl else 30, (0, 1, 5), environment)
+                yield Part(name, ((*words, *chosen, *report),), minutes, (0, 1, 5), environment, f"{name}.xml")
 
 
 def _forms(output: Path, environment: dict[str, str], *, sizes: str, pretend: bool) -> Iterator[Part]:

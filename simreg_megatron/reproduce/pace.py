@@ -3,23 +3,44 @@
 
     time saved = 1 - (1 - tokens saved) * seconds of the arm's step / seconds of the other's
 
-The experiment `runtime` measures steps on purpose, one run at a time. The seconds that the judged runs logged are not
-used: they mean nothing where several shared the cores, and nothing in a table tells whether they did.
+A step that seems shorter only by chance counts as equally long. The experiment `runtime` measures steps on purpose,
+one run at a time. The seconds that the judged runs logged are not used: they mean nothing where several shared the
+cores, and nothing in a table tells whether they did.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from simreg_megatron.report.welch import mean
+from simreg_megatron.report.welch import mean, welch
 from simreg_megatron.reproduce.verdict import Place, Row
 
 EXPERIMENT = "runtime"
 
 
-def slower(rows: Sequence[Row], arm: str, than: str, place: Place, measured: Sequence[Row]) -> float | None:
-    """Seconds of the arm's step over those of the other's; None where nobody measured both kinds at that size.
+class Pace(NamedTuple):
+    """Seconds of one arm's step over those of another's, and the two-sided 95 % interval."""
+
+    times: float
+    low: float
+    high: float
+
+    @property
+    def told(self) -> str:
+        more, low, high = (f"{100 * (times - 1):+.1f}" for times in self)
+        return f"a step takes {more} %, {low} to {high}"
+
+    def saved(self, tokens: float) -> float:
+        """Share of the time that so large a share of the tokens is worth."""
+        times = self.times if self.times > 1 or self.high < 1 else 1.0
+        return 1 - (1 - tokens) * times
+
+
+def pace(rows: Sequence[Row], arm: str, than: str, place: Place, measured: Sequence[Row]) -> Pace | None:
+    """How long the arm's step takes beside the other's; None where nobody measured both kinds at that size.
 
     Args:
         rows: of the experiment judged.
@@ -27,22 +48,19 @@ def slower(rows: Sequence[Row], arm: str, than: str, place: Place, measured: Seq
     """
     kinds = [{_kind(row) for row in _of(rows, name, place)} for name in (arm, than)]
     at_size = [row for row in measured if row["size"] == place.size]
-    long, base = (_seconds([row for row in at_size if {_kind(row)} == kind]) for kind in kinds)
-    return None if long is None or base is None else long / base
-
-
-def time_saved(tokens_saved: float, times: float) -> float:
-    """Where a step takes so many times as long."""
-    return 1 - (1 - tokens_saved) * times
+    long, base = (_log_seconds([row for row in at_size if {_kind(row)} == kind]) for kind in kinds)
+    if min(len(long), len(base)) < 2:
+        return None
+    found = welch(long, base)
+    return Pace(math.exp(mean(long) - mean(base)), math.exp(found.low), math.exp(found.high))
 
 
 def _of(rows: Sequence[Row], arm: str, place: Place) -> list[Row]:
     return [row for row in rows if row["arm"] == arm and (row["size"], row["tokens_per_parameter"]) == place]
 
 
-def _seconds(rows: Sequence[Row]) -> float | None:
-    found = [float(row["seconds_per_step"]) for row in rows if row.get("seconds_per_step")]
-    return mean(found) if found else None
+def _log_seconds(rows: Sequence[Row]) -> list[float]:
+    return [math.log(float(row["seconds_per_step"])) for row in rows if row.get("seconds_per_step")]
 
 
 def _kind(row: Row) -> tuple[str, ...]:

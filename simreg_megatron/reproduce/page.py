@@ -12,7 +12,7 @@ from simreg_megatron.report.welch import deviation, mean
 from simreg_megatron.reproduce import authors, figures
 from simreg_megatron.reproduce.check import Table, measured_steps, violations
 from simreg_megatron.reproduce.conclusion import notes, verdicts_on
-from simreg_megatron.reproduce.pace import slower, time_saved
+from simreg_megatron.reproduce.pace import pace
 from simreg_megatron.reproduce.verdict import Row, Verdict
 
 _MEASURES = {
@@ -76,8 +76,8 @@ def _cells(verdict: Verdict, table: Table, measured: Sequence[Row]) -> list[str]
     ]  # fmt: skip
     if worth is None:
         return [*where, *numbers, "-", "-", "-"]
-    times = slower(table.rows, claim.arm, claim.than, place, measured)
-    in_time = "-" if times is None else f"{time_saved(worth.tokens, times):.0%}"
+    found = pace(table.rows, claim.arm, claim.than, place, measured)
+    in_time = "-" if found is None else f"{found.saved(worth.tokens):.0%} ({found.told})"
     return [*where, *numbers, f"{worth.exchange:.4f} {verdict.unit}", worth.told, in_time]
 
 

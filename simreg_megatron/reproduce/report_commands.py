@@ -17,6 +17,7 @@ from simreg_megatron.sentences import SentenceError
 if TYPE_CHECKING:
     from simreg_megatron.report.page import Page
     from simreg_megatron.reproduce.check import Table
+    from simreg_megatron.reproduce.pace import Pace
     from simreg_megatron.reproduce.saving import Saving
     from simreg_megatron.reproduce.verdict import Verdict
 
@@ -162,7 +163,7 @@ def _print_conclusion(name: str, tables: dict[str, Table]) -> bool:
 def _print_verdicts(name: str, tables: dict[str, Table]) -> None:
     from simreg_megatron.reproduce.check import measured_steps
     from simreg_megatron.reproduce.conclusion import notes, verdicts_on
-    from simreg_megatron.reproduce.pace import slower
+    from simreg_megatron.reproduce.pace import pace
 
     for note in notes(name, tables):
         _console.print(f"  note: {note}", markup=False)
@@ -172,8 +173,8 @@ def _print_verdicts(name: str, tables: dict[str, Table]) -> None:
         if not any(verdict.diverged):
             _console.print(f"    {_noise(verdict)}", markup=False)
         if verdict.worth is not None:
-            times = slower(tables[name].rows, claim.arm, claim.than, verdict.place, measured_steps(tables))
-            _console.print(f"    {_saved(verdict.worth, times)}", markup=False)
+            found = pace(tables[name].rows, claim.arm, claim.than, verdict.place, measured_steps(tables))
+            _console.print(f"    {_saved(verdict.worth, found)}", markup=False)
 
 
 def _noise(verdict: Verdict) -> str:
@@ -184,15 +185,14 @@ def _noise(verdict: Verdict) -> str:
     )
 
 
-def _saved(worth: Saving, times: float | None) -> str:
-    """times: how many times as long a step is."""
-    from simreg_megatron.reproduce.pace import EXPERIMENT, time_saved
+def _saved(worth: Saving, measured: Pace | None) -> str:
+    from simreg_megatron.reproduce.pace import EXPERIMENT
 
     low, high = worth.exchange_interval
     told = (
         f"100 more steps are worth {worth.exchange:.4f} ({low:.4f} to {high:.4f}, from {worth.shorter}), so what is "
         f"saved is {worth.told}"
     )
-    if times is None:
+    if measured is None:
         return f"{told}; how much of the time, the experiment {EXPERIMENT} in the same folder tells"
-    return f"{told}, {time_saved(worth.tokens, times):.0%} of the time (a step takes {100 * (times - 1):+.1f} %)"
+    return f"{told}, {measured.saved(worth.tokens):.0%} of the time ({measured.told})"

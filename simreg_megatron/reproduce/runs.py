@@ -120,8 +120,9 @@ def _in_turns(
     plan: Plan, size: int | str, ratio: float, seed: int, dataset: Dataset, tuned: Tuned, quick: bool
 ) -> list[tuple[int, Arm, Run]]:
     found = []
+    first = seed % len(plan.arms) if plan.is_about_time else 0  # a machine that warms up or cools down is fair to all
     for number in range(max(1, len(plan.arms[0].trials_of(size)))):
-        for arm in plan.arms:
+        for arm in plan.arms[first:] + plan.arms[:first]:
             own = dict(tuned(arm.tuned_as, size)) if arm.tuned_as else {}
             trials = arm.trials_of(size)
             own |= arm.flags | (trials[number] if trials else {})

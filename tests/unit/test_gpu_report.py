@@ -168,6 +168,16 @@ def test_where_memory_does_not_suffice_the_next_command_runs(tmp_path: Path) -> 
     assert run.run(Part("other", (python("1 / 0"), python("pass")), 1), tmp_path, "").state == FAILED
 
 
+def test_tests_that_left_no_list_did_not_run(tmp_path: Path) -> None:
+    """Where pytest is missing python ends with the status of pytest where a test fails."""
+    command, leaving = python("raise SystemExit(1)"), python(f"open('{tmp_path}/tests.xml', 'w'); raise SystemExit(1)")
+    assert run.run(Part("tests", (command,), 1, (0, 1, 5), leaves="tests.xml"), tmp_path, "").state == FAILED
+    assert run.run(Part("tests", (leaving,), 1, (0, 1, 5), leaves="tests.xml"), tmp_path, "").state == ENDED
+    parts = all_parts(tmp_path, quick=False, pretend=False)
+    assert all((f"--junitxml={tmp_path / part.leaves}" in part.commands[0]) == bool(part.leaves) for part in parts)
+    assert sum(bool(part.leaves) for part in parts) > 5
+
+
 def test_stopped_by_hand_it_reports_what_it_has(
     called: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from simreg_megatron.report.welch import welch
 from simreg_megatron.reproduce.check import Table, measured_steps, read_tables, violations
 from simreg_megatron.reproduce.conclusion import notes, verdicts_on
 from simreg_megatron.reproduce.dataset import Dataset
-from simreg_megatron.reproduce.pace import slower, time_saved
+from simreg_megatron.reproduce.pace import Pace, pace
 from simreg_megatron.reproduce.plan_file import plan_names, plan_of, read_plan
 from simreg_megatron.reproduce.runs import entries_of
 from simreg_megatron.reproduce.store import DIVERGED, DONE, Store
@@ -325,6 +325,11 @@ def _seconds_of(results, name, seconds):
     rewrite(results / f"{name}.csv", change)
 
 
+def _scattered(row):
+    times = {1: 0.99, 2: 1.0, 3: 1 / 0.99}[int(row["seed"])]
+    return {**row, "seconds_per_step": str(float(row["seconds_per_step"]) * times)}
+
+
 RUNTIME = {
     "name": "runtime", "question": "How much longer?", "sizes": [64], "seeds": 3,
     "arms": {"megatron": {"flags": {"plain": None}}, "lambda-1": {"flags": {"simreg-lambda": 1}},
@@ -341,6 +346,7 @@ def test_the_seconds_of_the_experiment_runtime_count_before_those_of_the_runs(re
     monkeypatch.setitem(globals(), "loss_of", lambda entry: 4.0 + NOISE[entry.seed - 1])
     _fill(Store(results), plan, entries)
     _seconds_of(results, "runtime", {"megatron": 0.10, "lambda-1": 0.102, "whole": 0.2})
+    rewrite(results / "runtime.csv", lambda rows: [_scattered(row) for row in rows])
     rewrite(results / "mine.csv", lambda rows: rows)
     tables = read_tables(results)
     assert violations("runtime", tables) == [] and len(measured_steps(tables)) == 9
@@ -350,12 +356,13 @@ def test_the_seconds_of_the_experiment_runtime_count_before_those_of_the_runs(re
     off = [row for row in tables["mine"].rows if row["arm"] == "plain"]
     place = Place("64", "20")
     measured = measured_steps(tables)
-    assert slower([*weighted, *off], "simreg", "plain", place, measured) == pytest.approx(1.02)
+    found = pace([*weighted, *off], "simreg", "plain", place, measured)
+    assert found.times == pytest.approx(1.02) and found.low < 1.02 < found.high
     whole = [{**row, "flags": f"{row['flags']} --simreg-chunk-size 0"} for row in weighted]
-    assert slower([*whole, *off], "simreg", "plain", place, measured) == pytest.approx(2.0)
+    assert pace([*whole, *off], "simreg", "plain", place, measured).times == pytest.approx(2.0)
     other = [{**row, "flags": f"{row['flags']} --simreg-objective creg"} for row in weighted]
-    assert slower([*other, *off], "simreg", "plain", place, measured) is None, "nobody measured it"
-    assert slower([*weighted, *off], "simreg", "plain", place, ()) is None, "what the runs logged is no measure"
+    assert pace([*other, *off], "simreg", "plain", place, measured) is None, "nobody measured it"
+    assert pace([*weighted, *off], "simreg", "plain", place, ()) is None, "what the runs logged is no measure"
     rewrite(results / "runtime.csv", lambda rows: rows[1:])
     assert measured_steps(read_tables(results)) == (), "a refused table measures nothing"
 
@@ -363,10 +370,22 @@ def test_the_seconds_of_the_experiment_runtime_count_before_those_of_the_runs(re
 def test_time_is_saved_less_than_tokens_where_steps_are_longer(results, monkeypatch):
     assert "so what is saved is at least 20% of the tokens (" in check(results).output
     assert "how much of the time, the experiment runtime in the same folder tells" in check(results).output
-    monkeypatch.setattr("simreg_megatron.reproduce.pace.slower", lambda *_: 1.1)
-    assert time_saved(0.2, 1.1) == pytest.approx(0.12)
+    monkeypatch.setattr("simreg_megatron.reproduce.pace.pace", lambda *_: Pace(1.1, 1.05, 1.15))
     tokens = verdicts_on("mine", read_tables(results))[0].worth.tokens
-    assert f", {1 - (1 - tokens) * 1.1:.0%} of the time (a step takes +10.0 %)" in check(results).output
+    assert f", {1 - (1 - tokens) * 1.1:.0%} of the time (a step takes +10.0 %, +5.0 to +15.0)" in check(results).output
+
+
+@pytest.mark.parametrize(
+    ("measured", "saved"),
+    [
+        (Pace(1.1, 0.9, 1.3), 0.12),
+        (Pace(0.9, 0.8, 0.95), 0.28),
+        (Pace(0.9, 0.8, 1.05), 0.2),
+    ],
+    ids=["longer", "shorter", "shorter by chance"],
+)
+def test_a_step_that_is_shorter_by_chance_saves_nothing(measured, saved):
+    assert measured.saved(0.2) == pytest.approx(saved)
 
 
 def test_a_size_that_no_search_covered_is_no_headline_and_its_verdicts_say_so(results, tmp_path):
@@ -437,7 +456,7 @@ def test_what_qualifies_a_conclusion_is_noted(results):
     assert several == "its runs were made by several versions of the code (column commit)"
     assert settings.startswith("settings of width 64 used at 96: the arms are not tuned there")
     assert sizes == "sizes 64, 96, where the plan that ships says 32, 64, 96, 128"
-    assert seeds == "seeds 5, where the plan that ships says 5 at 64, 5 at 96, 3 at 128, 3 at tiny"
+    assert seeds == "seeds 5, where the plan that ships says 5 at 32, 5 at 64, 5 at 96, 3 at 128, 3 at tiny"
     assert rest == "question and arms and claims and tuned_in differ from those of the plan saving that ships"
 
 

@@ -182,7 +182,8 @@ def test_the_whole_validation_text_is_read_once_after_the_last_step(steps, datas
 def test_a_plan_about_time_alone_reads_one_batch_of_it(dataset):
     claim = {"says": "b is faster", "arm": "b", "than": "a", "metric": "seconds_per_step"}
     arms = {"a": {}, "b": {}}
-    (entry, *_) = entries_of(a_plan(arms=arms, claims=[claim]), dataset, untuned)
+    (entry, *others) = entries_of(a_plan(arms=arms, claims=[claim], seeds=3), dataset, untuned)
+    assert "".join(found.arm for found in [entry, *others]) == "baabba", "no arm is always the first"
     assert validation_batches(entry.run, dataset) == 1 and "--eval-iters 1" in entry.run.words
     (entry, *_) = entries_of(a_plan(arms=arms, claims=[claim, claim | {"metric": "simreg_loss"}]), dataset, untuned)
     assert validation_batches(entry.run, dataset) == 10 and "--eval-iters" not in entry.run.words
