@@ -40,13 +40,14 @@ from simreg_megatron.report.arms import Arm, read_arms  # noqa: E402
 from simreg_megatron.report.page import Grid, Section  # noqa: E402
 from simreg_megatron.report.page import write as write_page  # noqa: E402
 from simreg_megatron.reproduce.check import read_tables  # noqa: E402
+from simreg_megatron.reproduce.heap import KEPT  # noqa: E402
 from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c  # noqa: E402
 from simreg_megatron.reproduce.verdict import Verdict, judge  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
 PROBE_SCRIPT = ROOT / "simreg_megatron" / "probe.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ONE_CORE = {**KEPT, "OMP_NUM_THREADS": "1"}
 MARK = "demo.json"  # says that a folder is the demo's own and may be replaced
 RESULT = "result.json"  # what was printed and drawn, as numbers
 CURVES, HEATMAPS, PAGE = "curves.png", "heatmaps.png", "report.html"
@@ -252,7 +253,7 @@ def _train(settings: Settings, console: Console) -> None:
 
 def training_job(settings: Settings, name: str) -> Job:
     command = [*TORCHRUN, str(TRAIN_SCRIPT), *settings.training_flags(name)]
-    return Job(name=name, command=command, log=settings.output / name / "log.txt", environment=ONE_THREAD)
+    return Job(name=name, command=command, log=settings.output / name / "log.txt", environment=ONE_CORE)
 
 
 def measured_steps(settings: Settings, console: Console) -> report.Overhead:
@@ -275,7 +276,7 @@ def measured_steps(settings: Settings, console: Console) -> report.Overhead:
 def timing_job(settings: Settings, name: str, turn: int) -> Job:
     command = [*TORCHRUN, str(TRAIN_SCRIPT), *settings.timing_flags(name)]
     log = settings.output / TIMING / f"{name}-{turn + 1}.txt"
-    return Job(name=name, command=command, log=log, environment=ONE_THREAD)
+    return Job(name=name, command=command, log=log, environment=ONE_CORE)
 
 
 def _look_inside(settings: Settings, console: Console, steps: report.Overhead) -> Findings:
@@ -379,7 +380,7 @@ def probe_job(settings: Settings, name: str) -> Job:
         name=f"{name} probe",
         command=[*TORCHRUN, "-m", "simreg_megatron", str(PROBE_SCRIPT), *plan.arguments, *own],
         log=settings.output / name / "probe.txt",
-        environment={**plan.environment, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
+        environment={**plan.environment, **ONE_CORE, "PYTHONPATH": str(ROOT)},
     )
 
 

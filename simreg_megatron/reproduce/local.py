@@ -17,6 +17,7 @@ from pathlib import Path
 
 from simreg_megatron.reproduce.dataset import ROOT, Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
+from simreg_megatron.reproduce.heap import KEPT
 from simreg_megatron.reproduce.outcome import log_tail, outcome
 from simreg_megatron.reproduce.runs import Run, validation_batches
 from simreg_megatron.reproduce.store import FAILED, Claim, Store
@@ -133,7 +134,7 @@ def _start(run: Run, store: Store, dataset: Dataset, threads: int) -> _Worker | 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **number, "PYTHONUNBUFFERED": "1"},
+            env={**KEPT, **os.environ, **number, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # Ctrl-C reaches this program alone, which stops the runs in order
             pass_fds=(claim.lock,),
         )

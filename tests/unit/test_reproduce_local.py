@@ -17,6 +17,7 @@ from rich.console import Console
 from simreg_megatron.reproduce import local, pace, screen, speed
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
+from simreg_megatron.reproduce.heap import KEPT
 from simreg_megatron.reproduce.plan_file import plan_of
 from simreg_megatron.reproduce.runs import distinct, entries_of
 from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, Store, thinned
@@ -33,6 +34,7 @@ folder = pathlib.Path(value("--output"))
 with (folder / "starts").open("a") as stream, (folder.parent / "work").open("a") as work:
     stream.write("x")
     work.write("+")
+(folder / "environment.json").write_text(__import__("json").dumps(dict(__import__("os").environ)))
 print(" [now] iteration        3/      6 | lm loss: 5.0 |", flush=True)
 time.sleep(float(value("--nap", "0")))
 if value("--lr") == "0.5":
@@ -110,6 +112,17 @@ def test_all_runs_end_and_the_table_has_one_line_each(tmp_path, dataset):
     with (tmp_path / "out" / "mine-curves.csv").open() as stream:
         curve = [row for row in csv.DictReader(stream) if row["tag"] == "validation_loss"]
     assert [row["step"] for row in curve[:2]] == ["3", "6"]
+
+
+def test_runs_keep_the_memory_of_large_tensors_unless_told_otherwise(tmp_path, dataset, monkeypatch):
+    for name in KEPT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(next(iter(KEPT)), "1")
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    run_all(entries, store, dataset)
+    for run in distinct(entries):
+        environment = json.loads((store.run_folder(run) / "environment.json").read_text())
+        assert {name: environment[name] for name in KEPT} == {**KEPT, next(iter(KEPT)): "1"}
 
 
 def test_what_has_ended_is_never_run_again(tmp_path, dataset):
