@@ -47,6 +47,14 @@ def welch(arm: Sequence[float], than: Sequence[float], *, side: str = "two-sided
     return Welch(difference, float(interval.low), float(interval.high), float(tested.pvalue), detectable)
 
 
+def holm(p_values: Sequence[float]) -> int:
+    """How many of these tests, those with the lowest p-values, hold together at the level of one (Holm, 1979)."""
+    for number, p_value in enumerate(sorted(p_values)):
+        if p_value >= LEVEL / (len(p_values) - number):
+            return number
+    return len(p_values)
+
+
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 

@@ -16,21 +16,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simreg_megatron.data.settings import read_json
+from simreg_megatron.reproduce import tampering
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.pace import EXPERIMENT
-from simreg_megatron.reproduce.plan import METRICS, Flags, Plan
+from simreg_megatron.reproduce.plan import Flags, Plan
 from simreg_megatron.reproduce.plan_file import plan_of, read_plan
 from simreg_megatron.reproduce.presets import is_real
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
-from simreg_megatron.reproduce.store import DONE, PLAN, read_csv
+from simreg_megatron.reproduce.store import DIVERGED, DONE, PLAN, read_csv
+from simreg_megatron.reproduce.tampering import LOSS, flag_of
 from simreg_megatron.reproduce.tuned import nearest_size, searched_sizes, settings_of_paper, untuned
 from simreg_megatron.reproduce.verdict import FEWEST_SEEDS_OF_A_HEADLINE, Row
 from simreg_megatron.sentences import one_line
 
 FEWEST_SEEDS = 3
-_LOSS = "validation_loss"
-WITH_CURVES = set(METRICS) - {_LOSS, "bits_per_byte", "seconds_per_step"}  # by the mean of their end
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ def violations(name: str, tables: dict[str, Table]) -> list[str]:
 
 def _violations(name: str, tables: dict[str, Table]) -> list[str]:
     table = tables[name]
-    found = list(_about_rows(table))
+    found = [
+        *_about_rows(table),
+        *tampering.across_tables(name, {other: found.rows for other, found in tables.items()}),
+    ]
     if found:  # what follows would only repeat it in other words
         return found
     if of_search := _about_the_search(table.plan.tuned_in, tables):
@@ -89,7 +92,8 @@ def _violations(name: str, tables: dict[str, Table]) -> list[str]:
         expected = entries_of(table.plan, _dataset(table), settings_of(table.plan, tables))
     except ReproduceError as error:
         return [f"{name}: {error}"]
-    return [*_about_the_set(table, expected), *_about_curves(table), *_about_measured_curves(table)]
+    claimed = {claim.metric for claim in table.plan.claims}
+    return [*_about_the_set(table, expected), *tampering.of_curves(name, table.rows, table.curves, claimed)]
 
 
 def _about_the_search(name: str, tables: dict[str, Table]) -> list[str]:
@@ -126,9 +130,10 @@ def _about_rows(table: Table) -> Iterator[str]:
             yield f"{name}: {arm} at size {size} has seed {seed} {count} times: each seed counts once"
     if len({row["data"] for row in rows}) > 1:
         yield f"{name}: its runs were trained on {len({row['data'] for row in rows})} different texts: compare on one"
+    yield from _about_ends(name, rows)
     for row in rows:
-        asked = _flag(row, "train-iters")
-        decay = _flag(row, "lr-decay-iters") or asked
+        asked = flag_of(row, "train-iters")
+        decay = flag_of(row, "lr-decay-iters") or asked
         if row["status"] == DONE and int(row["steps"]) < max(int(asked), int(decay)):
             yield (
                 f"{name}: {row['arm']}, seed {row['seed']}, is read at step {row['steps']} of a schedule of "
@@ -146,7 +151,17 @@ def _about_rows(table: Table) -> Iterator[str]:
         if plan.seeds_at(planned) < FEWEST_SEEDS:
             yield f"{name}: {plan.seeds_at(planned)} seeds at size {planned} are too few: run at least {FEWEST_SEEDS}"
     yield from _about_measures(plan, rows)
-    yield from _about_copies(name, rows)
+    yield from tampering.of_ends(name, rows)
+
+
+def _about_ends(name: str, rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        who = f"{name}: {row['arm']} at size {row['size']}, seed {row['seed']},"
+        if row["status"] not in (DONE, DIVERGED):
+            yield f"{who} is {row['status'] or 'of no status'}: a run is {DONE} or {DIVERGED}, so run it again"
+        elif (row["status"] == DONE) != bool(row[LOSS]):
+            told = "no validation loss" if row["status"] == DONE else f"a validation loss, {row[LOSS]}"
+            yield f"{who} is {row['status']} and has {told}: run it again"
 
 
 def _about_measures(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
@@ -163,18 +178,6 @@ def _about_measures(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
                 )
             elif not math.isfinite(float(row[claim.metric])):
                 yield f"{who} has the {claim.metric} {row[claim.metric]}: no number can be compared with it"
-
-
-def _about_copies(name: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Two seeds never end alike in all digits of both losses."""
-    seen: dict[tuple[str, ...], str] = {}
-    for row in rows:
-        ends = (row["arm"], row["size"], row["tokens_per_parameter"], row[_LOSS], row["train_loss"])
-        if row["status"] == DONE and row["train_loss"] and seen.setdefault(ends, row["seed"]) != row["seed"]:
-            yield (
-                f"{name}: {row['arm']} at size {row['size']} ended with the same numbers for the seeds {seen[ends]} "
-                f"and {row['seed']}: one of them is a copy, so run it again"
-            )
 
 
 def _about_the_set(table: Table, expected: Sequence[Entry]) -> Iterator[str]:
@@ -195,50 +198,6 @@ def _about_the_set(table: Table, expected: Sequence[Entry]) -> Iterator[str]:
             yield f"{name}: {who} was not run with the settings that the plan and its search call for"
     for arm, size, _, seed, _ in rows:
         yield f"{name}: {arm} at size {size}, seed {seed}, is not in the plan: add it to the plan, or remove it"
-
-
-def _about_curves(table: Table) -> Iterator[str]:
-    last = {point["run"]: point for point in table.curves if point["tag"] == _LOSS}
-    for row in table.rows:
-        if not row[_LOSS]:
-            continue
-        point = last.get(row["run"])
-        who = f"{table.plan.name}: the validation loss of {row['arm']}, seed {row['seed']},"
-        if point is None:
-            yield f"{who} has no curve behind it"
-        elif int(point["step"]) != int(row["steps"]) or abs(float(point["value"]) / float(row[_LOSS]) - 1) > 1e-4:
-            yield f"{who} is {row[_LOSS]}, and its curve ends at {point['value']} in step {point['step']}"
-
-
-def _about_measured_curves(table: Table) -> Iterator[str]:
-    """The other numbers that claims are about: the mean over the last tenth of a curve (`report.runs.mean_of_end`)."""
-    claimed = {claim.metric for claim in table.plan.claims}
-    points: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for point in table.curves:
-        points.setdefault((point["run"], point["tag"]), []).append((int(point["step"]), float(point["value"])))
-    for metric in claimed & WITH_CURVES:
-        for row in table.rows:
-            if not row[metric]:
-                continue
-            curve = points.get((row["run"], metric))
-            who = f"{table.plan.name}: the {metric} of {row['arm']}, seed {row['seed']},"
-            if curve is None:
-                yield f"{who} has no curve behind it"
-            elif not _is_end_of(curve, float(row[metric])):
-                yield f"{who} is {row[metric]}, and its curve ends otherwise"
-    if "bits_per_byte" in claimed:
-        of_nats = [
-            float(row["bits_per_byte"]) / float(row[_LOSS]) for row in table.rows if row["bits_per_byte"] and row[_LOSS]
-        ]
-        if of_nats and max(of_nats) > 1.0001 * min(of_nats):
-            yield f"{table.plan.name}: its bits per byte are not its losses by one factor, as on one text they are"
-
-
-def _is_end_of(curve: Sequence[tuple[int, float]], value: float) -> bool:
-    """Whether `value` is the mean of the curve's last tenth, as exactly as a table that was thinned can tell."""
-    last = [found for step, found in curve if step > 0.9 * curve[-1][0]]
-    of_windows = 0.1 * (max(last) - min(last))  # one may reach over the border
-    return abs(sum(last) / len(last) - value) <= 1e-4 + 1e-4 * abs(value) + of_windows
 
 
 def _dataset(table: Table) -> Dataset:
@@ -267,13 +226,8 @@ def settings_of(plan: Plan, tables: dict[str, Table]) -> Tuned:
             raise ReproduceError(f"the search {plan.tuned_in} is complete at no size: run what is missing")
         nearest = nearest_size(sizes, size)
         own = [row for row in search.rows if (row["arm"], row["size"]) == (arm, str(nearest))]
-        chosen = min(own, key=lambda row: float(row[_LOSS] or "inf"))
+        chosen = min(own, key=lambda row: float(row[LOSS] or "inf"))
         searched = search.plan.arm(arm)
         return searched.flags | searched.trials_of(nearest)[int(chosen["trial"]) - 1]
 
     return best
-
-
-def _flag(row: Row, name: str) -> str:
-    words = row["flags"].split()
-    return words[words.index(f"--{name}") + 1] if f"--{name}" in words else ""

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from simreg_megatron.report.welch import LEVEL, holm
 from simreg_megatron.reproduce.check import Table, sizes_of, violations
-from simreg_megatron.reproduce.plan import Plan, as_content
+from simreg_megatron.reproduce.plan import Arm, Flags, Plan, as_content
 from simreg_megatron.reproduce.plan_file import plan_names, read_plan
 from simreg_megatron.reproduce.tuned import borrowed, lenders
 from simreg_megatron.reproduce.verdict import Runs, Verdict, judge
@@ -22,7 +23,40 @@ def verdicts_on(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
     plan = tables[name].plan
     found = judge(plan, tables[name].rows, list(_comparable(name, tables)))
     of = {str(size): str(lender) for size, lender in lenders(plan.sizes, _searched(plan, tables)).items()}
-    return [replace(verdict, lender=of.get(verdict.place.size, "")) for verdict in found]
+    return [
+        replace(
+            verdict,
+            lender=of.get(verdict.place.size, ""),
+            is_tuned=all(_is_tuned(plan.arm(arm), name, tables) for arm in (verdict.claim.arm, verdict.claim.than)),
+        )
+        for verdict in found
+    ]
+
+
+def together(verdicts: Sequence[Verdict]) -> str:
+    """What is left of claims that were each tested by itself, once their number counts."""
+    p_values = sorted(verdict.p_value for verdict in verdicts if not any(verdict.diverged))
+    held, left = sum(p_value < LEVEL for p_value in p_values), holm(p_values)
+    if len(p_values) < 2 or not held:
+        return ""
+    which = f": those with p up to {p_values[left - 1]:.2g}" if 0 < left < held else ""
+    return (
+        f"Of {len(p_values)} tests, each at {LEVEL} by itself, {held} held. Corrected for their number (Holm), "
+        f"{left} hold{which}."
+    )
+
+
+def _is_tuned(arm: Arm, name: str, tables: Mapping[str, Table]) -> bool:
+    """Whether the arm takes over a search on the same text, and sets nothing by hand that this decided."""
+    by_hand = arm.flags.keys() & _decided(tables[name].plan, tables)
+    return bool(arm.tuned_as) and not by_hand and not list(_about_the_text(name, tables))
+
+
+def _decided(plan: Plan, tables: Mapping[str, Table]) -> set[str]:
+    """The flags that its search tried several values of; none where that is not in the folder."""
+    if plan.tuned_in not in tables:
+        return set()
+    return {flag for arm in tables[plan.tuned_in].plan.arms for trial in arm.trials for flag in trial}
 
 
 def _searched(plan: Plan, tables: Mapping[str, Table]) -> list[int | str]:
@@ -49,6 +83,7 @@ def notes(name: str, tables: Mapping[str, Table]) -> list[str]:
     return [
         *_about_versions(tables[name]),
         *_about_settings(name, tables),
+        *_about_the_text(name, tables),
         *_about_flags(name, tables),
         *_about_the_plan(tables[name].plan),
     ]
@@ -65,26 +100,46 @@ def _about_settings(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
         yield f"{told}: the arms are not tuned there, so a difference may be the settings'"
 
 
+def _about_the_text(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
+    plan, rows = tables[name].plan, tables[name].rows
+    if plan.tuned_in in tables and {row["data"] for row in tables[plan.tuned_in].rows} != {row["data"] for row in rows}:
+        yield "the search for its settings was made on another text"
+
+
 def _about_flags(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
     """Arms that are compared and have settings of their own, beside those that the search found without them."""
     plan = tables[name].plan
-    if plan.tuned_in not in tables:
+    searched = _decided(plan, tables)
+    if not searched:
         return
-    searched = {flag for arm in tables[plan.tuned_in].plan.arms for trial in arm.trials for flag in trial}
     shared = set.intersection(*(set(arm.flags.items()) for arm in plan.arms))
     compared = {arm for claim in plan.claims for arm in (claim.arm, claim.than)}
-    told = []
+    told, by_hand = [], []
     for arm in plan.arms:
         own = {flag: value for flag, value in arm.flags.items() if (flag, value) not in shared | _MEASURING}
         if arm.name in compared and not own.keys() <= searched:
-            told.append(f"{arm.name} ({', '.join(f'{flag} {value}'.strip() for flag, value in own.items())})")
+            told.append(_with_flags(arm.name, own))
+        elif arm.name in compared and (own := {flag: arm.flags[flag] for flag in arm.flags.keys() & searched}):
+            by_hand.append(_with_flags(arm.name, own))
     if told:
         yield f"nothing was searched for what sets these arms apart: {'; '.join(told)}"
+    if by_hand:
+        yield f"these arms do not have what the search found, but what the plan says: {'; '.join(by_hand)}"
+
+
+def _with_flags(name: str, flags: Flags) -> str:
+    return f"{name} ({', '.join(f'{flag} {value}'.strip() for flag, value in sorted(flags.items()))})"
 
 
 def _about_the_plan(plan: Plan) -> Iterator[str]:
     """How it differs from the plan of that name that ships with the package."""
+    if any(claim.metric != "seconds_per_step" for claim in plan.claims) and not plan.tuned_in:
+        yield "no search found the settings of its arms, so a difference may be the settings'"
     if plan.name not in plan_names():
+        yield (
+            f"no plan {plan.name} ships with the package, and nothing in a folder shows whether a plan was written "
+            "before its runs"
+        )
         return
     own, shipped = _content(plan), _content(read_plan(plan.name))
     for key in ("sizes", "tokens_per_parameter", "seeds", "data", "steps"):

@@ -19,6 +19,7 @@ from simreg_megatron.report.welch import mean, welch
 from simreg_megatron.reproduce.verdict import Place, Row
 
 EXPERIMENT = "runtime"
+_OFF = "off"
 
 
 class Pace(NamedTuple):
@@ -47,7 +48,7 @@ def pace(rows: Sequence[Row], arm: str, than: str, place: Place, measured: Seque
         measured: of `runtime`.
     """
     kinds = [{_kind(row) for row in _of(rows, name, place)} for name in (arm, than)]
-    at_size = [row for row in measured if row["size"] == place.size]
+    at_size = [row for row in measured if row["size"] == place.size and not _idles(row)]
     long, base = (_log_seconds([row for row in at_size if {_kind(row)} == kind]) for kind in kinds)
     if min(len(long), len(base)) < 2:
         return None
@@ -63,6 +64,11 @@ def _log_seconds(rows: Sequence[Row]) -> list[float]:
     return [math.log(float(row["seconds_per_step"])) for row in rows if row.get("seconds_per_step")]
 
 
+def _idles(row: Row) -> bool:
+    """The plugin at work without a term: a cost is told against Megatron without the plugin."""
+    return _kind(row)[0] == _OFF and "--plain" not in row["flags"].split()
+
+
 def _kind(row: Row) -> tuple[str, ...]:
     """What a step costs by: clipping, the objectives and their chunks. Weights, temperatures and rates cost nothing."""
     words = row["flags"].split()
@@ -71,7 +77,7 @@ def _kind(row: Row) -> tuple[str, ...]:
     objective = given.get("--simreg-objective", "simreg")
     weighted = ":" in objective  # several, or one, whose weights stand there and not in --simreg-lambda
     if objective == "none" or (not weighted and given.get("--simreg-lambda", "0") == "0"):
-        return ("off", *clipping)
+        return (_OFF, *clipping)
     costly = (
         "--simreg-objective-options", "--simreg-chunk-size", "--simreg-similarity", "--simreg-layers", "--simreg-impl",
         "--simreg-off-after", "--simreg-every",

@@ -18,6 +18,7 @@ PLANS = Path(__file__).resolve().parent / "plans"
 _MOST_RUNS = 10_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
 _FLAG = re.compile(r"[A-Za-z0-9][\w-]*")
+_OF_A_HEADLINE = METRICS[:2]
 _FALL_WITH_TRAINING = METRICS[:3]  # whatever the arm
 
 # What the program sets itself, or what makes runs comparable: size, text, length and schedule, what is read and when.
@@ -222,6 +223,10 @@ def _check(plan: Plan, where: str) -> None:
             raise ReproduceError(f"{where}: {arm.name} is tuned_as {arm.tuned_as}, and no tuned_in says where")
         if not 0 < arm.length <= 1:
             raise ReproduceError(f"{where}: the length of {arm.name} is a share of the plan's, above 0 and at most 1")
+    if plan.is_search and plan.claims:
+        raise ReproduceError(
+            f"{where} is a search with claims: trials are not seeds, so put the claims into a plan that is tuned_in it"
+        )
     for claim in plan.claims:
         _check_claim(claim, plan, f"{where}: the claim {claim.says!r}")
     if isinstance(plan.seeds, Mapping) and (lacking := [size for size in plan.sizes if str(size) not in plan.seeds]):
@@ -253,6 +258,10 @@ def _check_claim(claim: Claim, plan: Plan, who: str) -> None:
         raise ReproduceError(f"{who} is about {claim.metric}, and what is measured is {', '.join(METRICS)}")
     if not claim.times > 0 or (claim.times != 1 and claim.sign == "differs"):
         raise ReproduceError(f"{who} compares with a multiple above 0, lower or higher")
+    if claim.times != 1 and claim.metric != "seconds_per_step":
+        raise ReproduceError(f"{who} compares {claim.metric} with a multiple: times is for seconds_per_step alone")
+    if claim.headline and claim.metric not in _OF_A_HEADLINE:
+        raise ReproduceError(f"{who} is a headline, and those are about {' or '.join(_OF_A_HEADLINE)}")
     if claim.sign not in SIGNS:
         raise ReproduceError(f"{who} has the sign {claim.sign}: choose from {', '.join(SIGNS)}")
     longer = plan.arm(claim.arm).length - plan.arm(claim.than).length

@@ -92,11 +92,15 @@ def check(
 
     Exit status 1 where a table breaks the protocol, whatever its claims.
     """
-    from simreg_megatron.reproduce.check import read_tables
+    from simreg_megatron.reproduce.check import read_tables, violations
+    from simreg_megatron.reproduce.conclusion import together, verdicts_on
 
     with _one_sentence():
         tables = read_tables(results)
     allowed = [_print_conclusion(name, tables) for name in tables]
+    sound = (name for name in tables if not violations(name, tables))
+    if told := together([verdict for name in sound for verdict in verdicts_on(name, tables)]):
+        _console.print(told, markup=False)
     if not all(allowed):
         raise typer.Exit(1)
 

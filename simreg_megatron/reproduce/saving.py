@@ -9,7 +9,8 @@
 
 The loss is taken to fall along a straight line, and it falls ever slower. So a saving is an underestimate where the arm
 ends lower than the baseline (the line goes on beyond its end), and an overestimate where it ends higher. The interval
-is that of the ratio: the variances of three means to first order (delta method), Student's t after Satterthwaite.
+is that of the ratio after Fieller: all ratios r for which the seeds do not refute arm - than = r (shorter - than), by
+Student's t with Satterthwaite's degrees of freedom at the ratio found.
 """
 
 from __future__ import annotations
@@ -75,8 +76,11 @@ def saving(arm: Group, than: Group, short: Group, shorter: str) -> Saving | None
     difference = mean(arm.losses) - mean(than.losses)
     if difference > 0 and arm.steps >= than.steps:
         return None
+    interval = _interval_of_ratio(arm, than, short)
+    if interval is None:
+        return None
     per_step = 100 / (than.steps - short.steps)
-    low, high = _interval_of_ratio(arm, than, short)
+    low, high = interval
 
     def share(ratio: float) -> float:
         needed = than.steps - ratio * (than.steps - short.steps)
@@ -88,12 +92,15 @@ def saving(arm: Group, than: Group, short: Group, shorter: str) -> Saving | None
     )  # fmt: skip
 
 
-def _interval_of_ratio(arm: Group, than: Group, short: Group) -> tuple[float, float]:
-    """Of (arm - than) / (short - than), in which `than` stands twice."""
+def _interval_of_ratio(arm: Group, than: Group, short: Group) -> tuple[float, float] | None:
+    """Of (arm - than) / (short - than), in which `than` stands twice; None where it has no end.
+
+    (difference - r gained)^2 <= t^2 (V_arm + (1 - r)^2 V_than + r^2 V_short) is quadratic in r.
+    """
     from scipy import stats
 
-    gained = mean(short.losses) - mean(than.losses)
-    ratio = (mean(arm.losses) - mean(than.losses)) / gained
+    difference, gained = (mean(group.losses) - mean(than.losses) for group in (arm, short))
+    ratio = difference / gained
     parts = [
         (arm.variance, len(arm.losses)),
         ((1 - ratio) ** 2 * than.variance, len(than.losses)),
@@ -103,5 +110,10 @@ def _interval_of_ratio(arm: Group, than: Group, short: Group) -> tuple[float, fl
     if total == 0:
         return ratio, ratio
     freedom = total**2 / sum(variance**2 / (count - 1) for variance, count in parts)
-    reach = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * math.sqrt(total) / gained
-    return ratio - reach, ratio + reach
+    square = float(stats.t.ppf(1 - LEVEL / 2, freedom)) ** 2
+    leading = gained**2 - square * (than.variance + short.variance)
+    half = difference * gained - square * than.variance
+    root = half**2 - leading * (difference**2 - square * (arm.variance + than.variance))
+    if leading <= 0 or root < 0:
+        return None
+    return (half - math.sqrt(root)) / leading, (half + math.sqrt(root)) / leading

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from simreg_megatron.report.welch import LEVEL, deviation, mean, welch
@@ -46,8 +46,10 @@ class Verdict:
         diverged: how many of these have no end, of both.
         noise: standard deviation of the baseline from seed to seed.
         detectable: a true difference of this size would be found four times in five.
-        worth: in tokens; None where no shortened baseline tells, or the claim is not about a loss of the text.
+        worth: in tokens; None where the claim is undecided or not about a loss of the text, or no shortened baseline
+            tells.
         lender: the size whose settings both arms have; "" where they are of this size.
+        is_tuned: whether both arms are as a search on this text left them.
     """
 
     claim: Claim
@@ -62,6 +64,7 @@ class Verdict:
     detectable: float
     worth: Saving | None = None
     lender: str = ""
+    is_tuned: bool = True
 
     @property
     def held(self) -> bool:
@@ -74,7 +77,8 @@ class Verdict:
 
     @property
     def is_headline(self) -> bool:
-        return self.claim.headline and min(self.numbers) >= FEWEST_SEEDS_OF_A_HEADLINE and not self.lender
+        many = min(self.numbers) >= FEWEST_SEEDS_OF_A_HEADLINE
+        return self.claim.headline and many and self.is_tuned and not self.lender
 
     @property
     def word(self) -> str:
@@ -99,9 +103,16 @@ class Verdict:
         return f"{self.difference:+.4f}{unit} ({low:+.4f} to {high:+.4f}, p {self.p_value:.2g}, {seeds})"
 
     @property
+    def compared(self) -> str:
+        """What the difference is one of: a claim's own words are its author's, these are not."""
+        claim = self.claim
+        multiple = "" if claim.times == 1 else f"{claim.times:g} times "
+        return f"{claim.metric.replace('_', ' ')} of {claim.arm} less {multiple}that of {claim.than}"
+
+    @property
     def sentence(self) -> str:
-        where = f"Size {self.place.size}, {self.place.tokens_per_parameter} tokens a parameter"
-        missed = f" (a difference below {self.detectable:.4f} would be missed with these seeds)"
+        where = f"Size {self.place.size}, {self.place.tokens_per_parameter} tokens a parameter, {self.compared}"
+        missed = f" (a difference of {self.detectable:.4f} would be found four times in five, smaller ones less often)"
         if self.word != NOT_SHOWN:
             missed = ""
         untuned = f", but at the settings of width {self.lender}, not tuned for this size" if self.lender else ""
@@ -131,8 +142,10 @@ def judge(plan: Plan, rows: Sequence[Row], others: Sequence[Runs] = ()) -> list[
         for place in places:
             arm, than = (_values(rows, name, place, claim.metric) for name in (claim.arm, claim.than))
             if len(arm) > 1 and len(than) > 1:
-                worth = _worth(plan, rows, others, claim, place)
-                found.append(_judged(claim, place, arm, [claim.times * value for value in than], worth))
+                verdict = _judged(claim, place, arm, [claim.times * value for value in than])
+                if verdict.word in (HELD, OPPOSITE):
+                    verdict = replace(verdict, worth=_worth(plan, rows, others, claim, place))
+                found.append(verdict)
     return found
 
 
@@ -145,13 +158,13 @@ def _values(rows: Sequence[Row], arm: str, place: Place, metric: str) -> list[fl
     ]
 
 
-def _judged(claim: Claim, place: Place, arm: list[float], than: list[float], worth: Saving | None) -> Verdict:
+def _judged(claim: Claim, place: Place, arm: list[float], than: list[float]) -> Verdict:
     side = {"lower": "less", "higher": "greater", "differs": "two-sided"}[claim.sign]
     found = welch(arm, than, side=side)
     diverged = [sum(not math.isfinite(value) for value in values) for values in (arm, than)]
     return Verdict(
         claim, place, (len(arm), len(than)), (diverged[0], diverged[1]), (mean(arm), mean(than)), found.difference,
-        (found.low, found.high), found.p_value, deviation(than), found.detectable, worth,
+        (found.low, found.high), found.p_value, deviation(than), found.detectable,
     )  # fmt: skip
 
 
@@ -161,21 +174,22 @@ def _worth(plan: Plan, rows: Sequence[Row], others: Sequence[Runs], claim: Claim
     arm, than = (_group(rows, name, place, claim.metric) for name in (claim.arm, claim.than))
     baseline = plan.arm(claim.than)
     shorter = [
-        (mean(group.losses), group, other.name if table is plan else f"{other.name} of {table.name}")
+        (group.steps, mean(group.losses), group, other.name if table is plan else f"{other.name} of {table.name}")
         for table, of_table in ((plan, rows), *others)
         for other in _shortened(table, baseline)
         if (group := _group(of_table, other.name, place, claim.metric)).losses
     ]
     if not shorter:
         return None
-    _, short, name = min(shorter, key=lambda found: found[0])
+    *_, short, name = min(shorter, key=lambda found: found[:2])
     return saving(arm, than, short, name)
 
 
 def _shortened(plan: Plan, baseline: Arm) -> Iterator[Arm]:
     """Arms that differ from the baseline in their length, and perhaps in a learning rate that suits that length.
 
-    The best of them tells what tokens are worth to a baseline that is tuned for each length.
+    The best of the shortest length tells what tokens are worth to a baseline that is tuned for each length: the
+    longer the lever, the less the seeds decide.
     """
     for arm in plan.arms:
         alike = {**arm.flags, "lr": ""} == {**baseline.flags, "lr": ""}

@@ -39,6 +39,12 @@ def test_a_setting_that_is_tried_twice_counts_once(trials: object) -> None:
         a_plan(sizes=[96], arms={"a": {**arm, "trials": [], "trials_at": {96: trials}}})
 
 
+def test_a_search_has_no_claims() -> None:
+    arms = {name: {"trials": {"lr": [1e-3, 2e-3]}} for name in ("plain", "simreg")}
+    with pytest.raises(ReproduceError, match="is a search with claims: trials are not seeds"):
+        a_plan({}, arms=arms)
+
+
 ALIKE = (
     "train-iters", "global-batch-size", "seq-length", "hidden-size", "num-layers", "ffn-hidden-size", "eval-interval",
     "num-attention-heads", "eval-iters", "lr-decay-iters", "lr-warmup-iters", "model", "data", "valid-data",
@@ -74,6 +80,8 @@ def test_no_other_spelling_smuggles_a_flag_in(flags: dict) -> None:
         ({"metric": "tokens"}, "is about tokens"),
         ({"than": "simreg"}, "compares simreg with itself"),
         ({"headline": "no"}, "true or false, without quotes"),
+        ({"headline": True, "metric": "simreg_loss"}, "is a headline, and those are about validation_loss or bits_per"),
+        ({"times": 1.02}, "compares validation_loss with a multiple: times is for seconds_per_step alone"),
     ],
 )
 def test_a_claim_that_shows_nothing_is_refused(claim: dict, words: str) -> None:

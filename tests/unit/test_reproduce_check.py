@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from benchmarks import claims
 from simreg_megatron.cli import app
-from simreg_megatron.report.welch import welch
+from simreg_megatron.report.welch import holm, welch
 from simreg_megatron.reproduce.check import Table, measured_steps, read_tables, violations
-from simreg_megatron.reproduce.conclusion import notes, verdicts_on
+from simreg_megatron.reproduce.conclusion import notes, together, verdicts_on
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.pace import Pace, pace
 from simreg_megatron.reproduce.plan_file import plan_names, plan_of, read_plan
@@ -81,7 +81,8 @@ def _fill(store, plan, entries):
         steps = range(1, entry.run.steps + 1, 10)
         margin = 5 - loss  # reached before the last tenth
         margins = [[step, margin if step > entry.run.steps // 2 else 0.0] for step in steps]
-        kept = {"version": "0.1.0", "commit": "abc", "curves": {"validation_loss": curve, "margin": margins}}
+        curves = {"validation_loss": curve, "train_loss": curve, "margin": margins}
+        kept = {"version": "0.1.0", "commit": "abc", "curves": curves}
         store.run_folder(entry.run).mkdir(parents=True, exist_ok=True)
         store.keep(entry.run, {"status": DONE, "train_loss": loss, "margin": margin, **ends_of(loss), **kept})
     store.write_tables(plan, entries)
@@ -178,6 +179,22 @@ def _no_number(rows):
     return rows
 
 
+def _failed(rows):
+    row = only(rows, arm="simreg-70", seed="1")
+    row.update(status="failed", validation_loss="", bits_per_byte="")
+    return rows
+
+
+def _failed_with_its_numbers(rows):
+    only(rows, arm="simreg", seed="1")["status"] = "failed"
+    return rows
+
+
+def _diverged_with_its_numbers(rows):
+    only(rows, arm="simreg", seed="1")["status"] = DIVERGED
+    return rows
+
+
 def _further_run(rows):
     return [*rows, {**only(rows, arm="simreg", seed="2"), "seed": "6", "train_loss": "3.9"}]
 
@@ -198,6 +215,9 @@ def _further_run(rows):
         (_fewer_bits, "its bits per byte are not its losses by one factor"),
         (_no_number, "has the margin nan: no number can be compared with it"),
         (_further_run, "seed 6, is not in the plan"),
+        (_failed, "simreg-70 at size 64, seed 1, is failed: a run is done or diverged, so run it again"),
+        (_failed_with_its_numbers, "simreg at size 64, seed 1, is failed: a run is done or diverged"),
+        (_diverged_with_its_numbers, "seed 1, is diverged and has a validation loss, 3.954"),
     ],
 )
 def test_a_doctored_table_is_refused(doctor, words, results):
@@ -206,6 +226,110 @@ def test_a_doctored_table_is_refused(doctor, words, results):
     assert found.exit_code == 1
     assert words in found.output
     assert "Held" not in found.output
+
+
+def _cut(points):
+    """The margins of one run, as far as they stood at 0."""
+    run = points[-1]["run"]
+    return [each for each in points if (each["run"], each["tag"]) != (run, "margin") or int(each["step"]) < 900]
+
+
+def _one_way_for_two(points):
+    ways = {}
+    for point in points:
+        if point["tag"] == "train_loss":
+            ways.setdefault(point["run"], []).append(point)
+    one, other = list(ways.values())[-5], list(ways.values())[-1]  # of one arm, of which there are four
+    for mine, theirs in zip(one, other, strict=True):
+        theirs["value"] = mine["value"]
+    return points
+
+
+@pytest.mark.parametrize(
+    ("doctor", "words"),
+    [
+        (_cut, "the margin of simreg-70, seed 5, has a curve that ends at step 891 of 1376"),
+        (_one_way_for_two, "simreg-70 at size 64 has the same curve for the seeds 4 and 5: one of them is a copy"),
+    ],
+)
+def test_a_doctored_curve_is_refused(doctor, words, results):
+    rewrite(results / "mine-curves.csv", doctor)
+    found = check(results)
+    assert found.exit_code == 1
+    assert words in found.output
+    assert "Held" not in found.output
+
+
+def test_a_run_with_other_numbers_in_another_table_is_refused(results):
+    for path in results.glob("mine*"):
+        twin = path.with_name(path.name.replace("mine", "twin"))
+        twin.write_text(path.read_text().replace('"name": "mine"', '"name": "twin"'))
+    assert check(results).exit_code == 0
+    rewrite(results / "mine.csv", _better_loss)
+    assert "mine: simreg, seed 1, has another validation_loss (3.934) than the same run in twin (3.954)" in (
+        check(results).output
+    )
+
+
+def _noted(results, tmp_path, **changes):
+    """The notes and the first verdict of another plan on the same text, run as it says."""
+    store, search = Store(results), plan_of(SEARCH, where="search")
+    dataset = Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0, validation_tokens=20_481)
+    plan = plan_of({**MINE, "name": "other", **changes}, where="other")
+    tuned = tuned_in(search, entries_of(search, dataset, untuned), store) if plan.tuned_in else untuned
+    _fill(store, plan, entries_of(plan, dataset, tuned))
+    tables = read_tables(results)
+    assert violations("other", tables) == []
+    return " ".join(notes("other", tables)), verdicts_on("other", tables)[0]
+
+
+def test_a_baseline_that_is_set_by_hand_makes_no_headline(results, tmp_path):
+    for number, flags in enumerate(({"plain": {"lr": 2e-3}}, {arm: {"lr": 2e-3} for arm in MINE["arms"]})):
+        arms = {name: {**arm, "flags": flags.get(name, {})} for name, arm in MINE["arms"].items()}
+        told, verdict = _noted(results, tmp_path, arms=arms, claims=MINE["claims"][:1])
+        assert verdict.held and not verdict.is_headline and "No headline: how well each arm" in verdict.sentence
+        by_hand = "plain (lr 0.002)" if number == 0 else "plain (lr 0.002); simreg (lr 0.002)"
+        assert f"these arms do not have what the search found, but what the plan says: {by_hand}" in told
+
+
+def test_arms_of_no_search_make_no_headline(results, tmp_path):
+    arms = {name: {**arm, "tuned_as": "", "flags": {"lr": 2e-3}} for name, arm in MINE["arms"].items()}
+    arms["simreg"]["flags"] |= {"simreg-lambda": 1}
+    arms["simreg-70"]["flags"] |= {"simreg-lambda": 1}
+    told, verdict = _noted(results, tmp_path, arms=arms, tuned_in="")
+    assert verdict.held and not verdict.is_headline
+    assert "no search found the settings of its arms, so a difference may be the settings'" in told
+
+
+def test_a_search_on_another_text_makes_no_headline(results):
+    rewrite(results / "search.csv", lambda rows: [{**row, "data": "cd" * 32} for row in rows])
+    tables = read_tables(results)
+    assert "the search for its settings was made on another text" in notes("mine", tables)
+    assert not verdicts_on("mine", tables)[0].is_headline
+
+
+def test_a_verdict_says_what_was_compared_whatever_the_claim_says(results):
+    found = verdicts_on("mine", read_tables(results))
+    assert "tokens a parameter, validation loss of simreg less that of plain: -0.0500" in found[0].sentence
+    assert "tokens a parameter, margin of simreg less that of plain: +0.0500" in found[2].sentence
+    multiple = replace(found[0], claim=replace(found[0].claim, metric="seconds_per_step", times=1.05))
+    assert multiple.compared == "seconds per step of simreg less 1.05 times that of plain"
+
+
+def test_the_number_of_tests_counts_together(results):
+    """Holm: the lowest of four p-values must be below 0.0125, the next below 0.0167."""
+    assert [holm(values) for values in ([0.01, 0.04, 0.03, 0.005], [0.02] * 3, [0.01] * 3, [])] == [2, 0, 3, 0]
+    verdicts = verdicts_on("mine", read_tables(results))[:2]
+    first, second = (replace(verdicts[0], p_value=value) for value in (0.02, 0.03))
+    assert together([first]) == "", "one test is no number of tests"
+    assert together([first, replace(second, p_value=0.9)]).endswith(
+        "1 held. Corrected for their number (Holm), 1 hold."
+    )
+    assert together([first, replace(first, p_value=0.026)]).endswith("2 hold.")
+    assert together([replace(first, p_value=value) for value in (0.01, 0.03, 0.2)]).endswith(
+        "each at 0.05 by itself, 2 held. Corrected for their number (Holm), 1 hold: those with p up to 0.01."
+    )
+    assert check(results).output.rstrip().splitlines()[-1].startswith("Of 4 tests, each at 0.05 by itself, 3 held.")
 
 
 def test_unequal_tuning_is_refused(results):
@@ -449,7 +573,8 @@ def test_a_shorter_baseline_of_another_table_tells_what_steps_are_worth(results,
 
 def test_what_qualifies_a_conclusion_is_noted(results):
     tables = read_tables(results)
-    assert notes("mine", tables) == []
+    (unknown,) = notes("mine", tables)
+    assert unknown.startswith("no plan mine ships with the package, and nothing in a folder shows whether a plan was")
     wider = replace(tables["mine"].plan, sizes=(64, 96), name="saving")
     rows = [{**row, "commit": row["seed"]} for row in tables["mine"].rows]
     several, settings, sizes, seeds, rest = notes("saving", {**tables, "saving": Table(wider, tuple(rows), ())})
@@ -466,14 +591,16 @@ def test_arms_whose_own_settings_nobody_searched_are_noted(results):
 
     def noted(**flags):
         arms = [replace(arm, flags={**arm.flags, "adagc": "", **flags.get(arm.name, {})}) for arm in mine.plan.arms]
-        return notes("mine", {**tables, "mine": replace(mine, plan=replace(mine.plan, arms=tuple(arms)))})
+        return notes("mine", {**tables, "mine": replace(mine, plan=replace(mine.plan, arms=tuple(arms)))})[:-1]
 
     assert noted() == [], "all arms have it"
     assert noted(plain={"simreg-objective": "none"}) == [], "the same training, measured"
-    assert noted(simreg={"lr": 1e-3}) == [], "the search tried such"
+    assert noted(simreg={"lr": "1e-3"}) == [
+        "these arms do not have what the search found, but what the plan says: simreg (lr 1e-3)"
+    ]
     assert noted(simreg={"simreg-objective": "sce", "lr": 1e-3}, plain={"qk-layernorm": ""}) == [
         "nothing was searched for what sets these arms apart: plain (qk-layernorm); "
-        "simreg (simreg-objective sce, lr 0.001)"
+        "simreg (lr 0.001, simreg-objective sce)"
     ]
 
 
@@ -500,8 +627,9 @@ def test_a_run_that_diverged_decides_against_its_arm(results):
     verdict = judge(tables["mine"].plan, tables["mine"].rows)[0]
     assert not verdict.held and verdict.worth is None
     assert verdict.sentence == (
-        "Not decided, as runs diverged: SimReg ends lower. Size 64, 20 tokens a parameter: "
-        "1 and 0 of 5 and 5 seeds diverged, so there is no difference to tell."
+        "Not decided, as runs diverged: SimReg ends lower. Size 64, 20 tokens a parameter, "
+        "validation loss of simreg less that of plain: 1 and 0 of 5 and 5 seeds diverged, so there is no difference "
+        "to tell."
     )
     CliRunner().invoke(app, ["report", "page", str(results), "--output", str(results / "page.html")])
     assert not re.search(r"[^a-z](inf|nan)[^a-z]", (results / "page.md").read_text() + check(results).output)
@@ -521,7 +649,7 @@ def test_runs_that_did_not_measure_what_a_claim_is_about_decide_nothing(results)
     """As runs that an older version made; a run that diverged is another matter."""
     path = results / "mine.plan.json"
     content = json.loads(path.read_text())
-    content["claims"][0]["metric"] = "isotropy"
+    content["claims"][0] |= {"metric": "isotropy", "headline": False}
     path.write_text(json.dumps(content))
     found = check(results)
     assert found.exit_code == 1

@@ -58,6 +58,24 @@ def test_nothing_is_told_where_nothing_is_known(arm: Group, than: Group, short: 
     assert saving(arm, than, short, "short") is None
 
 
+def test_the_interval_misses_as_often_on_either_side_where_a_step_s_worth_is_hardly_known() -> None:
+    """As at width 32 of our own runs; one of first order misses five times in a hundred above and never below."""
+    generator = np.random.default_rng(0)
+    true = 1 - 1000 / (1000 + 0.35 / 0.28 * 300)
+    below = above = told = 0
+    for _ in range(2000):
+        arm, than, short = (
+            Group(list(middle + spread * generator.standard_normal(5)), steps)
+            for middle, spread, steps in ((3.65, 0.003, 1000), (4.0, 0.04, 1000), (4.28, 0.13, 700))
+        )
+        if found := saving(arm, than, short, "short"):
+            told += 1
+            below += found.interval[1] < true
+            above += found.interval[0] > true
+    assert told > 1800
+    assert 0.01 < below / told < 0.04 and 0.01 < above / told < 0.04
+
+
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     """Also with unequal spreads; a thousand experiments, so that 95 % means 936 to 964 (two standard errors)."""
     generator = np.random.default_rng(0)
