@@ -60,8 +60,10 @@ BEYOND_THE_PAPER = (
     Claimed("a lower loss after 70 % of the tokens than a baseline of that length", "ours", "saving", (1,)),
     Claimed("... and than such a baseline at lower rates", "ours", "shortened", (0, 1)),
     Claimed("a gain in training four times as long, also over baselines at lower rates", "ours", "lengthened", (0, 1)),
-    Claimed("better than a placebo and than simpler means", "ours", "controls", (0, 1, 2, 3)),
-    Claimed("the labels matter: a placebo changes nothing", "ours", "controls", refuting=(4,)),
+    Claimed(
+        "better than a placebo (three of the five seeds below) and than simpler means", "ours", "controls", (0, 1, 2, 3)
+    ),
+    Claimed("a placebo with permuted labels changes nothing", "ours", "controls", refuting=(4,)),
     Claimed("larger margins than without it and with a placebo", "ours", "controls", (5, 6)),
     Claimed("the right labels add to what permuted ones gain", "ours", "labels", (0, 1)),
     Claimed("permuted labels alone gain something", "ours", "labels", (2, 3)),
@@ -129,9 +131,12 @@ def _seen(found: tuple[str, Verdict]) -> str:
         return f"{verdict.claim.says}: {verdict.told}, {_where(verdict)}"
     low, high = verdict.interval
     saved = f"; saved: {verdict.worth.told}" if verdict.worth is not None else ""
+    unit = "" if "nats" in verdict.unit else f" {verdict.unit}".rstrip()
+    multiple = "" if verdict.claim.times == 1 else f" against {verdict.claim.times:g} times the other's"
     return (
-        f"{verdict.claim.says}: {verdict.word.lower()}, {verdict.difference:+.3f} ({low:+.3f} to {high:+.3f}), "
-        f"p {verdict.p_value:.2g}, {verdict.numbers[0]} and {verdict.numbers[1]} seeds, {_where(verdict)}"
+        f"{verdict.claim.says}: {verdict.word.lower()}, {verdict.difference:+.3f}{unit} "
+        f"({low:+.3f} to {high:+.3f}){multiple}, p {verdict.p_value:.2g}, "
+        f"{verdict.numbers[0]} and {verdict.numbers[1]} seeds, {_where(verdict)}"
         f"{saved}"
     )
 

@@ -47,6 +47,35 @@ def welch(arm: Sequence[float], than: Sequence[float], *, side: str = "two-sided
     return Welch(difference, float(interval.low), float(interval.high), float(tested.pvalue), detectable)
 
 
+def ratio(
+    arm: Sequence[float], than: Sequence[float], other: Sequence[float]
+) -> tuple[float, tuple[float, float] | None]:
+    """(mean(arm) - mean(than)) / (mean(other) - mean(than)) and its two-sided 95 % interval; None where it has no end.
+
+    After Fieller: all r for which the seeds do not refute arm - than = r (other - than), by Student's t with
+    Satterthwaite's degrees of freedom at the ratio found. With the variances V of the means this is quadratic in r:
+
+        (upper - r lower)^2 <= t^2 (V_arm + (1 - r)^2 V_than + r^2 V_other)
+    """
+    from scipy import stats
+
+    upper, lower = (mean(group) - mean(than) for group in (arm, other))
+    found = upper / lower
+    of_arm, of_than, of_other = (deviation(group) ** 2 / len(group) for group in (arm, than, other))
+    parts = ((of_arm, len(arm)), ((1 - found) ** 2 * of_than, len(than)), (found**2 * of_other, len(other)))
+    total = sum(variance for variance, _ in parts)
+    if total == 0:
+        return found, (found, found)
+    freedom = total**2 / sum(variance**2 / (count - 1) for variance, count in parts)
+    square = float(stats.t.ppf(1 - LEVEL / 2, freedom)) ** 2
+    leading = lower**2 - square * (of_than + of_other)
+    half = upper * lower - square * of_than
+    root = half**2 - leading * (upper**2 - square * (of_arm + of_than))
+    if leading <= 0 or root < 0:
+        return found, None
+    return found, ((half - math.sqrt(root)) / leading, (half + math.sqrt(root)) / leading)
+
+
 def holm(p_values: Sequence[float]) -> int:
     """How many of these tests, those with the lowest p-values, hold together at the level of one (Holm, 1979)."""
     for number, p_value in enumerate(sorted(p_values)):

@@ -9,8 +9,7 @@
 
 The loss is taken to fall along a straight line, and it falls ever slower. So a saving is an underestimate where the arm
 ends lower than the baseline (the line goes on beyond its end), and an overestimate where it ends higher. The interval
-is that of the ratio after Fieller: all ratios r for which the seeds do not refute arm - than = r (shorter - than), by
-Student's t with Satterthwaite's degrees of freedom at the ratio found.
+is that of the ratio (`report.welch.ratio`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from simreg_megatron.report.welch import LEVEL, deviation, mean, welch
+from simreg_megatron.report.welch import ratio, welch
 
 
 class Group(NamedTuple):
@@ -28,11 +27,6 @@ class Group(NamedTuple):
 
     losses: Sequence[float]
     steps: int
-
-    @property
-    def variance(self) -> float:
-        """Of the mean."""
-        return deviation(self.losses) ** 2 / len(self.losses)
 
 
 @dataclass(frozen=True)
@@ -73,47 +67,17 @@ def saving(arm: Group, than: Group, short: Group, shorter: str) -> Saving | None
     gained = welch(short.losses, than.losses)
     if not gained.low > 0 or not all(map(math.isfinite, arm.losses)):
         return None
-    difference = mean(arm.losses) - mean(than.losses)
-    if difference > 0 and arm.steps >= than.steps:
-        return None
-    interval = _interval_of_ratio(arm, than, short)
-    if interval is None:
+    found, interval = ratio(arm.losses, than.losses, short.losses)
+    if interval is None or (found > 0 and arm.steps >= than.steps):
         return None
     per_step = 100 / (than.steps - short.steps)
     low, high = interval
 
-    def share(ratio: float) -> float:
-        needed = than.steps - ratio * (than.steps - short.steps)
+    def share(of_gained: float) -> float:
+        needed = than.steps - of_gained * (than.steps - short.steps)
         return 1 - arm.steps / needed if needed > 0 else -math.inf
 
     return Saving(
         per_step * gained.difference, (per_step * gained.low, per_step * gained.high),
-        share(difference / gained.difference), (share(high), share(low)), shorter, difference <= 0,
+        share(found), (share(high), share(low)), shorter, found <= 0,
     )  # fmt: skip
-
-
-def _interval_of_ratio(arm: Group, than: Group, short: Group) -> tuple[float, float] | None:
-    """Of (arm - than) / (short - than), in which `than` stands twice; None where it has no end.
-
-    (difference - r gained)^2 <= t^2 (V_arm + (1 - r)^2 V_than + r^2 V_short) is quadratic in r.
-    """
-    from scipy import stats
-
-    difference, gained = (mean(group.losses) - mean(than.losses) for group in (arm, short))
-    ratio = difference / gained
-    parts = [
-        (arm.variance, len(arm.losses)),
-        ((1 - ratio) ** 2 * than.variance, len(than.losses)),
-        (ratio**2 * short.variance, len(short.losses)),
-    ]
-    total = sum(variance for variance, _ in parts)
-    if total == 0:
-        return ratio, ratio
-    freedom = total**2 / sum(variance**2 / (count - 1) for variance, count in parts)
-    square = float(stats.t.ppf(1 - LEVEL / 2, freedom)) ** 2
-    leading = gained**2 - square * (than.variance + short.variance)
-    half = difference * gained - square * than.variance
-    root = half**2 - leading * (difference**2 - square * (arm.variance + than.variance))
-    if leading <= 0 or root < 0:
-        return None
-    return (half - math.sqrt(root)) / leading, (half + math.sqrt(root)) / leading
