@@ -29,7 +29,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): mend that first") from error
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}): give another --out, or remove what is there") from None
     if not isinstance(content, dict):
         raise DataError(f"{path} is not what this program writes: give another --out, or remove what is there")

@@ -89,15 +89,48 @@ def read_arms(words: Sequence[str]) -> list[Arm]:
         ReportError: a path holds no run.
     """
     found: dict[str, list[tuple[Run, Path]]] = {}
-    paths = [Path(word.partition("=")[2] or word) for word in words]
-    repeated = {name for name, count in Counter(map(runs.own_name, paths)).items() if count > 1}
-    for word, path in zip(words, paths, strict=True):
-        named = word.partition("=")[0] if "=" in word else ""
-        own = runs.own_name(path)
-        default = f"{path.resolve().parent.name}/{own}" if own in repeated else own
-        for run in _read(path, default):
+    pairs = [_name_and_path(word) for word in words]
+    places = [path.resolve() for _, path in pairs]
+    for place, count in Counter(places).items():
+        if count > 1:
+            raise ReportError(f"{place} is given {count} times, and counts once: a run is no seed beside itself")
+    for (named, path), own in zip(pairs, _own_names(places), strict=True):
+        for run in _read(path, own):
             found.setdefault(named or run.name, []).append((run, path))
+    for name, members in found.items():
+        _refuse_copies(name, members)
     return [Arm(name, *(tuple(part) for part in zip(*members, strict=True))) for name, members in found.items()]
+
+
+def _name_and_path(word: str) -> tuple[str, Path]:
+    """A folder may have = in its name."""
+    name, _, path = word.partition("=")
+    return ("", Path(word)) if not path or Path(word).exists() else (name, Path(path))
+
+
+def _own_names(places: Sequence[Path]) -> list[str]:
+    """What runs are called that nobody has named: each by as many folders above it as set it apart."""
+    names = [runs.own_name(place) for place in places]
+    above = [place.parents[1 if place.name == "tensorboard" else 0] for place in places]
+    while repeated := {name for name, count in Counter(names).items() if count > 1}:
+        if all(not above[place].name for place, name in enumerate(names) if name in repeated):
+            break  # up to the root
+        for place, name in enumerate(names):
+            if name in repeated:
+                names[place], above[place] = f"{above[place].name}/{name}", above[place].parent
+    return names
+
+
+def _refuse_copies(name: str, members: Sequence[tuple[Run, Path]]) -> None:
+    """Two seeds never log the same numbers, so what does is one run, copied."""
+    for place, (run, path) in enumerate(members):
+        for other, elsewhere in members[:place]:
+            if run.scalars.keys() == other.scalars.keys() and all(
+                np.array_equal(series.steps, other.scalars[tag].steps)
+                and np.array_equal(series.values, other.scalars[tag].values, equal_nan=True)
+                for tag, series in run.scalars.items()
+            ):
+                raise ReportError(f"{elsewhere} and {path} hold the same run, which counts once as a seed of {name}")
 
 
 def _read(path: Path, name: str) -> Iterator[Run]:
@@ -114,7 +147,7 @@ def _read(path: Path, name: str) -> Iterator[Run]:
 def _read_csv(path: Path, name: str) -> Iterator[Run]:
     """A line a value (tag, step, value, and run where there are several), or a line a step with a column a tag."""
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
+        with path.open(encoding="utf-8-sig", newline="") as stream:  # spreadsheets begin with a mark
             rows = list(csv.DictReader(stream))
         points = list(_points(rows, name))
         np.array([step for _, _, step, _ in points], dtype=np.int64)  # see that they fit

@@ -137,7 +137,7 @@ def _draw_series(axes: Axes, series: Series, name: str, index: int) -> None:
     axes.plot(
         steps,
         values,
-        label=name,
+        label=_shown(name),
         color=colour,
         linestyle=DASHES[index % len(DASHES)],
         linewidth=1.8,
@@ -145,6 +145,12 @@ def _draw_series(axes: Axes, series: Series, name: str, index: int) -> None:
         markersize=4,
         gid="smooth" if smooth else "raw",
     )
+
+
+def _shown(name: str) -> str:
+    """What matplotlib would read as mathematics, or leave out, is shown as it stands."""
+    name = name.replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import unicodedata
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,6 +45,13 @@ class HiddenStates:
     after: str = ""
 
     def __post_init__(self) -> None:
+        if not np.issubdtype(self.hidden.dtype, np.number) or not np.issubdtype(self.labels.dtype, np.integer):
+            raise ReportError(
+                f"{self.name}: hidden states must be numbers and labels whole ones, not {self.hidden.dtype} and "
+                f"{self.labels.dtype}"
+            )
+        if self.labels.ndim != 1:
+            raise ReportError(f"{self.name}: labels must be [n], not {self.labels.shape}")
         if self.hidden.ndim != 2 or len(self.hidden) < 2:
             raise ReportError(
                 f"{self.name}: hidden states must be [n, d] with n of at least 2, not {self.hidden.shape}"
@@ -71,7 +79,7 @@ def read_hidden_states(path: str | Path, *, name: str) -> HiddenStates:
             hidden, tokens, labels = arrays["hidden"], arrays["tokens"], arrays["labels"]
     except FileNotFoundError:
         raise ReportError(f"{path} is not there: the probe of {name} wrote nothing") from None
-    except (KeyError, OSError, ValueError, zipfile.BadZipFile) as error:
+    except (KeyError, OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ReportError(f"{path} does not hold the arrays `hidden`, `tokens` and `labels`: {error}") from None
     return HiddenStates(name=name, hidden=hidden, tokens=tuple(str(token) for token in tokens), labels=labels)
 

@@ -32,6 +32,9 @@ _WHERE = ("path", "dir", "save", "load", "rank", "tensorboard", "seed", "timesta
 """Arguments whose names hold one of these say nothing of what was trained."""
 
 
+_OF_THE_TEXT = ("data_path", "train_data_path", "valid_data_path", "tokenizer_model", "vocab_size", "padded_vocab_size")
+
+
 def page_of(arms: Sequence[Arm], *, title: str = "SimReg: runs", further: Sequence[Section] = ()) -> Page:
     """The first arm is what the others are compared with."""
     sections = [_ends(arms), *further, *_states(arms), _settings(arms)]
@@ -52,6 +55,23 @@ def _ends(arms: Sequence[Arm]) -> Section:
 
 
 def _verdict(arm: Arm, first: Arm) -> str:
+    return f"{_compared(arm, first)}{_unlike(arm, first)}"
+
+
+def _unlike(arm: Arm, first: Arm) -> str:
+    """What makes the two no fair pair, as further sentences."""
+    told = ""
+    here, there = (each.curve.scalars.get(runs.VALIDATION_LOSS) for each in (arm, first))
+    if here is not None and there is not None and here.steps[-1] != there.steps[-1]:
+        told += f" But {arm.name} was read at step {here.steps[-1]}, and {first.name} at step {there.steps[-1]}."
+    settings = [each.runs[0].settings for each in (arm, first)]
+    other = [name for name in _OF_THE_TEXT if len({each.get(name) for each in settings}) > 1 and all(settings)]
+    if other:
+        told += f" But their text is not the same by {', '.join(other)}."
+    return told
+
+
+def _compared(arm: Arm, first: Arm) -> str:
     pair = f"{arm.name} against {first.name}"
     if not arm.losses or not first.losses:
         return f"{pair}: cannot be compared, as no validation loss was logged."
@@ -74,11 +94,12 @@ def _too_few(arm: Arm, first: Arm) -> str:
 
 
 def _table_of_ends(arms: Sequence[Arm]) -> Grid:
-    heads = ("run", "seeds", "validation loss (nats per token)", "difference", "95 % interval", "the authors'")
+    heads = ("run", "seeds", "step", "validation loss (nats per token)", "difference", "95 % interval", "the authors'")
     rows = []
     for arm in arms:
         loss = arm.diverged or (f"{np.mean(arm.losses):.4f}" if arm.losses else "not logged")
-        row = [arm.name, str(len(arm.runs)), loss]
+        ends = arm.curve.scalars.get(runs.VALIDATION_LOSS)
+        row = [arm.name, str(len(arm.runs)), "-" if ends is None else str(ends.steps[-1]), loss]
         if arm is arms[0]:
             rows.append([*row, "", "", ""])
             continue
@@ -119,7 +140,9 @@ def _saving(arm: Arm, base: Arm, loss: float | None) -> list[str]:
     step = None if loss is None else step_at(run, loss)
     if step is None:
         return [arm.name, "-" if loss is None else "not reached", "-", authors[0], time, authors[1], "-"]
-    left = step / first.scalars[runs.VALIDATION_LOSS].steps[-1]
+    if not (last := first.scalars[runs.VALIDATION_LOSS].steps[-1]):  # it was evaluated before its first step alone
+        return [arm.name, f"{step:.0f}", "-", authors[0], time, authors[1], "-"]
+    left = step / last
     in_time = "-" if slower is None else f"{100 * (1 - left * slower):.0f} %"
     if run.tokens_per_step and first.tokens_per_step:
         saved = f"{100 * (1 - left * run.tokens_per_step / first.tokens_per_step):.0f} %"
@@ -200,7 +223,11 @@ def _settings(arms: Sequence[Arm]) -> Section:
 def _commands(name: str, folder: Path) -> Iterator[str]:
     """From the records that the launcher keeps beside a run."""
     for path in sorted(folder.glob("record/*/command.txt")):
-        yield f"{name}, {path.parent.name}: {path.read_text(encoding='utf-8', errors='replace').strip()}"
+        try:
+            told = path.read_text(encoding="utf-8", errors="replace").strip()
+        except OSError as error:
+            told = f"{path} cannot be read ({error.strerror})"
+        yield f"{name}, {path.parent.name}: {told}"
 
 
 def _versions_of_runs(arms: Iterable[Arm]) -> list[str]:
@@ -208,11 +235,17 @@ def _versions_of_runs(arms: Iterable[Arm]) -> list[str]:
     for arm in arms:
         for folder in arm.folders:
             for path in sorted(folder.glob("record/*/versions.json")):
-                facts = json.loads(path.read_text(encoding="utf-8"))
-                packages = ", ".join(f"{name} {facts['packages'].get(name, '-')}" for name in _PACKAGES)
-                line = f"commit {facts['git'] or 'unknown'}, Python {facts['python'].split()[0]}, {packages}"
-                found.setdefault(line, []).append(arm.name)
+                found.setdefault(_versions_in(path), []).append(arm.name)
     return [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in found.items()]
+
+
+def _versions_in(path: Path) -> str:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        packages = ", ".join(f"{name} {facts['packages'].get(name, '-')}" for name in _PACKAGES)
+        return f"commit {facts['git'] or 'unknown'}, Python {facts['python'].split()[0]}, {packages}"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return f"{path} cannot be read"
 
 
 _PACKAGES = ("torch", "megatron-core")

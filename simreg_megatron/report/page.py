@@ -7,6 +7,7 @@ What stands in it is put together elsewhere: of one's own runs in `own`, of expe
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ figcaption, .says { color: #555; font-size: 0.85rem; margin: 0 }
   h2, figure, table { break-inside: avoid } h2, h2 + p, .says { break-after: avoid }
 }
 """
+_LAST_WORDS = "## Versions"  # of every report
 _SAFE = re.compile(r"[^\w.-]+")
 
 
@@ -136,7 +138,7 @@ def as_markdown(page: Page, pictures: str) -> str:
     parts = [f"# {page.title}"]
     for section in page.sections:
         parts += _markdown_section(section, pictures)
-    parts += ["## Versions", _markdown_list(page.versions)]
+    parts += [_LAST_WORDS, _markdown_list(page.versions)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -176,12 +178,15 @@ def write(page: Page, path: Path) -> list[Path]:
     Raises:
         ReportError: they cannot be written.
     """
+    if path.suffix not in (".html", ".htm") or path.is_dir():
+        raise ReportError(f"{str(path)!r} names no HTML file: give --output a name that ends with .html")
     folder = path.with_name(f"{path.stem}-pictures")
     written = [path, path.with_suffix(".md")]
     try:
+        _refuse_anothers(written[1])
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_html(page), encoding="utf-8")
-        written[1].write_text(as_markdown(page, folder.name), encoding="utf-8")
+        _write_whole(path, as_html(page))
+        _write_whole(written[1], as_markdown(page, folder.name))
         for section in page.sections:
             for picture in section.pictures:
                 for kind in ("png", "svg"):
@@ -190,6 +195,22 @@ def write(page: Page, path: Path) -> list[Path]:
     except OSError as error:
         raise ReportError(f"{path} cannot be written ({error.strerror}): give another --output") from None
     return written
+
+
+def _refuse_anothers(path: Path) -> None:
+    """A Markdown file of that name that no report has written: a README beside README.html."""
+    if path.is_file() and _LAST_WORDS not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ReportError(f"{path} is there and no report of this program: give another --output, or move it away")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """The file is the old one or the new one, also where the disk is full."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def svg(figure: Figure) -> str:

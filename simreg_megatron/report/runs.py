@@ -89,7 +89,13 @@ def read_run(folder: str | Path, *, name: str | None = None) -> Run:
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     folder = Path(folder)
-    if not folder.is_dir():
+    try:
+        is_there = folder.is_dir()
+        if is_there:
+            next(folder.iterdir(), None)
+    except OSError as error:
+        raise ReportError(f"{folder} cannot be read ({error.strerror}): mend the rights there") from None
+    if not is_there:
         raise ReportError(f"{folder} is not a folder: give the run's output folder or its --tensorboard-dir")
     try:
         events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})  # 0 keeps every point

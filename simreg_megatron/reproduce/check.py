@@ -15,22 +15,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from simreg_megatron.data.indexed import DataError
 from simreg_megatron.data.settings import read_json
 from simreg_megatron.reproduce import tampering
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.pace import EXPERIMENT
-from simreg_megatron.reproduce.plan import Flags, Plan
+from simreg_megatron.reproduce.plan import METRICS, Flags, Plan
 from simreg_megatron.reproduce.plan_file import plan_of, read_plan
 from simreg_megatron.reproduce.presets import is_real
 from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
-from simreg_megatron.reproduce.store import DIVERGED, DONE, PLAN, read_csv
+from simreg_megatron.reproduce.store import COLUMNS, CURVE_COLUMNS, DIVERGED, DONE, PLAN, read_csv
 from simreg_megatron.reproduce.tampering import LOSS, flag_of
-from simreg_megatron.reproduce.tuned import nearest_size, searched_sizes, settings_of_paper, untuned
+from simreg_megatron.reproduce.tuned import (
+    nearest_size,
+    ranked,
+    refuse_unfit,
+    searched_sizes,
+    settings_of_paper,
+    untuned,
+)
 from simreg_megatron.reproduce.verdict import FEWEST_SEEDS_OF_A_HEADLINE, Row
 from simreg_megatron.sentences import one_line
 
 FEWEST_SEEDS = 3
+_NEEDED = [name for name in COLUMNS if name not in METRICS] + [LOSS, "bits_per_byte", "train_loss", "seconds_per_step"]
 
 
 @dataclass(frozen=True)
@@ -51,20 +60,38 @@ def read_tables(folder: Path) -> dict[str, Table]:
     found = {}
     for path in sorted(folder.glob(f"*{PLAN}")):
         name = path.name.removesuffix(PLAN)
-        plan = plan_of(read_json(path), where=str(path))
-        found[name] = Table(plan, _read(folder / f"{name}.csv"), _read(folder / f"{name}-curves.csv"))
+        plan = plan_of(_plan_in(path), where=str(path))
+        rows = _read(folder / f"{name}.csv", _NEEDED)
+        found[name] = Table(plan, rows, _read(folder / f"{name}-curves.csv", CURVE_COLUMNS))
+    for path in sorted(folder.glob("*-curves.csv")):
+        if (name := path.name.removesuffix("-curves.csv")) not in found:
+            raise ReproduceError(
+                f"{folder / name}{PLAN} is missing beside {path.name}: copy it again, or continue with the command "
+                "that made it"
+            )
     if not found:
         raise ReproduceError(f"{folder} holds no results: name the --output folder of `simreg-megatron reproduce`")
     return found
 
 
-def _read(path: Path) -> tuple[Row, ...]:
+def _plan_in(path: Path) -> object:
     try:
-        return tuple(read_csv(path))
+        return read_json(path)
+    except DataError as error:
+        cause = error.__cause__ or error
+        raise ReproduceError(f"{path} cannot be read ({cause}): copy it again from where it was made") from None
+
+
+def _read(path: Path, columns: Sequence[str]) -> tuple[Row, ...]:
+    try:
+        rows = read_csv(path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ReproduceError(f"{path} cannot be read ({error}): copy it again from where it was made") from None
+    if lacking := [column for column in columns if rows and column not in rows[0]]:
         raise ReproduceError(
-            f"{path} cannot be read ({error}): make it again with `simreg-megatron reproduce`"
-        ) from None
+            f"{path} has no column {lacking[0]} (columns are parted by commas): copy it again from where it was made"
+        )
+    return tuple(rows)
 
 
 def violations(name: str, tables: dict[str, Table]) -> list[str]:
@@ -80,6 +107,8 @@ def violations(name: str, tables: dict[str, Table]) -> list[str]:
 
 def _violations(name: str, tables: dict[str, Table]) -> list[str]:
     table = tables[name]
+    if not table.rows:
+        return [f"{name}: its table has no runs: copy it again, or run `simreg-megatron reproduce {name}`"]
     found = [
         *_about_rows(table),
         *tampering.across_tables(name, {other: found.rows for other, found in tables.items()}),
@@ -159,6 +188,8 @@ def _about_ends(name: str, rows: Sequence[Row]) -> Iterator[str]:
         who = f"{name}: {row['arm']} at size {row['size']}, seed {row['seed']},"
         if row["status"] not in (DONE, DIVERGED):
             yield f"{who} is {row['status'] or 'of no status'}: a run is {DONE} or {DIVERGED}, so run it again"
+        elif row[LOSS] and not math.isfinite(float(row[LOSS])):
+            yield f"{who} has the validation loss {row[LOSS]}: no number can be compared with it"
         elif (row["status"] == DONE) != bool(row[LOSS]):
             told = "no validation loss" if row["status"] == DONE else f"a validation loss, {row[LOSS]}"
             yield f"{who} is {row['status']} and has {told}: run it again"
@@ -214,6 +245,8 @@ def settings_of(plan: Plan, tables: dict[str, Table]) -> Tuned:
     """The best trials, from the search's own rows."""
     if not plan.tuned_in:
         return untuned
+    if plan.tuned_in in tables:
+        refuse_unfit(plan, tables[plan.tuned_in].plan)
 
     def best(arm: str, size: int | str) -> Flags:
         if is_real(size):
@@ -226,7 +259,7 @@ def settings_of(plan: Plan, tables: dict[str, Table]) -> Tuned:
             raise ReproduceError(f"the search {plan.tuned_in} is complete at no size: run what is missing")
         nearest = nearest_size(sizes, size)
         own = [row for row in search.rows if (row["arm"], row["size"]) == (arm, str(nearest))]
-        chosen = min(own, key=lambda row: float(row[LOSS] or "inf"))
+        chosen = min(own, key=lambda row: ranked(float(row[LOSS] or "inf")))
         searched = search.plan.arm(arm)
         return searched.flags | searched.trials_of(nearest)[int(chosen["trial"]) - 1]
 

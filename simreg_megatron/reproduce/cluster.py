@@ -111,10 +111,13 @@ def _answer(command: Sequence[str]) -> str:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
-        )
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, errors="replace",
+            check=True,
+        )  # fmt: skip
     except FileNotFoundError:
         raise ReproduceError(f"{command[0]} is not on this machine: submit from a login node of the cluster") from None
+    except OSError as error:
+        raise ReproduceError(f"{command[0]} cannot be started: {error.strerror}") from None
     except subprocess.CalledProcessError as error:
         told = (error.stderr or error.stdout).strip().splitlines() or ["it said nothing"]
         raise ReproduceError(told[-1].removeprefix("error: ")) from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.sentences import SentenceError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from simreg_megatron.reproduce.store import Store
 
 _console = Console(soft_wrap=True, highlight=False)
+_errors = Console(stderr=True, soft_wrap=True, highlight=False)
+_MOST_AT_ONCE = 4096
 
 
 def register(app: typer.Typer) -> None:
@@ -36,18 +39,18 @@ def reproduce(
     output: Annotated[
         Path, typer.Option(help="folder of runs and results; the same one continues what was started")
     ] = (Path("runs/reproduce")),
-    jobs: Annotated[int, typer.Option(min=1, help="runs at a time (default: one for each processor)")] = (
-        os.cpu_count() or 1
-    ),
-    threads: Annotated[int, typer.Option(min=1, help="threads of each run")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, max=_MOST_AT_ONCE, help="runs at a time (default: one for each processor)")
+    ] = (os.cpu_count() or 1),
+    threads: Annotated[int, typer.Option(min=1, max=_MOST_AT_ONCE, help="threads of each run")] = 1,
     model: Annotated[
-        str, typer.Option(help="a preset such as tiny or 350m instead of the plan's sizes", show_default=False)
-    ] = "",
-    sizes: Annotated[str, typer.Option(help="only these widths, such as 64,96", show_default=False)] = "",
+        str | None, typer.Option(help="a preset such as tiny or 350m instead of the plan's sizes", show_default=False)
+    ] = None,
+    sizes: Annotated[str | None, typer.Option(help="only these widths, such as 64,96", show_default=False)] = None,
     seeds: Annotated[int, typer.Option(min=0, help="number of seeds, instead of the plan's", show_default=False)] = 0,
     data: Annotated[
-        str, typer.Option(help="builtin, large or a folder, instead of the plan's", show_default=False)
-    ] = "",
+        str | None, typer.Option(help="builtin, large or a folder, instead of the plan's", show_default=False)
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a few steps of each arm, as a test of the plan")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the runs and their commands, and stop")] = False,
     low_priority: Annotated[
@@ -75,13 +78,18 @@ def reproduce(
     with _one_sentence(output), terminated_like_ctrl_c():
         if slurm and low_priority:
             raise ReproduceError("--low-priority is about this machine, and --slurm runs elsewhere: leave one out")
-        chosen = [_chosen(read_plan(name), model, sizes, seeds, data) for name in plans]
+        if slurm and dry_run:
+            raise ReproduceError("--dry-run prints what would run on this machine: leave out --slurm, or --dry-run")
+        for name, given in (("model", model), ("sizes", sizes), ("data", data)):
+            if given == "":
+                raise ReproduceError(f"--{name} is empty: give it a value, or leave it out")
+        chosen = [_chosen(read_plan(name), model or "", sizes or "", seeds, data or "") for name in plans]
         store = Store((output / "quick" if quick else output).absolute())  # runs start in another folder
         if low_priority:
             give_way()
         failed = waiting = 0
         for plan in chosen:
-            if slurm and not dry_run:
+            if slurm:
                 standing = _submit_plan(plan, store, slurm, quick=quick)
                 failed += len(standing.failed)
                 waiting += len(standing.queued) + len(standing.submitted)
@@ -95,12 +103,13 @@ def reproduce(
 
 def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
     """The plan with what the command line replaces."""
+    from simreg_megatron.reproduce.plan_checks import refuse_too_many
     from simreg_megatron.reproduce.presets import preset
 
     if model and sizes:
         raise ReproduceError("--model and --sizes both choose the models: give one")
     if sizes:
-        wanted = sizes.split(",")
+        wanted = [size.strip() for size in sizes.split(",") if size.strip()]
         unknown = [size for size in wanted if size not in map(str, plan.sizes)]
         if unknown:
             raise ReproduceError(f"{plan.name} has no size {unknown[0]}: its sizes are {_listed(plan.sizes)}")
@@ -110,7 +119,9 @@ def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
         if not seeds and not isinstance(plan.seeds, int) and model not in plan.seeds:
             raise ReproduceError(f"{plan.name} states no number of seeds for {model}: give --seeds N")
         plan = replace(plan, sizes=(model,), data="builtin" if model == "tiny" else plan.data)
-    return replace(plan, seeds=seeds or plan.seeds, data=data or plan.data)
+    plan = replace(plan, seeds=seeds or plan.seeds, data=data or plan.data)
+    refuse_too_many(plan, plan.name)
+    return plan
 
 
 def _listed(values: Sequence[object] | object) -> str:
@@ -118,7 +129,7 @@ def _listed(values: Sequence[object] | object) -> str:
 
 
 def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool, dry_run: bool) -> int:
-    """How many of its runs failed. A dry run writes nothing."""
+    """How many of its runs failed. A dry run writes nothing but what `open_dataset` keeps beside the text."""
     from simreg_megatron.reproduce import speed
     from simreg_megatron.reproduce.dataset import open_dataset
     from simreg_megatron.reproduce.local import run_here
@@ -129,6 +140,8 @@ def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool,
     entries = _entries(plan, dataset, store, quick, dry_run=dry_run)
     runs = distinct(entries)
     _introduce(plan)
+    if not dry_run:
+        store.refuse_to_lose(plan.name, entries)
     left = [run for run in runs if store.result(run) is None]
     if not dry_run:
         speed.measure(left, store, dataset, jobs=jobs, threads=threads, say=_console.print)
@@ -167,7 +180,7 @@ def _submit_plan(plan: Plan, store: Store, site: Path, *, quick: bool) -> Standi
 
 
 def _introduce(plan: Plan) -> None:
-    _console.print(f"[bold]{plan.name}[/bold]: {plan.question}")
+    _console.print(f"[bold]{plan.name}[/bold]: {escape(plan.question)}")
     for claim in plan.claims:
         than = claim.than if claim.times == 1 else f"{claim.times:g} times {claim.than}"
         _console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {than})", markup=False)
@@ -178,11 +191,19 @@ def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool, *, dry_run
     from simreg_megatron.reproduce.plan_file import read_plan
     from simreg_megatron.reproduce.runs import entries_of
     from simreg_megatron.reproduce.shipped import put_beside, shipped_search
-    from simreg_megatron.reproduce.tuned import ended_trials, first_trial_of, searched_sizes, tuned_in, untuned
+    from simreg_megatron.reproduce.tuned import (
+        ended_trials,
+        first_trial_of,
+        refuse_unfit,
+        searched_sizes,
+        tuned_in,
+        untuned,
+    )  # fmt: skip
 
     if not plan.tuned_in:
         return entries_of(plan, dataset, untuned, quick=quick)
     search = read_plan(plan.tuned_in)
+    refuse_unfit(plan, search)
     if quick:
         return entries_of(plan, dataset, first_trial_of(search), quick=True)
     searched = entries_of(search, dataset, untuned)
@@ -231,7 +252,7 @@ def _report_failures(runs: Sequence, store: Store) -> int:
         log = store.run_folder(run) / "log.txt"
         how = f"ended with exit status {found['exit']}" if found["exit"] else f"has no result ({found['tail']})"
         where = f"its log is {log}" if log.is_file() else "it left no log"
-        _console.print(f"error: {run.name} {how}: {where}", style="bold red", markup=False)
+        _errors.print(f"error: {run.name} {how}: {where}", style="bold red", markup=False)
     return len(failures)
 
 
@@ -244,7 +265,16 @@ def _one_sentence(output: Path) -> Iterator[None]:
     try:
         yield
     except SentenceError as error:
-        _console.print(f"error: {error}", style="bold red", markup=False)
+        _errors.print(f"error: {error}", style="bold red", markup=False)
+        raise typer.Exit(2) from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _errors.print(
+            f"error: {where}{error.strerror}: make room or mend the rights there, or give another --output",
+            style="bold red", markup=False,
+        )  # fmt: skip
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         _console.print(f"Stopped, and so are all runs; the same command continues from {output}.", markup=False)

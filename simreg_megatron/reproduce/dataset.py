@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from simreg_megatron.data.builtin import ensure_builtin_corpus
 from simreg_megatron.data.indexed import DataError, sha256
@@ -68,25 +70,42 @@ def open_dataset(name: str) -> Dataset:
 
 def _facts(folder: Path, files: list[Path]) -> Dataset:
     sizes = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
-    kept = read_json(folder / _FACTS)
-    if kept is None or kept["sizes"] != sizes:
+    kept = _kept_facts(folder)
+    if kept.get("sizes") != sizes:
         hashes = json.dumps({file.name: sha256(file) for file in files}, sort_keys=True)
         kept = {
             "sizes": sizes,
             "digest": hashlib.sha256(hashes.encode()).hexdigest(),
             "bytes_per_token": _bytes_per_token(folder),
         }
-        write_json(folder / _FACTS, kept)
+        with suppress(OSError):  # a folder that only others may write to: then it is counted anew each time
+            write_json(folder / _FACTS, kept)
     return Dataset(folder, kept["digest"], kept["bytes_per_token"], len(open_tokens(folder / "valid")))
+
+
+def _kept_facts(folder: Path) -> dict[str, Any]:
+    """{} where there are none, or none that can be read."""
+    with suppress(DataError):
+        found = read_json(folder / _FACTS) or {}
+        if isinstance(found.get("digest"), str) and isinstance(found.get("bytes_per_token"), float):
+            return found
+    return {}
 
 
 def _bytes_per_token(folder: Path) -> float:
     """UTF-8 bytes of the validation text over its tokens, the ends of documents included."""
     from sentencepiece import SentencePieceProcessor
 
-    pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    tokens = open_tokens(folder / "valid")
-    decoded = (
-        pieces.decode(tokens[start : start + _BATCH].astype(int).tolist()) for start in range(0, len(tokens), _BATCH)
-    )
-    return sum(len(text.encode()) for text in decoded) / len(tokens)
+    try:
+        pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        tokens = open_tokens(folder / "valid")
+        decoded = (
+            pieces.decode(tokens[start : start + _BATCH].astype(int).tolist())
+            for start in range(0, len(tokens), _BATCH)
+        )
+        return sum(len(text.encode()) for text in decoded) / len(tokens)
+    except (RuntimeError, IndexError, OSError, ZeroDivisionError) as error:
+        raise ReproduceError(
+            f"{folder / 'tokenizer.model'} cannot decode {folder / 'valid'}.bin ({error}): it must be the "
+            "sentencepiece model that this text was tokenized with"
+        ) from None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from simreg_megatron.sentences import SentenceError
@@ -34,6 +35,7 @@ class _RunsUnlessNamed(TyperGroup):
 _HELP = "What runs show: `report RUN...` compares your own, `check` and `page` are for experiments."
 app = typer.Typer(no_args_is_help=True, help=_HELP, cls=_RunsUnlessNamed)
 _console = Console(soft_wrap=True, highlight=False)
+_errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 @app.callback()
@@ -147,7 +149,7 @@ def _one_sentence() -> Iterator[None]:
     try:
         yield
     except SentenceError as error:
-        _console.print(f"error: {error}", style="bold red", markup=False)
+        _errors.print(f"error: {error}", style="bold red", markup=False)
         raise typer.Exit(2) from None
 
 
@@ -156,7 +158,7 @@ def _print_conclusion(name: str, tables: dict[str, Table]) -> bool:
     from simreg_megatron.reproduce.check import refused_headlines, violations
 
     found, headlines = violations(name, tables), refused_headlines(tables[name].plan)
-    _console.print(f"[bold]{name}[/bold]: {tables[name].plan.question}")
+    _console.print(f"[bold]{name}[/bold]: {escape(tables[name].plan.question)}")
     for sentence in [*found, *headlines]:
         _console.print(f"  refused: {sentence}", style="bold red", markup=False)
     if not found:

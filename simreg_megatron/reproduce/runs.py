@@ -138,7 +138,7 @@ def _run(plan: Plan, size: int | str, ratio: float, own: Flags, dataset: Dataset
     else:
         share = ratio / plan.tokens_per_parameter[0]
         whole = plan.steps.get(size) or int(preset(plan.family, size)["train-iters"])
-        flags, steps = {"model": size}, round(whole * share)
+        flags, steps = {"model": size}, max(2, round(whole * share))
     steps = _QUICK_STEPS if quick else steps
     # A real preset's warm-up is the paper's, and the launcher shortens it where the run is shorter.
     length = {"train-iters": str(steps)} if is_real(size) else schedule(steps)

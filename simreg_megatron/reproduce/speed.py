@@ -41,7 +41,8 @@ def measure(
 def known(runs: Sequence[Run], store: Store, *, jobs: int, threads: int) -> dict[str, float]:
     """Seconds of a step at each size that was measured."""
     kept = read_kept(store.folder / _KEPT) or {}
-    return {run.size: kept[key] for run in runs if (key := _key(run, jobs, threads)) in kept}
+    found = {run.size: kept.get(_key(run, jobs, threads)) for run in runs}
+    return {size: time for size, time in found.items() if isinstance(time, int | float) and time > 0}
 
 
 def _key(run: Run, jobs: int, threads: int) -> str:

@@ -15,7 +15,6 @@ import fcntl
 import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +68,11 @@ class Store:
         return found if found is not None and found["status"] == FAILED else None
 
     def _kept(self, run: Run) -> dict[str, Any] | None:
-        return read_kept(self.run_folder(run) / "result.json", "status", "version", "commit", "curves")
+        path = self.run_folder(run) / "result.json"
+        found = read_kept(path, "status", "version", "commit", "curves")
+        if found is not None and not isinstance(found["curves"], dict):
+            raise ReproduceError(f"{path} is damaged: remove it, and the same command makes it again")
+        return found
 
     def keep(self, run: Run, result: Mapping[str, Any]) -> None:
         write_json(self.run_folder(run) / "result.json", result)
@@ -100,17 +103,53 @@ class Store:
         """
         found = [(entry, result) for entry in entries if (result := self.result(entry.run)) is not None]
         if found:
+            self.refuse_to_lose(plan.name, entries)
             _write_csv(self.folder / f"{plan.name}-curves.csv", CURVE_COLUMNS, _curves(found))
             _write_csv(self.folder / f"{plan.name}.csv", COLUMNS, (_row(*pair) for pair in found))
             write_json(self.folder / f"{plan.name}{PLAN}", as_content(plan))
 
+    def refuse_to_lose(self, name: str, entries: Sequence[Entry]) -> None:
+        """A table may be all that is left of its runs, and would be written anew without those that nobody asks for.
+
+        Raises:
+            ReproduceError: that would lose some.
+        """
+        path = self.folder / f"{name}.csv"
+        if not path.is_file():
+            return
+        kept = {entry.run.digest[:16] for entry in entries if self.result(entry.run) is not None}
+        lost = [
+            row for row in _rows_of(path)
+            if row["run"] not in kept and not list(self.folder.glob(f"runs/*-{row['run'][:12]}/result.json"))
+        ]  # fmt: skip
+        if lost:
+            places = ", ".join(dict.fromkeys(f"{row['arm']} at size {row['size']}" for row in lost[:3]))
+            raise ReproduceError(
+                f"{path} has {len(lost)} runs that this command does not ask for and that lie nowhere else ({places}): "
+                "they would be lost, so ask for these as well (--sizes, --seeds), or give another --output"
+            )
+
+
+def _rows_of(path: Path) -> list[dict[str, str]]:
+    try:
+        rows = read_csv(path)
+        if all(row["run"] and row["arm"] and row["size"] for row in rows):
+            return rows
+        error: object = "a row without run, arm or size"
+    except (OSError, csv.Error, LookupError, ValueError) as found:
+        error = found
+    raise ReproduceError(f"{path} cannot be read ({error}): copy it again, or remove it") from None
+
 
 def read_kept(path: Path, *needed: str) -> dict[str, Any] | None:
     """What this room wrote to a file, with the keys that are needed; None where there is no such file."""
-    with suppress(DataError):
+    try:
         found = read_json(path)
         if found is None or all(name in found for name in needed):
             return found
+    except DataError as error:
+        if isinstance(error.__cause__, OSError):
+            raise ReproduceError(str(error)) from None
     raise ReproduceError(f"{path} is damaged: remove it, and the same command makes it again")
 
 
@@ -142,11 +181,14 @@ def _results_of_table(table: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if not table.with_suffix(".csv").is_file():  # a copy, or an older version, was killed after the plan
         return found
-    for row in read_csv(table.with_suffix(".csv")):
+    rows, points = read_csv(table.with_suffix(".csv")), read_csv(table.with_name(f"{table.name}-curves.csv"))
+    if points and not rows:
+        raise ValueError(f"{len(points)} points of curves, and no run that they belong to")
+    for row in rows:
         measured = {name: float(row[name]) if row.get(name) else None for name in METRICS}
         found[row["run"]] = {name: row[name] for name in ("status", "version", "commit")} | measured
         found[row["run"]]["curves"] = {}
-    for point in read_csv(table.with_name(f"{table.name}-curves.csv")):
+    for point in points:
         if point["run"] in found:
             curve = found[point["run"]]["curves"].setdefault(point["tag"], [])
             curve.append((int(point["step"]), float(point["value"])))
@@ -198,5 +240,5 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, A
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as stream:
+    with path.open(encoding="utf-8-sig", newline="") as stream:  # spreadsheets begin with a mark
         return list(csv.DictReader(stream))

@@ -77,7 +77,7 @@ def _of_losses(name: str, rows: Sequence[Row], curves: _Curves) -> Iterator[str]
         who = f"{name}: the validation loss of {row['arm']}, seed {row['seed']},"
         if curve is None:
             yield f"{who} has no curve behind it"
-        elif curve[-1][0] != int(row["steps"]) or abs(curve[-1][1] / float(row[LOSS]) - 1) > 1e-4:
+        elif curve[-1][0] != int(row["steps"]) or not abs(curve[-1][1] / float(row[LOSS]) - 1) <= 1e-4:
             yield f"{who} is {row[LOSS]}, and its curve ends at {curve[-1][1]:.5g} in step {curve[-1][0]}"
 
 

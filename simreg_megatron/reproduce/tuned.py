@@ -95,8 +95,29 @@ def _of(arm: str, size: int | str, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _loss(entry: Entry, store: Store) -> float:
-    result = store.result(entry.run) or {}
-    return result.get("validation_loss", math.inf)  # a run that diverged has none
+    return ranked((store.result(entry.run) or {}).get("validation_loss"))
+
+
+def ranked(loss: float | None) -> float:
+    """A loss by which trials are compared: a run that diverged has none, or one that is no number."""
+    return math.inf if loss is None or math.isnan(loss) else loss
+
+
+def refuse_unfit(plan: Plan, search: Plan) -> None:
+    """A plan's `tuned_in` must be a search that has the arms which it names.
+
+    Raises:
+        ReproduceError: it is not, or has not.
+    """
+    if not search.is_search:
+        raise ReproduceError(f"{plan.name} is tuned_in {search.name}, and that is no search: its arms have no trials")
+    names = [arm.name for arm in search.arms]
+    for arm in plan.arms:
+        if arm.tuned_as and arm.tuned_as not in names:
+            raise ReproduceError(
+                f"{plan.name}: {arm.name} is tuned_as {arm.tuned_as}, and the arms of {search.name} are "
+                f"{', '.join(names)}"
+            )
 
 
 def _distance(size: int | str, wanted: int | str) -> float:

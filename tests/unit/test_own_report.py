@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +122,7 @@ def test_the_markdown_has_pictures_of_both_kinds_beside_it(written) -> None:
     assert {Path(link).suffix for link in links} == {".png", ".svg"}
     for link in links:
         assert (output.parent / link).stat().st_size > 5_000
-    assert "| simreg | 1 | 4.2000 | -0.3000 | one seed each |" in text
+    assert "| simreg | 1 | 300 | 4.2000 | -0.3000 | one seed each |" in text
 
 
 def arm(name: str, ends: tuple[float, ...], **settings: str) -> Arm:
@@ -164,7 +167,7 @@ def test_what_forbids_an_interval_is_said(
     (section, *_) = own.page_of([arm("plain", first), arm("simreg", other)]).sections
     assert verdict in section.verdicts[0] and "nan" not in section.verdicts[0]
     row = section.grids[0].rows[1]
-    assert (row[2], row[4]) == (loss, interval)
+    assert (row[3], row[5]) == (loss, interval)
     if not math.isfinite(first[0]):
         assert section.grids[1].rows[0][1:3] == ["-", "-"], "nothing is reached"
 
@@ -248,6 +251,91 @@ def test_runs_whose_folders_have_one_name_stay_apart(tmp_path: Path) -> None:
         write_run(tmp_path / parent / "simreg", 5.0)
     arms = read_arms([str(tmp_path / parent / "simreg") for parent in ("first", "second")])
     assert [arm.name for arm in arms] == ["first/simreg", "second/simreg"]
+
+
+def test_names_grow_until_they_tell_runs_apart(tmp_path: Path) -> None:
+    for parent, loss in (("x", 5.0), ("y", 4.0)):
+        write_run(tmp_path / parent / "out" / "run", loss)
+    arms = read_arms([str(tmp_path / parent / "out" / "run") for parent in "xy"])
+    assert [(arm.name, arm.losses) for arm in arms] == [("x/out/run", [5.0]), ("y/out/run", [4.0])]
+
+
+def test_a_folder_with_an_equals_sign_is_found(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "lr=0.1", 5.0)
+    assert [[arm.name for arm in read_arms([word])] for word in (str(folder), f"a={folder}")] == [["lr=0.1"], ["a"]]
+
+
+def test_a_run_counts_once_as_a_seed(tmp_path: Path) -> None:
+    one, copy = write_run(tmp_path / "one", 5.0, 4.5), write_run(tmp_path / "copy", 5.0, 4.5)
+    with pytest.raises(ReportError, match="is given 2 times, and counts once"):
+        read_arms([f"a={one}", f"b={one}/../one"])
+    with pytest.raises(ReportError, match="hold the same run, which counts once as a seed of a"):
+        read_arms([f"a={one}", f"a={copy}"])
+    assert len(read_arms([f"a={one}", f"b={copy}"])) == 2, "two names are two arms, alike or not"
+
+
+def test_what_makes_a_pair_unfair_is_said() -> None:
+    here, there = {"data_path": "['c4']", "lr": "1"}, {"data_path": "['wiki']", "lr": "2"}
+    longer = Run("b", {runs.VALIDATION_LOSS: curve(6.0, 5.0, 4.0)}, there)
+    verdict = own._verdict(Arm("b", (longer,), (Path(),)), arm("a", (4.5,), **here))
+    assert verdict.endswith(
+        " But b was read at step 300, and a at step 200. But their text is not the same by data_path."
+    )
+    assert "But" not in own._verdict(arm("b", (4.4,), **here), arm("a", (4.5,), **here))
+    assert "text" not in own._verdict(arm("b", (4.4,), **here), arm("a", (4.5,))), "a table has no settings"
+
+
+def test_a_report_replaces_reports_alone(pair, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# mine\n")
+    done = report("--output", tmp_path / "README.html", *pair)
+    assert done.exit_code == 2 and "README.md is there and no report of this program" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"] and (tmp_path / "README.md").stat().st_size == 7
+    for name in ("x.md", "x", "."):
+        done = report("--output", tmp_path / name, *pair)
+        assert done.exit_code == 2 and "names no HTML file: give --output a name that ends with .html" in done.stderr
+    for _ in range(2):
+        assert report("--output", tmp_path / "x.html", *pair).exit_code == 0
+
+
+def test_a_page_is_the_old_one_where_the_disk_is_full(pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert report("--output", tmp_path / "x.html", *pair).exit_code == 0
+    before = (tmp_path / "x.html").read_text()
+
+    def full(self: Path, text: str, **_: object) -> None:
+        self.write_bytes(text[:100].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = report("--output", tmp_path / "x.html", *pair)
+    assert done.exit_code == 2 and "cannot be written (No space left on device)" in done.stderr
+    assert (tmp_path / "x.html").read_text() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x-pictures", "x.html", "x.md"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"packages": 1, "git": "", "python": ""}'])
+def test_a_damaged_record_costs_no_report(text: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 5.0)
+    (path,) = folder.glob("record/*/versions.json")
+    path.write_text(text)
+    command = path.with_name("command.txt")
+    command.unlink()
+    command.mkdir()
+    (version, *_) = own.page_of(read_arms([str(folder)])).versions
+    assert version == f"run: {path} cannot be read"
+
+
+@pytest.mark.parametrize("name", ["$\\frac$", "_x", "a_b"])
+def test_any_name_is_drawn(name: str) -> None:
+    figure = own.draw_curves([Run(name, {runs.VALIDATION_LOSS: curve(5.0, 4.0)})], None)
+    figure.savefig(io.BytesIO(), format="svg")
+    (shown,) = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown.strip().replace("\\$", "$") == name
+
+
+def test_an_evaluation_before_the_first_step_is_no_saving() -> None:
+    start = Arm("a", (Run("a", {runs.VALIDATION_LOSS: Series(np.array([0]), np.array([9.0]))}),), (Path(),))
+    with warnings.catch_warnings(action="error"):
+        assert own._saving(start, start, 9.0)[1:3] == ["0", "-"]
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ from simreg_megatron.reproduce.plan import METRICS, Plan
 from simreg_megatron.reproduce.plan_file import plan_of
 from simreg_megatron.reproduce.runs import Entry, entries_of
 from simreg_megatron.reproduce.store import DONE, Store
-from simreg_megatron.reproduce.tuned import borrowed, ended_trials, searched_sizes, tuned_in, untuned
+from simreg_megatron.reproduce.tuned import (
+    borrowed,
+    ended_trials,
+    ranked,
+    refuse_unfit,
+    searched_sizes,
+    tuned_in,
+    untuned,
+)
 
 
 def a_plan(claim: dict | None = None, **changes: object) -> Plan:
@@ -43,6 +51,64 @@ def test_a_search_has_no_claims() -> None:
     arms = {name: {"trials": {"lr": [1e-3, 2e-3]}} for name in ("plain", "simreg")}
     with pytest.raises(ReproduceError, match="is a search with claims: trials are not seeds"):
         a_plan({}, arms=arms)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens_per_parameter": -5}, "tokens_per_parameter are numbers above 0, at most 1,000,000"),
+        ({"tokens_per_parameter": [20, 0]}, "tokens_per_parameter are numbers above 0"),
+        ({"tokens_per_parameter": 1e308}, "tokens_per_parameter are numbers above 0"),
+        ({"tokens_per_parameter": []}, "must not be empty"),
+        ({"tokens_per_parameter": [20, 20.0]}, "tokens_per_parameter has a value twice"),
+        ({"sizes": [64, 64]}, "sizes has a value twice"),
+        ({"sizes": [1 << 20_000]}, "a size is a width \\(at most 65536\\)"),
+        ({"seeds": 1 << 20_000}, "asks for a number of 2000[0-9] bits runs"),
+        ({"steps": {"tiny": -5}}, "steps are above 0"),
+        ({"family": "gpt"}, "the family is llama or mixtral, not 'gpt'"),
+        ({"name": "noise-curves"}, "without -curves at its end"),
+        ({"arms": {"a": {"name": "b"}}}, "an arm's name is what stands before it \\('a'\\): leave out its key name"),
+        ({"arms": {"": {}}}, "an arm's name is of letters, digits"),
+        ({"arms": {"../../etc": {}}}, "an arm's name is of letters, digits"),
+        ({"arms": {"a": {"flags": {"lr": "abc"}}}}, "lr is a number above 0, not 'abc'"),
+        ({"arms": {"a": {"flags": {"lr": None}}}}, "lr is a number above 0, not None"),
+        ({"arms": {"a": {"flags": {"lr": -0.1}}}}, "lr is a number above 0"),
+        ({"arms": {"a": {"flags": {"decoupled-lr": "x"}}}}, "decoupled-lr is a number above 0, not 'x'"),
+        ({"arms": {"a": {"flags": {"weight-decay": float("nan")}}}}, "one word or number"),
+        ({"arms": {"a": {"flags": {"adagc": True}}}}, "a flag that stands alone nothing"),
+        ({"arms": {"a": {"flags": {"simreg-layers": "1 --train-iters 5"}}}}, "one word or number"),
+        ({"tuned_in": "tuning", "arms": {"a": {"trials": {"lr": [1e-3]}}}}, "nothing tunes it, so leave out tuned_in"),
+    ],
+)
+def test_what_nobody_can_mean_is_refused(changes: dict, words: str) -> None:
+    with pytest.raises(ReproduceError, match=words):
+        a_plan(**changes)
+
+
+def test_an_arm_is_not_compared_with_its_like() -> None:
+    with pytest.raises(ReproduceError, match="compares b with a, which are the same runs: set them apart"):
+        a_plan({"arm": "b", "than": "a"}, arms={"a": {"flags": {"lr": 1e-3}}, "b": {"flags": {"lr": 1e-3}}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"arms": {"a": {"tuned_as": "nobody"}}},
+            "mine: a is tuned_as nobody, and the arms of mine are plain",
+        ),
+        ({"tuned_in": "other"}, "mine is tuned_in other, and that is no search: its arms have no trials"),
+    ],
+)
+def test_what_tunes_a_plan_is_a_search_with_its_arms(changes: dict, words: str) -> None:
+    own = a_plan(**{"tuned_in": "search", "arms": {"a": {"tuned_as": "plain"}}, **changes})
+    with pytest.raises(ReproduceError, match=words):
+        refuse_unfit(own, a_plan(name="other") if own.tuned_in == "other" else search())
+
+
+@pytest.mark.parametrize("loss", [None, float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_never_the_best(loss: float | None) -> None:
+    assert ranked(loss) == float("inf") and ranked(4.5) == 4.5
 
 
 ALIKE = (

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from benchmarks import claims
 from simreg_megatron.cli import app
 from simreg_megatron.report.welch import holm, welch
-from simreg_megatron.reproduce.check import Table, measured_steps, read_tables, violations
+from simreg_megatron.reproduce.check import Table, measured_steps, read_tables, settings_of, violations
 from simreg_megatron.reproduce.conclusion import notes, together, verdicts_on
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.pace import Pace, pace
@@ -258,6 +258,67 @@ def test_a_doctored_curve_is_refused(doctor, words, results):
     assert found.exit_code == 1
     assert words in found.output
     assert "Held" not in found.output
+
+
+def _loss_is_nan(rows):
+    only(rows, arm="simreg", seed="1")["validation_loss"] = "nan"
+    return rows
+
+
+def test_a_loss_that_is_no_number_is_refused(results):
+    kept = (results / "mine.csv").read_text()
+    rewrite(results / "mine.csv", _loss_is_nan)
+    assert "seed 1, has the validation loss nan: no number can be compared with it" in check(results).output
+    (results / "mine.csv").write_text(kept)
+    rewrite(results / "mine-curves.csv", lambda points: [
+        {**each, "value": "nan" if (each["tag"], each["step"]) == ("validation_loss", "1966") else each["value"]}
+        for each in points
+    ])  # fmt: skip
+    found = check(results)
+    assert found.exit_code == 1 and "its curve ends at nan in step 1966" in found.output
+    rewrite(results / "search.csv", lambda rows: [
+        {**row, "validation_loss": "nan" if row["trial"] == "1" else row["validation_loss"]} for row in rows
+    ])  # fmt: skip
+    assert settings_of(plan_of(MINE, where="m"), read_tables(results))("plain", 64)["lr"] == "0.004", (
+        "the best of others"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mine.csv", lambda text: text.replace("commit", "version2", 1), "mine.csv has no column commit"),
+        ("mine.csv", lambda text: text.replace(",", ";"), "columns are parted by commas"),
+        ("mine-curves.csv", lambda text: text.replace("run,", "rum,", 1), "mine-curves.csv has no column run"),
+        ("mine.plan.json", lambda text: text[:50], "mine.plan.json cannot be read"),
+        ("mine.csv", lambda text: text.partition("\n")[0], "mine: its table has no runs: copy it again"),
+    ],
+)
+def test_a_damaged_file_is_named(name, change, words, results):
+    path = results / name
+    path.write_text(change(path.read_text()))
+    found = check(results)
+    assert found.exit_code in (1, 2) and words in found.output.replace("\n", " "), found.output
+    assert found.exception is None or isinstance(found.exception, SystemExit)
+
+
+def test_a_table_without_its_plan_is_not_passed_over(results):
+    (results / "mine.plan.json").unlink()
+    found = check(results)
+    assert found.exit_code == 2 and "mine.plan.json is missing beside mine-curves.csv" in found.stderr
+
+
+def test_a_table_that_a_spreadsheet_saved_is_read(results):
+    for path in results.glob("*.csv"):
+        path.write_text("\ufeff" + path.read_text())
+    assert check(results).exit_code == 0
+
+
+def test_a_question_is_no_markup(results):
+    path = results / "mine.plan.json"
+    path.write_text(path.read_text().replace("Does it help?", "Does [/bold] [green]it[/x] help?"))
+    found = check(results)
+    assert found.exit_code == 0 and "mine: Does [/bold] [green]it[/x] help?" in found.output
 
 
 def test_a_run_with_other_numbers_in_another_table_is_refused(results):

@@ -20,7 +20,7 @@ from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.heap import KEPT
 from simreg_megatron.reproduce.plan_file import plan_of
 from simreg_megatron.reproduce.runs import distinct, entries_of
-from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, Store, thinned
+from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, Store, read_kept, thinned
 from simreg_megatron.reproduce.tuned import tuned_in, untuned
 from tests.helpers import jobs
 
@@ -123,6 +123,46 @@ def test_runs_keep_the_memory_of_large_tensors_unless_told_otherwise(tmp_path, d
     for run in distinct(entries):
         environment = json.loads((store.run_folder(run) / "environment.json").read_text())
         assert {name: environment[name] for name in KEPT} == {**KEPT, next(iter(KEPT)): "1"}
+
+
+def test_a_table_is_not_written_anew_without_runs_that_lie_nowhere_else(tmp_path, dataset):
+    """As of a folder that was copied without its runs, continued with fewer seeds."""
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    run_all(entries, store, dataset)
+    store.write_tables(plan(), entries[:1])  # the others' folders are there
+    store.write_tables(plan(), entries)
+    shutil.rmtree(tmp_path / "out" / "runs")
+    kept = (tmp_path / "out" / "mine.csv").read_text()
+    again = Store(tmp_path / "out")
+    again.write_tables(plan(), entries)
+    with pytest.raises(ReproduceError, match=r"mine\.csv has 3 runs that this command does not ask for"):
+        again.write_tables(plan(), entries[:1])
+    (tmp_path / "out" / "mine.plan.json").unlink()
+    with pytest.raises(ReproduceError, match=r"mine\.csv has 3 runs|mine\.csv has 4 runs"):
+        Store(tmp_path / "out").refuse_to_lose("mine", entries)
+    assert (tmp_path / "out" / "mine.csv").read_text() == kept
+
+
+def test_a_table_that_lost_its_rows_is_named(tmp_path, dataset):
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    run_all(entries, store, dataset)
+    table = tmp_path / "out" / "mine.csv"
+    table.write_text(table.read_text().partition("\n")[0])
+    with pytest.raises(ReproduceError, match="points of curves, and no run that they belong to"):
+        Store(tmp_path / "out")
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    (tmp_path / "afile").write_text("")
+    with pytest.raises(ReproduceError, match=r"result\.json cannot be read \(Not a directory\): mend that first"):
+        read_kept(tmp_path / "afile" / "result.json")
+
+
+@pytest.mark.parametrize("text", ['{"llama 64, 1 at a time, 1 threads": null}', "{}"])
+def test_a_pace_that_is_no_number_is_measured_anew(text, tmp_path, dataset):
+    run = distinct(entries_of(plan(), dataset, untuned))[0]
+    (tmp_path / "speed.json").write_text(text)
+    assert speed.known([run], Store(tmp_path), jobs=1, threads=1) == {}
 
 
 def test_what_has_ended_is_never_run_again(tmp_path, dataset):

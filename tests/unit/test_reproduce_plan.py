@@ -181,7 +181,7 @@ def test_the_whole_validation_text_is_read_once_after_the_last_step(steps, datas
 
 def test_a_plan_about_time_alone_reads_one_batch_of_it(dataset):
     claim = {"says": "b is faster", "arm": "b", "than": "a", "metric": "seconds_per_step"}
-    arms = {"a": {}, "b": {}}
+    arms = {"a": {}, "b": {"flags": {"simreg-lambda": 1}}}
     (entry, *others) = entries_of(a_plan(arms=arms, claims=[claim], seeds=3), dataset, untuned)
     assert "".join(found.arm for found in [entry, *others]) == "baabba", "no arm is always the first"
     assert validation_batches(entry.run, dataset) == 1 and "--eval-iters 1" in entry.run.words
@@ -252,4 +252,4 @@ class TestRealSizes:
     def test_how_many_seeds_must_be_said(self, tmp_path: Path) -> None:
         words = ["reproduce", "convergence", "--model", "350m", "--dry-run", "--output", str(tmp_path)]
         done = CliRunner().invoke(app, words)
-        assert done.exit_code == 2 and "convergence states no number of seeds for 350m: give --seeds N" in done.stdout
+        assert done.exit_code == 2 and "convergence states no number of seeds for 350m: give --seeds N" in done.stderr

@@ -403,7 +403,14 @@ simreg-megatron report check none | error: none holds no results: name the --out
 simreg-megatron report page none | error: none holds no results
 simreg-megatron reproduce | Missing argument 'plans'
 simreg-megatron reproduce foo | error: there is no experiment foo: choose from baselines,
-simreg-megatron reproduce none.yaml | error: none.yaml cannot be read as YAML
+simreg-megatron reproduce none.yaml | error: none.yaml is not there: name a plan's file, or one of baselines
+simreg-megatron reproduce twice.yaml | error: twice.yaml: 'seeds' stands twice (line 2): write it once
+simreg-megatron reproduce noise --jobs 99999999999999999999 | Invalid value for '--jobs'
+simreg-megatron reproduce noise --seeds 20000 --dry-run | error: noise asks for 20,000 runs, and at most 10,000 are
+simreg-megatron reproduce noise --sizes "" --dry-run | error: --sizes is empty: give it a value, or leave it out
+simreg-megatron reproduce noise --data "" --dry-run | error: --data is empty
+simreg-megatron reproduce noise --slurm x.env --dry-run | error: --dry-run prints what would run on this machine
+simreg-megatron report data/mine data/mine | is given 2 times, and counts once
 simreg-megatron reproduce bad.yaml | error: bad.yaml cannot be read as YAML: while parsing a flow node
 simreg-megatron reproduce list.yaml | error: list.yaml: expected a mapping of name, question, arms
 simreg-megatron reproduce noise --jobs 0 | Invalid value for '--jobs'
@@ -438,7 +445,7 @@ def test_commands(command: str, sentence: str, ask: Ask, place: Path, monkeypatc
     for name, content in {
         "empty.jsonl": b"", "broken.parquet": b"PAR1abc", "cut.jsonl.zst": b"\x28\xb5\x2f\xfdabc",
         "cut.jsonl.gz": gzip.compress(b'{"text": "abc"}\n' * 100)[:40], "photo.png": b"\x89PNG", "bad.yaml": b"a: [",
-        "list.yaml": b"- a\n",
+        "list.yaml": b"- a\n", "twice.yaml": b"seeds: 3\nseeds: 1\n",
     }.items():  # fmt: skip
         (place / name).write_bytes(content)
     monkeypatch.setenv("COLUMNS", "200")
