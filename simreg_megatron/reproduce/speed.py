@@ -17,6 +17,7 @@ from simreg_megatron.data.settings import write_json
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.local import Progress, run_here
+from simreg_megatron.reproduce.outcome import log_tail
 from simreg_megatron.reproduce.runs import Run, validation_batches
 from simreg_megatron.reproduce.store import Store, read_kept
 
@@ -66,8 +67,11 @@ def step_seconds(store: Store, run: Run) -> float:
     try:
         return float(statistics.median(read_run(folder / "tensorboard").scalars["iteration-time"].values[5:]))
     except (ReportError, KeyError, statistics.StatisticsError):
-        log = folder / "log.txt"
-        raise ReproduceError(f"no time of a step of size {run.size} was logged: mend what {log} ends with") from None
+        last = [line for line in log_tail(folder).splitlines() if line.strip()] or ["(nothing)"]
+        raise ReproduceError(
+            f"no time of a step of size {run.size} was logged: mend what {folder / 'log.txt'} ends with: "
+            f"{last[-1].strip()}"
+        ) from None
 
 
 def costs(runs: Iterable[Run], dataset: Dataset, seconds: Mapping[str, float]) -> dict[Run, float]:

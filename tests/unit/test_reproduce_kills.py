@@ -187,10 +187,10 @@ def test_a_damaged_result_is_named(content: str, text: Dataset, tmp_path: Path) 
 
 
 def test_a_measurement_that_fails_is_a_sentence(text: Dataset, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("raise SystemExit(3)")
+    (tmp_path / "train.py").write_text("raise SystemExit('error: no flag --foo')")
     status, said = ask(tmp_path)
     assert status == 2 and "error: no time of a step of size tiny was logged: mend what " in said
-    assert "log.txt ends with" in said and not (tmp_path / "out" / "speed.json").exists()
+    assert "log.txt ends with: error: no flag --foo" in said and not (tmp_path / "out" / "speed.json").exists()
 
 
 def test_a_run_without_a_result_is_told_with_its_reason(text: Dataset, tmp_path: Path) -> None:
