@@ -27,7 +27,8 @@ def is_number(value: Any) -> bool:
 
 
 def refuse_unfair(plan: Plan, where: str) -> None:
-    """
+    """All that this module is about.
+
     Raises:
         ReproduceError: naming the file, what is wrong, and what would be right.
     """
@@ -69,13 +70,14 @@ def _check_kinds(plan: Plan, where: str) -> None:
 
 
 def refuse_too_many(plan: Plan, where: str) -> None:
-    """
+    """More runs than anybody could mean to start.
+
     Raises:
-        ReproduceError: nobody could mean to start so many runs.
+        ReproduceError: it asks for so many.
     """
     counts = [*(plan.seeds.values() if isinstance(plan.seeds, Mapping) else [plan.seeds])]
     trials = max(len(arm.trials_of(size)) for arm in plan.arms for size in plan.sizes)
-    runs = len(plan.sizes) * len(plan.tokens_per_parameter) * len(plan.arms) * max(1, trials) * max(counts)
+    runs = len(plan.sizes) * len(plan.tokens_per_parameter) * len(plan.arms) * max(1, trials) * max(counts, default=0)
     if runs > MOST_RUNS:
         told = f"{runs:,}" if runs < 1 << 64 else brief(runs)
         raise ReproduceError(f"{where} asks for {told} runs, and at most {MOST_RUNS:,} are allowed")
