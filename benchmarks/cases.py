@@ -110,7 +110,7 @@ def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, bac
 
 def _tiles(name: str) -> type[walk.Tiles]:
     if name == "triton":
-        from simreg_megatron.kernels.fused import TritonTiles
+        from simreg_megatron.kernels.fused import FusedTiles
 
-        return TritonTiles
+        return FusedTiles
     return TorchTiles

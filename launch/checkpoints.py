@@ -4,6 +4,9 @@
 A save that was killed, or that met a full disk, leaves a folder that looks like the others. Megatron writes
 `metadata.json` when all else of a `torch_dist` checkpoint is on the disk, and a file of the older `torch` format ends
 with its table of contents, so both tell a whole checkpoint from a torn one by their last bytes, without loading it.
+
+Only absence is evidence: a disk that is away for a moment tells nothing of what lies on it, so every other error of the
+file system ends the start in one sentence, where "no checkpoint" would mean to delete it or to begin again at step 0.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ import os
 import re
 import shutil
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from launch.flags import LaunchError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -23,10 +29,27 @@ _DELETED = ".deleting"
 
 def iterations(folder: Path) -> list[int]:
     """The iterations that `folder` has a checkpoint folder of, oldest first, whole or not."""
-    with suppress(OSError):
+    with _if_there(folder):
         found = (_ITERATION.fullmatch(name) for name in os.listdir(folder))
         return sorted(int(match[1]) for match in found if match)
     return []
+
+
+@contextmanager
+def _if_there(path: Path) -> Iterator[None]:
+    """Ends the block where something is missing.
+
+    Raises:
+        LaunchError: whether it is there cannot be seen.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise LaunchError(
+            f"{error.filename or path} cannot be read ({error.strerror}): see that its disk is there, then start again"
+        ) from None
 
 
 def path_of(folder: Path, iteration: int) -> Path:
@@ -35,7 +58,7 @@ def path_of(folder: Path, iteration: int) -> Path:
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was written to its end; what it says is not looked at."""
-    with suppress(OSError, ValueError):
+    with _if_there(checkpoint), suppress(json.JSONDecodeError, UnicodeDecodeError):
         if (checkpoint / "metadata.json").is_file():
             backend = json.loads((checkpoint / "metadata.json").read_text()).get("sharded_backend")
             return backend != "torch_dist" or _has_index(checkpoint)
@@ -50,15 +73,25 @@ def is_torn(checkpoint: Path) -> bool:
 
 def _has_index(checkpoint: Path) -> bool:
     """torch writes it when the tensors are on the disk."""
-    with suppress(OSError):
+    with _if_there(checkpoint):
         return (checkpoint / ".metadata").stat().st_size > 0
     return False
 
 
 def _is_whole_legacy(checkpoint: Path) -> bool:
-    ranks = [path for path in checkpoint.glob("mp_rank_*") if path.is_dir()]
-    files = [list(rank.glob("*.pt")) for rank in ranks]
-    return bool(ranks) and all(found and all(map(zipfile.is_zipfile, found)) for found in files)
+    names = [name for name in os.listdir(checkpoint) if name.startswith("mp_rank_")]
+    ranks = [checkpoint / name for name in names if (checkpoint / name).is_dir()]
+    files = [[rank / name for name in os.listdir(rank) if name.endswith(".pt")] for rank in ranks]
+    return bool(ranks) and all(found and all(map(_has_contents, found)) for found in files)
+
+
+def _has_contents(path: Path) -> bool:
+    """`zipfile` calls a file that cannot be read none of its own, so that is found out first."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            file.read(1)
+        return zipfile.is_zipfile(file)
 
 
 def newest_whole(folder: Path) -> int | None:
@@ -77,15 +110,15 @@ def newest_whole(folder: Path) -> int | None:
 
 def size(folder: Path) -> int:
     """Bytes of the newest complete checkpoint; 0 where there is none."""
-    newest = newest_whole(folder)
-    with suppress(OSError):
+    with suppress(OSError, LaunchError):
+        newest = newest_whole(folder)
         return 0 if newest is None else sum(path.stat().st_size for path in path_of(folder, newest).rglob("*"))
     return 0
 
 
 def tracked(folder: Path) -> int | None:
     """The iteration that Megatron would load; None if its tracker file is missing or damaged."""
-    with suppress(OSError, ValueError):
+    with _if_there(folder), suppress(ValueError):
         return int((folder / TRACKER).read_text().strip())
     return None
 

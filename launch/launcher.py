@@ -454,5 +454,7 @@ def _say(text: str) -> None:
 def _fail(error: LaunchError) -> NoReturn:
     """Once per machine: disks differ between machines, and so may what is missing."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        of_several = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
+        where = f"{os.uname().nodename}: " if of_several else ""
+        print(f"error: {where}{error}", file=sys.stderr, flush=True)
     raise SystemExit(2)

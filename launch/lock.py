@@ -22,6 +22,7 @@ from launch.flags import LaunchError
 
 NAME = "running.lock"
 BEAT_SECONDS = 10.0
+_OUTLIVES_SECONDS = 8 * 60.0
 _PATIENCE_SECONDS = 60.0  # six beats: a file server may show an old time for some seconds
 
 
@@ -133,7 +134,7 @@ def _remove_if_stale(path: Path, wait: Callable[[float], None], ended: set[Holde
     gone = None if holder is None else holder in ended or holder.is_gone()
     if gone is None and seen is not None:
         print(f"> {path} is of {holder or 'an unknown process'}: checking whether it is still running", flush=True)
-        gone = _stands_still(path, seen, wait)
+        gone = _stands_still(path, seen, wait) or (_goes_on_another(holder) and _dies_at_last(path, wait))
     if not gone and _touched(path) is not None:  # it may have been given back meanwhile
         raise LaunchError(
             f"{path.parent} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
@@ -141,6 +142,27 @@ def _remove_if_stale(path: Path, wait: Callable[[float], None], ended: set[Holde
         )
     ended |= {holder} if gone and holder else set()
     _remove_alone(path, holder, wait)
+
+
+def _goes_on_another(holder: Holder | None) -> bool:
+    """Whether this is a later slice of a chain or a restart: the one before may live on, on a node that SLURM lost."""
+    environ = os.environ
+    is_later = environ.get("SLURM_ARRAY_TASK_ID", "1") != "1" or environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    return is_later and holder is not None and holder.host != os.uname().nodename
+
+
+def _dies_at_last(path: Path, wait: Callable[[float], None]) -> bool:
+    """A process whose node SLURM gave up waits in a collective until Megatron's ten minutes for these are over.
+
+    They began minutes ago, and the other ranks of this start wait no longer than that for the first one either.
+    """
+    print(f"> {path} is still touched: waiting up to {_OUTLIVES_SECONDS / 60:.0f} minutes for that process", flush=True)
+    for _ in range(round(_OUTLIVES_SECONDS / (1.5 * BEAT_SECONDS))):  # the look that follows takes half a beat at least
+        wait(BEAT_SECONDS)
+        seen = _touched(path)
+        if seen is None or _stands_still(path, seen, wait):
+            return True
+    return False
 
 
 def _remove_alone(path: Path, holder: Holder | None, wait: Callable[[float], None]) -> None:

@@ -21,7 +21,7 @@ from launch.flags import flag_value
 from launch.plan import ROOT, Plan
 
 _SECRET = re.compile(
-    r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|BEARER|WEBHOOK|PRIVATE|SIGNATURE|SESSION|(^|_)(PAT|DSN|PIN|OTP|SAS)(_|$)|_PWD$",
+    r"KEY|TOKEN|JWT|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|BEARER|WEBHOOK|PRIVATE|SIGNATURE|SESSION|(^|_)(PAT|DSN|PIN|OTP|SAS)(_|$)|_PWD$",
     re.IGNORECASE,
 )
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password of an address

@@ -112,7 +112,7 @@ plan_alone() {
 start() {
   local script=$1 root word
   shift
-  root=$(cd -- "$(dirname -- "$script")/.." && pwd) || exit 2
+  root=$(CDPATH="" cd -- "$(dirname -- "$script")/.." && pwd) || exit 2
   find_python "$root" torch megatron sentencepiece
   for word in "$@"; do
     if [[ $word == -h || $word == --help ]]; then
@@ -127,5 +127,6 @@ start() {
     fi
   done
   demand_address
+  ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true # gloo connects every rank with all others, in several groups
   exec "$PYTHON" "$root/launch/agent.py" "${TORCHRUN[@]}" "$script" "${SCRIPT_WORDS[@]+"${SCRIPT_WORDS[@]}"}"
 }

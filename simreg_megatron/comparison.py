@@ -19,7 +19,10 @@ from simreg_megatron.kernels.contrast import Tokens, anchor_pull, finish, measur
 from simreg_megatron.losses.simreg import simreg_loss
 
 LOSS_ERROR, GRADIENT_ERROR = 1e-5, 3e-4
-_SUMMED_AT_ONCE = 16  # numbers of half precision in a product, by a tensor core of an H100
+_LOST_PER_PRODUCT = {torch.float16: 5 / 16, torch.bfloat16: 5 / 32}
+"""Units of 2^-24 that each product of half precision may cost: (1 / 2^p + 1 / n) / 2, where n are summed at once and p
+bits beyond float32's are kept of each: 8 and 1 by an A100; 16 and 2 by an H100, which loses half as much. Products of
+bfloat16 have 16 bits and seldom reach so far down."""
 _COMPARED = 2048  # tokens, at most, that the reference computes in float64
 _COLDEST = 0.01  # at lower temperatures float32 has no number as small as the loss of the sample
 
@@ -89,12 +92,13 @@ def comparisons(shape: Shape, impl: str) -> list[Comparison]:
 def error_of_sums(dtype: torch.dtype, width: int, temperature: float) -> float:
     """What the sums behind the cosines may add to a relative error, which the temperature divides.
 
-    float32 rounds after each number, to either side. Tensor cores add up some numbers of half precision at once, and
-    cut off what does not fit into float32: always towards zero.
+    float32 rounds after each number, to either side. Tensor cores align some products of half precision and the sum so
+    far with the largest of them, and cut each of these off a bit or two below float32's last place, and their sum at
+    it: always towards zero.
 
-    Source: Fasi, Higham, Mikaitis and Pranesh 2021, Numerical behavior of NVIDIA tensor cores.
+    Sources: Fasi, Higham, Mikaitis and Pranesh 2021, Numerical behavior of NVIDIA tensor cores; arXiv 2512.07004.
     """
-    units = width / _SUMMED_AT_ONCE if dtype.itemsize == 2 else math.sqrt(width)
+    units = width * _LOST_PER_PRODUCT[dtype] if dtype in _LOST_PER_PRODUCT else math.sqrt(width)
     return units * 2.0**-24 / temperature
 
 

@@ -7,13 +7,13 @@ Sums and counts, never means: they add up over micro-batches and ranks, and one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.precision import no_autocast, product
+from simreg_megatron.kernels.precision import no_autocast, product, row_norms
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -21,6 +21,7 @@ from simreg_megatron.losses._chunks import (
     as_batch,
     by_sequence,
     check_tokens,
+    chunk_length,
     joined,
     stretches,
     usable_tokens,
@@ -95,15 +96,46 @@ def row_cosines(
     embeddings: Tensor, labels: Tensor, usable: Tensor, *, documents: Tensor | None, chunk_size: int, anchors: Span
 ) -> RowCosines:
     """Of the anchors' rows; `usable` [b, n] as `usable_tokens` finds it, all else as in `pair_cosines`."""
+    at_once = _sequences_at_once(embeddings, chunk_size)
+    if at_once < len(embeddings):
+        slabs = zip(
+            *(_slabs(each, at_once, len(labels)) for each in (embeddings, labels, usable, documents)), strict=True
+        )
+        some = [
+            row_cosines(*three, documents=fourth, chunk_size=chunk_size, anchors=anchors) for *three, fourth in slabs
+        ]
+        return RowCosines._make(torch.cat(parts) for parts in zip(*some, strict=True))
     dtype = torch.promote_types(embeddings.dtype, torch.float32)
     nothing = [embeddings.new_zeros((len(labels), 0), dtype=dtype)] * len(RowCosines._fields)
     names, found = names_of(labels, usable, documents), []
     with no_autocast(embeddings.device.type):
-        for stretch in stretches(labels.shape[1], chunk_size, anchors):
+        for stretch in _parts(stretches(labels.shape[1], chunk_size, anchors), embeddings):
             block = _block_of_units(stretch, embeddings, names, usable, documents)
             strips = [_strip(block, span) for span in _strips(block)]
             found.append([by_sequence(joined(part), len(labels)) for part in zip(*strips, strict=True)])
     return RowCosines._make(map(joined, zip(*(found or [nothing]), strict=True)))
+
+
+def _sequences_at_once(embeddings: Tensor, chunk_size: int) -> int:
+    """Of how many sequences the unit vectors of a chunk fit beside what its pairs take; of one at least."""
+    return _fitting(chunk_length(embeddings.shape[1], chunk_size), embeddings)
+
+
+def _slabs(per_token: Tensor | None, at_once: int, number: int) -> Sequence[Tensor | None]:
+    return per_token.split(at_once) if per_token is not None else [None] * -(-number // at_once)
+
+
+def _fitting(tokens: int, embeddings: Tensor) -> int:
+    workspace = _WORKSPACE.get(embeddings.device.type, _WORKSPACE["cuda"])
+    return max(1, workspace // max(1, tokens * embeddings.shape[-1] * 2 * max(4, embeddings.dtype.itemsize)))
+
+
+def _parts(whole: Iterator[Stretch], embeddings: Tensor) -> Iterator[Stretch]:
+    """Stretches of so many chunks as fit; of one at least."""
+    for stretch in whole:
+        (first, last), length, inside = stretch
+        step = length * _fitting(len(embeddings) * length, embeddings)
+        yield from (Stretch((start, min(start + step, last)), length, inside) for start in range(first, last, step))
 
 
 def _block_of_units(
@@ -111,9 +143,9 @@ def _block_of_units(
 ) -> Block:
     """Rows are unit vectors, or zeros where a token is not usable: its cosine is 0 with all."""
     rows, names, usable = (stretch.chunks(part).flatten(0, 1) for part in (embeddings, names, usable))
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64)
-    units = (rows / norms.to(rows.dtype)).masked_fill_(~usable.unsqueeze(-1), 0.0)
+    norms = row_norms(rows).unsqueeze(-1)
+    units = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    units.div_(norms.to(units.dtype)).masked_fill_(~usable.unsqueeze(-1), 0.0)
     documents = None if documents is None else stretch.chunks(documents).flatten(0, 1)
     return Block(units, names, usable, documents, stretch.inside)
 
@@ -174,7 +206,7 @@ def moments(embeddings: Tensor, valid: Tensor) -> Moments:
     """Of the valid tokens [...] of embeddings [..., d]; a zero vector has no direction, and is left out."""
     rows = embeddings.detach().flatten(0, -2)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    norms = row_norms(rows)
     counts = valid.flatten() & (norms != 0)
     left_out = ~counts
     rows = rows.masked_fill(left_out.unsqueeze(-1), 0.0)

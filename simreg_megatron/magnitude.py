@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from simreg_megatron.kernels.precision import row_by_row, row_norms
+
 
 class NormSums(NamedTuple):
     """Of the norms of some tokens, or [...] of several sets of them: float64 on the device of the embeddings."""
@@ -28,7 +30,7 @@ def norm_table(embeddings: Tensor, weights: Tensor) -> Tensor:
         embeddings: [n..., d]; norms are taken in float64. A token of weight 0 may hold anything.
         weights: bool or numbers [..., n...]: whether, or how often, a token counts.
     """
-    norms = torch.linalg.vector_norm(embeddings.detach(), dim=-1, dtype=torch.float64)
+    norms = row_norms(embeddings.detach())
     tokens = tuple(range(-norms.dim(), 0))
     norms, weights = norms.masked_fill(weights == 0, 0.0), weights.double()
     totals = weights * norms
@@ -67,8 +69,11 @@ def radial_sums(gradients: Tensor, embeddings: Tensor, weights: Tensor) -> Tenso
         weights: bool or numbers [...]; a token of weight 0, or of length 0, may hold anything.
     """
     dtype = torch.promote_types(embeddings.dtype, torch.float32)
-    embeddings = embeddings.detach()
-    lengths, sizes = (torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) for rows in (embeddings, gradients))
-    along = (gradients.to(dtype) * embeddings).sum(dim=-1) / lengths
+
+    def measured(gradients: Tensor, embeddings: Tensor) -> Tensor:
+        lengths, sizes = (torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) for rows in (embeddings, gradients))
+        return torch.stack([lengths, sizes, (gradients.to(dtype) * embeddings).sum(dim=-1) / lengths], dim=-1)
+
+    lengths, sizes, along = row_by_row(measured, gradients, embeddings.detach()).unbind(dim=-1)
     parts = torch.stack([along, sizes]).masked_fill((weights == 0) | (lengths == 0), 0.0)
     return (weights * parts.square()).flatten(1).sum(dim=-1, dtype=torch.float64)

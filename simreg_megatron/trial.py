@@ -96,14 +96,19 @@ def fastest(trials: Sequence[Trial]) -> str:
     return min(right, key=lambda trial: trial.seconds).impl
 
 
+def same_every_time(trials: Sequence[Trial]) -> str:
+    """The form to take where runs must repeat bit for bit: the first that is right, as clocks never agree twice."""
+    return next((trial.impl for trial in trials if not trial.failure), "") or fastest(trials)
+
+
 def take(impl: str, shape: Shape, device: torch.device) -> None:
     """From now on `auto` is this form, for rows of this type on such a device."""
     AUTO[device.type, shape.dtype] = impl
 
 
-def sentence(trials: Sequence[Trial], shape: Shape) -> str:
-    """For the log."""
-    taken = fastest(trials)
+def sentence(trials: Sequence[Trial], shape: Shape, taken: str = "") -> str:
+    """For the log; `taken` is the fastest by default."""
+    taken = taken or fastest(trials)
     others = ", ".join(str(trial) for trial in trials if trial.impl != taken)
     (own,) = (trial for trial in trials if trial.impl == taken)
     return f"impl auto is {own} a micro-batch of {shape}" + (f"; tried as well: {others}" if others else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -26,6 +27,9 @@ STOP = "stop"
 _ENTRY = {"chain": str, "slice": int, "restart": int, "event": str, "iteration": int, "status": int, "time": int}
 _WATCH_SECONDS = 15
 _ATTEMPTS, _ATTEMPT_SECONDS = 3, 10  # a shared file system may be away for a moment
+_LOOKS = 12  # as long, for what has to be read before anything can be said
+_TELL_AGAIN_SECONDS = 120
+_UNTOLD = 3  # slices in a row
 _GO_ON, _FAILED, _CHAIN_ENDS = 0, 2, 3  # statuses; a job ends as failed unless its chain ends as it should
 
 
@@ -91,19 +95,27 @@ class Chain:
         if self._has_ended():
             return self._end_chain("the run has reached its end")
         iteration = self._iteration()
+        if self._untold(iteration) >= _UNTOLD:
+            self.say(
+                f"error: {_UNTOLD} slices began at iteration {iteration} and none told its end, so the chain ends: "
+                "does the run hang, or is it ended by SLURM before it saves? Mend that, then submit again"
+            )
+            return _FAILED
         self.say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
         return _GO_ON if self._note("begin", iteration, 0) else _FAILED
 
     def watch(self, keep: int, job: str) -> int:
         """Until killed: delete old checkpoints; when the stop file appears, have Megatron save and leave."""
-        told = False
+        told = -math.inf
         while True:
             for path in self._prune(keep):
                 self.say(f"{path} is older than the newest {keep}: deleted")
-            if (self.output / STOP).exists() and not told:
-                self.say(f"{self.output / STOP} was created: the run saves and stops")
-                subprocess.run(["scancel", f"--signal={SAVE_AND_LEAVE}", job], check=False)  # to the step alone
-                told = True
+            if (self.output / STOP).exists() and time.monotonic() - told > _TELL_AGAIN_SECONDS:
+                if told < 0:
+                    self.say(f"{self.output / STOP} was created: the run saves and stops")
+                # To the step alone; again until it is gone, as nobody hears it before Megatron listens.
+                subprocess.run(["scancel", f"--signal={SAVE_AND_LEAVE}", job], check=False)
+                told = time.monotonic()
             time.sleep(_WATCH_SECONDS)
 
     def end(self, keep: int, status: int, save_interval: int = 0) -> int:
@@ -134,8 +146,22 @@ class Chain:
         return self._last_slice(iteration)
 
     def _prune(self, keep: int) -> list[Path]:
-        """Delete old checkpoints; none where a run with another --output holds the folder, which this one cannot."""
-        return checkpoints.prune(self.save, keep) if lock.is_free_for(self.output, self.save) else []
+        """Delete old checkpoints; none where a run with another --output holds the folder, which this one cannot, or
+        where the disk cannot be read, which another look may find there again."""
+        try:
+            return checkpoints.prune(self.save, keep) if lock.is_free_for(self.output, self.save) else []
+        except (LaunchError, OSError) as error:
+            self.say(f"warning: no checkpoint was deleted this time: {error}")
+            return []
+
+    def _untold(self, iteration: int) -> int:
+        """How many slices of this chain began there, one after the other, without a word of their end."""
+        count = 0
+        for event in reversed(self.events()):
+            if (event["chain"], event["event"], event["iteration"]) != (self.place["chain"], "begin", iteration):
+                break
+            count += 1
+        return count
 
     def _last_slice(self, iteration: int) -> int:
         last = int(os.environ.get("SLURM_ARRAY_TASK_MAX", "0"))
@@ -188,6 +214,11 @@ class Chain:
         return False
 
     def _iteration(self) -> int:
+        """Of the newest complete checkpoint; a disk may be away for a moment."""
+        for _ in range(_LOOKS - 1):
+            with suppress(LaunchError):
+                return checkpoints.newest_whole(self.save) or 0
+            time.sleep(_ATTEMPT_SECONDS)
         return checkpoints.newest_whole(self.save) or 0
 
     def _has_ended(self) -> bool:

@@ -124,6 +124,7 @@ def _container(site: Site) -> tuple[list[str], list[str]]:
     if site.runtime == "pyxis":
         mounts = [f"--container-mounts={site.container_mounts}"] if site.container_mounts else []
         image = [f"--container-image={site.container_image}", "--no-container-mount-home"]
+        image.append(f"--container-env={','.join([*site.environment, 'PYTHONPATH'])}")  # else the image's own win
         return [*image, *mounts, f"--container-workdir={ROOT}"], []
     if site.runtime == "apptainer":
         binds = ["--bind", site.container_mounts] if site.container_mounts else []

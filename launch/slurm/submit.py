@@ -275,7 +275,7 @@ def _submit(job: Job, text: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (job.output / progress.ENDED).unlink(missing_ok=True)  # of a shorter run that goes on now
-        (folder / "job.sbatch").write_text(text)
+        _write_for_me(folder / "job.sbatch", text)
     except OSError as error:
         raise LaunchError(f"{error.filename} cannot be written ({error.strerror}): give another --output") from None
     try:
@@ -285,6 +285,13 @@ def _submit(job: Job, text: str) -> None:
     print(f"submitted {job.name} as job {number}, at most {job.slices} slices of {job.time} on {job.nodes} nodes")
     print(f"  logs   {folder}/{number}_*.log")
     print(f"  stop   touch {job.output / STOP}   (saves first)      scancel {number}   (at once)")
+
+
+def _write_for_me(path: Path, text: str) -> None:
+    """The settings of a cluster may hold a key."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def _advice(refusal: str, job: Job) -> str:

@@ -5,7 +5,7 @@
 # It needs a Python 3.10 or newer and no package, so it works on a login node.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh
 set -euo pipefail
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
+root=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 for python in "${VIRTUAL_ENV:-$root/.venv}/bin/python" "$root/.venv/bin/python" python3; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
     PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m launch.slurm.submit "$@"

@@ -40,8 +40,10 @@ def settle(config: SimRegConfig, model_chunks: Any, micro_batch_size: int, seq_l
     own = trial.try_forms(shape, device) if computes else trial.idle()
     group = dist.group.WORLD if dist.is_initialized() else None
     trials = trial.agree(own, group, device)
-    trial.take(trial.fastest(trials), shape, device)
-    log_once(f"SimReg: {trial.sentence(trials, shape)}")
+    choose = trial.same_every_time if torch.are_deterministic_algorithms_enabled() else trial.fastest
+    taken = choose(trials)
+    trial.take(taken, shape, device)
+    log_once(f"SimReg: {trial.sentence(trials, shape, taken)}")
 
 
 def rows_like(model: Any) -> torch.Tensor:

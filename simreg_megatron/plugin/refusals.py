@@ -38,6 +38,7 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     if config.schedule.needs_length and iterations:  # with samples Megatron counts them later
         config.schedule.factor(0, iterations)  # refuses a training that is too short for it
     refuse_settings(args, config)
+    _refuse_other_losses(args, config)
     for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
         if getattr(args, name, False):
             _refuse_scattered(config, f"--{name.replace('_', '-')}")
@@ -56,6 +57,17 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
             "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
             "so SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"
         )
+
+
+def _refuse_other_losses(args: Any, config: SimRegConfig) -> None:
+    """Distillation weighs the language-model loss, to which SimReg's gradient is tied, or leaves it out."""
+    for name in ("logits_load_dir", "export_kd_teacher_load"):  # of cached logits; of a teacher, by ModelOpt
+        if config.trains and getattr(args, name, None):
+            raise NotImplementedError(
+                f"--{name.replace('_', '-')} trains on the language-model loss times a weight, 0 by default, "
+                "and SimReg would be weighed with it, or silenced: drop one of them, set --simreg-lambda 0, or measure "
+                "alone with --simreg-objective none"
+            )
 
 
 def _refuse_scattered(config: SimRegConfig, by: str) -> None:
@@ -170,6 +182,8 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
         for part in config.parts:
             if part.through_head:
                 heads.refuse_second_use(model, part.objective)
+            if part.meets_heads and heads.is_cut_up(model):
+                _refuse_scattered(config, "--tensor-parallel-num-weight-shards")
 
 
 def refuse_unknown_loss(model: Any, given: dict[str, Any], loss: Any) -> None:

@@ -38,11 +38,17 @@ def label_rows(model: Any, labels: Tensor, tensor_group: dist.ProcessGroup | Non
 
 def has_whole_head(model: Any) -> bool:
     """Whether the output layer's rows are here: FSDP scatters them between uses, other models may have none."""
-    if getattr(model, "output_layer", None) is None:
+    if getattr(model, "output_layer", None) is None or is_cut_up(model):
         return False
     weight = _weight(model)
     held = 0 if isinstance(weight, DTensor) else weight.untyped_storage().nbytes()
     return weight.numel() > 0 and held >= weight.numel() * weight.element_size()
+
+
+def is_cut_up(model: Any) -> bool:
+    """Whether what looks like the weight is a part of it, which Megatron makes whole inside its own product alone."""
+    weight = None if getattr(model, "output_layer", None) is None else _weight(model)
+    return any(getattr(weight, mark, False) for mark in ("__fsdp_param__", "is_gtp_weight_remat"))
 
 
 def head_terms(
@@ -101,8 +107,7 @@ def refuse_second_use(model: Any, objective: str) -> None:
     """
     settings = model.config
     reasons: dict[str, bool] = {
-        "the output layer's weight is not whole on its rank": not has_whole_head(model)
-        or any(getattr(_weight(model), mark, False) for mark in ("__fsdp_param__", "is_gtp_weight_remat")),
+        "the output layer's weight is not whole on its rank": not has_whole_head(model),
         "--defer-embedding-wgrad-compute takes the output layer's gradient apart from the step's backward": getattr(
             settings, "defer_embedding_wgrad_compute", False
         ),

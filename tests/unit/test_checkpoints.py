@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from launch.checkpoints import TRACKER, is_torn, is_whole, iterations, newest_whole, path_of, prune, repair
+from launch.checkpoints import TRACKER, is_torn, is_whole, iterations, newest_whole, path_of, prune, repair, size
+from launch.flags import LaunchError
 
 
 def make(folder: Path, iteration: int, *, index: bytes = b"index", config: str | None = "torch_dist") -> Path:
@@ -110,6 +115,41 @@ def test_a_legacy_checkpoint_beyond_the_tracker_may_lack_ranks(tmp_path: Path) -
     make_legacy(tmp_path, 20)
     track(tmp_path, "10")
     assert newest_whole(tmp_path) == 10
+
+
+@pytest.mark.parametrize("new", [make, make_legacy])
+@pytest.mark.parametrize(("module", "name"), [(os, "stat"), (os, "listdir"), (io, "open")])
+def test_a_disk_that_is_away_is_no_missing_checkpoint(module, name: str, new, tmp_path: Path, monkeypatch) -> None:
+    """A server that answers with an error once must cost neither the checkpoints nor the training before them."""
+    for iteration in (10, 20):
+        new(tmp_path, iteration)
+    track(tmp_path, "20")
+    real = getattr(module, name)
+
+    def stale(path, *arguments, **named):
+        if str(path).startswith(str(tmp_path)):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, *arguments, **named)
+
+    for look in (newest_whole, repair, lambda folder: prune(folder, 2)):
+        monkeypatch.setattr(module, name, stale)
+        with suppress(LaunchError, OSError):
+            assert look(tmp_path) in (20, [])
+        monkeypatch.undo()
+        assert iterations(tmp_path) == [10, 20] and newest_whole(tmp_path) == 20
+        assert (tmp_path / TRACKER).read_text() == "20"
+
+
+def test_what_cannot_be_seen_ends_in_a_sentence(tmp_path: Path, monkeypatch) -> None:
+    make(tmp_path, 10)
+
+    def stale(*_: object) -> list[str]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "listdir", stale)
+    with pytest.raises(LaunchError, match=r"cannot be read \(Stale file handle\): see that its disk is there"):
+        newest_whole(tmp_path)
+    assert size(tmp_path) == 0, "a guess takes its place"
 
 
 def test_a_folder_that_is_not_there_is_an_empty_one(tmp_path: Path) -> None:

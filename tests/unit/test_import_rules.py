@@ -40,7 +40,7 @@ LAW = {
     "kernels": room(packages="torch triton"),
     "adagc": room(packages="torch"),
     "geometry": room("kernels losses", "torch"),
-    "magnitude": room(packages="torch"),
+    "magnitude": room("kernels", "torch"),
     "parallel": room(packages="torch"),
     "comparison": room("kernels losses", "torch"),
     "trial": room("comparison kernels losses", "torch"),

@@ -96,6 +96,33 @@ def test_a_holder_elsewhere_whose_file_stands_still_is_gone(holder: Holder | str
     assert sum(waited) == 60 and "checking whether it is still running" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("variable", ["SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT"])
+def test_a_later_slice_waits_for_a_process_on_a_lost_node(variable: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    path, waited = put(tmp_path, ELSEWHERE), []
+
+    def touched_for(seconds: float):
+        def wait(each: float) -> None:
+            waited.append(each)
+            if sum(waited) < seconds:
+                os.utime(path, ns=(0, len(waited)))
+
+        return wait
+
+    with pytest.raises(LaunchError, match="in use by another run"), held(tmp_path, wait=touched_for(300)):
+        pytest.fail("the first slice of a chain waits for nobody")
+    assert sum(waited) < 60
+    monkeypatch.setenv(variable, "2")
+    waited.clear()
+    with held(tmp_path, wait=touched_for(300)):
+        assert 300 < sum(waited) < 420
+    assert "is still touched: waiting up to 8 minutes for that process" in capsys.readouterr().out
+    put(tmp_path, ELSEWHERE)
+    waited.clear()
+    with pytest.raises(LaunchError, match="in use by another run"), held(tmp_path, wait=touched_for(1e9)):
+        pytest.fail("it lives")
+    assert 480 < sum(waited) < 600, "less than the other ranks wait for the first"
+
+
 def test_a_lock_that_is_given_back_meanwhile_is_taken(tmp_path: Path) -> None:
     path = put(tmp_path, ELSEWHERE)
     with held(tmp_path, wait=lambda _: path.unlink(missing_ok=True)):

@@ -9,8 +9,12 @@ import torch
 from benchmarks.emulation import LiveBytes, predicted_bytes
 from benchmarks.measure import peak_bytes
 from benchmarks.memory import measured_bytes
+from simreg_megatron import geometry
+from simreg_megatron.geometry import pair_cosines
+from simreg_megatron.kernels import precision
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses._chunks import usable_tokens
+from simreg_megatron.magnitude import norm_table, radial_sums
 from tests.helpers.fixtures import random_tokens
 from tests.helpers.ways import budget
 
@@ -77,6 +81,32 @@ def test_exponentials_of_a_ragged_end_come_out_of_the_same_budget(monkeypatch: p
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         simreg_loss(rows.requires_grad_(), labels, chunk_size=64)
     assert 7 * 64 * 64 in sizes and 40 * 40 not in sizes
+
+
+@pytest.mark.parametrize("shape", [(1, 2048, 1024), (2048, 1, 1024), (64, 32, 1024)], ids=str)
+@pytest.mark.parametrize("measure", ["norms", "radial", "cosines"])
+def test_what_a_log_step_measures_takes_little_beside_the_states(
+    measure: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies in float32 and float64 of all hidden states of a micro-batch would be six times as large as they are."""
+    monkeypatch.setattr(precision, "_AT_ONCE", MIB)
+    monkeypatch.setitem(geometry._WORKSPACE, "cpu", MIB)
+    rows, labels = random_tokens(shape, num_labels=9, dtype=torch.bfloat16)
+    gradient, counts = torch.randn_like(rows), torch.ones(shape[:-1], dtype=torch.bool)
+    runs = {
+        "norms": lambda: norm_table(rows, counts),
+        "radial": lambda: radial_sums(gradient, rows, counts),
+        "cosines": lambda: pair_cosines(rows, labels, chunk_size=32),
+    }
+    taken = peak_bytes(runs[measure])
+    small = rows.numel() * rows.element_size()  # 4 MiB
+    assert taken < 1.2 * small
+    found = [part.clone() for part in torch.atleast_1d(*runs[measure]())] if measure == "cosines" else runs[measure]()
+    monkeypatch.undo()
+    whole = runs[measure]()
+    expected = torch.stack(list(whole)) if measure == "cosines" else whole
+    found = torch.stack([part.squeeze() for part in found]) if measure == "cosines" else found
+    assert torch.equal(found, expected) or torch.allclose(found, expected, rtol=1e-12)
 
 
 def test_zero_rows_are_found_without_a_copy_of_all_rows() -> None:

@@ -17,7 +17,7 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import loop_hooks, refusals
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of
 from simreg_megatron.plugin.writers import write_scalars
-from simreg_megatron.weights import learnable
+from simreg_megatron.weights import heads, learnable
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -74,6 +74,31 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
     unpacked = dict.fromkeys(flags, False) | {"context_parallel_size": 2}
     refusals.refuse_arguments(SimpleNamespace(log_interval=1, **unpacked), config)
     refusals.refuse_arguments(SimpleNamespace(log_interval=1, sft=True, context_parallel_size=1), config)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"logits_load_dir": "/logits", "logits_load_kd_loss_alpha": 1.0}, {"export_kd_teacher_load": "/teacher"}]
+)
+def test_a_loss_that_weighs_megatrons_is_refused(flags: dict) -> None:
+    """Distillation trains on (1 - alpha) times the loss that SimReg's gradient is tied to, and alpha is 1."""
+    with pytest.raises(NotImplementedError, match="and SimReg would be weighed with it, or silenced: drop one of them"):
+        refusals.refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1))
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(objective="none"))
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1, **dict.fromkeys(flags)), SimRegConfig(lambda_=1))
+
+
+def test_rows_of_a_part_of_the_output_layer_are_refused() -> None:
+    """What --tensor-parallel-num-weight-shards leaves on a rank is whole by its storage, and not the rank's rows."""
+    layer = torch.nn.Linear(4, 8)
+    part = SimpleNamespace(output_layer=layer, pg_collection=None, share_embeddings_and_output_weights=False)
+    assert heads.has_whole_head(part) and not heads.is_cut_up(part)
+    config = SimRegConfig(lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head")
+    refusals.refuse_models(config, [part], (SimpleNamespace,))
+    layer.weight.is_gtp_weight_remat = True
+    assert not heads.has_whole_head(part), "so the log has no margins"
+    with pytest.raises(NotImplementedError, match="and --tensor-parallel-num-weight-shards scatters them"):
+        refusals.refuse_models(config, [part], (SimpleNamespace,))
+    refusals.refuse_models(SimRegConfig(lambda_=1), [part], (SimpleNamespace,))
 
 
 @pytest.mark.parametrize(

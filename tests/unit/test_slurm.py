@@ -149,9 +149,11 @@ def test_dry_run_prints_what_sbatch_is_given(data: list[str], tmp_path: Path) ->
 def test_containers() -> None:
     common = {"container_image": "/images/train.sqsh", "container_mounts": "/data:/data,/work:/work"}
     pyxis = _rendered(Site(runtime="pyxis", **common))
+    own = _rendered(Site(runtime="pyxis", environment={"NCCL_DEBUG": "INFO"}, **common))
+    assert "--container-env=NCCL_DEBUG,PYTHONPATH" in value_of(own, "CONTAINER_SRUN"), "else the image's value wins"
     assert value_of(pyxis, "CONTAINER_SRUN") == [
         "--container-image=/images/train.sqsh", "--no-container-mount-home",
-        "--container-mounts=/data:/data,/work:/work", f"--container-workdir={ROOT}",
+        "--container-env=PYTHONPATH", "--container-mounts=/data:/data,/work:/work", f"--container-workdir={ROOT}",
     ]  # fmt: skip
     assert value_of(pyxis, "CONTAINER_RUN") == [] and value_of(pyxis, "PYTHON") == ["python3"]
     apptainer = _rendered(Site(runtime="apptainer", **common))
@@ -373,6 +375,48 @@ class TestBooks:
         assert books.begin() == 0  # and never ended
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
 
+    def test_slices_that_never_tell_their_end_end_the_chain(self, books, monkeypatch, capsys) -> None:
+        """A run that hangs until its time limit, whose job is ended before it can write."""
+        self.at(books, 10, monkeypatch)
+        assert [books.begin() for _ in range(4)] == [0, 0, 0, 2]
+        assert "3 slices began at iteration 10 and none told its end" in capsys.readouterr().out
+        self.at(books, 20, monkeypatch)
+        assert books.begin() == 0, "progress"
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "6")
+        self.at(books, 10, monkeypatch)
+        assert chain.Chain(books.output, books.save).begin() == 0, "another submission"
+
+    def test_a_disk_that_is_away_for_a_moment_is_waited_for(self, books, monkeypatch, capsys) -> None:
+        monkeypatch.setattr(chain, "_ATTEMPT_SECONDS", 0)
+        answers = iter([LaunchError("away"), LaunchError("away"), 30])
+
+        def newest(_: Path) -> int:
+            answer = next(answers)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(chain.checkpoints, "newest_whole", newest)
+        assert books.begin() == 0 and "begins at iteration 30" in capsys.readouterr().out
+        monkeypatch.setattr(chain.checkpoints, "prune", lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error")))
+        self.at(books, 40, monkeypatch)
+        assert books.end(3, 0) == 0 and "no checkpoint was deleted this time" in capsys.readouterr().out
+
+    def test_a_stop_is_told_until_somebody_hears_it(self, books, monkeypatch) -> None:
+        (books.output / chain.STOP).touch()
+        clock, calls = iter(range(0, 10_000, 50)), []
+        monkeypatch.setattr(chain.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(chain.subprocess, "run", lambda command, **_: calls.append(command))
+
+        def sleep(_: float) -> None:
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(chain.time, "sleep", sleep)
+        with pytest.raises(KeyboardInterrupt):
+            books.watch(3, "17")
+        assert calls == [["scancel", f"--signal={chain.SAVE_AND_LEAVE}", "17"]] * 3
+
     def test_what_a_living_run_is_writing_is_not_touched(self, books, tmp_path: Path) -> None:
         """Books hold no lock: the run itself deletes what was never finished, once it has the folder."""
         on_its_way = tmp_path / "checkpoints" / "iter_0000010"
@@ -456,10 +500,14 @@ def test_rank_sh_gives_torch_its_names(tmp_path: Path) -> None:
         "SLURM_NODEID": "1", "PYTHON": sys.executable,
     }  # fmt: skip
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    script = f"import os; print(*(os.environ[name] for name in {names}))"
-    command = ["bash", str(ROOT / "launch" / "slurm" / "rank.sh"), "-c", script]
+    limits = "*resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_CORE)[0]"
+    script = f"import os, resource; print(*(os.environ[name] for name in {names}), {limits})"
+    rank = ["bash", str(ROOT / "launch" / "slurm" / "rank.sh"), "-c", script]
+    command = ["bash", "-c", f"ulimit -S -n 512; exec {shlex.join(rank)}"]
     done = jobs.run(command, env=environment, check=True)
-    assert done.stdout.split() == ["11", "3", "16", "8", "1"], shlex.join(command)
+    *place, files, most, core = done.stdout.split()
+    assert place == ["11", "3", "16", "8", "1"], shlex.join(command)
+    assert files == most != "512" and core == "0", "as many open files as there may be, and no core"
 
 
 class TestWhatARunTakes:

@@ -34,6 +34,20 @@ class _Held(NamedTuple):
     contributes: bool
 
 
+class _Places:
+    """Places in the vector, as a tensor: copied to the device anew only where they are not those of the step before."""
+
+    def __init__(self) -> None:
+        self._places: list[int] = []
+        self._tensor = torch.empty(0, dtype=torch.int64)
+
+    def of(self, places: list[int]) -> Tensor:
+        if self._places != places:
+            self._places = places
+            self._tensor = torch.tensor(places, device=torch.device(torch.cuda.current_device()))
+        return self._tensor
+
+
 class Clipping:
     """Clips the gradients of one optimizer by AdaGC.
 
@@ -48,8 +62,7 @@ class Clipping:
         self._held: list[_Held] = []
         self._adagc: AdaGC | None = None
         self._is_finite = True
-        self._counted: list[int] = []
-        self._slots = torch.empty(0)
+        self._counted, self._own = _Places(), _Places()
         self._metrics = _Metrics()
 
     # The optimizer
@@ -123,20 +136,13 @@ class Clipping:
         counted = [(held.slot, grad) for held, grad in grads if held.contributes and grad.numel()]
         if counted:
             norms = torch.stack(torch._foreach_norm([grad for _, grad in counted], 2, dtype=torch.float32))
-            squares.index_add_(0, self._on_device([slot for slot, _ in counted]), norms.double().square())
+            squares.index_add_(0, self._counted.of([slot for slot, _ in counted]), norms.double().square())
         dist.all_reduce(squares)
         found = self._adagc.step(squares)
         if grads:
-            coefficients = found.coefficients.float().unbind()
-            torch._foreach_mul_([grad for _, grad in grads], [coefficients[held.slot] for held, _ in grads])
+            own = self._own.of([held.slot for held, _ in grads])  # few of the names, where ranks hold other experts
+            torch._foreach_mul_([grad for _, grad in grads], found.coefficients.float()[own].unbind())
         self._metrics.observe(found)
-
-    def _on_device(self, slots: list[int]) -> Tensor:
-        """The slots as a tensor; copied anew only where other parameters have gradients than in the step before."""
-        if self._counted != slots:
-            self._counted = slots
-            self._slots = torch.tensor(slots, device=torch.device(torch.cuda.current_device()))
-        return self._slots
 
     # Checkpoints
 
