@@ -581,6 +581,8 @@ STATED = (
            r"logged: float = ([\d.e-]+)", check="make parity"),
     states("docs/checkpoints.md", "are less than {} apart", "tests/megatron/test_export.py",
            r"report\.difference < ([\d.e-]+)", check="pytest tests/megatron/test_export.py"),
+    states("docs/exact.md", "with `pre-norm` {} (the radial", "tests/megatron/parity/cells.py",
+           r"_PRE_NORM_BOUND = Bound\(1e-6, 1e-5, 1e-5, ([\d.e-]+)\)", check="make parity"),
     states("docs/exact.md", "(tests/distributed, {})", "tests/distributed/test_shard.py", r'"rtol": ([\d.e-]+)'),
     states(PERFORMANCE, "at most {} MiB of them (CPU) or {} MiB (CUDA", WALK,
            r'"cpu": Budget\(kept=(\d+) << 20, work=\d+ << 20\), "cuda": Budget\(kept=(\d+) << 20'),
