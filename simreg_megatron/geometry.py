@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.precision import no_autocast, product, row_norms
+from simreg_megatron.kernels.precision import AT_ONCE, no_autocast, product, row_norms
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -117,7 +117,7 @@ def row_cosines(
 
 
 def _sequences_at_once(embeddings: Tensor, chunk_size: int) -> int:
-    """Of how many sequences the unit vectors of a chunk fit beside what its pairs take; of one at least."""
+    """Of how many sequences the unit vectors of a chunk fit; of one at least."""
     return _fitting(chunk_length(embeddings.shape[1], chunk_size), embeddings)
 
 
@@ -126,8 +126,8 @@ def _slabs(per_token: Tensor | None, at_once: int, number: int) -> Sequence[Tens
 
 
 def _fitting(tokens: int, embeddings: Tensor) -> int:
-    workspace = _WORKSPACE.get(embeddings.device.type, _WORKSPACE["cuda"])
-    return max(1, workspace // max(1, tokens * embeddings.shape[-1] * 2 * max(4, embeddings.dtype.itemsize)))
+    at_once = AT_ONCE.get(embeddings.device.type, AT_ONCE["cuda"])
+    return max(1, at_once // max(1, tokens * embeddings.shape[-1] * 2 * max(4, embeddings.dtype.itemsize)))
 
 
 def _parts(whole: Iterator[Stretch], embeddings: Tensor) -> Iterator[Stretch]:

@@ -70,10 +70,10 @@ def radial_sums(gradients: Tensor, embeddings: Tensor, weights: Tensor) -> Tenso
     """
     dtype = torch.promote_types(embeddings.dtype, torch.float32)
 
-    def measured(gradients: Tensor, embeddings: Tensor) -> Tensor:
+    def measured(gradients: Tensor, embeddings: Tensor) -> tuple[Tensor, ...]:
         lengths, sizes = (torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) for rows in (embeddings, gradients))
-        return torch.stack([lengths, sizes, (gradients.to(dtype) * embeddings).sum(dim=-1) / lengths], dim=-1)
+        return lengths, sizes, (gradients.to(dtype) * embeddings).sum(dim=-1) / lengths
 
-    lengths, sizes, along = row_by_row(measured, gradients, embeddings.detach()).unbind(dim=-1)
+    lengths, sizes, along = row_by_row(measured, gradients, embeddings.detach())
     parts = torch.stack([along, sizes]).masked_fill((weights == 0) | (lengths == 0), 0.0)
     return (weights * parts.square()).flatten(1).sum(dim=-1, dtype=torch.float64)

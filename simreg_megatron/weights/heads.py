@@ -48,7 +48,7 @@ def has_whole_head(model: Any) -> bool:
 def is_cut_up(model: Any) -> bool:
     """Whether what looks like the weight is a part of it, which Megatron makes whole inside its own product alone."""
     weight = None if getattr(model, "output_layer", None) is None else _weight(model)
-    return any(getattr(weight, mark, False) for mark in ("__fsdp_param__", "is_gtp_weight_remat"))
+    return bool(getattr(weight, "is_gtp_weight_remat", False))
 
 
 def head_terms(
@@ -107,7 +107,8 @@ def refuse_second_use(model: Any, objective: str) -> None:
     """
     settings = model.config
     reasons: dict[str, bool] = {
-        "the output layer's weight is not whole on its rank": not has_whole_head(model),
+        "the output layer's weight is not whole on its rank": not has_whole_head(model)
+        or getattr(_weight(model), "__fsdp_param__", False),
         "--defer-embedding-wgrad-compute takes the output layer's gradient apart from the step's backward": getattr(
             settings, "defer_embedding_wgrad_compute", False
         ),

@@ -89,7 +89,7 @@ def test_what_a_log_step_measures_takes_little_beside_the_states(
     measure: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies in float32 and float64 of all hidden states of a micro-batch would be six times as large as they are."""
-    monkeypatch.setattr(precision, "_AT_ONCE", MIB)
+    monkeypatch.setitem(precision.AT_ONCE, "cpu", MIB)
     monkeypatch.setitem(geometry._WORKSPACE, "cpu", MIB)
     rows, labels = random_tokens(shape, num_labels=9, dtype=torch.bfloat16)
     gradient, counts = torch.randn_like(rows), torch.ones(shape[:-1], dtype=torch.bool)
