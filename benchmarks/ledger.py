@@ -25,7 +25,7 @@ from benchmarks import claims
 from benchmarks.figures import ROOT, Entry, Figure, Ledger, Made, NotMeasured, Source, complaints, write
 from benchmarks.step_pairs import windows_of
 from simreg_megatron.report.steps import overhead
-from simreg_megatron.report.welch import LEVEL, deviation, holm, ratio, welch
+from simreg_megatron.report.welch import deviation, ratio, welch
 from simreg_megatron.reproduce import conclusion, verdict
 from simreg_megatron.reproduce.check import read_tables
 from simreg_megatron.reproduce.pace import pace
@@ -330,8 +330,10 @@ def share_of_the_placebo(kind: str) -> list[float]:
 def together() -> list[float]:
     """Numbers of tests, of those that held, and of those that hold when their number counts."""
     tables = read_tables(claims.FOLDER)
-    p_values = [found.p_value for name in tables for found in conclusion.verdicts_on(name, tables)]
-    return [len(p_values), sum(p_value < LEVEL for p_value in p_values), holm(p_values)]
+    p_values, held, left = conclusion.Together.of(
+        verdict for name in tables for verdict in conclusion.verdicts_on(name, tables)
+    )
+    return [len(p_values), held, left]
 
 
 def saved(experiment: str, claim: int) -> list[float]:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from simreg_megatron.report.welch import LEVEL, holm
 from simreg_megatron.reproduce.check import Table, sizes_of, violations
@@ -33,17 +33,29 @@ def verdicts_on(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
     ]
 
 
-def together(verdicts: Sequence[Verdict]) -> str:
-    """What is left of claims that were each tested by itself, once their number counts."""
-    p_values = sorted(verdict.p_value for verdict in verdicts if not any(verdict.diverged))
-    held, left = sum(p_value < LEVEL for p_value in p_values), holm(p_values)
-    if len(p_values) < 2 or not held:
-        return ""
-    which = f": those with p up to {p_values[left - 1]:.2g}" if 0 < left < held else ""
-    return (
-        f"Of {len(p_values)} tests, each at {LEVEL} by itself, {held} held. Corrected for their number (Holm), "
-        f"{left} hold{which}."
-    )
+class Together(NamedTuple):
+    """Claims that were each tested by itself: their p-values, rising, how many held, and how many still do once their
+    number counts."""
+
+    p_values: list[float]
+    held: int
+    left: int
+
+    @classmethod
+    def of(cls, verdicts: Iterable[Verdict]) -> Together:
+        p_values = sorted(verdict.p_value for verdict in verdicts if not any(verdict.diverged))
+        return cls(p_values, sum(p_value < LEVEL for p_value in p_values), holm(p_values))
+
+    @property
+    def sentence(self) -> str:
+        """ "" where nothing has to be corrected."""
+        if len(self.p_values) < 2 or not self.held:
+            return ""
+        which = f": those with p up to {self.p_values[self.left - 1]:.2g}" if 0 < self.left < self.held else ""
+        return (
+            f"Of {len(self.p_values)} tests, each at {LEVEL} by itself, {self.held} held. Corrected for their number "
+            f"(Holm), {self.left} hold{which}."
+        )
 
 
 def _is_tuned(arm: Arm, name: str, tables: Mapping[str, Table]) -> bool:

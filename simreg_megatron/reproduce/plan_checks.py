@@ -60,7 +60,7 @@ def _check_kinds(plan: Plan, where: str) -> None:
     for name in ("sizes", "tokens_per_parameter"):
         if len(set(getattr(plan, name))) < len(getattr(plan, name)):
             raise ReproduceError(f"{where}: {name} has a value twice: its runs would count twice")
-    counts = [*(plan.seeds.values() if isinstance(plan.seeds, Mapping) else [plan.seeds])]
+    counts = _counts(plan)
     steps = list(plan.steps.values()) if isinstance(plan.steps, Mapping) else [None]
     if not all(type(count) is int for count in (*counts, *steps)):
         raise ReproduceError(f"{where}: seeds must be a whole number, or one per size; steps, one for some sizes")
@@ -75,12 +75,17 @@ def refuse_too_many(plan: Plan, where: str) -> None:
     Raises:
         ReproduceError: it asks for so many.
     """
-    counts = [*(plan.seeds.values() if isinstance(plan.seeds, Mapping) else [plan.seeds])]
+    counts = _counts(plan)
     trials = max(len(arm.trials_of(size)) for arm in plan.arms for size in plan.sizes)
     runs = len(plan.sizes) * len(plan.tokens_per_parameter) * len(plan.arms) * max(1, trials) * max(counts, default=0)
     if runs > MOST_RUNS:
         told = f"{runs:,}" if runs < 1 << 64 else brief(runs)
         raise ReproduceError(f"{where} asks for {told} runs, and at most {MOST_RUNS:,} are allowed")
+
+
+def _counts(plan: Plan) -> list[int]:
+    """Of seeds, at all sizes that it names."""
+    return list(plan.seeds.values()) if isinstance(plan.seeds, Mapping) else [plan.seeds]
 
 
 def _check(plan: Plan, where: str) -> None:

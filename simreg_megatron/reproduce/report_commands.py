@@ -94,16 +94,15 @@ def check(
 
     Exit status 1 where a table breaks the protocol, whatever its claims.
     """
-    from simreg_megatron.reproduce.check import read_tables, violations
-    from simreg_megatron.reproduce.conclusion import together, verdicts_on
+    from simreg_megatron.reproduce.check import read_tables
+    from simreg_megatron.reproduce.conclusion import Together
 
     with _one_sentence():
         tables = read_tables(results)
-    allowed = [_print_conclusion(name, tables) for name in tables]
-    sound = (name for name in tables if not violations(name, tables))
-    if told := together([verdict for name in sound for verdict in verdicts_on(name, tables)]):
+    found = [_print_conclusion(name, tables) for name in tables]
+    if told := Together.of(verdict for _, verdicts in found for verdict in verdicts).sentence:
         _console.print(told, markup=False)
-    if not all(allowed):
+    if not all(allowed for allowed, _ in found):
         raise typer.Exit(1)
 
 
@@ -153,27 +152,26 @@ def _one_sentence() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _print_conclusion(name: str, tables: dict[str, Table]) -> bool:
-    """Whether the protocol allows one."""
+def _print_conclusion(name: str, tables: dict[str, Table]) -> tuple[bool, list[Verdict]]:
+    """Whether the protocol allows one, and the verdicts."""
     from simreg_megatron.reproduce.check import refused_headlines, violations
 
     found, headlines = violations(name, tables), refused_headlines(tables[name].plan)
     _console.print(f"[bold]{name}[/bold]: {escape(tables[name].plan.question)}")
     for sentence in [*found, *headlines]:
         _console.print(f"  refused: {sentence}", style="bold red", markup=False)
-    if not found:
-        _print_verdicts(name, tables)
-    return not (found or headlines)
+    return not (found or headlines), [] if found else _print_verdicts(name, tables)
 
 
-def _print_verdicts(name: str, tables: dict[str, Table]) -> None:
+def _print_verdicts(name: str, tables: dict[str, Table]) -> list[Verdict]:
     from simreg_megatron.reproduce.check import measured_steps
     from simreg_megatron.reproduce.conclusion import notes, verdicts_on
     from simreg_megatron.reproduce.pace import pace
 
     for note in notes(name, tables):
         _console.print(f"  note: {note}", markup=False)
-    for verdict in verdicts_on(name, tables):
+    verdicts = verdicts_on(name, tables)
+    for verdict in verdicts:
         claim = verdict.claim
         _console.print(f"  {verdict.sentence}", markup=False)
         if not any(verdict.diverged):
@@ -181,6 +179,7 @@ def _print_verdicts(name: str, tables: dict[str, Table]) -> None:
         if verdict.worth is not None:
             found = pace(tables[name].rows, claim.arm, claim.than, verdict.place, measured_steps(tables))
             _console.print(f"    {_saved(verdict.worth, found)}", markup=False)
+    return verdicts
 
 
 def _noise(verdict: Verdict) -> str:

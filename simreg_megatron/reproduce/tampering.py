@@ -70,12 +70,8 @@ _Curves = Mapping[tuple[str, str], Sequence[tuple[int, float]]]
 
 
 def _of_losses(name: str, rows: Sequence[Row], curves: _Curves) -> Iterator[str]:
-    for row in rows:
-        if not row[LOSS]:
-            continue
-        curve = curves.get((row["run"], LOSS))
-        who = f"{name}: the validation loss of {row['arm']}, seed {row['seed']},"
-        if curve is None:
+    for row, who, curve in _behind(name, rows, curves, LOSS):
+        if not curve:
             yield f"{who} has no curve behind it"
         elif curve[-1][0] != int(row["steps"]) or not abs(curve[-1][1] / float(row[LOSS]) - 1) <= 1e-4:
             yield f"{who} is {row[LOSS]}, and its curve ends at {curve[-1][1]:.5g} in step {curve[-1][0]}"
@@ -83,17 +79,27 @@ def _of_losses(name: str, rows: Sequence[Row], curves: _Curves) -> Iterator[str]
 
 def _of_measures(name: str, rows: Sequence[Row], curves: _Curves, metric: str) -> Iterator[str]:
     """Other numbers are the mean over the last tenth of a curve (`report.runs.mean_of_end`)."""
-    for row in rows:
-        if not row[metric]:
-            continue
-        curve = curves.get((row["run"], metric))
-        who = f"{name}: the {metric} of {row['arm']}, seed {row['seed']},"
-        if curve is None:
+    for row, who, curve in _behind(name, rows, curves, metric):
+        if not curve:
             yield f"{who} has no curve behind it"
         elif curve[-1][0] + int(flag_of(row, "log-interval") or 1) <= int(row["steps"]):
             yield f"{who} has a curve that ends at step {curve[-1][0]} of {row['steps']}"
         elif not _is_end_of(curve, float(row[metric])):
             yield f"{who} is {row[metric]}, and its curve ends otherwise"
+
+
+def _behind(
+    name: str, rows: Sequence[Row], curves: _Curves, metric: str
+) -> Iterator[tuple[Row, str, Sequence[tuple[int, float]]]]:
+    """Each row that has the number, how a sentence about it begins, and the points behind it."""
+    told = "validation loss" if metric == LOSS else metric
+    for row in rows:
+        if row[metric]:
+            yield (
+                row,
+                f"{name}: the {told} of {row['arm']}, seed {row['seed']},",
+                curves.get((row["run"], metric), ()),
+            )
 
 
 def _is_end_of(curve: Sequence[tuple[int, float]], value: float) -> bool:

@@ -17,7 +17,7 @@ from benchmarks import claims
 from simreg_megatron.cli import app
 from simreg_megatron.report.welch import holm, welch
 from simreg_megatron.reproduce.check import Table, measured_steps, read_tables, settings_of, violations
-from simreg_megatron.reproduce.conclusion import notes, together, verdicts_on
+from simreg_megatron.reproduce.conclusion import Together, notes, verdicts_on
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.pace import Pace, pace
 from simreg_megatron.reproduce.plan_file import plan_names, plan_of, read_plan
@@ -101,6 +101,14 @@ def rewrite(path: Path, change):
         writer = csv.DictWriter(stream, names)
         writer.writeheader()
         writer.writerows(rows)
+
+
+def refused(results, name, doctor, words):
+    rewrite(results / name, doctor)
+    found = check(results)
+    assert found.exit_code == 1
+    assert words in found.output
+    assert "Held" not in found.output
 
 
 def only(rows, **wanted):
@@ -221,11 +229,7 @@ def _further_run(rows):
     ],
 )
 def test_a_doctored_table_is_refused(doctor, words, results):
-    rewrite(results / "mine.csv", doctor)
-    found = check(results)
-    assert found.exit_code == 1
-    assert words in found.output
-    assert "Held" not in found.output
+    refused(results, "mine.csv", doctor, words)
 
 
 def _cut(points):
@@ -253,11 +257,7 @@ def _one_way_for_two(points):
     ],
 )
 def test_a_doctored_curve_is_refused(doctor, words, results):
-    rewrite(results / "mine-curves.csv", doctor)
-    found = check(results)
-    assert found.exit_code == 1
-    assert words in found.output
-    assert "Held" not in found.output
+    refused(results, "mine-curves.csv", doctor, words)
 
 
 def _loss_is_nan(rows):
@@ -382,12 +382,12 @@ def test_the_number_of_tests_counts_together(results):
     assert [holm(values) for values in ([0.01, 0.04, 0.03, 0.005], [0.02] * 3, [0.01] * 3, [])] == [2, 0, 3, 0]
     verdicts = verdicts_on("mine", read_tables(results))[:2]
     first, second = (replace(verdicts[0], p_value=value) for value in (0.02, 0.03))
-    assert together([first]) == "", "one test is no number of tests"
-    assert together([first, replace(second, p_value=0.9)]).endswith(
+    assert Together.of([first]).sentence == "", "one test is no number of tests"
+    assert Together.of([first, replace(second, p_value=0.9)]).sentence.endswith(
         "1 held. Corrected for their number (Holm), 1 hold."
     )
-    assert together([first, replace(first, p_value=0.026)]).endswith("2 hold.")
-    assert together([replace(first, p_value=value) for value in (0.01, 0.03, 0.2)]).endswith(
+    assert Together.of([first, replace(first, p_value=0.026)]).sentence.endswith("2 hold.")
+    assert Together.of([replace(first, p_value=value) for value in (0.01, 0.03, 0.2)]).sentence.endswith(
         "each at 0.05 by itself, 2 held. Corrected for their number (Holm), 1 hold: those with p up to 0.01."
     )
     assert check(results).output.rstrip().splitlines()[-1].startswith("Of 4 tests, each at 0.05 by itself, 3 held.")
