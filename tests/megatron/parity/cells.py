@@ -287,16 +287,12 @@ _EXPERTS = [
 _INNER = [
     Cell(TP2, chunk(24, "--simreg-layers 1,final", "layers 1,final")),
     Cell(TP2 + SP, chunk(24, "--simreg-layers 1", "layer 1"), core=True),
-    Cell(
-        CP2,
-        chunk(0, "--simreg-layers 2,final --simreg-placement pre-norm", "layers 2,final pre-norm"),
-        bound=_PRE_NORM_BOUND,
-    ),
+    Cell(CP2, chunk(0, "--simreg-layers 2,final --simreg-placement pre-norm", "layers 2,final pre-norm")),
     Cell(DP2, chunk(24, "--simreg-layers 1", "layer 1"), mode=PER_TOKEN),
     Cell(PP2, chunk(24, "--simreg-layers 3,final", "layers 3,final"), model="deep"),
-    Cell(PP2 + VPP2, chunk(24, "--simreg-placement pre-norm", "pre-norm"), model="deep", bound=_PRE_NORM_BOUND),
+    Cell(PP2 + VPP2, chunk(24, "--simreg-placement pre-norm", "pre-norm"), model="deep"),
     Cell(TP2 + SP + SELECTIVE, chunk(24, "--simreg-layers 1", "layer 1")),
-    Cell(TP2 + SP + FULL, chunk(24, "--simreg-placement pre-norm", "pre-norm"), bound=_PRE_NORM_BOUND),
+    Cell(TP2 + SP + FULL, chunk(24, "--simreg-placement pre-norm", "pre-norm")),
     Cell(EP2, chunk(24, "--simreg-layers 1,final", "layers 1,final"), model="moe"),
 ]
 _TOGETHER = Part(
