@@ -135,7 +135,7 @@ def _model() -> Any:
 def kernels() -> dict[str, str]:
     """A digest of the code of each kernel, by what it was compiled for."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.helpers.compile_kernels"]
+    command = [sys.executable, "-m", "tests.helpers.compile_kernels", "90"]
     lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     return {line["variant"]: line["code"] for line in map(json.loads, lines) if "code" in line}
 

@@ -198,7 +198,13 @@ def refuse_unknown_loss(model: Any, given: dict[str, Any], loss: Any) -> None:
 
 
 def refuse_silence(regularizer: Regularizer, model_chunks: Any) -> None:
-    """A model that overrides the wrapped function without calling it would train without SimReg."""
+    """After a step. A model that overrides the wrapped function without calling it would train without SimReg, and so
+    would a loop whose own loss is not computed from the one that the model returns."""
+    if regularizer.awaits_gradient:
+        raise NotImplementedError(
+            "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model returned. "
+            "Let the loss function compute what it trains on from that loss, or set --simreg-lambda 0"
+        )
     if regularizer.has_met_model:
         return
     for model in compat.unwrapped(model_chunks):

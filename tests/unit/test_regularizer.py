@@ -175,8 +175,35 @@ def test_a_model_that_bypasses_the_wrapper_is_found_out(config: SimRegConfig) ->
     refusals.refuse_silence(regularizer, [earlier])
     with pytest.raises(compat.MegatronSeamError, match="computed its loss without calling the function"):
         refusals.refuse_silence(regularizer, [earlier, last])
-    add(regularizer, *micro_batch())
+    add(regularizer, *micro_batch()).sum().backward()
     refusals.refuse_silence(regularizer, [last])
+
+
+@pytest.mark.megatron
+def test_a_loop_that_drops_the_models_loss_is_found_out() -> None:
+    """Its own loss, of logits or of a teacher, would train without SimReg, under a log that shows nothing of it."""
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=6))
+    hidden, labels, mask, loss = micro_batch()
+    for _ in range(2):
+        add(regularizer, hidden, labels, mask, loss)
+        hidden.square().sum().backward()
+    last = [SimpleNamespace(post_process=True)]
+    with pytest.raises(NotImplementedError, match=r"trained nothing.*no gradient came back to the per-token loss"):
+        refusals.refuse_silence(regularizer, last)
+    add(regularizer, hidden, labels, mask, loss)[:, :4].mean().backward()
+    refusals.refuse_silence(regularizer, last)
+    add(regularizer, hidden, labels, mask, loss)  # a step that is skipped later, for a loss of NaN
+    refusals.refuse_silence(regularizer, last)
+
+
+def test_frozen_states_are_refused_where_the_loss_trains() -> None:
+    """The loss of a teacher, which trains nothing, passes."""
+    hidden, labels, mask, loss = micro_batch()
+    regularizer = Regularizer(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=6))
+    with pytest.raises(NotImplementedError, match=r"cannot train here.*before the output layer are frozen"):
+        add(regularizer, hidden.detach(), labels, mask, loss)
+    add(regularizer, hidden.detach(), labels, mask, loss.detach())
+    assert not regularizer.awaits_gradient
 
 
 def test_log_values_are_means_over_the_interval() -> None:

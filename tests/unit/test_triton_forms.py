@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms with Triton: their kernels in its interpreter against float64, and compiled for sm_90 without a GPU."""
+"""The forms with Triton: their kernels in its interpreter against float64, and compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -375,18 +375,26 @@ def test_blocks_fit_into_the_budget(tiles: type[walk.Tiles]) -> None:
 
 @pytest.mark.skipif(not halves.BMM_WIDENS, reason="the Triton beside an older torch compiles by another interface")
 @pytest.mark.parametrize("which", ["one-of-each", pytest.param("all", marks=pytest.mark.slow)])
-def test_compiled_for_sm_90(which: str) -> None:
-    """Registers do not spill and shared memory fits for every configuration that is shipped."""
+@pytest.mark.parametrize(("architecture", "most_shared_kib"), [(80, 163), (90, 227)])
+def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: str) -> None:
+    """Registers do not spill and shared memory fits for every configuration that is shipped.
+
+    On sm_80, without wgmma, a handful of bytes do where no tile divides the width.
+    """
     compiled = jobs.run(
-        [sys.executable, "-m", "tests.helpers.compile_kernels", which],
+        [sys.executable, "-m", "tests.helpers.compile_kernels", str(architecture), which],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         cwd=Path(__file__).resolve().parents[2],
     )
     assert compiled.returncode == 0, compiled.stderr[-2000:]
     found = [json.loads(line) for line in compiled.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in found} == {
+        name for module in (fused, gemm, row_kernels) for name in vars(module) if name.endswith("_kernel")
+    }
     assert len({(kernel["kernel"], kernel["dtype"]) for kernel in found}) >= 12
     for kernel in found:
-        assert kernel["spilled_bytes"] == 0 and kernel["stack_bytes"] == 0, kernel
-        assert 0 <= kernel["shared_bytes"] <= 227 * 1024, kernel
-        if kernel["dtype"] != "fp32" and kernel["computes_products"]:
+        may_spill = architecture == 80 and kernel["even"] is False
+        assert max(kernel["spilled_bytes"], kernel["stack_bytes"]) <= 32 * may_spill, kernel
+        assert 0 <= kernel["shared_bytes"] <= most_shared_kib * 1024, kernel
+        if architecture == 90 and kernel["dtype"] != "fp32" and kernel["computes_products"]:
             assert kernel["uses_wgmma"], kernel
