@@ -266,11 +266,9 @@ def tensor_and_context_group(model: Any) -> Any:
     return _group(model, "tp_cp", "get_tensor_and_context_parallel_group")
 
 
-def pipeline_group() -> Any:
-    """The stages of this rank's pipeline, in their order."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_pipeline_model_parallel_group()
+def pipeline_group(model: Any = None) -> Any:
+    """The stages of this rank's pipeline, in their order, likewise; without a model, Megatron's global group."""
+    return _group(model, "pp", "get_pipeline_model_parallel_group")
 
 
 def adds_up_tokens_of_context_ranks() -> bool:
@@ -281,17 +279,23 @@ def adds_up_tokens_of_context_ranks() -> bool:
     return "vp_stage" not in inspect.signature(inspect.unwrap(getattr(STAGE_SEAM.holder(), STAGE_SEAM.name))).parameters
 
 
-def data_group(*, with_context: bool = False) -> Any:
-    """Ranks that train on other sequences, without those that share theirs, or with the context ranks among them."""
-    from megatron.core import parallel_state
+def data_group(model: Any = None, *, with_context: bool = False) -> Any:
+    """Ranks that train on other sequences, without those that share theirs, or with the context ranks among them.
 
-    return parallel_state.get_data_parallel_group(with_context_parallel=with_context)
+    The model's own, likewise; without a model, Megatron's global group.
+    """
+    options = {"with_context_parallel": with_context}
+    return _group(model, "dp_cp" if with_context else "dp", "get_data_parallel_group", **options)
 
 
-def _group(model: Any, name: str, global_name: str) -> Any:
+def num_data_ranks(model: Any) -> int:
+    return int(data_group(model).size())
+
+
+def _group(model: Any, name: str, global_name: str, **options: bool) -> Any:
     group = getattr(getattr(model, "pg_collection", None), name, None)
     if group is not None:
         return group
     from megatron.core import parallel_state
 
-    return getattr(parallel_state, global_name)()
+    return getattr(parallel_state, global_name)(**options)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
             config,
             width=model.config.hidden_size,
             num_sequences=micro_batch_size,
-            num_data_ranks=lambda: compat.data_group().size(),
+            num_data_ranks=functools.partial(compat.num_data_ranks, model),
         )
         bypass.watch(model)
     make_ready(regularizer, chunks, compat.unwrapped(chunks)[0].config, micro_batch_size, seq_length)
@@ -42,7 +43,7 @@ def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
     if not regularizer.config.active:
         return {}
     refuse_silence(regularizer, models)
-    return reduced_means() if reduces else {}
+    return reduced_means(compat.unwrapped(models)[0]) if reduces else {}
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,7 +97,7 @@ def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) ->
         installation.regularizer().config,
         width=hidden_states.shape[-1],
         num_sequences=len(labels),
-        num_data_ranks=lambda: compat.data_group().size(),
+        num_data_ranks=functools.partial(compat.num_data_ranks, model),
         packed=given.get("packed_seq_params") is not None,
     )
     return installation.regularizer().add_to(

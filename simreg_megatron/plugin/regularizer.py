@@ -155,7 +155,7 @@ class Regularizer:
             term = self._weighted(parts, model, loss_BS)
             self._expect_gradient(term, loss_BS)
             loss_BS = add_gradient(loss_BS, term, start=shard.start)
-        if self.config.layer_numbers and compat.pipeline_group().size() > 1:
+        if self.config.layer_numbers and compat.pipeline_group(model).size() > 1:
             loss_BS.register_hook(functools.partial(self.agreement.add, model, labels))
         return loss_BS
 
@@ -256,8 +256,9 @@ class Regularizer:
             return _Part(terms, self._views_for_log(config, tokens, states[-1]), {})
         views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
+        data_group = functools.partial(compat.data_group, model)
         of_views = [
-            objective_terms(config, of_state, tokens.shard, learned, self.strength.iteration, compat.data_group)
+            objective_terms(config, of_state, tokens.shard, learned, self.strength.iteration, data_group)
             for of_state in views
         ]
         terms = functools.reduce(torch.add, of_views)

@@ -36,13 +36,15 @@ class One:
 class Model(nn.Module):
     """A GPTModel of one layer, as far as SimReg looks at it."""
 
+    data_ranks = One()
+
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.post_process = True
         given = {"hidden_size": WIDTH, "sequence_parallel": False, "num_layers": 1, "params_dtype": torch.float32}
         self.config = SimpleNamespace(**given | settings)
-        self.pg_collection = SimpleNamespace(tp=One(), cp=One(), dp_cp=One())
+        self.pg_collection = SimpleNamespace(tp=One(), cp=One(), dp=self.data_ranks, dp_cp=One())
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleList([nn.Identity()])
         self.decoder.layers[0].layer_number = 1
@@ -58,8 +60,9 @@ def _postprocess(model: Model, hidden_states: Tensor, labels: Tensor, packed_seq
 
 @pytest.fixture(autouse=True)
 def data_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[One]:
+    """The model's own: there are no groups of Megatron's here."""
     ranks = One()
-    monkeypatch.setattr(compat, "data_group", lambda **_: ranks)
+    monkeypatch.setattr(Model, "data_ranks", ranks)
     yield ranks
     installation.keep(None)
 
@@ -107,6 +110,18 @@ def test_a_sequence_of_another_rank_is_enough(data_ranks: One) -> None:
         foreign.begin_run(Model(), micro_batch_size=1)
     data_ranks._size = 2
     foreign.begin_run(Model(), micro_batch_size=1)
+
+
+def test_the_log_is_reduced_over_the_ranks_of_the_model(data_ranks: One) -> None:
+    """Megatron's global groups, which are not there, may be none, or another model's."""
+    installed(temperature=0.1)
+    model = Model()
+    foreign.begin_run(model)
+    train(model)
+    assert foreign.end_step(model, reduces=True)["simreg loss"] > 0
+    assert compat.num_data_ranks(model) == data_ranks.size()
+    with pytest.raises(AssertionError, match="is not initialized"):
+        compat.data_group()
 
 
 def test_packed_rows_are_refused_where_rows_are_sequences() -> None:
