@@ -14,25 +14,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Torch 2.9 renamed the setting, and refuses to read the old one where a program has used the new.
-_SETTING, _EXACT = (
-    ("fp32_precision", "ieee") if hasattr(torch.backends.cuda.matmul, "fp32_precision") else ("allow_tf32", False)
-)
-
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
     """Products inside are as exact as their type. Compiled code keeps the setting it was compiled under."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (allowed_by := _allows_rounding()) is None:
         yield
         return
-    settings = torch.backends.cuda.matmul
-    before = getattr(settings, _SETTING)
-    setattr(settings, _SETTING, _EXACT)
+    settings, coarse = torch.backends.cuda.matmul, None
+    before, exact = getattr(settings, allowed_by), {"allow_tf32": False, "fp32_precision": "ieee"}[allowed_by]
+    if allowed_by == "allow_tf32":  # which also is what this tells, but for one of its three values
+        coarse = torch.get_float32_matmul_precision()
+    setattr(settings, allowed_by, exact)
     try:
         yield
     finally:
-        setattr(settings, _SETTING, before)
+        setattr(settings, allowed_by, before)
+        if coarse == "medium":
+            torch.set_float32_matmul_precision(coarse)
+
+
+def _allows_rounding() -> str | None:
+    """The setting that allows TensorFloat-32 in products, or None where nothing does.
+
+    Torch 2.9 gave it a new name, and raises wherever the old one is read (TunableOp does) while the two disagree. So
+    the name that was used, by the program or its environment, is the one to change.
+    """
+    try:
+        return "allow_tf32" if torch.backends.cuda.matmul.allow_tf32 else None
+    except RuntimeError:  # they disagree already
+        return "fp32_precision"
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:

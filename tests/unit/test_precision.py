@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,17 +28,55 @@ class Settings(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in PRODUCTS:
-            self.allowed.append(getattr(torch.backends.cuda.matmul, precision._SETTING) != precision._EXACT)
+            self.allowed.append(precision._allows_rounding() is not None)
         return func(*args, **(kwargs or {}))
+
+
+HAS_NEW_NAME = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+
+
+def allow() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def allow_by_new_name() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def allow_more() -> None:
+    torch.set_float32_matmul_precision("medium")
+
+
+WAYS = [allow, allow_more, *([allow_by_new_name] if HAS_NEW_NAME else [])]
+
+
+def settings_of_products() -> list[Any]:
+    """What the process can read of them; an error where the old name and the new disagree."""
+    found: list[Any] = []
+    matmul = torch.backends.cuda.matmul
+    names = [lambda: matmul.allow_tf32, torch.get_float32_matmul_precision]
+    names += [lambda: matmul.fp32_precision, lambda: torch.backends.mkldnn.matmul.fp32_precision] * HAS_NEW_NAME
+    for name in names:
+        try:
+            found.append(name())
+        except RuntimeError:
+            found.append(RuntimeError)
+    return found
+
+
+def as_at_first() -> None:
+    torch.set_float32_matmul_precision("highest")
+    if HAS_NEW_NAME:
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
 @pytest.fixture(autouse=True)
 def allowed() -> Iterator[None]:
-    settings = torch.backends.cuda.matmul
-    before = getattr(settings, precision._SETTING)
-    setattr(settings, precision._SETTING, {"fp32_precision": "tf32", "allow_tf32": True}[precision._SETTING])
+    before = settings_of_products()
+    allow()
     yield
-    setattr(settings, precision._SETTING, before)
+    as_at_first()
+    assert settings_of_products() == before
 
 
 def rows_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +121,7 @@ def test_the_tiled_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def told(name: str, product: Any) -> Any:
         def telling(*args: Any, **kwargs: Any) -> Any:
-            met.append(f"{name} {getattr(torch.backends.cuda.matmul, precision._SETTING)}")
+            met.append(f"{name} {precision._allows_rounding()}")
             return product(*args, **kwargs)
 
         return telling
@@ -92,7 +130,7 @@ def test_the_tiled_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "baddbmm_", told("backward", torch.Tensor.baddbmm_))
     rows, labels = rows_and_labels()
     simreg_loss(rows, labels, impl="tiled").backward()
-    assert {*met} == {f"{way} {precision._EXACT}" for way in ("forward", "backward")}
+    assert {*met} == {f"{way} None" for way in ("forward", "backward")}
 
 
 def test_the_geometry() -> None:
@@ -109,13 +147,25 @@ def test_it_shows_where_a_product_would_round() -> None:
     assert all(seen.allowed)
 
 
-def test_the_setting_is_given_back_also_after_an_error() -> None:
-    before = getattr(torch.backends.cuda.matmul, precision._SETTING)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_setting_is_given_back_also_after_an_error(way: Callable[[], None]) -> None:
+    as_at_first()
+    way()
+    before = settings_of_products()
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         product(torch.ones(2, 3), torch.ones(2, 3))
+    assert settings_of_products() == before
     with full_float32():
-        assert getattr(torch.backends.cuda.matmul, precision._SETTING) == precision._EXACT
-    assert getattr(torch.backends.cuda.matmul, precision._SETTING) == before
+        assert precision._allows_rounding() is None
+        assert torch.backends.cuda.matmul.allow_tf32 is False, "no error either, where TunableOp reads it"
+    assert settings_of_products() == before
+
+
+def test_nothing_is_set_where_nothing_is_allowed() -> None:
+    as_at_first()
+    before = settings_of_products()
+    with full_float32():
+        assert settings_of_products() == before
 
 
 def test_products_that_broadcast_have_gradients_of_their_own_shape() -> None:
