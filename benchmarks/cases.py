@@ -84,14 +84,16 @@ LOSSES: dict[str, Loss] = {
     "compiled": compiled,
     "tiled": partial(simreg_loss, impl="tiled"),
     "triton": partial(simreg_loss, impl="triton"),
+    "gemm": partial(simreg_loss, impl="gemm"),
     "SupConLoss": sup_con,
 }
-SAME_FUNCTION = ("dense", "reference", "compiled", "tiled", "triton")
+SAME_FUNCTION = ("dense", "reference", "compiled", "tiled", "triton", "gemm")
+ON_GPU = ("triton", "gemm")
 
 
 def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, backward: bool) -> int:
     """Of the products of features, counted tile by tile; exponentials and masks are not in it."""
-    if name not in ("tiled", "triton"):
+    if name not in ("tiled", *ON_GPU):
         return size.all_pairs * (3 if backward else 1)
     tiles = _tiles(name)
     rows = torch.empty(size.batch, 1, size.length, size.width, dtype=dtype, device=device)
@@ -113,4 +115,8 @@ def _tiles(name: str) -> type[walk.Tiles]:
         from simreg_megatron.kernels.fused import FusedTiles
 
         return FusedTiles
+    if name == "gemm":
+        from simreg_megatron.kernels.gemm import GemmTiles
+
+        return GemmTiles
     return TorchTiles

@@ -82,7 +82,10 @@ def _tokens(steps: int, each: int, text: str | None) -> str:
     told = f"{_count(asked)} tokens in {steps:,} iterations"
     if text is None or not is_pair(text):
         return told
-    there = len(open_tokens(Path(text)))
+    try:
+        there = len(open_tokens(Path(text)))
+    except ImportError:  # of numpy, which a login node's own Python may not have
+        return told
     again = f", {asked / there:,.1f} times over" if asked > there else ""
     return f"{told}, of the {_count(there)} in {text}{again}"
 

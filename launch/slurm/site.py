@@ -14,6 +14,7 @@ from launch.flags import LaunchError
 
 DEFAULT = Path(__file__).resolve().parent / "cluster.env"
 RUNTIMES = ("venv", "pyxis", "apptainer")
+_ABOUT_GPUS = ("gpu_request", "cpus_per_task", "sbatch_extra", "layout")  # what is sound without a line on CPUs alone
 _ASSIGNMENT = re.compile(r"(?P<export>export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)")
 
 
@@ -106,7 +107,14 @@ def read_site(path: Path, variables: Mapping[str, str]) -> Site:
             )
         else:
             settings[name] = _number(value, match["name"], place) if known[name].type == "int" else value
-    return Site(**settings, environment=environment)  # type: ignore[arg-type]
+    site = Site(**settings, environment=environment)  # type: ignore[arg-type]
+    lacking = [name for name in _ABOUT_GPUS if name not in settings]
+    if site.gpus_per_node and lacking:
+        raise LaunchError(
+            f"{path} has no line {lacking[0].upper()}=: take it from {DEFAULT}; it may be empty, but without the line "
+            "nobody knows what a job on GPUs should ask for"
+        )
+    return site
 
 
 def _value(text: str, variables: Mapping[str, str], place: str) -> str:

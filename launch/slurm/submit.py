@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -82,7 +83,7 @@ The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}`
 def main() -> None:
     try:
         job, options, plan, machine, step, data = prepare(sys.argv[1:], dict(os.environ))
-        if job.site.runtime == "venv":  # a container's Megatron may be another one than this machine's
+        if job.site.runtime == "venv" and not _missing("torch"):  # a container's Megatron may be another one
             objection = check_with_megatron(plan, machine)
             if objection:
                 print(f"> note: on this machine Megatron would refuse these flags: {objection}", file=sys.stderr)
@@ -126,6 +127,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     if _takes_layout(run_options, site):
         run_options.layout = site.layout
         words = ["--layout", site.layout, *words]
+    _check_python(site, options.cluster)
     nodes = options.nodes or _nodes_of(run_options.layout, family, run_options.model or TINY)
     run_options.auto_resume = True
     machine = _machine(nodes, site)
@@ -137,6 +139,20 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     for note in plan.notes:
         print(f"> {note}", file=sys.stderr)
     return Prepared(_job(plan, options, site, nodes, time.value, words), options, plan, machine, step, run_options.data)
+
+
+def _missing(*packages: str) -> list[str]:
+    """Those that this Python has not: a login node's own may have none."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def _check_python(site: Site, cluster: Path) -> None:
+    """Without a container and a name, the job runs the Python that submits it."""
+    if site.runtime == "venv" and not site.python and _missing("torch"):
+        raise LaunchError(
+            f"the job would run {sys.executable}, which has no torch: activate the environment of the run before you "
+            f"submit, or name its Python in {cluster} (PYTHON=)"
+        )
 
 
 def _takes_layout(run_options: argparse.Namespace, site: Site) -> bool:
@@ -262,9 +278,18 @@ def _check_data(plan: Plan, run_options: argparse.Namespace, site: Site) -> None
     """Before hours in a queue; in a container the paths may be other ones."""
     if site.runtime == "venv":
         preflight.check_load(plan.flags)
-    if run_options.data and (site.runtime == "venv" or Path(f"{run_options.data}.idx").exists()):
-        for notice in check_data(plan, run_options):
-            print(f"> {notice}", file=sys.stderr)
+    if not (run_options.data and (site.runtime == "venv" or Path(f"{run_options.data}.idx").exists())):
+        return
+    reader = "sentencepiece" if str(run_options.tokenizer).endswith(".model") else "transformers"
+    if missing := _missing("numpy", reader):
+        print(
+            f"> note: {sys.executable} has no {' and no '.join(missing)}, so the data is not checked here: activate "
+            "the environment of the run to check it",
+            file=sys.stderr,
+        )
+        return
+    for notice in check_data(plan, run_options):
+        print(f"> {notice}", file=sys.stderr)
 
 
 def _submit(job: Job, text: str) -> None:

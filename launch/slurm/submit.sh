@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Submit a run to SLURM as a chain of jobs:
 #   bash launch/slurm/submit.sh --cluster my.env launch/pretrain_llama.sh --model 7b --data PREFIX --tokenizer PATH ...
-# It needs a Python 3.10 or newer and no package, so it works on a login node.
+# A login node's own Python 3.10 or newer is enough; with the packages of the run's environment it checks more.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh
 set -euo pipefail
 root=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)

@@ -21,7 +21,7 @@ from simreg_megatron.report.runs import Run, Series
 # Okabe and Ito's palette, told apart under every common colour blindness; dashes and markers help in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":")
-MARKERS = ("o", "s", "^", "D", "v", "P")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 @dataclass(frozen=True)

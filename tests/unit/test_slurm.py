@@ -252,6 +252,8 @@ def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
         ("export MEGATRON_PATH=Megatron-LM", "MEGATRON_PATH=Megatron-LM would be looked for in the job's folder"),
         ("export DATA=$NO_SUCH_VARIABLE/x", "NO_SUCH_VARIABLE is not set"),
         ('ACCOUNT="me', "No closing quotation"),
+        ("PARTITION=gpu", "has no line GPU_REQUEST=: take it from"),
+        ("GPU_REQUEST=--gres=gpu:8\nCPUS_PER_TASK=12\nSBATCH_EXTRA=", "has no line LAYOUT=: take it from"),
     ],
 )
 def test_a_mistake_in_the_clusters_file_is_named(text: str, error: str, tmp_path: Path) -> None:
@@ -267,7 +269,10 @@ def test_a_tree_of_megatron_is_named_by_its_full_path(data: list[str]) -> None:
 
 def test_the_clusters_file_runs_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    site = read_site(site_file(tmp_path, f'ACCOUNT="`touch {mark}`"\nexport HERE=$HOME/x # note'), {"HOME": "/home/me"})
+    site = read_site(
+        site_file(tmp_path, f'GPUS_PER_NODE=0\nACCOUNT="`touch {mark}`"\nexport HERE=$HOME/x # note'),
+        {"HOME": "/home/me"},
+    )
     assert site.environment == {"HERE": "/home/me/x"} and not mark.exists()
 
 
@@ -284,6 +289,34 @@ def test_the_python_of_a_node_is_enough_for_the_books() -> None:
     done = jobs.run([sys.executable, "-S", "-c", script, str(ROOT)], check=True)
     foreign = {"torch", "numpy", "simreg_megatron", "typer", "rich"} & set(eval(done.stdout))
     assert not foreign
+
+
+def test_a_login_nodes_own_python_submits_what_another_one_runs(tmp_path: Path, data: list[str]) -> None:
+    """It checks what it can, says what it could not, and does not make a job of a Python without torch."""
+    pair = PairWriter(tmp_path / "text", "uint16")
+    pair.append(np.arange(2000), np.full(500, 4))
+    pair.commit()
+    (tmp_path / "tokenizer.model").write_text("of another program")
+    site = site_file(tmp_path, f"{CPU_SITE}PYTHON={sys.executable}\n")
+    words = [
+        "--model",
+        "tiny",
+        *data,
+        "--data",
+        str(tmp_path / "text"),
+        "--tokenizer",
+        str(tmp_path / "tokenizer.model"),
+    ]
+    words += ["--save-interval", "5"]
+    bare = [sys.executable, "-S", "-m", "launch.slurm.submit", "--cluster", str(site), "--dry-run", LLAMA, *words]
+    done = jobs.run(bare, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert value_of(done.stdout, "PYTHON") == [sys.executable]
+    assert re.search(r"has no numpy and no sentencepiece, so the data is not checked here", done.stderr)
+    assert "819,200 tokens in 400 iterations" in done.stderr
+    site.write_text(CPU_SITE)
+    done = jobs.run(bare, cwd=ROOT)
+    assert done.returncode == 2 and "which has no torch: activate the environment of the run" in done.stderr
 
 
 def test_a_submission_needs_nothing_of_the_repository_but_launch() -> None:
