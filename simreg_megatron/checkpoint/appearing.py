@@ -8,11 +8,14 @@ import glob
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from simreg_megatron.checkpoint.errors import CheckpointError
+
+_YOUNG = 60  # seconds; another export may have made its folder just now and not hold it yet
 
 
 @contextmanager
@@ -29,15 +32,16 @@ def appearing(save: Path) -> Iterator[Path]:
     prefix = f".{save.name}.partial-"
     for left in save.parent.glob(f"{glob.escape(prefix)}*"):
         with suppress(OSError), _held(left) as is_left:
-            if is_left:  # of an export that was killed, since nobody holds it
+            is_young = time.time() - left.stat().st_mtime < _YOUNG
+            if is_left and not is_young:  # of an export that was killed, since nobody holds it
                 shutil.rmtree(left)
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=save.parent))
     try:
         with _held(partial):
             yield partial
-        _open_to_others(partial)
-        _put_on_disk(partial)
-        os.replace(partial, save)
+            _open_to_others(partial)
+            _put_on_disk(partial)
+            os.replace(partial, save)
         _put_on_disk(save.parent, inside=False)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -70,7 +70,9 @@ _MUST_BE_WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_apply_probs_on_input": (None, False),
     "moe_mlp_glu_interleave_size": (None,),
     "moe_expert_capacity_factor": (None,),
+    "moe_expert_rank_capacity_factor": (None,),
 }
+_BALANCED_BY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # each leaves the choice of experts as it is
 LARGEST = 1 << 40  # of any size, so that no product of two overflows what torch counts with
 
 
@@ -192,6 +194,13 @@ def _refuse_others(args: Mapping[str, Any], num_experts: int) -> None:
                 f"the model was trained with {name} = {_shown(value)}, which transformers' {family} does not support: "
                 f"only {' or '.join(_shown(one) for one in allowed)} can be converted"
             )
+    balanced = args.get("moe_router_load_balancing_type") or "none"
+    kinds = balanced if isinstance(balanced, list) else [balanced]
+    if num_experts and not all(isinstance(kind, str) and kind in _BALANCED_BY for kind in kinds):
+        raise CheckpointError(
+            f"the model was trained with moe_router_load_balancing_type = {brief(balanced)}, which chooses experts as "
+            f"transformers' Mixtral does not: only {', '.join(_BALANCED_BY)} can be converted"
+        )
     frequency = args.get("moe_layer_freq", 1)
     pattern = frequency if isinstance(frequency, list) else [1]
     if num_experts and (not all(pattern) or (not isinstance(frequency, list) and frequency != 1)):

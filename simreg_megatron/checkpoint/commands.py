@@ -48,9 +48,12 @@ def export_hf(
         from simreg_megatron.checkpoint.export import DTYPES, export, plan_export
         from simreg_megatron.checkpoint.source import open_checkpoint
         from simreg_megatron.checkpoint.tokenizer import open_tokenizer
+        from simreg_megatron.checkpoint.verify import refuse_without_megatron
 
         if dtype is not None and dtype not in DTYPES:
             raise typer.BadParameter(f"{dtype} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+        if verify:
+            refuse_without_megatron()
         checkpoint = open_checkpoint(load, ckpt_step)
         words = open_tokenizer(tokenizer) if tokenizer else None
         plan = plan_export(checkpoint, tokenizer=words, dtype=dtype, vocabulary=vocab_size)

@@ -190,6 +190,7 @@ def arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_router_pre_softmax": False,
             "moe_router_score_function": "softmax",
             "moe_layer_freq": 1,
+            "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": a.balance_coefficient,
         }
     return found
@@ -210,6 +211,8 @@ def flags(architecture: Architecture) -> list[str]:
         "--position-embedding-type": "rope",
         "--rotary-base": int(a.rope_base),
         "--vocab-size": a.vocabulary,
+        "--hidden-dropout": 0,
+        "--attention-dropout": 0,
     }
     switches = ["--swiglu", "--disable-bias-linear"]
     if a.num_groups != a.num_heads:
@@ -221,4 +224,5 @@ def flags(architecture: Architecture) -> list[str]:
         switches.append("--use-rope-scaling")
     if a.num_experts:
         words |= {"--num-experts": a.num_experts, "--moe-router-topk": a.experts_per_token}
+        words["--moe-aux-loss-coeff"] = a.balance_coefficient
     return [*(str(word) for pair in words.items() for word in pair), *switches]

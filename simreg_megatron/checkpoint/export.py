@@ -70,7 +70,8 @@ def plan_export(
     notes = list(checkpoint.notes)
     args = checkpoint.args
     asked = vocabulary
-    vocabulary = vocabulary or size_of(args, tokenizer)
+    embedding = checkpoint.weights.get(EMBEDDING)
+    vocabulary = vocabulary or size_of(args, tokenizer, (*embedding.shape, 0)[0] if embedding else 0)
     if vocabulary is None:
         vocabulary = args.get("padded_vocab_size")
         notes.append(

@@ -22,6 +22,10 @@ from simreg_megatron.checkpoint.weights import Weight
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON, _CONFIG = "common.pt", "metadata.json"
 _LEARNED = "simreg_"  # scalars that some objectives train: no part of the language model
+_SETTINGS = {
+    "qb_beta": "moe_router_load_balancing_type = quantile_balancing",
+    "expert_bias": "moe_router_enable_expert_bias",
+}
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,8 @@ def _leave_out(key: str, notes: list[str]) -> None:
     if key.startswith(_LEARNED):
         notes.append(f"left out: {key}, which SimReg trained and the language model does not use")
         return
-    raise CheckpointError(f"{key} is no weight of a LLaMA or Mixtral: a model that has it cannot be converted")
+    setting = next((f" (of {setting})" for name, setting in _SETTINGS.items() if name in key), "")
+    raise CheckpointError(f"{key}{setting} is no weight of a LLaMA or Mixtral: a model that has it cannot be converted")
 
 
 def _open_ranks(folder: Path) -> Checkpoint:

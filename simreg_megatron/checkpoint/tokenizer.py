@@ -118,29 +118,40 @@ def _converted(path: Path, folder: Path) -> None:
             f"{path} cannot be converted ({type(error).__name__}: {error}): give the one the model was trained with, "
             "or convert it yourself and give the folder with its tokenizer.json"
         ) from None
-    # Every piece between letters, too: a symbol that its user defined is cut out before pairs are merged.
-    pieces = [f"a{model.id_to_piece(number)}b".replace(_SPACE, " ") for number in range(model.vocab_size())]
-    texts = [*_SAMPLES, *pieces]
-    if [one.ids for one in fast.encode_batch(texts, add_special_tokens=False)] != model.encode(texts):
-        raise CheckpointError(
-            f"{path} cuts text in a way that could not be converted exactly: convert it yourself and give the "
-            "folder with its tokenizer.json"
-        )
     special = {
         name: model.id_to_piece(number)
-        for name, number in (("bos_token", model.bos_id()), ("eos_token", model.eos_id()), ("unk_token", 0))
+        for name, number in (
+            ("bos_token", model.bos_id()),
+            ("eos_token", model.eos_id()),
+            ("unk_token", model.unk_id()),
+        )
         if number >= 0
     }
+    # Where a text says "</s>", sentencepiece finds letters: only training ends documents.
     wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=fast, clean_up_tokenization_spaces=False, add_bos_token=False, **special
-    )
+        tokenizer_object=fast, clean_up_tokenization_spaces=False, add_bos_token=False, split_special_tokens=True,
+        **special,
+    )  # fmt: skip
     wrapped.save_pretrained(str(folder))
     config = folder / "tokenizer_config.json"
     entries = json.loads(config.read_text())
     entries["tokenizer_class"] = "PreTrainedTokenizerFast"  # a name that releases 4 and 5 of transformers know
     entries["add_bos_token"] = False
     config.write_text(json.dumps(entries, indent=2) + "\n")
+    _refuse_others(path, model, folder)
     shutil.copyfile(path, folder / "tokenizer.model")
+
+
+def _refuse_others(path: Path, model: Any, folder: Path) -> None:
+    """See that what was written cuts texts as the model does, once it is loaded as users load it."""
+    # Every piece between letters, too: a symbol that its user defined is cut out before pairs are merged.
+    pieces = [f"a{model.id_to_piece(number)}b".replace(_SPACE, " ") for number in range(model.vocab_size())]
+    texts = [*_SAMPLES, *pieces]
+    if _hugging_face(folder)(texts, add_special_tokens=False)["input_ids"] != model.encode(texts):
+        raise CheckpointError(
+            f"{path} cuts text in a way that could not be converted exactly: convert it yourself and give the "
+            "folder with its tokenizer.json"
+        )
 
 
 def _fast_tokenizer(model: Any, path: Path) -> Any:

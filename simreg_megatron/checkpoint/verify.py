@@ -63,6 +63,20 @@ class Report:
         )
 
 
+def refuse_without_megatron() -> None:
+    """Before minutes go into an export. Found as the process that runs Megatron's model will find it.
+
+    Raises:
+        CheckpointError: Megatron is not there.
+    """
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('megatron.training') is None)"
+    if subprocess.run([sys.executable, "-c", look], stderr=subprocess.DEVNULL).returncode:
+        raise CheckpointError(
+            "--verify runs Megatron's own model, and there is no Megatron here: pip install megatron-core, or name its "
+            "source tree in PYTHONPATH, or leave out --verify"
+        )
+
+
 def verify(checkpoint: Checkpoint, model: Path, *, tokenizer: Tokenizer | None = None) -> Report:
     """Compare the model in the folder `model` with Megatron's own, built from the checkpoint.
 
@@ -80,7 +94,7 @@ def verify(checkpoint: Checkpoint, model: Path, *, tokenizer: Tokenizer | None =
     length = min(_LENGTH, config.max_position_embeddings)
     tokens, text = _tokens(length, config.vocab_size, tokenizer)
     rounded = str(config.dtype or torch.float32).removeprefix("torch.")  # as the exported weights are
-    reference = _megatron_logits(checkpoint.folder, tokens, rounded)[..., : config.vocab_size]
+    reference = _megatron_logits(checkpoint.folder, tokens, rounded, model)[..., : config.vocab_size]
     exported = _exported_logits(model, tokens)
     return compare(reference, exported, tokens, text)
 
@@ -110,21 +124,27 @@ def _perplexity(logits: Tensor, tokens: Tensor) -> float:
     return math.exp(losses.item())
 
 
-def _megatron_logits(folder: Path, tokens: Tensor, dtype: str) -> Tensor:
+def _megatron_logits(folder: Path, tokens: Tensor, dtype: str, model: Path) -> Tensor:
     from safetensors.torch import load_file, save_file
 
     with tempfile.TemporaryDirectory() as scratch:
         given, found = Path(scratch, "tokens.safetensors"), Path(scratch, "logits.safetensors")
         save_file({"tokens": tokens.contiguous()}, str(given))
         command = [sys.executable, "-m", "simreg_megatron.checkpoint.megatron_logits"]
-        done = subprocess.run(
-            [*command, str(folder), str(given), str(found), dtype],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            text=True,
-            timeout=_TIMEOUT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        try:
+            done = subprocess.run(
+                [*command, str(folder), str(given), str(found), dtype],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                text=True,
+                timeout=_TIMEOUT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        except subprocess.TimeoutExpired:
+            raise CheckpointError(
+                f"Megatron's own model took more than {_TIMEOUT} s for the comparison, so there was none: {model} is "
+                "whole and was not compared; verify on a faster machine"
+            ) from None
         if done.returncode:
             last = (done.stdout.strip().splitlines() or ["no word of it"])[-1]
             raise CheckpointError(f"Megatron's own model could not be run for the comparison: {last}")

@@ -21,6 +21,7 @@ from simreg_megatron.data.settings import read_json
 from simreg_megatron.sentences import brief
 
 _ADDED_BY_MEGATRON = 7  # <CLS>, <SEP>, <EOD>, <MASK>, <PAD>, <BOS>, <EOS>, by its sentencepiece tokenizer up to 0.15
+_SIZED_BY_ARGUMENT = (None, "TikTokenizer")  # None: imported; NullTokenizer's end of text counted or not, by release
 _WAY_OUT = "or leave out --tokenizer and --vocab-size, and all rows are kept"
 
 
@@ -45,16 +46,21 @@ def check_size(args: Mapping[str, Any], size: int, num_rows: int, what: str) -> 
         )
 
 
-def size_of(args: Mapping[str, Any], tokenizer: Tokenizer | None) -> int | None:
+def size_of(args: Mapping[str, Any], tokenizer: Tokenizer | None, num_rows: int) -> int | None:
     """How many tokens are real, as far as the checkpoint and its tokenizer tell.
 
     A checkpoint that does not say how it was padded was imported, and a Hugging Face model may have more rows than its
-    tokenizer has tokens.
+    tokenizer has tokens. Most tokenizers of Megatron's pass over --vocab-size, whatever it says.
     """
     recorded = args.get("vocab_size")
-    if tokenizer is None or (_padded_to(args) is None and isinstance(recorded, int) and recorded > tokenizer.size):
-        return recorded
-    return tokenizer.size
+    if tokenizer is not None:
+        is_wider = _padded_to(args) is None and isinstance(recorded, int) and recorded > tokenizer.size
+        return recorded if is_wider else tokenizer.size
+    if isinstance(recorded, int) and args.get("tokenizer_type") in _SIZED_BY_ARGUMENT:
+        with suppress(CheckpointError):
+            check_size(args, recorded, num_rows, "it")
+            return recorded
+    return None
 
 
 def _padded_to(args: Mapping[str, Any]) -> int | None:

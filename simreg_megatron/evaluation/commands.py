@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 
 from simreg_megatron.evaluation.errors import EvaluationError
+from simreg_megatron.sentences import one_line
 
 
 def register(app: typer.Typer) -> None:
@@ -47,23 +49,30 @@ def evaluate(
         Path | None, typer.Option(help="prefix of a prepared set, to measure validation loss and perplexity on")
     ] = None,
     seq_length: Annotated[
-        int, typer.Option(show_default=False, help="length of the windows of --data (default: the model's positions)")
+        int,
+        typer.Option(
+            min=0, show_default=False, help="length of the windows of --data (default: the model's positions)"
+        ),
     ] = 0,
     features: Annotated[
         str,
         typer.Option(show_default=False, help="with --data: also from only so many first features, such as 64,128,256"),
     ] = "",
-    data_tokens: Annotated[int, typer.Option(show_default=False, help="at most so many tokens of --data")] = 0,
+    data_tokens: Annotated[int, typer.Option(min=0, show_default=False, help="at most so many tokens of --data")] = 0,
     bos: Annotated[
-        str, typer.Option(help="begin-of-text token: none or document, as in training (manifest.json of the data)")
-    ] = "none",
+        str | None,
+        typer.Option(
+            show_default="none",
+            help="begin-of-text token: none or document, as in training (manifest.json of the data)",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="number type of the weights: bfloat16, float16 or float32")] = "bfloat16",
     batch_size: Annotated[str, typer.Option(help="requests at a time, or auto")] = "auto",
     device: Annotated[
         str, typer.Option(show_default=False, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     ] = "",
     limit: Annotated[
-        int, typer.Option(show_default=False, help="only the first so many questions of each task: for a trial")
+        int, typer.Option(min=0, show_default=False, help="only the first so many questions of each task: for a trial")
     ] = 0,
     include: Annotated[Path | None, typer.Option(help="folder with more task definitions for the harness")] = None,
     task_data: Annotated[
@@ -91,7 +100,7 @@ def evaluate(
         offline = offline or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
         if offline:
             go_offline()
-        if bos not in ("none", "document"):
+        if bos not in (None, "none", "document"):
             raise EvaluationError(f"--bos takes none or document, not {bos!r}")
         choices = [] if tasks == "none" else choose(tasks.split(","), allow_code=allow_code_execution)
         protocol = _protocol(bos, dtype, device, batch_size, limit, include, task_data, offline, allow_code_execution)
@@ -123,7 +132,7 @@ def _numbers(text: str, data: Path | None) -> tuple[int, ...]:
 
 
 def _protocol(
-    bos: str,
+    bos: str | None,
     dtype: str,
     device: str,
     batch_size: str,
@@ -140,9 +149,11 @@ def _protocol(
     for name, folder in (("--include", include), ("--task-data", task_data)):
         if folder is not None and not folder.is_dir():
             raise EvaluationError(f"{name}: there is no folder {folder}")
+    if not re.fullmatch(r"auto(:\d+)?|0*[1-9]\d*", batch_size):
+        raise EvaluationError(f"--batch-size takes a number above 0, or auto, not {batch_size!r}")
     _check_device(device)
     return Protocol(
-        add_bos=bos == "document",
+        add_bos=None if bos is None else bos == "document",
         dtype=dtype,
         device=device or None,
         batch_size=batch_size,
@@ -206,6 +217,7 @@ def _one_sentence() -> Iterator[None]:
     """An error of ours is a sentence on stderr and exit status 2, not a traceback."""
     try:
         yield
-    except EvaluationError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+    except (EvaluationError, OSError) as error:
+        told = "" if isinstance(error, EvaluationError) else ": see that it is there, and can be read and written"
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {one_line(error)}{told}", markup=False)
         raise typer.Exit(2) from None

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from simreg_megatron.evaluation import harness, paired, results, table
+from simreg_megatron.evaluation import models as sources
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.plot import draw
 from simreg_megatron.evaluation.tasks import Choice
@@ -33,6 +33,36 @@ class HeldOut(NamedTuple):
         own = {} if self.seq_length is None else {"sequence length": self.seq_length}
         return {"data": str(self.data), "features": list(self.features) or None, "data tokens": self.tokens, **own}
 
+    def refuse_unfit(self, folder: Path) -> list[str]:
+        """Before the tasks, which take hours; lines for the user."""
+        from simreg_megatron.evaluation.perplexity import refuse_unfit
+
+        return [] if self.data is None else self._asked(refuse_unfit, folder)
+
+    def measure(self, folder: Path, protocol: Any) -> Any:
+        from simreg_megatron.evaluation.perplexity import measure
+
+        own = {"batch_size": int(protocol.batch_size)} if protocol.batch_size.isdecimal() else {}
+        return self._asked(measure, folder, dtype=protocol.dtype, device=protocol.device, **own)
+
+    def _asked(self, what: Callable[..., Any], folder: Path, **more: Any) -> Any:
+        from simreg_megatron.data import DataError
+
+        length = self.seq_length or _positions_of(folder)
+        try:
+            return what(folder, self.data, seq_length=length, features=self.features, max_tokens=self.tokens, **more)
+        except DataError as error:
+            raise EvaluationError(str(error)) from None
+
+
+def _positions_of(folder: Path) -> int:
+    from transformers import AutoConfig
+
+    positions = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise EvaluationError(f"{folder} does not say how many positions the model has: give --seq-length")
+    return positions
+
 
 def evaluate_all(
     models: dict[str, Path],
@@ -45,34 +75,58 @@ def evaluate_all(
     paper: dict[str, dict[str, float]] | None,
     paper_name: str,
 ) -> None:
-    """Each model that no earlier start has finished; then results.json, .md and .png in `output`."""
-    output.mkdir(parents=True, exist_ok=True)
+    """What no earlier start has finished of each model; then results.json, .md and .png in `output`."""
     settings = protocol.shown() | held_out.shown()
+    if tokenizer is not None:
+        settings["tokenizer"] = f"sha256 {sources.hash_of(tokenizer)}"
+    output.mkdir(parents=True, exist_ok=True)
     known = _already_found(output / "results.json", settings)
-    found = []
-    for name, path in models.items():
-        checkpoint = _checkpoint_of(path)
-        state = _state_of(checkpoint or path)
-        done = _finished(known.get(name), checkpoint or path, state, choices)
-        if done is None:
-            harness.refuse_unknown_metrics(choices, protocol)
-            folder = _exported(name, checkpoint, output, tokenizer) if checkpoint else path
-            _console.print(f"> {name}: {folder}")
-            scores, questions = _scores(folder, choices, protocol)
-            losses, documents = _losses(folder, held_out, protocol)
-            paired.keep(_questions(output, name), questions, documents)
-            done = results.ModelResults(name, str(checkpoint or path), scores, losses, state)
-        found.append(done)
-        known[name] = done
+
+    def store(done: results.ModelResults) -> None:
+        known[done.name] = done
         results.write(output / "results.json", list(known.values()), settings)
-    first, *others = (paired.kept(_questions(output, name)) for name in models)
+
+    for name, source in {name: sources.find(name, path) for name, path in models.items()}.items():
+        done = _finished(known.get(name), source, choices)
+        if done is not None and (done.perplexities or held_out.data is None):
+            continue
+        harness.refuse_unknown_metrics(choices, protocol)
+        folder, notes = _prepared(name, source, output, tokenizer, protocol, bool(choices))
+        notes += held_out.refuse_unfit(folder)
+        _console.print(f"> {name}: {folder}", *(f"note: {note}" for note in notes), sep="\n", markup=False)
+        if done is None:
+            scores, questions = harness.evaluate(folder, choices, protocol) if choices else ({}, {})
+            done = results.ModelResults(name, str(source.path), scores, [], source.state, notes)
+            paired.keep(_questions(output, name), questions)
+            store(done)
+        if held_out.data is not None:
+            losses, documents = held_out.measure(folder, protocol)
+            paired.keep(_questions(output, name), paired.kept(_questions(output, name)) | documents)
+            store(replace(done, perplexities=losses))
+    _report([known[name] for name in models], output, settings, paper=paper, name=f"paper, {paper_name}")
+
+
+def _prepared(
+    name: str, source: sources.Source, output: Path, tokenizer: Path | None, protocol: Any, is_asked: bool
+) -> tuple[Path, list[str]]:
+    """The folder to load, and lines for the user."""
+    folder, notes = source.path, list[str]()
+    if source.is_checkpoint:
+        is_said = protocol.add_bos is not None or not is_asked
+        folder, notes = sources.exported(name, source, output, tokenizer, bos_is_said=is_said)
+    if protocol.add_bos and is_asked:
+        sources.refuse_without_bos(folder)
+    return folder, notes
+
+
+def _report(found: list[results.ModelResults], output: Path, settings: dict[str, Any], **of_paper: Any) -> None:
+    first, *others = (paired.kept(_questions(output, model.name)) for model in found)
     pairs = {model.name: paired.pairs_of(other, first) for model, other in zip(found[1:], others, strict=True)}
-    page = table.report(found, settings, paper=paper, name=f"paper, {paper_name}", pairs=pairs)
+    page = table.report(found, settings, pairs=pairs, **of_paper)
     (output / "results.md").write_text(page)
-    if choices:
-        draw(found, output / "results.png")
+    has_figure = draw(found, output / "results.png")
     _console.print(page, markup=False)
-    _console.print(f"{output}/results.md, .json" + (", .png" if choices else ""))
+    _console.print(f"{output}/results.md, .json" + (", .png" if has_figure else ""))
 
 
 def _already_found(path: Path, settings: dict[str, Any]) -> dict[str, results.ModelResults]:
@@ -87,18 +141,18 @@ def _already_found(path: Path, settings: dict[str, Any]) -> dict[str, results.Mo
 
 
 def _finished(
-    found: results.ModelResults | None, path: Path, state: str, choices: Sequence[Choice]
+    found: results.ModelResults | None, source: sources.Source, choices: Sequence[Choice]
 ) -> results.ModelResults | None:
     """What an earlier start found of this model; None of another one by this name, such as a later step.
 
     Raises:
-        EvaluationError: it was asked other tasks, or the files at `path` are others than then.
+        EvaluationError: it was asked other tasks, or the files there are others than then.
     """
-    if found is None or found.path != str(path):
+    if found is None or found.path != str(source.path):
         return None
     metrics = {name: score.metric.partition(" ")[0] for name, score in found.scores.items()}
-    if found.state and found.state != state:
-        other = f"{path} holds other files than when it was evaluated"
+    if found.state and found.state != source.state:
+        other = f"{source.path} holds other files than when it was evaluated"
     elif metrics != {choice.name: choice.metric for choice in choices}:
         other = f"it was asked other tasks before ({', '.join(f'{name}:{metric}' for name, metric in metrics.items())})"
     else:
@@ -106,83 +160,6 @@ def _finished(
     raise EvaluationError(f"--model {found.name}: {other}: give another --output, which keeps these results")
 
 
-_OF_A_MODEL = {".safetensors", ".bin", ".pt", ".distcp", ".metadata", ".json", ".model"}
-
-
-def _state_of(folder: Path) -> str:
-    """A digest of its files' names, sizes and times of writing: to read all weights would take minutes."""
-    files = sorted(path for path in folder.rglob("*") if {path.suffix, path.name} & _OF_A_MODEL)
-    told = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
-def _checkpoint_of(path: Path) -> Path | None:
-    """The folder of the step that would be exported now: a run goes on, and its later steps are other models."""
-    if (path / "config.json").is_file():
-        return None
-    from simreg_megatron.checkpoint.errors import CheckpointError
-    from simreg_megatron.checkpoint.source import step_folder
-
-    try:
-        return step_folder(path, None)
-    except CheckpointError as error:
-        raise EvaluationError(str(error)) from None
-
-
-def _exported(name: str, checkpoint: Path, output: Path, tokenizer: Path | None) -> Path:
-    """The export of a Megatron checkpoint as a Hugging Face folder, made once."""
-    from simreg_megatron.checkpoint.errors import CheckpointError
-    from simreg_megatron.checkpoint.export import export, plan_export
-    from simreg_megatron.checkpoint.source import open_checkpoint
-    from simreg_megatron.checkpoint.tokenizer import open_tokenizer
-
-    folder = output / "models" / f"{name}-{checkpoint.name}"
-    if folder.exists():
-        return folder
-    if tokenizer is None:
-        raise EvaluationError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
-    try:
-        plan = plan_export(open_checkpoint(checkpoint, None), tokenizer=open_tokenizer(tokenizer))
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        export(plan, folder)
-    except CheckpointError as error:
-        raise EvaluationError(str(error)) from None
-    return folder
-
-
 def _questions(output: Path, name: str) -> Path:
     """Where the scores by question and the losses by document of a model are kept."""
     return output / "questions" / f"{name}.npz"
-
-
-def _scores(folder: Path, choices: Sequence[Choice], protocol: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    return harness.evaluate(folder, choices, protocol) if choices else ({}, {})
-
-
-def _losses(folder: Path, held_out: HeldOut, protocol: Any) -> tuple[list[Any], dict[str, Any]]:
-    if held_out.data is None:
-        return [], {}
-    from simreg_megatron.data import DataError
-    from simreg_megatron.evaluation.perplexity import measure
-
-    try:
-        return measure(
-            folder,
-            held_out.data,
-            seq_length=held_out.seq_length or _positions_of(folder),
-            features=held_out.features,
-            max_tokens=held_out.tokens,
-            dtype=protocol.dtype,
-            device=protocol.device,
-        )
-    except DataError as error:
-        raise EvaluationError(str(error)) from None
-
-
-def _positions_of(folder: Path) -> int:
-    from transformers import AutoConfig
-
-    positions = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", None)
-    if not isinstance(positions, int):
-        raise EvaluationError(f"{folder} does not say how many positions the model has: give --seq-length")
-    return positions

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from simreg_megatron.evaluation import paired
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.local_data import local_datasets
 from simreg_megatron.evaluation.results import Score
@@ -31,7 +32,8 @@ class Protocol:
     """How every model of a table is asked.
 
     Args:
-        add_bos: begin every text with the begin-of-text token; as in training (Megatron's own data have none).
+        add_bos: begin every text with the begin-of-text token; as in training (Megatron's own data have none). None
+            is no, and not said by the user.
         dtype: of the weights: float32, bfloat16 or float16.
         batch_size: requests at a time, or "auto".
         limit: only the first questions of each task: for a trial, never for a table.
@@ -41,7 +43,7 @@ class Protocol:
         allow_code: run what the model writes, for the tasks that need it.
     """
 
-    add_bos: bool = False
+    add_bos: bool | None = None
     dtype: str = "bfloat16"
     device: str | None = None
     batch_size: str = "auto"
@@ -67,7 +69,7 @@ class Protocol:
 
 
 class Found(NamedTuple):
-    """By task: the score, and its parts [questions] where the harness has them."""
+    """By task: the score, and its parts [questions] where it is the mean of them."""
 
     scores: dict[str, Score]
     questions: dict[str, np.ndarray]
@@ -88,7 +90,7 @@ def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> Foun
     with local_datasets(protocol.task_data, offline=protocol.offline):
         found = lm_eval.simple_evaluate(
             model="hf",
-            model_args={"pretrained": str(model), "dtype": protocol.dtype, "add_bos_token": protocol.add_bos},
+            model_args={"pretrained": str(model), "dtype": protocol.dtype, "add_bos_token": bool(protocol.add_bos)},
             tasks=[choice.name for choice in choices],
             num_fewshot=0,
             batch_size=_batch_size(protocol.batch_size),
@@ -105,8 +107,10 @@ def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> Foun
     assert found is not None  # of rank 0, the only one
     answers = Answers(found)
     scores = {choice.name: _score(choice, found["results"], answers) for choice in choices}
-    parts = {choice.name: answers.parts(choice, scores[choice.name]) for choice in choices}
-    return Found(scores, {name: each for name, each in parts.items() if each is not None})
+    parts: dict[str, np.ndarray] = {}
+    for choice in choices:
+        parts |= answers.parts(choice, scores[choice.name])
+    return Found(scores, parts)
 
 
 class Answers:
@@ -126,31 +130,46 @@ class Answers:
     def number(self, name: str) -> int:
         return sum(self._counts.get(task, 0) for task in self._tasks(name))
 
-    def _of(self, name: str, metric: str) -> list[Mapping[str, Any]]:
+    def _of(self, task: str, metric: str) -> list[Mapping[str, Any]]:
         """In one order for every model; of the first filter that has the metric, which is the task's main one."""
-        found: list[Mapping[str, Any]] = []
-        for task in self._tasks(name):
-            logged = [sample for sample in self._samples.get(task, ()) if metric in sample]
-            main = logged[0].get("filter") if logged else None
-            own = (sample for sample in logged if sample.get("filter") == main)
-            found += sorted(own, key=lambda sample: sample["doc_id"])
-        return found
+        logged = [sample for sample in self._samples.get(task, ()) if metric in sample]
+        main = logged[0].get("filter") if logged else None
+        return sorted((one for one in logged if one.get("filter") == main), key=lambda sample: sample["doc_id"])
 
-    def parts(self, choice: Choice, score: Score) -> np.ndarray | None:
-        """The metric of each question; None where it is none of a single question's, as squadv2's."""
+    def _of_all(self, choice: Choice) -> list[Mapping[str, Any]]:
+        return [sample for task in self._tasks(choice.name) for sample in self._of(task, choice.metric)]
+
+    def is_share(self, choice: Choice) -> bool:
+        """Whether the score is a share of the questions: each counts between nothing and one whole."""
+        if choice in (*PAPER, *FURTHER):
+            return True
+        values = [sample[choice.metric] for sample in self._of_all(choice)]
+        return bool(values) and all(isinstance(value, int | float) and 0 <= value <= 1 for value in values)
+
+    def parts(self, choice: Choice, score: Score) -> dict[str, np.ndarray]:
+        """The metric of each question [questions], if its mean is the score; of a group whose score is the mean over
+        its tasks, by task. Nothing where it is neither, as squadv2's and a perplexity."""
         import numpy as np
 
-        values = [sample[choice.metric] for sample in self._of(choice.name, choice.metric)]
+        by_task = {
+            task: [one[choice.metric] for one in self._of(task, choice.metric)] for task in self._tasks(choice.name)
+        }
+        values = [value for each in by_task.values() for value in each]
         if len(values) != score.questions or not all(isinstance(value, int | float) for value in values):
-            return None
-        return choice.scale * np.array(values, dtype=np.float64)
+            return {}
+        parts = {task: choice.scale * np.array(each, dtype=np.float64) for task, each in by_task.items() if each}
+        whole = {paired.task_of(choice.name): np.concatenate(list(parts.values()))} if parts else {}
+        for found in (whole, {paired.part_of(choice.name, task): each for task, each in parts.items()}):
+            if found and math.isclose(np.mean([each.mean() for each in found.values()]), score.value, abs_tol=1e-9):
+                return found
+        return {}
 
     def chance(self, choice: Choice) -> float | None:
         """What guessing scores in a multiple choice; where one and the same answer is right clearly more often, as in
         boolq, what that answer scores."""
         if {self._kinds.get(task) for task in self._tasks(choice.name)} != {"multiple_choice"}:
             return None
-        logged = self._of(choice.name, choice.metric)
+        logged = self._of_all(choice)
         if not logged or choice.metric not in ("acc", "acc_norm"):
             return None
         guess = sum(1 / len(sample["filtered_resps"]) for sample in logged) / len(logged)
@@ -182,24 +201,48 @@ def refuse_unknown(choices: Sequence[Choice], include: Path | None) -> None:
     """Before anything is loaded. A name that no definition mentions needs no index of all of them.
 
     Raises:
-        EvaluationError: a task is not known.
+        EvaluationError: a task is not known, or is a name of several with no score of its own.
     """
-    ours = {choice.name for choice in (*PAPER, *FURTHER)}
-    names = [choice.name for choice in choices if choice.name not in ours]
+    others = [choice for choice in choices if choice not in (*PAPER, *FURTHER)]
+    names = [choice.name for choice in others]
     if not names:
         return
     mentioned = _mentioned(include)
     unknown = [name for name in names if name not in mentioned]
     if not unknown:  # a word of another meaning, perhaps
-        known = set(task_manager(include).all_tasks)
-        unknown = [name for name in names if name not in known]
+        index = task_manager(include).task_index
+        unknown = [name for name in names if name not in index]
     if unknown:
-        near = _near(unknown[0], ours | mentioned)
+        near = _near(unknown[0], mentioned)
         told = f"{', '.join(unknown)}{f' (near it: {near})' if near else ''}"
         raise EvaluationError(
             f"lm-evaluation-harness {metadata.version('lm_eval')} knows no task {told}: see `lm_eval ls tasks`, or "
             "give its definition with --include DIR"
         )
+    for choice in others:
+        _refuse_without_score(choice, index[choice.name])
+
+
+def _refuse_without_score(choice: Choice, entry: Any) -> None:
+    """A tag, and a group that averages nothing, are names of several tasks and have no number of their own."""
+    kind, config = entry.kind.name, entry.cfg or {}
+    if kind not in ("TAG", "GROUP"):
+        return
+    told = config.get("aggregate_metric_list") or []
+    metrics = [one["metric"] for one in (told if isinstance(told, list) else [told])]
+    if choice.metric in metrics:
+        return
+    if metrics:
+        raise EvaluationError(
+            f"the group {choice.name} has no mean of {choice.metric} over its tasks: name one of {', '.join(metrics)} "
+            f"as --tasks {choice.name}:METRIC, or name its tasks"
+        )
+    parts = sorted(entry.tags) if kind == "TAG" else config.get("task", [])
+    names = [part if isinstance(part, str) else part.get("task") or part.get("group") for part in parts]
+    raise EvaluationError(
+        f"{choice.name} is a {kind.lower()} of tasks and has no score of its own: name them, --tasks "
+        f"{','.join(name for name in names if isinstance(name, str))}"
+    )
 
 
 def refuse_unknown_metrics(choices: Sequence[Choice], protocol: Protocol) -> None:
@@ -267,4 +310,5 @@ def _score(choice: Choice, results: Mapping[str, Mapping[str, Any]], answers: An
         error=choice.scale * error if isinstance(error, float) else None,
         questions=answers.number(choice.name),
         chance=answers.chance(choice),
+        is_share=answers.is_share(choice),
     )

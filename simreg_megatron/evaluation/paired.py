@@ -9,10 +9,11 @@ scores would count it. w is 1 for questions, and the tokens or bytes of a docume
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,12 +37,13 @@ class Paired:
         return self.low > 0 or self.high < 0
 
 
-def paired(other: np.ndarray, first: np.ndarray, weights: np.ndarray | None = None) -> Paired | None:
+def paired(other: np.ndarray, first: np.ndarray, weights: np.ndarray | None = None, *, name: str = "") -> Paired | None:
     """other minus first, question by question [n]; None where they are not of the same questions, or of fewer than two.
 
     Args:
         other, first: scores, or sums of losses over documents.
         weights: what the sums are of; 1 each by default.
+        name: what is resampled: others are resampled otherwise, even if there are as many of them.
     """
     import numpy as np
 
@@ -49,7 +51,7 @@ def paired(other: np.ndarray, first: np.ndarray, weights: np.ndarray | None = No
         return None
     apart = other - first
     weights = np.ones_like(apart) if weights is None else weights
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(zlib.crc32(name.encode()))
     draws = []
     each = max(1, _AT_A_TIME // len(apart))
     for start in range(0, DRAWS, each):
@@ -76,17 +78,26 @@ def _of_draws(value: float, draws: np.ndarray, number: int) -> Paired:
 # ---- what is paired, kept beside the results -------------------------------------------------------------------------
 
 LOSS, TOKENS, BYTES = "document loss", "document tokens", "document bytes"  # sums over each document's targets
-_TASK = "task "
+_TASK, _PART = "task ", " / "
 
 
-def keep(path: Path, questions: dict[str, np.ndarray], documents: dict[str, np.ndarray]) -> None:
+def task_of(name: str) -> str:
+    """The name of the scores of a task's questions."""
+    return f"{_TASK}{name}"
+
+
+def part_of(group: str, task: str) -> str:
+    """The name of the scores of a task, of a group whose score is the mean over its tasks."""
+    return f"{_TASK}{group}{_PART}{task}"
+
+
+def keep(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Scores by task [questions], and sums by document."""
     import numpy as np
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays: dict[str, Any] = {f"{_TASK}{name}": scores for name, scores in questions.items()} | documents
     with path.open("wb") as stream:
-        np.savez_compressed(stream, **arrays)
+        np.savez_compressed(stream, **arrays)  # type: ignore[arg-type]
 
 
 def kept(path: Path) -> dict[str, np.ndarray]:
@@ -112,11 +123,13 @@ def pairs_of(other: dict[str, np.ndarray], first: dict[str, np.ndarray]) -> Pair
     import numpy as np
 
     shared = [key for key in first if key in other]
-    tasks = {
-        key.removeprefix(_TASK): found
-        for key in shared
-        if key.startswith(_TASK) and (found := paired(other[key], first[key])) is not None
-    }
+    found: dict[str, list[Paired | None]] = {}
+    for key in first:
+        if key.startswith(_TASK):
+            same = paired(other[key], first[key], name=key) if key in other else None
+            found.setdefault(key.removeprefix(_TASK).partition(_PART)[0], []).append(same)
+    whole = {name: [each for each in parts if each is not None] for name, parts in found.items()}
+    tasks = {name: mean_of(parts) for name, parts in whole.items() if len(parts) == len(found[name])}
     nats = bits = None
     if LOSS in shared and np.array_equal(other[TOKENS], first[TOKENS]):
         nats = paired(other[LOSS], first[LOSS], first[TOKENS])

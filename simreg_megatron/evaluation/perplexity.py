@@ -18,10 +18,15 @@ simreg and mic).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from simreg_megatron.data.assemble import MANIFEST
+from simreg_megatron.data.encoding import SENTENCEPIECE, describe_tokenizer
+from simreg_megatron.data.indexed import DataError
+from simreg_megatron.data.settings import read_json, section
 from simreg_megatron.data.tokens import document_lengths, open_tokens
 from simreg_megatron.evaluation import paired
 from simreg_megatron.evaluation.errors import EvaluationError
@@ -37,6 +42,49 @@ class Measured(NamedTuple):
 
     losses: list[Perplexity]
     documents: dict[str, np.ndarray]
+
+
+def refuse_unfit(
+    model: Path, prefix: Path, *, seq_length: int, features: Sequence[int] = (), max_tokens: int | None = None
+) -> list[str]:
+    """What can be told before a model is loaded.
+
+    Returns:
+        A line for the user where nothing shows that the set was made with the model's tokenizer.
+
+    Raises:
+        EvaluationError: the set holds no window, or was made with another tokenizer; or more features are asked for
+            than there are.
+    """
+    from transformers import AutoConfig
+
+    _count_windows(prefix, len(open_tokens(prefix)), seq_length, max_tokens)
+    width = AutoConfig.from_pretrained(model).hidden_size
+    if not all(0 < number <= width for number in features):
+        raise EvaluationError(f"--features: the model has {width} features, so give numbers from 1 to {width}")
+    return _told_of_tokenizer(model, prefix)
+
+
+def _told_of_tokenizer(model: Path, prefix: Path) -> list[str]:
+    """Hashes compare within a kind: sentencepiece's are of the file, those of Hugging Face of what a tokenizer does."""
+    made = read_json(prefix.parent / MANIFEST) or {}
+    known = made.get("tokenizer_sha256") if f"{prefix.name}.bin" in made.get("files", {}) else None
+    settings = section(section(made, "settings", prefix), "tokenizer", prefix)
+    kind = settings.get("kind", SENTENCEPIECE)  # the built-in corpus names none
+    there = []
+    for source in (model, model / "tokenizer.model"):
+        with suppress(DataError):  # there is none, or it ends no text
+            there.append(describe_tokenizer(str(source)))
+    if known in [facts.sha256 for facts in there]:
+        return []
+    if known is not None and kind in [facts.kind for facts in there]:
+        name = made.get("tokenizer_name")
+        raise EvaluationError(
+            f"{prefix} was made with another tokenizer{f' ({name})' if name else ''} than the one in {model} "
+            f"({MANIFEST} beside it tells): give a set that was made with the model's own"
+        )
+    return [f"nothing shows whether {prefix} was made with the tokenizer of {model}: with another one, its losses mean "
+            "nothing"]  # fmt: skip
 
 
 def measure(
@@ -59,12 +107,12 @@ def measure(
         dtype: of the weights; the logits and the loss are float32 always.
 
     Raises:
-        EvaluationError: the set holds no window, or ids beyond the model's vocabulary; or more features are asked for
-            than there are.
+        EvaluationError: the set does not fit the model: what `refuse_unfit` finds, and ids beyond its vocabulary.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
+    refuse_unfit(model, prefix, seq_length=seq_length, features=features, max_tokens=max_tokens)
     tokens = open_tokens(prefix)
     windows = _count_windows(prefix, len(tokens), seq_length, max_tokens)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -72,8 +120,6 @@ def measure(
     network = network.to(place).eval()
     _refuse_longer_than_positions(network, seq_length)
     widths = [network.config.hidden_size, *features]
-    if not all(0 < width <= widths[0] for width in widths):
-        raise EvaluationError(f"--features: the model has {widths[0]} features, so give numbers from 1 to {widths[0]}")
     head = network.get_output_embeddings().weight
     totals = torch.zeros(len(widths), dtype=torch.float64, device=place)
     documents = _Documents(prefix, windows * seq_length)
@@ -143,20 +189,21 @@ class _Documents:
         import numpy as np
 
         found = {paired.LOSS: self._losses, paired.TOKENS: np.diff(self._edges).astype(np.float64)}
-        spans = list(zip(self._edges[:-1], self._edges[1:], strict=True))
-        sizes = _bytes_of(model, [tokens[start:end].astype(np.int64).tolist() for start, end in spans])
+        spans = zip(self._edges[:-1], self._edges[1:], strict=True)
+        sizes = _bytes_of(model, (tokens[start:end].astype(np.int64).tolist() for start, end in spans))
         return found if sizes is None else {**found, paired.BYTES: np.array(sizes, dtype=np.float64)}
 
 
-def _bytes_of(model: Path, texts: Sequence[list[int]]) -> list[int] | None:
-    """UTF-8 bytes of each; None without a tokenizer beside the model."""
+def _bytes_of(model: Path, texts: Iterable[list[int]]) -> list[int] | None:
+    """UTF-8 bytes of each, as it was written; None without a tokenizer beside the model."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError):
         return None
-    return [len(str(tokenizer.decode(ids, skip_special_tokens=True)).encode()) for ids in texts]
+    as_written = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return [len(str(tokenizer.decode(ids, **as_written)).encode()) for ids in texts]
 
 
 def _count_windows(prefix: Path, tokens: int, seq_length: int, max_tokens: int | None) -> int:

@@ -9,14 +9,16 @@ from pathlib import Path
 from simreg_megatron.evaluation.results import ModelResults
 
 
-def draw(models: Sequence[ModelResults], path: Path) -> Path:
-    """Write the figure to `path` and return it."""
+def draw(models: Sequence[ModelResults], path: Path) -> bool:
+    """Write the figure to `path`; whether there is anything to draw: a task whose score is a share of its questions."""
+    tasks = [task for task, score in models[0].scores.items() if score.is_share]
+    if not tasks:
+        return False
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tasks = list(models[0].scores)
     width = 0.8 / len(models)
     figure, axes = plt.subplots(figsize=(max(5.0, 1.3 * len(tasks)), 3.6), layout="constrained")
     for index, model in enumerate(models):
@@ -31,4 +33,4 @@ def draw(models: Sequence[ModelResults], path: Path) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-    return path
+    return True

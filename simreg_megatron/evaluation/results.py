@@ -16,9 +16,10 @@ from simreg_megatron.evaluation.errors import EvaluationError
 
 @dataclass(frozen=True)
 class Score:
-    """One number of one model on one task, from 0 to 1, and its standard error.
+    """One number of one model on one task, and its standard error.
 
     chance: what guessing, or giving always the same answer, would score; None where it is not known.
+    is_share: of the questions, so from 0 to 1 and told in per cent; not so a perplexity or a correlation.
     """
 
     metric: str
@@ -26,11 +27,12 @@ class Score:
     error: float | None
     questions: int
     chance: float | None = None
+    is_share: bool = True
 
     @property
     def is_noise(self) -> bool:
         """Whether guessing could have scored it: at most 1.96 standard errors of a guess above chance."""
-        if self.chance is None:
+        if self.chance is None or not self.is_share:
             return False
         guess = math.sqrt(self.chance * (1 - self.chance) / max(1, self.questions))
         return self.value <= self.chance + 1.96 * guess
@@ -65,6 +67,7 @@ class ModelResults:
     """All that was found of one model.
 
     state: of the files at `path` when they were read, so that others there are not taken for them; "" if not known.
+    notes: lines of its export and of the set that its losses are of, for the reader of the scores.
     """
 
     name: str
@@ -72,10 +75,11 @@ class ModelResults:
     scores: dict[str, Score] = field(default_factory=dict)
     perplexities: list[Perplexity] = field(default_factory=list)  # all features first, then prefixes of them
     state: str = ""
+    notes: list[str] = field(default_factory=list)
 
     def mean(self, tasks: Sequence[str]) -> float | None:
-        """The plain mean over tasks, as the paper's; None where one is missing."""
-        values = [self.scores[task].value for task in tasks if task in self.scores]
+        """The plain mean over tasks, as the paper's; None where one is missing, or is no share of its questions."""
+        values = [self.scores[task].value for task in tasks if task in self.scores and self.scores[task].is_share]
         return sum(values) / len(values) if values and len(values) == len(tasks) else None
 
 
@@ -113,6 +117,7 @@ def read(path: Path) -> tuple[list[ModelResults], dict[str, Any]]:
                 {task: Score(**score) for task, score in one["scores"].items()},
                 [Perplexity(**held) for held in one["perplexities"]],
                 one.get("state", ""),
+                one.get("notes", []),
             )
             for one in content["models"]
         ]

@@ -20,21 +20,24 @@ def scores_table(
     pairs: Mapping[str, Pairs] | None = None,
 ) -> str:
     """Per cent with standard errors, a star where guessing could have scored it; differences with the interval of the
-    same questions, or else with the errors of independent ones. `paper` holds rows by method and task, `name` says of
-    what."""
+    same questions, or else with the errors of independent ones. What is no share of the questions is shown as it is.
+    `paper` holds rows by method and task, `name` says of what."""
     tasks = list(models[0].scores)
     if not tasks:
         return ""
-    metrics = {task: models[0].scores[task].metric for task in tasks}
-    lines = [_line("model", *(f"{task} ({metrics[task]})" for task in tasks), "mean"), _rule(len(tasks) + 2)]
+    heads = [
+        f"{task} ({score.metric}{'' if score.is_share else ', as it is'})" for task, score in models[0].scores.items()
+    ]
+    lines = [_line("model", *heads, "mean"), _rule(len(tasks) + 2)]
     for model in models:
         lines.append(_line(model.name, *(_value(model.scores.get(task)) for task in tasks), _mean(model, tasks)))
     first = models[0]
     for model in models[1:]:
         found = pairs[model.name].tasks if pairs and model.name in pairs else {}
         cells = [_difference(model.scores.get(task), first.scores.get(task), found.get(task)) for task in tasks]
-        whole = mean_of([found[task] for task in tasks]) if set(tasks) <= set(found) else None
-        mean = _mean_difference(model, first, tasks) if whole is None else _interval(whole)
+        has_mean = set(tasks) <= set(found) and model.mean(tasks) is not None
+        whole = mean_of([found[task] for task in tasks]) if has_mean else None
+        mean = _mean_difference(model, first, tasks) if whole is None else _interval(whole, _PERCENT)
         lines.append(_line(f"{model.name} minus {first.name}", *cells, mean))
     for method, values in (paper or {}).items():
         shown = [f"{values[task]:.2f}" if task in values else "" for task in tasks]
@@ -90,11 +93,13 @@ def report(
     if len(models) > 1:
         parts.append(
             "Differences of scores are in points. In brackets: the 95 % interval over the same questions or "
-            "documents (bootstrap); after ±, where a task has no score of a single question, one standard error, which "
-            "takes the models for independent. One seed each: the spread between training seeds is not in it.\n"
+            "documents (bootstrap); after ±, where a score is no mean over its questions, one standard error, which "
+            "takes the models for independent; neither where the harness gives no error. One seed each: the spread "
+            "between training seeds is not in it.\n"
         )
     parts.append("\n".join(f"- {key}: {value}" for key, value in settings.items() if value is not None) + "\n")
-    parts.append("\n".join(f"- {model.name}: {model.path}" for model in models) + "\n")
+    lines = [(f"- {model.name}: {model.path}", *(f"  - {note}" for note in model.notes)) for model in models]
+    parts.append("\n".join(line for each in lines for line in each) + "\n")
     return "\n".join(part for part in parts if part)
 
 
@@ -109,8 +114,13 @@ def _rule(columns: int) -> str:
 def _value(score: Score | None) -> str:
     if score is None:
         return "not run"
-    error = f" ± {_PERCENT * score.error:.2f}" if score.error is not None else ""
-    return f"{_PERCENT * score.value:.2f}{error}{' *' if score.is_noise else ''}"
+    scale = _scale(score)
+    error = f" ± {scale * score.error:.2f}" if score.error is not None else ""
+    return f"{scale * score.value:.2f}{error}{' *' if score.is_noise else ''}"
+
+
+def _scale(score: Score) -> float:
+    return _PERCENT if score.is_share else 1.0
 
 
 def _chances(models: Sequence[ModelResults]) -> str:
@@ -125,19 +135,20 @@ def _chances(models: Sequence[ModelResults]) -> str:
     )
 
 
-def _interval(found: Paired) -> str:
-    low, high = (f"{_PERCENT * edge:+.2f}" for edge in (found.low, found.high))
-    return f"{_PERCENT * found.value:+.2f} ({low} to {high})"
+def _interval(found: Paired, scale: float) -> str:
+    low, high = (f"{scale * edge:+.2f}" for edge in (found.low, found.high))
+    return f"{scale * found.value:+.2f} ({low} to {high})"
 
 
 def _difference(score: Score | None, first: Score | None, found: Paired | None) -> str:
-    if score is None or first is None:
+    if score is None or first is None or score.is_share != first.is_share:
         return ""
+    scale = _scale(score)
     if found is not None:
-        return _interval(found)
+        return _interval(found, scale)
     apart = difference(score, first)
-    error = f" ± {_PERCENT * apart.error:.2f}" if apart.error is not None else ""
-    return f"{_PERCENT * apart.value:+.2f}{error}"
+    error = f" ± {scale * apart.error:.2f}" if apart.error is not None else ""
+    return f"{scale * apart.value:+.2f}{error}"
 
 
 def _mean(model: ModelResults, tasks: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from simreg_megatron.checkpoint import export as exporting
 from simreg_megatron.checkpoint.architecture import LLAMA3_SCALING, Architecture, from_args
-from simreg_megatron.checkpoint.dist_writer import arguments
+from simreg_megatron.checkpoint.dist_writer import arguments, flags
 from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.checkpoint.export import export, plan_export
 from simreg_megatron.checkpoint.hf_folder import open_model
@@ -60,6 +61,10 @@ transformers = pytest.importorskip("transformers")
         ("moe_router_enable_expert_bias", True),
         ("moe_shared_expert_intermediate_size", 64),
         ("moe_expert_capacity_factor", 1.25),
+        ("moe_expert_rank_capacity_factor", 1.5),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_router_load_balancing_type", "quantile_balancing"),
+        ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
         ("moe_layer_freq", 2),
         ("moe_layer_freq", [0, 1]),
     ],
@@ -69,6 +74,20 @@ def test_what_transformers_lacks_is_refused_by_name(name: str, value: Any) -> No
     assert from_args(args, vocabulary=10) == EXPERTS
     with pytest.raises(CheckpointError, match=name):
         from_args({**args, name: value}, vocabulary=10)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "none", ["aux_loss", "global_aux_loss"], None])
+def test_a_balance_that_leaves_the_choice_of_experts_alone_is_taken(kind: Any) -> None:
+    args = {**arguments(EXPERTS), "moe_router_load_balancing_type": kind}
+    assert from_args(args, vocabulary=10) == EXPERTS
+
+
+def test_the_printed_flags_train_the_model_as_it_is() -> None:
+    """Megatron's own defaults are dropout of a tenth and experts that nothing balances."""
+    words = flags(replace(EXPERTS, balance_coefficient=0.02))
+    given = dict(pairwise(words))
+    assert given["--hidden-dropout"] == given["--attention-dropout"] == "0"
+    assert given["--moe-aux-loss-coeff"] == "0.02" and "--moe-aux-loss-coeff" not in flags(DENSE)
 
 
 def test_a_scaling_factor_that_megatron_passes_over_is_refused() -> None:
@@ -273,6 +292,25 @@ def test_a_sentencepiece_model_becomes_the_same_tokenizer(sentencepiece_model: P
     assert (fast.bos_token_id, fast.eos_token_id) == (1, 2)
     copied = exported(replace(DENSE, vocabulary=600), tmp_path / "copied", tokenizer=open_tokenizer(folder))
     assert (copied / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("ids", [{}, {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}])
+def test_what_looks_like_a_special_token_stays_text(ids: dict[str, int], tmp_path: Path) -> None:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(json.__file__).read_text().splitlines()), model_prefix=str(tmp_path / "t"),
+        vocab_size=500, model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2, **ids,
+    )  # fmt: skip
+    tokenizer = open_tokenizer(tmp_path / "t.model")
+    folder = exported(replace(DENSE, vocabulary=500), tmp_path, tokenizer=tokenizer)
+    fast = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "<s> </s> <unk> as plain text"
+    assert fast(text)["input_ids"] == tokenizer.encode(text) and fast.decode(tokenizer.encode(text)) == text
+    assert (fast.bos_token_id, fast.eos_token_id, fast.unk_token_id) == (1, 2, ids.get("unk_id", 0))
+    with_bos = transformers.AutoTokenizer.from_pretrained(folder, add_bos_token=True)
+    assert with_bos(text)["input_ids"] == [1, *tokenizer.encode(text)]
 
 
 def test_symbols_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:

@@ -265,6 +265,12 @@ def test_learned_scalars_are_left_out_with_a_line(tmp_path: Path) -> None:
     ]
 
 
+def test_a_router_with_a_bias_is_refused_by_its_setting(tmp_path: Path) -> None:
+    tensors = {**random_weights(EXPERTS), "decoder.layers.mlp.router.qb_beta": torch.zeros(2, 4)}
+    with pytest.raises(CheckpointError, match=r"qb_beta \(of moe_router_load_balancing_type = quantile_balancing\)"):
+        open_checkpoint(written(tmp_path / "balanced", EXPERTS, tensors))
+
+
 class Backend(enum.Enum):
     unfused = 3
 

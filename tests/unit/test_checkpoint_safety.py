@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copyreg
 import io
 import json
@@ -20,6 +21,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from simreg_megatron.checkpoint import appearing as appearing_module
 from simreg_megatron.checkpoint import weights
 from simreg_megatron.checkpoint.appearing import appearing
 from simreg_megatron.checkpoint.dist_format import DistCheckpoint
@@ -365,9 +367,32 @@ with appearing(Path("export")) as folder:
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".export.partial-")
     with appearing(tmp_path / "export") as folder:
+        assert left.exists(), "one that was made just now may be another's, who does not hold it yet"
+        (folder / "config.json").write_text("{}")
+    shutil.rmtree(tmp_path / "export")
+    os.utime(left, (0, 0))
+    with appearing(tmp_path / "export") as folder:
         assert list(tmp_path.iterdir()) == [folder] and folder != left
         with appearing(tmp_path / "export") as other:
             assert sorted(tmp_path.iterdir()) == sorted([folder, other]), "one that is under way is not touched"
             (other / "config.json").write_text("{}")
         (tmp_path / "export/config.json").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_export_is_held_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another export that starts while this one goes to disk would take it for one that was killed."""
+    own = appearing_module.os.replace
+    seen = []
+
+    def replace_late(source: Path, target: Path) -> None:
+        os.utime(source, (0, 0))
+        with contextlib.suppress(RuntimeError), appearing(tmp_path / "export"):
+            seen.append(source.exists())
+            raise RuntimeError
+        own(source, target)
+
+    monkeypatch.setattr(appearing_module.os, "replace", replace_late)
+    with appearing(tmp_path / "export") as folder:
+        (folder / "config.json").write_text("{}")
+    assert seen == [True] and (tmp_path / "export" / "config.json").read_text() == "{}"

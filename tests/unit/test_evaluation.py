@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from simreg_megatron.cli import app
 from simreg_megatron.data import BuiltinCorpus
 from simreg_megatron.data.tokens import document_lengths, open_tokens
 from simreg_megatron.evaluation import compare, harness, paired, table
+from simreg_megatron.evaluation import models as sources
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.harness import task_manager
 from simreg_megatron.evaluation.local_data import local_datasets
@@ -152,17 +156,17 @@ def test_a_model_has_its_own_logits(family: str, corpus, tmp_path: Path) -> None
 
 
 def test_a_later_step_is_another_model(tmp_path: Path) -> None:
-    """And so is its export."""
-    run, output = tmp_path / "run", tmp_path / "out"
+    run, states = tmp_path / "run", set()
     for step in (10, 20):
         (run / f"iter_00000{step}").mkdir(parents=True)
+        (run / f"iter_00000{step}" / "common.pt").write_text(str(step))
         (run / "latest_checkpointed_iteration.txt").write_text(str(step))
-        checkpoint = compare._checkpoint_of(run)
-        assert checkpoint == run / f"iter_00000{step}"
-        with pytest.raises(EvaluationError, match="give the --tokenizer"):  # there is no export of this step yet
-            compare._exported("a", checkpoint, output, None)
-        (output / "models" / f"a-iter_00000{step}").mkdir(parents=True)
-        assert compare._exported("a", checkpoint, output, None).name == f"a-iter_00000{step}"
+        source = sources.find("a", run)
+        assert source.path == run / f"iter_00000{step}" and source.is_checkpoint
+        states.add(source.state)
+        with pytest.raises(EvaluationError, match="give the --tokenizer"):
+            sources.exported("a", source, tmp_path / "out", None, bos_is_said=True)
+    assert len(states) == 2
 
 
 def test_another_sequence_length_is_another_setting() -> None:
@@ -259,6 +263,7 @@ def test_the_paired_interval_is_the_one_of_the_differences() -> None:
     independent = math.hypot(first.std(), other.std()) / math.sqrt(2000)
     assert independent > 3 * error
     assert paired.paired(other, first).low == got.low, "the same draws every time"
+    assert paired.paired(other, first, name="other").low != got.low, "and others for another task of as many questions"
     assert paired.paired(other[:-1], first) is None and paired.paired(other[:1], first[:1]) is None
     mean = paired.mean_of([got, paired.paired(first, first)])
     assert mean.value == pytest.approx(0.025) and mean.high - mean.low == pytest.approx((got.high - got.low) / 2)
@@ -337,10 +342,76 @@ def test_the_questions_of_a_group_are_those_of_its_tasks_in_one_order() -> None:
     }
     answers = harness.Answers(found)
     assert answers.number("all") == 6 and answers.number("one") == 3
-    assert answers.parts(Choice("all"), Score("acc", 0, None, 6)).tolist() == [0, 1, 2, 0, 1, 2]
+    assert answers.parts(Choice("all"), Score("acc", 1.0, None, 6))["task all"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert answers.parts(Choice("all"), Score("acc", 0.9, None, 6)) == {}, "the score is no mean of them"
     for each in logged:
         each["acc"] = (["a prediction"], 1.0)
-    assert answers.parts(Choice("all"), Score("acc", 0, None, 6)) is None
+    assert answers.parts(Choice("all"), Score("acc", 1.0, None, 6)) == {}
+
+
+def answered(**right: list[float]) -> harness.Answers:
+    """A group of tasks, and what each of their questions counts."""
+    return harness.Answers(
+        {
+            "n-samples": {task: {"effective": len(values)} for task, values in right.items()},
+            "group_subtasks": {"all": list(right)},
+            "samples": {
+                task: [{"doc_id": place, "m": value} for place, value in enumerate(values)]
+                for task, values in right.items()
+            },
+        }
+    )
+
+
+def test_the_difference_of_a_mean_over_tasks_is_that_of_the_scores() -> None:
+    """Of a large task and a small one, each half of the score: questions alike in weight would say -0.98."""
+    large, small = [1.0] * 990 + [0.0] * 10, [1.0, 0.0]
+    first = Score("m", (0.99 + 0.5) / 2, 0.01, 1002)
+    other = Score("m", (0.01 + 0.5) / 2, 0.01, 1002)
+    kept = [
+        answered(one=one, two=small).parts(Choice("all", "m"), score)
+        for one, score in ((large, first), ([1 - value for value in large], other))
+    ]
+    assert set(kept[0]) == {"task all / one", "task all / two"}
+    pairs = paired.pairs_of(kept[1], kept[0])
+    assert pairs.tasks["all"].value == pytest.approx(other.value - first.value) == pytest.approx(-0.49)
+    assert -0.51 < pairs.tasks["all"].low < -0.49 < pairs.tasks["all"].high < -0.47
+    models = [ModelResults(name, "x", {"all": score}) for name, score in (("a", first), ("b", other))]
+    assert "| b minus a | -49.00 (" in table.scores_table(models, pairs={"b": pairs})
+
+
+def test_a_perplexity_is_shown_as_it_is_and_paired_with_nothing() -> None:
+    """The harness logs log-likelihoods, and its score is the exponential of less their mean."""
+    values = [-2.0, -3.0, -4.0]
+    choice = Choice("one", "m")
+    answers = answered(one=values)
+    score = harness._score(choice, {"one": {"m,none": math.exp(3), "m_stderr,none": 2.0}}, answers)
+    assert not score.is_share and answers.parts(choice, score) == {}
+    share = Score("acc", 0.5, 0.1, 3)
+    models = [ModelResults(name, "x", {"one": replace(score, value=value), "t": share}) for name, value in
+              (("a", 20.0), ("b", 18.5))]  # fmt: skip
+    page = table.scores_table(models)
+    assert (
+        "| model | one (m, as it is) | t (acc) | mean |" in page and "| a | 20.00 ± 2.00 | 50.00 ± 10.00 |  |" in page
+    )
+    assert "| b minus a | -1.50 ± 2.83 | +0.00 ± 14.14 |  |" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("ai2_arc", "ai2_arc is a tag of tasks and has no score of its own: name them, --tasks arc_challenge,arc_easy"),
+        ("mmlu:em", "the group mmlu has no mean of em over its tasks: name one of acc as --tasks mmlu:METRIC"),
+        (
+            "two_of_them",
+            "two_of_them is a group of tasks and has no score of its own: name them, --tasks arc_easy,piqa",
+        ),
+    ],
+)
+def test_names_without_a_score_of_their_own_are_refused(name: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text("group: two_of_them\ntask: [arc_easy, piqa]\n")
+    with pytest.raises(EvaluationError, match=re.escape(told)):
+        harness.refuse_unknown(choose([name], allow_code=False), tmp_path)
 
 
 def test_a_name_that_no_definition_mentions_is_refused_before_anything_is_loaded(task, monkeypatch) -> None:
@@ -348,7 +419,8 @@ def test_a_name_that_no_definition_mentions_is_refused_before_anything_is_loaded
     with pytest.raises(EvaluationError, match=r"knows no task helaswag \(near it: .*hellaswag"):
         harness.refuse_unknown([Choice("helaswag")], task[0])
     harness.refuse_unknown([*PAPER, *FURTHER], None)
-    monkeypatch.setattr(harness, "task_manager", lambda include: type("Index", (), {"all_tasks": [NAME]}))
+    known = {NAME: SimpleNamespace(kind=SimpleNamespace(name="TASK"), cfg={})}
+    monkeypatch.setattr(harness, "task_manager", lambda include: SimpleNamespace(task_index=known))
     harness.refuse_unknown([Choice(NAME)], task[0])
     with pytest.raises(EvaluationError, match="knows no task dataset_path"):
         harness.refuse_unknown([Choice("dataset_path")], None)

@@ -100,6 +100,21 @@ def test_a_wrong_size_is_refused_with_the_way_out(run: Path, words: Path) -> Non
     assert plan_export(checkpoint).architecture.vocabulary == PADDED, "the way out"
 
 
+@pytest.mark.parametrize(
+    ("args", "kept"),
+    [
+        ({"vocab_size": 700}, PADDED),  # a Hugging Face tokenizer passes over --vocab-size
+        ({"vocab_size": 900, "tokenizer_type": "TikTokenizer"}, 900),
+        ({"vocab_size": 700, "tokenizer_type": "TikTokenizer"}, PADDED),  # which would be 768 rows
+        ({"vocab_size": 900, "tokenizer_type": "NullTokenizer"}, PADDED),  # 901 in some releases
+    ],
+)
+def test_a_recorded_size_counts_only_where_training_built_by_it(args: dict[str, Any], kept: int, run: Path) -> None:
+    plan = plan_export(trained(run, **args))
+    assert plan.architecture.vocabulary == kept
+    assert any("keeps the rows that Megatron added (1024 in all)" in note for note in plan.notes) == (kept == PADDED)
+
+
 def test_the_record_of_the_run_tells_the_tokenizer(run: Path, words: Path) -> None:
     recorded(run, words / "small.model")
     recorded(run, words / "own.model", "20260102-000000")  # of a later start
