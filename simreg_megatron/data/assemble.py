@@ -7,7 +7,6 @@ The manifest comes last, so a folder that has one is whole.
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from simreg_megatron import __version__
 from simreg_megatron.data.indexed import DataError, PairWriter, sync_folder
-from simreg_megatron.data.parts import SIDES, PartHeader, PartStore, read_part
-from simreg_megatron.data.settings import FORMAT, read_json, refuse_other, section, write_json
+from simreg_megatron.data.parts import SIDES, PartHeader, PartStore, remove_if_empty
+from simreg_megatron.data.settings import (
+    FORMAT,
+    OLDER,
+    fingerprint,
+    read_json,
+    refuse_older,
+    refuse_other,
+    section,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,18 +66,20 @@ def assemble(folder: Path, *, budget: Mapping[str, int | None] | None = None) ->
     done = read_json(folder / MANIFEST)
     settings = read_json(folder / SETTINGS)
     if done is not None:
+        _refuse_foreign(done, folder / MANIFEST)
+        refuse_other(done["budget"], done["budget"] | _given(budget), folder)
         if settings is not None:
-            own, asked = section(done, "settings", folder / MANIFEST), section(settings, "settings", folder / SETTINGS)
-            refuse_other(own, asked, folder)
-        remove_parts(folder)
+            refuse_other(done["settings"], section(settings, "settings", folder / SETTINGS), folder)
+            remove_parts(folder)
         return done
     if settings is None:
         raise DataError(f"{folder} has no parts: `simreg-megatron data prepare --shard i/n` makes them")
+    refuse_older(section(settings, "settings", folder / SETTINGS), (folder / SETTINGS).parent)
     try:
         return _assemble(folder, settings, budget)
     except DataError:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(
             f"{folder / SETTINGS} or a part beside it is not what this program writes ({type(error).__name__}: "
             f"{error}): copy the folder again from where it was made, or prepare the data again in another"
@@ -77,7 +87,7 @@ def assemble(folder: Path, *, budget: Mapping[str, int | None] | None = None) ->
 
 
 def _assemble(folder: Path, settings: dict[str, Any], budget: Mapping[str, int | None] | None) -> dict[str, Any]:
-    limits = settings["budget"] | {side: most for side, most in (budget or {}).items() if most is not None}
+    limits = settings["budget"] | _given(budget)
     writers = {side: PairWriter(folder / side, settings["dtype"]) for side in SIDES}
     totals = _Totals()
     examples: list[str] = []
@@ -107,7 +117,26 @@ def _assemble(folder: Path, settings: dict[str, Any], budget: Mapping[str, int |
 
 
 def remove_parts(folder: Path) -> None:
-    shutil.rmtree(folder / "parts", ignore_errors=True)
+    """Take away the parts, and the folders that are empty then: whatever else lies there is its owner's."""
+    for source_set in SETS:
+        store_of(folder, source_set).clear()
+    settings = folder / SETTINGS  # after the parts: without it they are no longer known as ours
+    for path in (settings, *settings.parent.glob(f"{settings.name}.writing-*"), *folder.glob(f"{MANIFEST}.writing-*")):
+        path.unlink(missing_ok=True)
+    remove_if_empty(settings.parent)
+
+
+def _given(budget: Mapping[str, int | None] | None) -> dict[str, int]:
+    return {side: most for side, most in (budget or {}).items() if most is not None}
+
+
+def _refuse_foreign(manifest: Mapping[str, Any], path: Path) -> None:
+    """Another tool's manifest says nothing about the parts beside it."""
+    counts = [section(manifest, name, path).get(side) for name in ("documents", "tokens") for side in SIDES]
+    tables = all(section(manifest, name, path) for name in ("files", "settings", "budget"))
+    known = manifest.get("format") in (OLDER, FORMAT) and all(isinstance(count, int) for count in counts)
+    if not (known and tables and set(SIDES) <= set(manifest["budget"])):
+        raise DataError(f"{path} is not what this program writes: name another folder, or move that file away")
 
 
 def _append(
@@ -137,11 +166,11 @@ def _parts_in_order(
 ) -> Iterator[tuple[PartHeader, dict[str, np.ndarray]]]:
     store = store_of(folder, source_set)
     for number, source in enumerate(settings["settings"][f"{source_set}_sources"]):
-        block = 0
+        block, made_with = 0, fingerprint(settings["settings"], source)
         while True:
             if not store.has(number, block):
                 raise DataError(_missing(folder, source["name"], block, limits))
-            header, arrays = read_part(store.path(number, block))
+            header, arrays = store.read(number, block, made_with)
             yield header, arrays
             if header.is_last:
                 break

@@ -101,14 +101,27 @@ def open_parquet(path: Path) -> Any:
     Raises:
         DataError: it is none, or is damaged.
     """
-    import pyarrow.parquet
-
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{path} needs the pyarrow library: pip install pyarrow") from None
     try:
         file = pyarrow.parquet.ParquetFile(path)
         _ = file.schema_arrow
     except Exception as error:  # a damaged file raises whatever its bytes happen to ask for, OSError among it
         raise _damaged(path, error) from None
     return file
+
+
+def _values_of(column: Any) -> list[Any]:
+    """Of bytes that are not UTF-8, as single values may have them, halves of pairs are left: the reader names those."""
+    import pyarrow
+
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        values = column.cast(pyarrow.large_binary()).to_pylist()
+        return [value if value is None else value.decode("utf-8", "surrogateescape") for value in values]
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
@@ -136,7 +149,7 @@ class RowsBlock(Block):
     def _values(self, file: Any, key: str) -> Iterator[Any]:
         try:
             for batch in file.iter_batches(batch_size=2048, row_groups=[self.number], columns=[key], use_threads=False):
-                yield from batch.column(0).to_pylist()
+                yield from _values_of(batch.column(0))
         except Exception as error:  # as in open_parquet
             raise _damaged(Path(self.path), error) from None
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,7 @@ def check_dataset(
             f"{data} holds {num_tokens} tokens and one sample needs {seq_length + 1}: give more text, or a shorter "
             "--seq-length"
         )
-    manifest = _manifest_of(data)
+    manifest = manifest_of(data)
     if manifest is None:
         if tokenizer is not None and (str(tokenizer).endswith(".model") or Path(tokenizer).is_file()):
             describe_tokenizer(str(tokenizer))  # see that it can be read; a folder takes seconds
@@ -73,11 +74,11 @@ def check_split(prefix: str | os.PathLike[str], split: str) -> None:
         split: weights of training, validation and test text, such as 99,1,0.
 
     Raises:
-        DataError: a side is to have a part and gets none.
+        DataError: these are no weights, or a side is to have a part and gets none.
     """
     with Path(f"{os.fspath(prefix)}.idx").open("rb") as stream:
         documents = FIXED.unpack(stream.read(FIXED.size))[3]
-    weights = [float(word) for word in split.split(",")]
+    weights = _weights(split)
     ends = [round(sum(weights[: side + 1]) / sum(weights) * documents) for side in range(len(weights))]
     for side, weight, begin, end in zip(("train", "validate", "test"), weights, [0, *ends], ends, strict=False):
         if begin == end and (weight > 0 or side == "train"):
@@ -85,6 +86,18 @@ def check_split(prefix: str | os.PathLike[str], split: str) -> None:
                 f"{prefix} holds {documents} documents, and --split {split} leaves none of them to {side}: give "
                 "--valid-data PREFIX, text of its own, or --split 100,0,0 --eval-iters 0 to do without"
             )
+
+
+def _weights(split: str) -> list[float]:
+    try:
+        weights = [float(word) for word in re.findall(r"[.0-9]+", split)]  # as Megatron reads it: 98/2/0 as well
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or not 0 < sum(weights) < float("inf"):
+        raise DataError(
+            f"--split takes up to three weights, of training, validation and test text, such as 99,1,0, not {split!r}"
+        )
+    return weights
 
 
 def _expected_bytes(index: Path) -> tuple[int, int]:
@@ -110,7 +123,7 @@ def _expected_bytes(index: Path) -> tuple[int, int]:
     return last_pointer + last_length * ITEM_BYTES[code], ITEM_BYTES[code]
 
 
-def _manifest_of(data: Path) -> dict[str, Any] | None:
+def manifest_of(data: Path) -> dict[str, Any] | None:
     """The manifest beside a .bin, if it speaks of that file."""
     path = data.parent / MANIFEST
     manifest = read_json(path)

@@ -13,7 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
+from simreg_megatron.sentences import one_line
+
 app = typer.Typer(no_args_is_help=True, help="From text to Megatron's .bin/.idx, and what is in them.")
+
+_SMALLEST_BLOCK = 1 << 16
 
 _Out = Annotated[
     Path, typer.Option(help="folder of the set: train.bin, train.idx, valid.bin, valid.idx, manifest.json")
@@ -78,9 +82,11 @@ def prepare(
     with _errors():
         from simreg_megatron.data.assemble import MANIFEST
         from simreg_megatron.data.indexed import DataError
-        from simreg_megatron.data.prepare import Task, prepare, workers_here
+        from simreg_megatron.data.prepare import prepare, workers_here
         from simreg_megatron.data.progress import ConsoleProgress
         from simreg_megatron.data.settings import refuse_changed
+        from simreg_megatron.data.task import Task, inputs_of
+        from simreg_megatron.data.trained import ensure_trained
 
         if out.exists() and not out.is_dir():
             raise DataError(f"--out {out} is a file: name a folder")
@@ -95,12 +101,10 @@ def prepare(
             valid = ["c4"]
         if valid_share is None:
             valid_share = 0.0 if valid else 0.005
-        if train_tokenizer:
-            tokenizer = str(_trained(sources, out / "tokenizer.model", train_tokenizer, key))
         task = Task(
             sources=sources,
             output=out,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer or str(out / "tokenizer.model"),
             valid_sources=valid or (),
             valid_share=valid_share,
             tokens=_number(tokens, "tokens"),
@@ -110,8 +114,11 @@ def prepare(
             on_error=on_error,
             workers=workers or workers_here(),
             shard=place,
-            block_bytes=_number(block_size, "block-size", unit=1 << 10) or 1,
+            block_bytes=_block_bytes(block_size),
         )
+        if train_tokenizer:
+            inputs = inputs_of(task, lambda _: None)["train"]
+            ensure_trained(inputs, Path(task.tokenizer), vocab_size=train_tokenizer, key=key, tell=_say)
         with ConsoleProgress() as progress:
             manifest = prepare(task, progress)
         if manifest is None:
@@ -149,12 +156,15 @@ def make_tokenizer(
     """Train a sentencepiece tokenizer (byte pairs, every byte representable) on a sample of the sources."""
     with _errors():
         from simreg_megatron.data.indexed import DataError
+        from simreg_megatron.data.sources import find_inputs
+        from simreg_megatron.data.trained import ensure_trained
 
         if output.suffix != ".model":
             raise DataError(f"--output takes a name that ends in .model, not {output.name}")
         if output.exists():
             raise DataError(f"{output} already exists: give another --output, or remove it")
-        print(_trained(sources, output, vocab_size, key))
+        ensure_trained(find_inputs(sources), output, vocab_size=vocab_size, key=key, tell=_say)
+        print(output)
 
 
 @app.command()
@@ -200,40 +210,21 @@ def histogram(
     """Count the labels of a set: how much of the text the most frequent tokens are (the paper's Figure 2a)."""
     with _errors():
         from simreg_megatron.data.histogram import count_labels
+        from simreg_megatron.data.indexed import DataError
         from simreg_megatron.report.labels import draw_label_histogram
 
-        labels = count_labels(prefix, vocab_size=vocab_size or None)
         path = output or Path(f"{prefix}.histogram.json")
+        if path.suffix == ".png":
+            raise DataError(f"--output names the JSON, and {path} is the name of the plot beside it: end it in .json")
+        labels = count_labels(prefix, vocab_size=vocab_size or None)
         path.write_text(json.dumps(labels.as_dict(share)) + "\n")
         plot = draw_label_histogram(labels.counts, path.with_suffix(".png"), share=share, title=prefix.name)
         print(labels.sentence(share))
         print(f"{path}, {plot}")
 
 
-def _trained(sources: list[str], path: Path, vocab_size: int, key: str) -> Path:
-    from simreg_megatron.data.encoding import describe_tokenizer
-    from simreg_megatron.data.indexed import DataError
-    from simreg_megatron.data.sample import sample_texts
-    from simreg_megatron.data.sources import find_inputs
-    from simreg_megatron.data.tokenizer import train_tokenizer
-
-    if path.exists():  # of the same command before it was stopped
-        size = describe_tokenizer(str(path)).vocab_size
-        if size != vocab_size:
-            raise DataError(
-                f"{path} is there and has {size} pieces, not {vocab_size}: remove it, or use it: --tokenizer"
-            )
-        return path
-    print(f"> training a tokenizer of {vocab_size} pieces on a sample of the text", flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.writing")
-    try:
-        train_tokenizer(list(sample_texts(find_inputs(sources), key)), unfinished, vocab_size=vocab_size)
-    except RuntimeError as error:  # sentencepiece's own sentence stands at the end, after the line of its source
-        reason = str(error).rpartition("] ")[2].strip()
-        raise DataError(f"no tokenizer of {vocab_size} pieces could be trained on these sources: {reason}") from None
-    unfinished.replace(path)
-    return path
+def _say(sentence: str) -> None:
+    print(f"> {one_line(sentence)}", flush=True)
 
 
 def _summarize(manifest: dict[str, Any], out: Path) -> None:
@@ -259,16 +250,25 @@ def _summarize(manifest: dict[str, Any], out: Path) -> None:
 
 
 def _number(text: str, name: str, *, unit: int = 1000) -> int | None:
-    """20B, 500M, 4096 or 1_000_000."""
+    """20B, 1.5B, 4096, 1_000_000 or 1,000,000."""
     from simreg_megatron.data.indexed import DataError
 
     if not text:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGBT]?)", text.replace("_", "").replace(",", ""), re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,3}(?:,\d{3})+|[\d_]*\d(?:\.\d+)?)([KMGBT]?)", text, re.IGNORECASE)
     if found is None:
         raise DataError(f"--{name} takes a number such as 20B, 500M or 4096, not {text!r}")
     powers = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
-    return round(float(found[1]) * unit ** powers[found[2].upper()])
+    return round(float(found[1].replace(",", "").replace("_", "")) * unit ** powers[found[2].upper()])
+
+
+def _block_bytes(text: str) -> int:
+    from simreg_megatron.data.indexed import DataError
+
+    size = _number(text, "block-size", unit=1 << 10) or 0
+    if size < _SMALLEST_BLOCK:
+        raise DataError(f"--block-size takes 64K or more, not {text!r}: each part is a file")
+    return size
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from simreg_megatron.data.indexed import DataError
 
 _READ = 1 << 8  # zstandard gives at once all that its bytes stand for: 128 KiB for four of them, if those are zeros
 _BUFFER = 1 << 18
+_WINDOW = 1 << 31  # as of zstd --long=31; only what a file uses of it takes memory
 
 
 def decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -21,19 +22,19 @@ def decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
         DataError: the file is damaged or cut off.
     """
     open_frame = _gzip_frame if path.suffix == ".gz" else _zstd_frame(path)
-    frame, position = None, 0
+    frame, position, begun = None, 0, False
     with path.open("rb", buffering=_BUFFER) as stream:
         while data := stream.read(_READ):
             position += len(data)
-            while data:
-                frame = frame or open_frame()
+            while data := data if frame or not begun else data.lstrip(b"\0"):  # gzip files may be padded with zeros
+                frame, begun = frame or open_frame(), True
                 try:
                     yield frame.decompress(data), position
                 except Exception as error:  # zlib's and zstandard's own
                     raise DataError(f"{path} is damaged near byte {position} ({error}): copy it again") from None
-                data = frame.unused_data.lstrip(b"\0") if frame.eof else b""  # gzip files may be padded with zeros
+                data = frame.unused_data if frame.eof else b""
                 frame = None if frame.eof else frame
-    if frame is not None or position == 0:
+    if frame is not None or not begun:
         raise DataError(f"{path} ends too early, at byte {position}: it was cut off, copy it again")
 
 
@@ -46,4 +47,4 @@ def _zstd_frame(path: Path) -> Any:
         import zstandard
     except ImportError:
         raise DataError(f"{path} needs the zstandard library: pip install zstandard") from None
-    return zstandard.ZstdDecompressor().decompressobj
+    return zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.data.assemble import MANIFEST
-from simreg_megatron.data.check import vocabulary_of
+from simreg_megatron.data.check import manifest_of, vocabulary_of
 from simreg_megatron.data.encoding import MOST_IDS
 from simreg_megatron.data.indexed import DataError
-from simreg_megatron.data.settings import read_json
 from simreg_megatron.data.tokens import open_tokens
 
 if TYPE_CHECKING:
@@ -73,9 +72,10 @@ def count_labels(prefix: Path, *, vocab_size: int | None = None) -> LabelCounts:
     """
     import numpy as np
 
+    if vocab_size is not None and not 1 <= vocab_size <= MOST_IDS:
+        raise DataError(f"--vocab-size takes a number of token ids, from 1 to {MOST_IDS}, not {vocab_size}")
     tokens = open_tokens(prefix)
-    path = prefix.parent / MANIFEST
-    size = vocab_size or vocabulary_of(read_json(path) or {}, path)
+    size = vocab_size or vocabulary_of(manifest_of(Path(f"{prefix}.bin")) or {}, prefix.parent / MANIFEST)
     counts = np.zeros(size, dtype=np.int64)
     for start in range(0, len(tokens), _CHUNK):
         part = tokens[start : start + _CHUNK]

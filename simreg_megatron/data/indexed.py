@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ def _close_safely(stream: BinaryIO) -> None:
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A stream to write; the file is the old one or the new one, whenever the machine stops."""
-    unfinished = path.with_name(f"{path.name}.writing-{os.getpid()}")
+    unfinished = path.with_name(f"{path.name}.writing-{secrets.token_hex(8)}")  # numbers of processes repeat on nodes
     try:
         with unfinished.open("wb") as stream:
             yield stream

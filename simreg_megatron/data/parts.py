@@ -7,7 +7,9 @@ documents, in their order, and a header. It is written under another name, put o
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,11 +24,12 @@ if TYPE_CHECKING:
 SIDES = ("train", "valid")
 ARRAYS = tuple(f"{side}_{name}" for name in ("lengths", "tokens") for side in SIDES)
 _NAMED = 20  # broken records that a part names; the others it counts
+_OWN = re.compile(r"\d{6,}\.npz(\.writing-.*)?")
 
 
 @dataclass
 class PartHeader:
-    """What a part holds; the counts add up to the set's."""
+    """What a part holds, and the `fingerprint` of what made it; the counts add up to the set's."""
 
     is_last: bool
     weight: int
@@ -36,6 +39,7 @@ class PartHeader:
     empty: int = 0
     skipped: int = 0
     skipped_where: list[str] = field(default_factory=list)
+    made_with: str = ""
 
     def skip(self, reason: str) -> None:
         self.skipped += 1
@@ -55,14 +59,49 @@ class PartStore:
     def has(self, input: int, block: int) -> bool:
         return self.path(input, block).is_file()
 
-    def header(self, input: int, block: int) -> PartHeader:
-        return read_part(self.path(input, block), only_header=True)[0]
+    def header(self, input: int, block: int, made_with: str) -> PartHeader:
+        return self.read(input, block, made_with, only_header=True)[0]
+
+    def read(
+        self, input: int, block: int, made_with: str, *, only_header: bool = False
+    ) -> tuple[PartHeader, dict[str, np.ndarray]]:
+        """A part that these settings made.
+
+        Raises:
+            DataError: others did, or it is not whole.
+        """
+        header, arrays = read_part(self.path(input, block), only_header=only_header)
+        if header.made_with != made_with:
+            raise DataError(
+                f"{self.path(input, block)} was made of another source or with other settings than settings.json in "
+                f"{self.folder.parent} tells: remove it, and run its shard again with the settings of all others"
+            )
+        return header, arrays
 
     def known(self, input: int) -> Iterator[int]:
         """The numbers of the blocks of an input that are there."""
         folder = self.folder / f"{input:06d}"
         if folder.is_dir():
             yield from sorted(int(path.stem) for path in folder.glob("*.npz"))
+
+    def drop(self, input: int) -> None:
+        """Remove the parts of an input, and what a killed process left of others; nothing else that lies there."""
+        folder = self.folder / f"{input:06d}"
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if _OWN.fullmatch(path.name):
+                path.unlink()
+        remove_if_empty(folder)
+
+    def clear(self) -> None:
+        for folder in sorted(self.folder.glob("[0-9]*")):
+            if folder.name.isdecimal():
+                self.drop(int(folder.name))
+        remove_if_empty(self.folder)
+
+
+def remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def write_part(path: Path, header: PartHeader, arrays: dict[str, np.ndarray]) -> None:

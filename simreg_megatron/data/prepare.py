@@ -9,92 +9,26 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from simreg_megatron.data.assemble import MANIFEST, SETS, SETTINGS, assemble, remove_parts, store_of
+from simreg_megatron.data.assemble import SETS, assemble, store_of
+from simreg_megatron.data.begin import begin, is_done, settings_of
 from simreg_megatron.data.blocks import Block
 from simreg_megatron.data.budget import Reckoning
 from simreg_megatron.data.encoding import describe_tokenizer
 from simreg_megatron.data.indexed import DataError, explain
-from simreg_megatron.data.pairs import ENDINGS
-from simreg_megatron.data.parts import SIDES, PartHeader, PartStore
-from simreg_megatron.data.settings import FORMAT, read_json, refuse_anothers, refuse_other, section, write_json
-from simreg_megatron.data.sources import Input, find_inputs
-from simreg_megatron.data.work import BOS_POLICIES, ERROR_POLICIES, Recipe, start_worker, work
+from simreg_megatron.data.parts import PartHeader, PartStore
+from simreg_megatron.data.settings import fingerprint
+from simreg_megatron.data.sources import Input
+from simreg_megatron.data.task import Progress, Silent, Task, inputs_of
+from simreg_megatron.data.work import Recipe, start_worker, work
 
-BLOCK_BYTES = 32 << 20
+_PATIENCE = 60.0  # seconds for the settings: who holds them reads and writes a few lines
 _BUSY = "another process is preparing this data set in {}: wait for it, or stop it"
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is asked for.
-
-    Args:
-        sources: words as on the command line: files, folders, `hf:NAME[:CONFIGURATION]`, `c4`.
-        output: folder of the set.
-        tokenizer: a sentencepiece .model file, or a Hugging Face folder or name.
-        valid_sources: for the validation set alone; without them it is `valid_share` of the documents.
-        tokens, valid_tokens: the sets end with the document that reaches them; None takes all.
-        shard: (i, n): make only the parts of machine i of n, counted from 0.
-        block_bytes: about so much text a part.
-    """
-
-    sources: Sequence[str]
-    output: Path
-    tokenizer: str
-    valid_sources: Sequence[str] = ()
-    valid_share: float = 0.0
-    tokens: int | None = None
-    valid_tokens: int | None = None
-    key: str = "text"
-    bos: str = "none"
-    on_error: str = "stop"
-    workers: int = 1
-    shard: tuple[int, int] = (0, 1)
-    block_bytes: int = BLOCK_BYTES
-
-    def __post_init__(self) -> None:
-        for name, value, known in (("bos", self.bos, BOS_POLICIES), ("on-error", self.on_error, ERROR_POLICIES)):
-            if value not in known:
-                raise DataError(f"--{name} takes {' or '.join(known)}, not {value!r}")
-        if not 0 <= self.valid_share < 1:
-            raise DataError(f"--valid-share takes a share of the documents from 0 to below 1, not {self.valid_share}")
-        if self.valid_share and self.valid_sources:
-            raise DataError("--valid and --valid-share both make the validation set: give one")
-        index, count = self.shard
-        if not 0 <= index < count:
-            raise DataError(f"--shard takes i/n with i from 1 to n, not {index + 1}/{count}")
-        for name, number in (("workers", self.workers), ("tokens", self.tokens), ("valid-tokens", self.valid_tokens)):
-            if number is not None and number < 1:
-                raise DataError(f"--{name} takes a positive number, not {number}")
-        if self.valid_tokens and not self.valid_sources:
-            raise DataError("--valid-tokens goes with --valid: otherwise --valid-share sets the size of the set")
-
-    @property
-    def budget(self) -> dict[str, int | None]:
-        return {"train": self.tokens, "valid": self.valid_tokens}
-
-
-class Progress(Protocol):
-    """Told of what is there and what comes."""
-
-    def begin(self, name: str, reckoning: Reckoning) -> None: ...
-
-    def update(self) -> None: ...
-
-
-class _Silent:
-    def begin(self, name: str, reckoning: Reckoning) -> None:
-        pass
-
-    def update(self) -> None:
-        pass
 
 
 def prepare(task: Task, progress: Progress | None = None) -> dict[str, Any] | None:
@@ -112,7 +46,7 @@ def prepare(task: Task, progress: Progress | None = None) -> dict[str, Any] | No
         task.output.mkdir(parents=True, exist_ok=True)
         index, count = task.shard
         with FileLock(task.output / f".prepare-{index + 1}-of-{count}.lock", timeout=0):
-            return _prepare(task, progress or _Silent())
+            return _prepare(task, progress or Silent())
     except Timeout:
         raise DataError(_BUSY.format(task.output)) from None
     except OSError as error:
@@ -143,66 +77,41 @@ def merge(folder: Path, budget: dict[str, int | None] | None = None) -> dict[str
 
 
 def _prepare(task: Task, progress: Progress) -> dict[str, Any] | None:
+    from filelock import FileLock
+
     recipe = Recipe(describe_tokenizer(task.tokenizer), task.key, task.bos, task.valid_share, task.on_error)
     if task.bos == "document" and recipe.tokenizer.bos_id is None:
         raise DataError(f"--bos document: the tokenizer {task.tokenizer} has no begin-of-text token")
-    inputs = {"train": find_inputs(task.sources), "valid": find_inputs(task.valid_sources, split="validation")}
-    settings = _settings(task, recipe, inputs)
-    done = read_json(task.output / MANIFEST)
-    if done is not None:
-        own = section(done, "settings", task.output / MANIFEST)
-        refuse_other(_also_skipping(own, task), settings, task.output)
-        refuse_other(section(done, "budget", task.output / MANIFEST), task.budget, task.output)
-        remove_parts(task.output)
-        return done
-    begun = read_json(task.output / SETTINGS)
-    if begun is not None:
-        own = section(begun, "settings", task.output / SETTINGS)
-        refuse_other(_also_skipping(own, task), settings, task.output)
-    else:
-        refuse_anothers(task.output, (f"{side}{ending}" for side in SIDES for ending in ENDINGS))
-    (task.output / SETTINGS).parent.mkdir(exist_ok=True)
-    told = {"dtype": recipe.tokenizer.dtype, "tokenizer_name": recipe.tokenizer.name}
-    write_json(task.output / SETTINGS, {"settings": settings, "budget": task.budget, **told})
+    inputs = inputs_of(task, progress.tell)
+    settings = settings_of(task, recipe.tokenizer, inputs)
+    with FileLock(task.output / ".prepare-settings.lock", timeout=_PATIENCE):  # shards may start at the same moment
+        if is_done(task, settings):
+            return assemble(task.output)
+        begin(task, settings, recipe.tokenizer, progress)
     for source_set in SETS:
         if inputs[source_set]:
             side = recipe if source_set == "train" else Recipe(recipe.tokenizer, task.key, task.bos, 0.0, task.on_error)
-            _make_parts(task, source_set, side, inputs[source_set], progress)
+            made_with = [fingerprint(settings, source) for source in settings[f"{source_set}_sources"]]
+            _make_parts(task, source_set, side, inputs[source_set], made_with, progress)
     return assemble(task.output, budget=task.budget) if task.shard[1] == 1 else None
 
 
-def _settings(task: Task, recipe: Recipe, inputs: dict[str, list[Input]]) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "tokenizer": recipe.tokenizer.identity(),
-        "key": task.key,
-        "eos": "document",
-        "bos": task.bos,
-        "valid_share": task.valid_share,
-        "on_error": task.on_error,
-        "block_bytes": task.block_bytes,
-        **{f"{source_set}_sources": [one.identity() for one in inputs[source_set]] for source_set in SETS},
-    }
-
-
-def _also_skipping(found: dict[str, Any], task: Task) -> dict[str, Any]:
-    """Parts that were made without leaving anything out are what skipping would have made, too."""
-    return found | {"on_error": task.on_error} if found.get("on_error") == "stop" else found
-
-
-def _make_parts(task: Task, source_set: str, recipe: Recipe, inputs: list[Input], progress: Progress) -> None:
+def _make_parts(
+    task: Task, source_set: str, recipe: Recipe, inputs: list[Input], made_with: list[str], progress: Progress
+) -> None:
     """All parts of a set of sources that this machine owes and that are not there yet."""
     store = store_of(task.output, source_set)
     sizes = [one.size for one in inputs]
     reckoning = Reckoning(task.budget[source_set], sizes, shards=task.shard[1])
-    _count_what_is_there(store, len(inputs), reckoning)
+    _count_what_is_there(store, made_with, reckoning)
     progress.begin(source_set, reckoning)
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     with ProcessPoolExecutor(task.workers, mp_context=spawn, initializer=start_worker, initargs=(recipe,)) as pool:
         pending: dict[Future[PartHeader], tuple[int, Block]] = {}
         try:
             for number, block in _owed(task, inputs, store, reckoning):
-                pending[pool.submit(work, block, store.path(number, block.number))] = number, block
+                future = pool.submit(work, block, store.path(number, block.number), made_with[number])
+                pending[future] = number, block
                 while len(pending) > task.workers + 1:  # memory holds one block more than is worked on
                     _harvest(pending, reckoning, progress)
             while pending:
@@ -210,16 +119,24 @@ def _make_parts(task: Task, source_set: str, recipe: Recipe, inputs: list[Input]
         except BrokenProcessPool:
             raise DataError(
                 "a worker was killed, perhaps because memory ran out: give the same command again, with fewer "
-                "--workers; all complete parts are kept"
+                f"--workers; all complete parts are kept{_suspect([block for _, block in pending.values()])}"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _count_what_is_there(store: PartStore, num_inputs: int, reckoning: Reckoning) -> None:
-    for number in range(num_inputs):
+def _suspect(blocks: list[Block]) -> str:
+    places = " or ".join(block.where(0) for block in blocks[:4])
+    return places and (
+        f"; if this comes again, look from {places} on for one very long document, which takes about 25 times its "
+        "size in memory, and cut it up"
+    )
+
+
+def _count_what_is_there(store: PartStore, made_with: list[str], reckoning: Reckoning) -> None:
+    for number, fitting in enumerate(made_with):
         for block in store.known(number):
-            reckoning.add(number, block, store.header(number, block))
+            reckoning.add(number, block, store.header(number, block, fitting))
 
 
 def _owed(task: Task, inputs: list[Input], store: PartStore, reckoning: Reckoning) -> Iterator[tuple[int, Block]]:
@@ -245,11 +162,12 @@ def _harvest(pending: dict[Future[PartHeader], tuple[int, Block]], reckoning: Re
     done = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED).done
     failed = []
     for future in done:
-        number, block = pending.pop(future)
+        number, block = pending[future]
         if future.exception() is not None:
-            failed.append((number, block.number, future))
+            failed.append((number, block.number, future))  # and stays among the pending, to be named
         else:
             reckoning.add(number, block.number, future.result())
+            del pending[future]
     progress.update()
     if failed:
         min(failed, key=lambda one: one[:2])[2].result()

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from simreg_megatron.data.budget import Reckoning
+from simreg_megatron.sentences import one_line
 
 _SECONDS_BETWEEN_LINES = 30.0
 
@@ -43,6 +44,9 @@ class ConsoleProgress:
         self._tokens_before, self._share_before = reckoning.tokens, reckoning.share or 0.0
         if self._live is not None:
             self._task = self._live.add_task(name, total=1.0 if reckoning.share is not None else None, told="")
+
+    def tell(self, sentence: str) -> None:
+        self._console.print(f"> {one_line(sentence)}", soft_wrap=True, highlight=False, markup=False)
 
     def update(self, *, last: bool = False) -> None:
         if self._reckoning is None:

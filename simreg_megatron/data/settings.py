@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from simreg_megatron.data.indexed import DataError, whole_file
 
-FORMAT = 1
+FORMAT = 2
+OLDER = 1  # sources had no hash of their ends, and parts did not tell what made them
+SOURCES = ("train_sources", "valid_sources")
+ENDS = "ends_sha256"
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """The file is the old one or the new one, whenever the machine stops."""
     with whole_file(path) as stream:
-        stream.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        stream.write(text.encode("utf-8", "backslashreplace"))  # half a pair, of a name that is not UTF-8: as in JSON
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -58,11 +64,53 @@ def refuse_other(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Pa
     """
     for name in dict.fromkeys([*wanted, *found]):
         if found.get(name) != wanted.get(name):
-            before, now = _brief(found.get(name)), _brief(wanted.get(name))
+            before, now = map(_brief, _first_difference(found.get(name), wanted.get(name)))
             raise DataError(
                 f"{folder} was started with other settings ({name}: {before} then, {now} now): "
                 "give another --out, the old settings, or remove that folder to start from scratch"
             )
+
+
+def _first_difference(before: Any, now: Any) -> tuple[Any, Any]:
+    if not (isinstance(before, list) and isinstance(now, list)):
+        return before, now
+    pairs = (pair for pair in zip_longest(before, now) if pair[0] != pair[1])
+    return next(pairs, (before, now))
+
+
+def fingerprint(settings: Mapping[str, Any], source: Mapping[str, Any]) -> str:
+    """What a part depends on: its own source, and all settings but the sources and what is done at a broken line."""
+    own = {name: value for name, value in settings.items() if name not in (*SOURCES, "on_error")}
+    return hashlib.sha256(json.dumps([own, source], sort_keys=True).encode()).hexdigest()
+
+
+def changed_sources(before: Any, now: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """Which of the sources were changed under their names; None where they are others, or all of several changed."""
+    try:
+        if [one["name"] for one in before] != [one["name"] for one in now]:
+            return None
+    except (LookupError, TypeError):
+        return None
+    changed = [number for number, one in enumerate(now) if one != before[number]]
+    return None if 1 < len(changed) == len(now) else changed
+
+
+def as_then(settings: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as the version kept them whose settings were found."""
+    if found.get("format") != OLDER:
+        return dict(settings)
+    bare = {name: [{key: one[key] for key in one if key != ENDS} for one in settings[name]] for name in SOURCES}
+    return {**settings, "format": OLDER, **bare}
+
+
+def refuse_older(settings: Mapping[str, Any], parts: Path) -> None:
+    """Parts of an older version do not tell which settings made them.
+
+    Raises:
+        DataError: these settings are of one.
+    """
+    if settings.get("format") == OLDER:
+        raise DataError(f"an older version began {parts}, and nothing tells what made each: remove it, or name another")
 
 
 def refuse_anothers(folder: Path, names: Iterable[str]) -> None:

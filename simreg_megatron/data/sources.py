@@ -10,7 +10,6 @@ brings its text along.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,13 @@ from typing import Any, Protocol
 
 from simreg_megatron.data.blocks import Block, FilesBlock, LinesBlock, RowsBlock, TextsBlock, open_parquet
 from simreg_megatron.data.compressed import decompressed
+from simreg_megatron.data.folders import kind_of, walk
 from simreg_megatron.data.indexed import DataError
+from simreg_megatron.data.settings import ENDS
 
 HUB = "hf:"
 C4 = "c4"
-_LINES = (".jsonl", ".ndjson", ".json")
-_COMPRESSED = (".gz", ".zst")
+_END, _MOST_READ = 1 << 16, 64  # bytes at each end, and files of text, that tell a source from another
 _LINE, _RATIO = 8 << 20, 10  # a longer line may stand for so many times its bytes; English comes to 3 or 4
 _KINDS = "a .jsonl (also .jsonl.gz, .jsonl.zst), .parquet or .txt file, a folder of them, hf:NAME, or c4"
 
@@ -43,6 +43,9 @@ class Input(Protocol):
     @property
     def shared(self) -> bool: ...  # whether several nodes can take blocks of it in turn
 
+    @property
+    def files(self) -> tuple[Path, ...]: ...
+
     def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]: ...
 
     def identity(self) -> dict[str, Any]: ...
@@ -50,14 +53,29 @@ class Input(Protocol):
 
 @dataclass(frozen=True)
 class _OneFile:
-    """A file of many documents, known again by its name and size."""
+    """A file of many documents, known again by its name, its size and its ends."""
 
     path: Path
     name: str
     size: int
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path,)
+
     def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "bytes": self.size}
+        return {"name": self.name, "bytes": self.size, ENDS: _hash_of_ends(self.files)}
+
+
+def _hash_of_ends(paths: Iterable[Path]) -> str:
+    """Of the first and the last 64 KiB of each file: cheap, and another file has others."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as stream:
+            digest.update(stream.read(_END))
+            stream.seek(max(stream.tell(), path.stat().st_size - _END))
+            digest.update(stream.read(_END))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -128,6 +146,10 @@ class TextFiles:
     shared = True
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        return self.paths
+
+    @property
     def name(self) -> str:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
 
@@ -149,7 +171,9 @@ class TextFiles:
     def identity(self) -> dict[str, Any]:
         listing = "\n".join(f"{size} {name}" for name, size in zip(self.names, self.sizes, strict=True))
         digest = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
-        return {"name": self.name, "files": len(self.paths), "bytes": self.size, "listing_sha256": digest}
+        some = self.paths[:: -(-len(self.paths) // _MOST_READ)]
+        facts = {"name": self.name, "files": len(self.paths), "bytes": self.size, "listing_sha256": digest}
+        return facts | {ENDS: _hash_of_ends(some)}
 
 
 @dataclass(frozen=True)
@@ -162,6 +186,7 @@ class HubFile:
     count: int
     size = 1
     shared = False
+    files = ()
 
     @property
     def name(self) -> str:
@@ -217,8 +242,15 @@ def open_hub(source: str, split: str) -> Any:
         ) from None
 
 
-def find_inputs(sources: Sequence[str], *, split: str = "train") -> list[Input]:
+def find_inputs(
+    sources: Sequence[str], *, split: str = "train", leave_out: Callable[[Path], bool] = lambda _: False
+) -> list[Input]:
     """The inputs behind the words of a command line, in their order; a folder's files in the order of their names.
+
+    Args:
+        sources: the words.
+        split: of data sets of the Hub.
+        leave_out: asked of each file that would be read.
 
     Raises:
         DataError: a source is not there, or nothing in it can be read.
@@ -232,41 +264,23 @@ def find_inputs(sources: Sequence[str], *, split: str = "train") -> list[Input]:
             inputs += [HubFile(source, split, index, count) for index in range(count)]
             continue
         path = Path(source)
-        if path.is_dir():
-            inputs += _group(_walk(path), root=path, source=source)
-        elif path.is_file():
-            inputs += _group([path], root=path.parent, source=source)
-        else:
+        if not path.is_dir() and not path.is_file():
             raise DataError(f"there is no {source}: give {_KINDS}")
+        root = path if path.is_dir() else path.parent
+        found = walk(path) if path.is_dir() else [path] if kind_of(path) else []
+        if not found:
+            named = "; .json files are read only if you name them" if root == path and any(root.rglob("*.json")) else ""
+            raise DataError(f"{source} holds nothing that can be read: give {_KINDS}{named}")
+        kept = [one for one in found if not leave_out(one)]
+        if not kept:
+            raise DataError(
+                f"all of {source} is given as --valid as well, so it adds no text to train on: leave it out"
+            )
+        inputs += _group(kept, root=root)
     return inputs
 
 
-def _walk(folder: Path) -> list[Path]:
-    """Files that hold text; a plain .json in a folder mostly describes others, so it counts only when named itself."""
-    found = []
-    for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(Path(root), name)]
-        found += [Path(root, name) for name in names if not name.startswith(".") and not name.endswith(".json")]
-    return sorted((path for path in found if _kind(path)), key=lambda path: path.relative_to(folder).parts)
-
-
-def _leads_back(folder: Path, name: str) -> bool:
-    """Whether a link goes to a folder that it lies in: every file there would be read dozens of times."""
-    return folder.resolve().is_relative_to((folder / name).resolve())
-
-
-def _raise(error: OSError) -> None:
-    raise error  # else a folder that may not be read would be an empty one
-
-
-def _kind(path: Path) -> str:
-    base = path.name[: -len(path.suffix)] if path.suffix in _COMPRESSED else path.name
-    if base.endswith(_LINES):
-        return "compressed" if path.suffix in _COMPRESSED else "lines"
-    return {".parquet": "parquet", ".txt": "text"}.get(path.suffix, "")
-
-
-def _group(paths: Iterable[Path], *, root: Path, source: str) -> list[Input]:
+def _group(paths: Iterable[Path], *, root: Path) -> list[Input]:
     inputs: list[Input] = []
     texts: list[tuple[Path, str, int]] = []
 
@@ -281,14 +295,11 @@ def _group(paths: Iterable[Path], *, root: Path, source: str) -> list[Input]:
         "parquet": Parquet,
     }
     for path in paths:
-        kind, name, size = _kind(path), path.relative_to(root).as_posix(), path.stat().st_size
+        kind, name, size = kind_of(path), path.relative_to(root).as_posix(), path.stat().st_size
         if kind == "text":
             texts.append((path, name, size))
-        elif kind:
+        else:
             close_texts()
             inputs.append(makers[kind](path, name, size))
     close_texts()
-    if not inputs:
-        named = "; .json files are read only if you name them" if any(root.rglob("*.json")) else ""
-        raise DataError(f"{source} holds nothing that can be read: give {_KINDS}{named}")
     return inputs

@@ -8,12 +8,17 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from simreg_megatron.data.indexed import DataError
+
 _SAMPLE_CHARACTERS = 3_000_000  # enough for a small vocabulary, and seconds instead of minutes
 
 
 def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int) -> None:
     """Write a byte-pair model to `output`: ids 0 unknown, 1 begin, 2 end; bytes stand in for what is not learned."""
-    import sentencepiece
+    try:
+        import sentencepiece
+    except ImportError:
+        raise DataError("sentencepiece is needed to train a tokenizer: pip install sentencepiece") from None
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

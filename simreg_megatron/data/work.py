@@ -51,15 +51,15 @@ def start_worker(recipe: Recipe) -> None:
     _worker = recipe, Encoder(recipe.tokenizer)
 
 
-def work(block: Block, path: Path) -> PartHeader:
-    """Make the part of a block.
+def work(block: Block, path: Path, made_with: str) -> PartHeader:
+    """Make the part of a block, and note in it what it was made with.
 
     Raises:
         DataError: a record is broken and the recipe says stop.
     """
     assert _worker is not None
     recipe, encoder = _worker
-    part = _Part(recipe, PartHeader(block.is_last, block.weight))
+    part = _Part(recipe, PartHeader(block.is_last, block.weight, made_with=made_with))
     for texts in _batches(_good_texts(block, recipe, part.header)):
         for text, ids in zip(texts, encoder.encode(texts), strict=True):
             part.add(text, ids)
@@ -109,15 +109,15 @@ def _good_texts(block: Block, recipe: Recipe, header: PartHeader) -> Iterator[st
             try:
                 text.encode()
             except UnicodeEncodeError:
-                problem = "half of a surrogate pair, which is no text"
+                problem = "bytes that are not UTF-8, or half of a surrogate pair, which is no text"
         if not problem:
             yield text
         elif recipe.on_error == "skip":
             header.skip(f"{block.where(index)}: {problem}")
         else:
             raise DataError(
-                f"{block.where(index)}: {problem}; fix it and give the same command again, or add "
-                "--on-error skip, which leaves such records out and counts them; finished work is kept"
+                f"{block.where(index)}: {problem}; fix it and give the same command again (finished work on other "
+                "files is kept), or add --on-error skip, which leaves such records out and counts them"
             )
 
 

@@ -29,13 +29,6 @@ _PLAN = {
     "arms": {"plain": {}, "simreg": {"flags": {"simreg-lambda": 1}}},
     "claims": [{"says": "SimReg ends lower", "arm": "simreg", "than": "plain"}],
 }  # fmt: skip
-_SETTINGS = {
-    "settings": {
-        "format": 1, "tokenizer": {"vocab_size": 9, "eos_id": 2, "bos_id": None, "sha256": "0"},
-        "train_sources": [{"name": "a"}], "valid_sources": [],
-    },
-    "budget": {"train": None, "valid": None}, "dtype": "uint16", "tokenizer_name": "tokenizer.model",
-}  # fmt: skip
 
 
 def main() -> None:
@@ -88,10 +81,11 @@ def _sets(folder: Path, keep: _Keep) -> None:
     data.write_pair(folder / "train")
     keep("index", (folder / "train.idx").read_bytes())
     files = {f"train{ending}": {"bytes": (folder / f"train{ending}").stat().st_size} for ending in (".bin", ".idx")}
-    manifest = {"format": 1, "tokens": {"train": 5, "valid": 0}, "vocab_size": 9, "tokenizer_sha256": "0"}
-    manifest |= {"files": files, "settings": _SETTINGS["settings"], "budget": _SETTINGS["budget"]}
+    manifest = {"format": 2, "tokens": {"train": 5, "valid": 0}, "vocab_size": 9, "tokenizer_sha256": "0"}
+    manifest |= {"files": files, "settings": data.KEPT["settings"], "budget": data.KEPT["budget"]}
+    manifest |= {"documents": {"train": 3, "valid": 0}}
     keep("manifest", json.dumps(manifest).encode())
-    keep("settings", json.dumps(_SETTINGS).encode())
+    keep("settings", json.dumps(data.KEPT).encode())
     data.write_one_part(store_of(folder, "train").path(0, 0))
     keep("part", store_of(folder, "train").path(0, 0).read_bytes())
 

@@ -377,11 +377,12 @@ def test_killed_at_every_rename(folder: Path, tokenizer: Path, whole: Path, tmp_
 
 
 def test_killed_at_random_moments(folder: Path, tokenizer: Path, whole: Path, tmp_path: Path) -> None:
-    """kill -9 of the command alone: its workers must go with it, and the last run ends with the same bytes."""
-    command = [
-        *(sys.executable, "-m", "simreg_megatron.cli", "data", "prepare", str(folder), "--out", str(tmp_path)),
-        *("--tokenizer", str(tokenizer), "--valid-share", "0.1", "--workers", "2", "--block-size", str(BLOCK)),
-    ]
+    """kill -9 of the program alone: its workers must go with it, and the last run ends with the same bytes."""
+    task = Task([str(folder)], tmp_path, str(tokenizer), valid_share=0.1, workers=2, block_bytes=BLOCK)
+    program = (
+        f"from pathlib import PosixPath\nfrom simreg_megatron.data.prepare import Task, prepare\nprepare({task!r})"
+    )
+    command = [sys.executable, "-c", program]
     random, quiet = np.random.default_rng(7), subprocess.DEVNULL
     seen = set()
     for _ in range(3):
@@ -497,7 +498,7 @@ def test_a_broken_line_is_named(line: bytes, reason: str, tokenizer: Path, tmp_p
 
 
 def test_a_mended_line_goes_on(tokenizer: Path, tmp_path: Path, here: None) -> None:
-    """The parts before the broken line are kept; a file of another size is another source."""
+    """The file alone is read again; once the set is finished, a file of another size is another source."""
     text = lines(TEXTS[:90])
     broken = bytearray(text)
     broken[len(text) - 2] = ord("{")
@@ -506,7 +507,7 @@ def test_a_mended_line_goes_on(tokenizer: Path, tmp_path: Path, here: None) -> N
         make(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=tokenizer)
     kept = list((tmp_path / "out").glob("parts/*/*/*.npz"))
     assert kept
-    (tmp_path / "a.jsonl").write_bytes(text)  # mended in its place, the size is the same
+    (tmp_path / "a.jsonl").write_bytes(text)
     manifest = make(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=tokenizer)
     assert manifest is not None and manifest["documents"]["train"] == 90
     (tmp_path / "a.jsonl").write_bytes(text + lines(["more"]))
@@ -605,7 +606,12 @@ def test_the_command_trains_a_tokenizer_and_prepares(folder: Path, tmp_path: Pat
     assert "7 empty documents kept" in done.stdout
     assert check_dataset(tmp_path / "set" / "train", tokenizer=tmp_path / "set" / "tokenizer.model") == []
     for words, sentence in (
-        (("--train-tokenizer", "401"), "has 400 pieces"),
+        (
+            ("--train-tokenizer", "401"),
+            "it was trained with other vocab_size, 400: remove it, or use it by --tokenizer",
+        ),
+        (("--train-tokenizer", "400", "--key", "id"), "it was trained with other key, text: remove it"),
+        (("--train-tokenizer", "401", "--bos", "always"), "--bos takes none or document"),
         ((), "give --tokenizer"),
         (("--tokenizer", "x.model", "--tokens", "many"), "--tokens takes a number such as 20B"),
         (("--tokenizer", "x.model"), "the tokenizer x.model does not exist"),

@@ -255,9 +255,9 @@ def test_words_in_the_place_of_others(command: str, sentence: str, ask: Ask, pla
 
 def test_skipping_goes_on_with_what_is_done(ask: Ask, place: Path) -> None:
     """The refusal of a broken line names a way out, and that way must be open."""
-    (place / "broken.jsonl").write_bytes(lines(TEXTS[:40]) + b"{\n" + lines(TEXTS[40:50]))
+    (place / "broken.jsonl").write_bytes(lines(TEXTS * 4) + b"{\n" + lines(TEXTS[40:50]))  # more than one part
     words = (
-        "data prepare broken.jsonl --tokenizer data/mine/tokenizer.model --out data/broken --workers 1 --block-size 1K"
+        "data prepare broken.jsonl --tokenizer data/mine/tokenizer.model --out data/broken --workers 1 --block-size 64K"
     )
     status, line = ask(f"simreg-megatron {words}")
     assert status == 2 and "or add --on-error skip" in line, line

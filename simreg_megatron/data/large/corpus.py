@@ -30,9 +30,10 @@ from simreg_megatron.data.large.pages import SIDES, make_pages
 from simreg_megatron.data.large.prose import Block
 from simreg_megatron.data.large.readers import read_page
 from simreg_megatron.data.large.recipe import PACKAGES
-from simreg_megatron.data.prepare import Task, prepare
+from simreg_megatron.data.prepare import prepare
 from simreg_megatron.data.progress import ConsoleProgress
 from simreg_megatron.data.settings import read_json, refuse_anothers, refuse_changed, write_json
+from simreg_megatron.data.task import Task
 from simreg_megatron.data.tokenizer import train_tokenizer
 
 FORMAT = 1  # of the readers and rules: another one makes other bytes of the same packages

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +16,19 @@ from simreg_megatron.data.histogram import count_labels
 from simreg_megatron.data.indexed import DataError, PairWriter
 from simreg_megatron.data.pairs import explain_missing
 from simreg_megatron.data.parts import PartHeader, read_part, write_part
+from simreg_megatron.data.settings import fingerprint
 from simreg_megatron.data.sources import find_inputs
 from simreg_megatron.data.tokens import document_lengths
 from tests.fuzz.target import Target
 
 BLOCK = 1 << 14  # bytes of text in one block
+KEPT: dict[str, Any] = {
+    "settings": {
+        "format": 2, "tokenizer": {"vocab_size": 9, "eos_id": 2, "bos_id": None, "sha256": "0"},
+        "train_sources": [{"name": "a"}], "valid_sources": [],
+    },
+    "budget": {"train": None, "valid": None}, "dtype": "uint16", "tokenizer_name": "tokenizer.model",
+}  # fmt: skip
 _LENGTHS = np.array([3, 0, 2], np.int32)
 _TOKENS = np.arange(5, dtype=np.uint16)
 
@@ -31,7 +40,9 @@ def write_pair(prefix: Path) -> None:
 
 
 def write_one_part(path: Path) -> None:
-    header = PartHeader(is_last=True, weight=10, documents={"train": 3, "valid": 0}, tokens={"train": 5, "valid": 0})
+    made_with = fingerprint(KEPT["settings"], KEPT["settings"]["train_sources"][0])
+    counts = {"documents": {"train": 3, "valid": 0}, "tokens": {"train": 5, "valid": 0}}
+    header = PartHeader(is_last=True, weight=10, made_with=made_with, **counts)
     none = np.zeros(0, np.uint16)
     arrays = {"train_lengths": _LENGTHS, "train_tokens": _TOKENS}
     write_part(path, header, arrays | {"valid_lengths": none.astype(np.int32), "valid_tokens": none})
