@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 
 from simreg_megatron.evaluation.errors import EvaluationError
-from simreg_megatron.sentences import one_line
 
 
 def register(app: typer.Typer) -> None:
@@ -218,6 +217,7 @@ def _one_sentence() -> Iterator[None]:
     try:
         yield
     except (EvaluationError, OSError) as error:
-        told = "" if isinstance(error, EvaluationError) else ": see that it is there, and can be read and written"
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {one_line(error)}{told}", markup=False)
+        if isinstance(error, OSError):
+            error = EvaluationError(f"{error}: see that it is there, and can be read and written")
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
         raise typer.Exit(2) from None

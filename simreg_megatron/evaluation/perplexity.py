@@ -59,7 +59,7 @@ def refuse_unfit(
     from transformers import AutoConfig
 
     _count_windows(prefix, len(open_tokens(prefix)), seq_length, max_tokens)
-    width = AutoConfig.from_pretrained(model).hidden_size
+    width = AutoConfig.from_pretrained(model).hidden_size if features else 0
     if not all(0 < number <= width for number in features):
         raise EvaluationError(f"--features: the model has {width} features, so give numbers from 1 to {width}")
     return _told_of_tokenizer(model, prefix)
