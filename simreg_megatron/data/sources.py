@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 from simreg_megatron.data.blocks import Block, FilesBlock, LinesBlock, RowsBlock, TextsBlock, open_parquet
 from simreg_megatron.data.compressed import decompressed
-from simreg_megatron.data.folders import kind_of, walk
+from simreg_megatron.data.folders import hash_of_ends, kind_of, walk
 from simreg_megatron.data.indexed import DataError
 from simreg_megatron.data.settings import ENDS
 
 HUB = "hf:"
 C4 = "c4"
-_END, _MOST_READ = 1 << 16, 64  # bytes at each end, and files of text, that tell a source from another
+_MOST_READ = 64  # files of text whose ends tell a source from another
 _LINE, _RATIO = 8 << 20, 10  # a longer line may stand for so many times its bytes; English comes to 3 or 4
 _KINDS = "a .jsonl (also .jsonl.gz, .jsonl.zst), .parquet or .txt file, a folder of them, hf:NAME, or c4"
 
@@ -64,18 +64,7 @@ class _OneFile:
         return (self.path,)
 
     def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "bytes": self.size, ENDS: _hash_of_ends(self.files)}
-
-
-def _hash_of_ends(paths: Iterable[Path]) -> str:
-    """Of the first and the last 64 KiB of each file: cheap, and another file has others."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as stream:
-            digest.update(stream.read(_END))
-            stream.seek(max(stream.tell(), path.stat().st_size - _END))
-            digest.update(stream.read(_END))
-    return digest.hexdigest()
+        return {"name": self.name, "bytes": self.size, ENDS: hash_of_ends(self.files)}
 
 
 @dataclass(frozen=True)
@@ -173,7 +162,7 @@ class TextFiles:
         digest = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
         some = self.paths[:: -(-len(self.paths) // _MOST_READ)]
         facts = {"name": self.name, "files": len(self.paths), "bytes": self.size, "listing_sha256": digest}
-        return facts | {ENDS: _hash_of_ends(some)}
+        return facts | {ENDS: hash_of_ends(some)}
 
 
 @dataclass(frozen=True)
