@@ -54,7 +54,7 @@ def demo() -> Iterator[Step]:
 
 
 def flag_in_a_job(tree: Path) -> Iterator[Step]:
-    """Look, run plain, run with lambda 0, run with lambda 10."""
+    """Look, run without the plugin, run with lambda 0, run with lambda 10."""
     walk = "the flag in a job"
     script = tree / "pretrain_gpt.py"
     _, seconds = run([str(BIN / "simreg-megatron"), "doctor", "--script", str(script)], shows="SimReg can be installed")
@@ -62,16 +62,16 @@ def flag_in_a_job(tree: Path) -> Iterator[Step]:
     corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
     data = ["--data-path", str(corpus.train_prefix), "--split", "99,1,0", "--tokenizer-type", "SentencePieceTokenizer"]
     data += ["--tokenizer-model", str(corpus.tokenizer_model)]
-    start = [str(BIN / "torchrun"), "--nproc-per-node", "1", "-m", "simreg_megatron", "pretrain_gpt.py", *MODEL, *data]
+    start = [str(BIN / "torchrun"), "--nproc-per-node", "1", "-m", "simreg_megatron"]
     losses = []
-    for flags, shows in (
-        ([], "lm loss"),
-        (["--simreg-lambda", "0"], "lm loss"),
-        (["--simreg-lambda", "10"], "simreg loss"),
+    for before, flags, shows in (
+        (["--plain"], [], "lm loss"),
+        ([], ["--simreg-lambda", "0"], "lm loss"),
+        ([], ["--simreg-lambda", "10"], "simreg loss"),
     ):
-        said, seconds = run([*start, *flags], cwd=tree, shows=shows)
+        said, seconds = run([*start, *before, "pretrain_gpt.py", *MODEL, *data, *flags], cwd=tree, shows=shows)
         losses.append(said.rpartition("| lm loss: ")[2].partition(" ")[0])
-        yield walk, f"20 steps {' '.join(flags) or 'as they were'}", seconds
+        yield walk, f"20 steps {' '.join(flags) or 'without the plugin'}", seconds
     if losses[0] != losses[1] or losses[1] == losses[2]:
         raise SystemExit(f"the last losses plain, with lambda 0 and with lambda 10 are {losses}")
 

@@ -40,6 +40,7 @@ class AdaGC:
         warmup_iters: steps of the warm-up.
         variant: "clipped" as above; "raw": during the warm-up gamma follows the norm before clipping; "global": one
             average, of the global norm, for all parameters.
+        apart: bool [N], parameters that have a global norm of their own in the warm-up.
 
     Source: Wang et al., AdaGC, arXiv 2502.11034; eps and the warm-up's constants are those of the authors' public
     Megatron patch. That a parameter without a gradient keeps its gamma is our choice: a minimum of 0 would freeze it.
@@ -54,10 +55,11 @@ class AdaGC:
         beta: float = 0.99,
         warmup_iters: int = 100,
         variant: str = "clipped",
+        apart: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.lambda_rel, self.lambda_abs, self.beta = lambda_rel, lambda_abs, beta
-        self.warmup_iters, self.variant = warmup_iters, variant
+        self.warmup_iters, self.variant, self._apart = warmup_iters, variant, apart
         self.steps = 0
         self.gammas = torch.full((1 if variant == "global" else num_parameters,), _UNSEEN, device=device)
 
@@ -70,17 +72,26 @@ class AdaGC:
         global_norm = squares.sum().sqrt().to(self.gammas)
         own = global_norm.view(1) if self.variant == "global" else norms
         self.steps += 1
-        update = self._warm_up if self.steps <= self.warmup_iters else self._follow
-        coefficients, gammas = update(own, global_norm)
+        if self.steps <= self.warmup_iters:
+            coefficients, gammas = self._warm_up(own, self._global_norms(squares))
+        else:
+            coefficients, gammas = self._follow(own)
         self.gammas = torch.where((own > 0) & global_norm.isfinite(), gammas, self.gammas)
         return Clipped(coefficients.expand(norms.shape), global_norm)
 
-    def _warm_up(self, norms: Tensor, global_norm: Tensor) -> tuple[Tensor, Tensor]:
-        coefficient = (self.lambda_abs / (global_norm + _EPS)).clamp(max=1.0)
+    def _global_norms(self, squares: Tensor) -> Tensor:
+        """The global norm that each parameter is clipped by: 0-d, or [N]."""
+        if self._apart is None:
+            return squares.sum().sqrt().to(self.gammas)
+        theirs, others = (torch.where(some, squares, 0.0).sum() for some in (self._apart, ~self._apart))
+        return torch.where(self._apart, theirs, others).sqrt().to(self.gammas)
+
+    def _warm_up(self, norms: Tensor, global_norms: Tensor) -> tuple[Tensor, Tensor]:
+        coefficient = (self.lambda_abs / (global_norms + _EPS)).clamp(max=1.0)
         followed = norms if self.variant == "raw" else coefficient * norms
         return coefficient.expand(norms.shape), torch.minimum(self.gammas, followed)
 
-    def _follow(self, norms: Tensor, global_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def _follow(self, norms: Tensor) -> tuple[Tensor, Tensor]:
         limits = self.lambda_rel * torch.where(self.gammas.isinf(), norms, self.gammas)
         coefficients = torch.where(norms > limits, limits / (norms + _EPS), 1.0)
         gammas = torch.where(self.gammas.isinf(), norms, self.gammas)

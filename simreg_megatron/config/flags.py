@@ -65,7 +65,7 @@ OF_SIMREG = (
     Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
           "off and no longer computed (default never)"),
     Flag("--simreg-every", "every", int, "compute the term only in every K-th step, with K times the weight: not the "
-          "same objective, but equal in expectation (default 1)"),
+          "same objective, but equal in expectation where no gradient is clipped (default 1)"),
     Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
           "auto, the fastest that fits)"),
     Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's values in the log, a multiple of "
@@ -98,6 +98,13 @@ def refuse_idle_flags(args: Any, config: SimRegConfig) -> None:
             f"{', '.join(idle)} has no effect while --simreg-lambda is 0: "
             "give a lambda, or --simreg-objective none to measure without training on it"
         )
+
+
+def refuse_idle_adagc(args: Any) -> None:
+    """Raise ValueError for settings of AdaGC where it is off."""
+    idle = [flag.name for flag in OF_ADAGC if getattr(args, flag.dest, None) is not None]
+    if idle and not getattr(args, "adagc", None):
+        raise ValueError(f"{', '.join(idle)} has no effect without --adagc: add it, or drop them")
 
 
 def refuse_idle_settings(config: SimRegConfig) -> None:

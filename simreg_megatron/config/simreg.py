@@ -60,7 +60,7 @@ class SimRegConfig:
         off_after: share of the training after which the term is off and no longer computed; None is never. A
             lambda_schedule then ends there.
         every: the term is computed only in steps whose number (from 0) is a multiple of this, with the weight times
-            this: not the same objective, but equal in expectation.
+            this: not the same objective, but equal in expectation where no gradient is clipped.
         impl: which implementation computes the loss.
         log_interval: iterations between SimReg's log values; None is Megatron's own interval.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +121,8 @@ def _replace_random_state(torch: Any) -> None:
         module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
         module.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # torch.manual_seed itself calls these two: they must not call it back.
-    cuda.manual_seed, cuda.manual_seed_all = _constant(None), _constant(None)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) if _ranks_cut_weights() else None
+    cuda.manual_seed_all = _constant(None)
     cuda._lazy_call = lambda function, *args, **kwargs: function()
 
     class Generators(dict):
@@ -129,6 +131,18 @@ def _replace_random_state(torch: Any) -> None:
 
     cuda.default_generators = Generators()
     _give_loaders_a_generator(torch)
+
+
+def _ranks_cut_weights() -> bool:
+    """Ranks with other pieces of a weight, or other experts, seed by their number, so as not to draw the same for them.
+
+    Elsewhere one stream of numbers serves for both generators.
+    """
+    groups = sys.modules.get("megatron.core.parallel_state")
+    if groups is None or not groups.model_parallel_is_initialized():
+        return False
+    sizes = groups.get_tensor_model_parallel_world_size(), groups.get_expert_model_parallel_world_size()
+    return max(sizes) > 1
 
 
 def _give_loaders_a_generator(torch: Any) -> None:

@@ -9,7 +9,15 @@ import re
 from typing import Any, NoReturn
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import OF_ADAGC, OF_SIMREG, Flag, adagc_from_args, config_from_args, refuse_idle_flags
+from simreg_megatron.config.flags import (
+    OF_ADAGC,
+    OF_SIMREG,
+    Flag,
+    adagc_from_args,
+    config_from_args,
+    refuse_idle_adagc,
+    refuse_idle_flags,
+)
 from simreg_megatron.config.spelling import in_our_words, refuse_unknown
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.sentences import one_line
@@ -109,8 +117,8 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
         raise ValueError(
             f"--simreg-impl {namespace.simreg_impl} needs a GPU, and this run is on the CPU: leave the flag out"
         )
-    if adagc_from_args(namespace) is None and of_adagc:
-        raise ValueError(f"{', '.join(of_adagc)} has no effect without --adagc: add it, or drop them")
+    refuse_idle_adagc(namespace)
+    adagc_from_args(namespace)
     config = config_from_args(namespace)
     _refuse_layers(config, getattr(namespace, "num_layers", None))
     refuse_idle_flags(namespace, config)

@@ -44,8 +44,9 @@ class InnerStates:
         finally:
             for handle in handles:
                 handle.remove()
-        for number in held_layers(self.config, decoder)[-1:]:
-            caught.setdefault(number, output[0] if isinstance(output, tuple) else output)  # nothing follows it here
+        last = decoder.layers[-1].layer_number if len(decoder.layers) else None
+        if last in held_layers(self.config, decoder):  # nothing follows it here
+            caught.setdefault(last, output[0] if isinstance(output, tuple) else output)
         self._caught[decoder] = caught
         return output
 

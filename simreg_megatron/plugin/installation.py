@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.config.flags import config_from_args, refuse_idle_flags
+from simreg_megatron.config.flags import config_from_args, refuse_idle_adagc, refuse_idle_flags
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.regularizer import Regularizer
@@ -117,4 +117,5 @@ def _config_of_megatron() -> SimRegConfig:
     args = compat.arguments()
     config = config_from_args(args)
     refuse_idle_flags(args, config)  # those of a YAML file have met no parser of ours
+    refuse_idle_adagc(args)
     return config

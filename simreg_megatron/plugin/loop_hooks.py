@@ -55,6 +55,11 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
             here.clipping = None
         if here.clipping is not None:
             here.clipping.attach(optimizer, models)
+            if (every := regularizer.config.every) > 1:
+                warn(
+                    f"AdaGC's averages follow the steps without SimReg, so with --simreg-every {every} it clips most "
+                    "of the term away in the steps with it: drop one of the two"
+                )
         return built
 
     return checked

@@ -40,14 +40,14 @@ def evaluation() -> None:
 
 def adagc() -> None:
     """Write what AdaGC did in every step to RECORD_OUT/adagc<rank>.pt: its coefficients and averages, by name."""
-    from simreg_megatron.plugin.clip.clipping import Clipping
+    from simreg_megatron.plugin.clip.clipping import Clipped, Clipping
 
     steps: list[dict[str, Any]] = []
     clip = Clipping.clip
 
-    def watched(self: Clipping) -> None:
+    def watched(self: Clipping) -> Clipped:
         given = [None if held.tensor.grad is None else held.tensor.grad.clone() for held in self._held]
-        clip(self)
+        done = clip(self)
         found = {
             self._names[held.slot]: (held.tensor.grad.norm() / before.norm()).item()
             for held, before in zip(self._held, given, strict=True)
@@ -55,6 +55,7 @@ def adagc() -> None:
         }
         steps.append({"coefficients": found, "state": self.state_dict()})
         torch.save(steps, Path(os.environ["RECORD_OUT"]) / f"adagc{os.environ['RANK']}.pt")
+        return done
 
     Clipping.clip = watched
 
@@ -169,17 +170,17 @@ def adagc_and_loadable_shards() -> None:
 
 def adagc_spike() -> None:
     """As `adagc`, but the gradient of one parameter is 1000 times as large in the sixth step."""
-    from simreg_megatron.plugin.clip.clipping import Clipping
+    from simreg_megatron.plugin.clip.clipping import Clipped, Clipping
 
     adagc()
     watched, calls = Clipping.clip, []
 
-    def spiked(self: Clipping) -> None:
+    def spiked(self: Clipping) -> Clipped:
         calls.append(None)
         for held in self._held if len(calls) == 6 else ():
             if self._names[held.slot] == SPIKED and held.tensor.grad is not None:
                 held.tensor.grad.mul_(1000.0)
-        watched(self)
+        return watched(self)
 
     Clipping.clip = spiked
 

@@ -148,6 +148,9 @@ def test_settings_of_a_yaml_file_without_a_lambda_are_refused(monkeypatch: pytes
     monkeypatch.setattr(installation.compat, "arguments", lambda: argparse.Namespace(simreg_objective="creg"))
     with pytest.raises(ValueError, match="--simreg-objective has no effect while --simreg-lambda is 0"):
         installation.Installation(None, lambda _: ()).regularizer()
+    monkeypatch.setattr(installation.compat, "arguments", lambda: argparse.Namespace(adagc_beta=0.9))
+    with pytest.raises(ValueError, match="--adagc-beta has no effect without --adagc"):
+        installation.Installation(None, lambda _: ()).regularizer()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.clip import clipping, gradients
+from simreg_megatron.plugin.clip import clipping, gradients, marks
 from simreg_megatron.plugin.clip.clipping import Clipping, loading, saving
-from simreg_megatron.plugin.clip.parameters import _counted_experts, _whole
+from simreg_megatron.plugin.clip.parameters import _counted_experts, _whole, named_parameters
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 
@@ -83,12 +84,86 @@ def test_weights_cut_further_are_refused() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.is_gtp_weight_remat = True
     with pytest.raises(NotImplementedError, match=r"--tensor-parallel-num-weight-shards cuts mlp\.weight: drop one"):
-        _whole("mlp.weight", weight)
+        _whole("mlp.weight", weight, is_cut=True)
 
 
-def test_experts_in_one_tensor_are_refused() -> None:
+@pytest.mark.parametrize("name", ["weight1", "linear_fc1.weight", "linear_fc2.bias"])
+def test_experts_in_one_tensor_are_refused(name: str) -> None:
+    """Of --moe-grouped-gemm up to 0.17, and of --moe-single-grouped-weight."""
     with pytest.raises(NotImplementedError, match="holds all of a rank's experts in one tensor"):
-        _counted_experts("decoder.layers.0.mlp.experts.weight1", SimpleNamespace())
+        _counted_experts(f"decoder.layers.0.mlp.experts.{name}", SimpleNamespace())
+
+
+def on_two_tensor_ranks(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    from megatron.core import parallel_state
+
+    for kind in ("tensor_model", "expert_tensor"):
+        monkeypatch.setattr(parallel_state, f"get_{kind}_parallel_rank", lambda: rank)
+        monkeypatch.setattr(parallel_state, f"get_{kind}_parallel_world_size", lambda: 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_megatron_does_not_mark_is_known_by_name(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The offsets of a trained softmax, one for each head of the rank: by its mark, half would count."""
+    on_two_tensor_ranks(monkeypatch, rank)
+    model = torch.nn.Module()
+    model.config = SimpleNamespace()
+    model.core_attention = torch.nn.Module()
+    model.core_attention.softmax_offset = torch.nn.Parameter(torch.zeros(4))
+    model.core_attention.norm = torch.nn.Parameter(torch.zeros(4))
+    offsets, norm = named_parameters([model])
+    assert (offsets.contributes, offsets.whole, offsets.is_cut) == (True, 8, True)
+    assert (norm.contributes, norm.whole, norm.is_cut) == (rank == 0, 4, False)
+
+
+ROWS = torch.tensor([[1.0, -2.0, 0.5], [0.3, 1.0, -1.0]])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_cut", "wrong"),
+    [
+        (ROWS, True, None),
+        (ROWS, False, "hold the same of it, and they do not"),
+        (
+            ROWS[[0, 0]],
+            True,
+            "cut it, and all hold the same",
+        ),  # weights that Transformer Engine marks though all have them
+        (ROWS[[0, 0]], False, None),
+        (ROWS[[0, 0]] + torch.tensor([[0.0], [0.01]]), False, None),  # copies that drifted apart
+        (torch.ones(2, 3), True, None),  # at its start nothing is known of it
+        (torch.zeros(2, 3), False, None),
+    ],
+)
+def test_a_wrong_mark_shows_in_the_numbers(numbers: torch.Tensor, is_cut: bool, wrong: str | None) -> None:
+    assert marks.wrong_mark(numbers, is_cut=is_cut) == wrong
+
+
+class Ranks:
+    """A group whose other rank holds these."""
+
+    def __init__(self, others: torch.Tensor) -> None:
+        self.others = others
+
+    def size(self) -> int:
+        return 2
+
+
+def test_a_parameter_with_a_wrong_mark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(found: list[torch.Tensor], own: torch.Tensor, group: Ranks) -> None:
+        found[0].copy_(own)
+        found[1].copy_(group.others)
+
+    monkeypatch.setattr(marks.dist, "all_gather", all_gather)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    parameters = [torch.nn.Parameter(torch.arange(1.0, 21.0)), torch.nn.Parameter(torch.ones(2, 2))]
+    marked = [marks.Marked(name, parameter, False) for name, parameter in zip("ab", parameters, strict=True)]
+    same = torch.stack([marks._numbers(parameter) for parameter in parameters])
+    marks.refuse_wrong_marks(marked, Ranks(same))
+    with pytest.raises(
+        NotImplementedError, match=r"cannot measure b: Megatron says .* hold the same of it, and they do"
+    ):
+        marks.refuse_wrong_marks(marked, Ranks(same * torch.tensor([[1.0], [2.0]])))
 
 
 def test_experts_are_counted_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +196,51 @@ def test_averages_go_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert after._adagc.gammas.tolist() == [3.0, float("inf"), 1.0] and after._adagc.steps == 7
     said = capsys.readouterr().out
     assert "has parameters that are not in the model: b" in said and "lacks: d" in said
+
+
+def test_layers_that_are_built_otherwise_start_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    """A GPT's second layer is another one in a hybrid model, under the same number."""
+    before = attached(["decoder.layers.1.mlp.weight", "decoder.layers.1.attention.weight"])
+    before._adagc.gammas, before._adagc.steps = torch.tensor([1.0, 2.0]), 7
+    after = attached(["decoder.layers.1.attention.weight", "decoder.layers.2.mlp.weight"])
+    after.load_state_dict(before.state_dict())
+    assert after._adagc.gammas.isinf().all() and after._adagc.steps == 0
+    assert "built otherwise, so its averages may be of other parameters: the warm-up" in capsys.readouterr().out
+
+
+def test_a_conversion_keeps_the_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads, saves and ends before there is an optimizer to clip for."""
+    before = attached(["a"])
+    before._adagc.gammas, before._adagc.steps = torch.tensor([2.0]), 7
+    written = saving(lambda: before, lambda scheduler: {"num_steps": 3})(None)
+    converting = Clipping(AdaGCConfig())
+    assert saving(lambda: converting, lambda scheduler: {})(None) == {}
+    loading(lambda: converting, lambda scheduler, given: None)(None, written)
+    assert saving(lambda: converting, lambda scheduler: {"num_steps": 3})(None) == written
+    monkeypatch.setattr(compat, "has_parsed_arguments", lambda: True)
+    monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(ckpt_convert_format="torch_dist"))
+    with pytest.raises(ValueError, match="a conversion without it would lose its averages: add --adagc"):
+        loading(lambda: None, lambda scheduler, given: None)(None, written)
+
+
+def test_a_step_that_is_left_out_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm is looked at only when the clipping is under way."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    monkeypatch.setattr(clipping.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    made = attached(["a"])
+    made._held = [clipping._Held(weight, 0, True)]
+    stepped: list[int] = []
+    optimizer = SimpleNamespace(
+        get_grad_norm=lambda: weight.grad.norm(), step_with_ready_grads=lambda: stepped.append(1) or True
+    )
+    made._wrap(optimizer)
+    for gradient, steps in ((torch.tensor([3.0, 4.0]), 1), (torch.tensor([3.0, math.nan]), 1), (torch.ones(2), 2)):
+        weight.grad = gradient
+        optimizer.get_grad_norm()
+        assert optimizer.step_with_ready_grads() is (not gradient.isnan().any().item())
+        assert (made._adagc.steps, len(stepped)) == (steps, steps) and made._adagc.gammas.isfinite().all()
+    assert made.means(reset=True)["adagc norm before clipping"] == pytest.approx((5 + 2**0.5) / 2)
 
 
 def test_another_variant_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:

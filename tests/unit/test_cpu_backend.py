@@ -79,6 +79,27 @@ def test_megatron_meets_the_stand_ins() -> None:
     assert done.stdout.count("Megatron runs on the CPU") == 1
 
 
+@pytest.mark.megatron
+def test_ranks_that_cut_weights_draw_their_own_numbers() -> None:
+    """Heads that begin as copies of each other stay that; a run on one rank draws what it always has."""
+    done = python(
+        "from simreg_megatron.cpu import backend as cpu_backend; cpu_backend.activate(); import torch; "
+        "from megatron.core import parallel_state as groups; from megatron.core.tensor_parallel import random; "
+        "groups.model_parallel_is_initialized = lambda: True\n"
+        "def drawn(rank, size):\n"
+        "    groups.get_tensor_model_parallel_world_size = lambda: size\n"
+        "    groups.get_expert_model_parallel_world_size = lambda: 1\n"
+        "    torch.manual_seed(3)\n"
+        "    random.model_parallel_cuda_manual_seed(3, False, False, tp_rank=rank, ep_rank=0, etp_rank=0)\n"
+        "    with random.get_cuda_rng_tracker().fork(): weights = torch.randn(4)\n"
+        "    return weights, torch.randn(4)\n"
+        "(one, after_one), (other, after_other), (alone, _) = drawn(0, 2), drawn(1, 2), drawn(0, 1)\n"
+        "assert not torch.equal(one, other) and torch.equal(after_one, after_other)\n"
+        "torch.manual_seed(3); assert torch.equal(alone, torch.randn(4))"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def check_fsdp(rank: int) -> None:
     """Two ranks shard a layer by a mesh that Megatron would ask for, and compute what the whole layer does."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:

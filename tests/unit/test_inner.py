@@ -109,6 +109,18 @@ def test_layers_inside_a_group_that_is_recomputed_as_one_are_refused(size, metho
 
 
 @pytest.mark.megatron
+def test_a_layer_whose_hook_did_not_fire_is_not_taken_for_the_decoders_output() -> None:
+    """In a loop that calls `layer.forward`; behind the last layer nothing follows that could be watched."""
+    decoder = block(1, 2, 3, 4)
+    decoder.layers = torch.nn.ModuleList([torch.nn.Identity() for _ in range(4)])
+    for number, layer in enumerate(decoder.layers, 1):
+        layer.layer_number = number
+    states = inner.InnerStates(SimRegConfig(lambda_=1, layers="2,4"))
+    states.catch(lambda decoder: torch.zeros(1), decoder)
+    assert list(states._caught[decoder]) == [4]
+
+
+@pytest.mark.megatron
 def test_stages_that_hold_named_layers_must_have_met_simreg() -> None:
     decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=2)])
     earlier = SimpleNamespace(post_process=False, decoder=decoder)

@@ -19,9 +19,11 @@ from simreg_megatron.adagc import AdaGC, Clipped
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.clip import marks
 from simreg_megatron.plugin.clip.gradients import gradient_of, members, refuse_hidden, stepped_on
-from simreg_megatron.plugin.clip.parameters import Named, named_parameters
+from simreg_megatron.plugin.clip.parameters import Named, is_expert, named_parameters
 
+_OF_LAYER = ".layers."
 STATE_KEY = "simreg_adagc"
 """Where the state lies in the learning-rate scheduler's part of a checkpoint, which every format of Megatron keeps."""
 
@@ -61,7 +63,7 @@ class Clipping:
         self._names: list[str] = []
         self._held: list[_Held] = []
         self._adagc: AdaGC | None = None
-        self._is_finite = True
+        self._norms: tuple[Any, ...] = ()  # Megatron's, of this step
         self._counted, self._own = _Places(), _Places()
         self._metrics = _Metrics()
 
@@ -80,6 +82,7 @@ class Clipping:
         named = {id(entry.parameter): entry for entry in named_parameters(compat.unwrapped(model_chunks))}
         self._names = _all_names([entry.name for entry in named.values()])
         slots = {name: slot for slot, name in enumerate(self._names)}
+        _refuse_wrong_marks(list(named.values()))
         for member in all_members:
             for tensor, parameter, counts in stepped_on(*member):
                 entry: Named = named[id(parameter)]
@@ -95,6 +98,7 @@ class Clipping:
             beta=self.config.beta,
             warmup_iters=self.config.warmup_iters,
             variant=self.config.variant,
+            apart=_apart(list(named.values()), slots, self.config.variant, device),
             device=device,
         )
         for member in all_members:
@@ -115,40 +119,44 @@ class Clipping:
         norms_by_group = getattr(optimizer, "_compute_grad_norms_by_group", dict)
 
         def remembered() -> Any:
-            norm = get_grad_norm()  # Megatron brings it to the host in every step
-            self._is_finite = all(math.isfinite(found) for found in (norm, *norms_by_group().values()))
+            norm = get_grad_norm()
+            self._norms = norm, *norms_by_group().values()
             return norm
 
         def clipped() -> Any:
-            if not self._is_finite:
-                return False  # nothing is stepped, and no average moves
-            self.clip()
+            found = self.clip()
+            # Here the host waits for the device, which has the clipping to do meanwhile.
+            if not all(math.isfinite(norm) for norm in self._norms):
+                self._attached.steps -= 1  # nothing is stepped, and no average has moved
+                return False
+            self._metrics.observe(found)
             return step_with_ready_grads()
 
         optimizer.get_grad_norm, optimizer.step_with_ready_grads = remembered, clipped
 
     @torch.no_grad()
-    def clip(self) -> None:
+    def clip(self) -> Clipped:
         """Scale every gradient by its coefficient. A collective; nothing waits for the device."""
-        assert self._adagc is not None
         grads = [(held, grad) for held in self._held if (grad := gradient_of(held.tensor)) is not None]
-        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._adagc.gammas.device)
+        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._attached.gammas.device)
         counted = [(held.slot, grad) for held, grad in grads if held.contributes and grad.numel()]
         if counted:
             norms = torch.stack(torch._foreach_norm([grad for _, grad in counted], 2, dtype=torch.float32))
             squares.index_add_(0, self._counted.of([slot for slot, _ in counted]), norms.double().square())
         dist.all_reduce(squares)
-        found = self._adagc.step(squares)
+        found = self._attached.step(squares)
         if grads:
             own = self._own.of([held.slot for held, _ in grads])  # few of the names, where ranks hold other experts
             torch._foreach_mul_([grad for _, grad in grads], found.coefficients.float()[own].unbind())
-        self._metrics.observe(found)
+        return found
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers by parameter name: what any layout can read."""
-        assert self._adagc is not None
+        """Plain numbers by parameter name: what any layout can read. Before `attach`, those of the checkpoint that was
+        loaded: a run that only converts one saves before it has an optimizer."""
+        if self._adagc is None:
+            return self._loaded or {}
         names = ["global"] if self.config.variant == "global" else self._names
         gammas = dict(zip(names, self._adagc.gammas.tolist(), strict=True))
         return {"variant": self.config.variant, "steps": self._adagc.steps, "gammas": gammas}
@@ -168,8 +176,9 @@ class Clipping:
                 self._restore()
 
     @property
-    def is_attached(self) -> bool:
-        return self._adagc is not None
+    def _attached(self) -> AdaGC:
+        assert self._adagc is not None
+        return self._adagc
 
     def _restore(self) -> None:
         if self._loaded is None or self._adagc is None:
@@ -180,6 +189,12 @@ class Clipping:
         for what, some in (("has parameters that are not in the model", unknown), ("lacks", missing)):
             if some:
                 log_once(f"AdaGC: the checkpoint {what}: {', '.join(some[:3])}{' ...' if len(some) > 3 else ''}")
+        if all(any(_OF_LAYER in name for name in some) for some in (unknown, missing)):
+            log_once(
+                "AdaGC: the layers of the checkpoint are built otherwise, so its averages may be of other parameters: "
+                "the warm-up starts now"
+            )
+            return
         values = [gammas.get(name, math.inf) for name in names]
         self._adagc.gammas = torch.tensor(values, dtype=torch.float32, device=self._adagc.gammas.device)
         self._adagc.steps = int(self._loaded["steps"])
@@ -221,6 +236,36 @@ class _Metrics:
         }
 
 
+def _refuse_wrong_marks(named: list[Named]) -> None:
+    """A collective; experts are cut over ranks of their own."""
+    from megatron.core import parallel_state
+
+    groups = (
+        (False, parallel_state.get_tensor_model_parallel_group),
+        (True, parallel_state.get_expert_tensor_parallel_group),
+    )
+    for of_experts, group in groups:
+        some = [entry for entry in named if is_expert(entry.parameter) == of_experts]
+        marks.refuse_wrong_marks([marks.Marked(entry.name, entry.parameter, entry.is_cut) for entry in some], group())
+
+
+def _apart(named: list[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
+    """Bool [N]: parameters of detached prediction heads, which Megatron (from 0.19 on) clips by a norm of their own;
+    None where there are none. A collective."""
+    found = torch.zeros(len(slots), dtype=torch.int64)
+    for entry in named:
+        found[slots[entry.name]] = getattr(entry.parameter, "grad_norm_group", None) is not None
+    found = found.to(device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if not found.any():
+        return None
+    if variant == "global":
+        raise NotImplementedError(
+            "--adagc-variant global has one norm, and --mtp-detach-heads asks for a second one: drop one of them"
+        )
+    return found.bool()
+
+
 def _all_names(own: list[str]) -> list[str]:
     """The names of all ranks, sorted. A collective."""
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -251,15 +296,25 @@ def _refuse_miscounted(names: list[str], held: list[_Held], whole: dict[int, int
 def saving(clipping_of: Callable[[], Clipping | None], state_dict: Callable[..., Any]) -> Callable[..., Any]:
     def with_adagc(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         state, clipping = state_dict(scheduler, *args, **kwargs), clipping_of()
-        return {**state, STATE_KEY: clipping.state_dict()} if clipping and clipping.is_attached else state
+        own = clipping.state_dict() if clipping else {}
+        return {**state, STATE_KEY: own} if own else state
 
     return with_adagc
+
+
+def _converts() -> bool:
+    return compat.has_parsed_arguments() and bool(getattr(compat.arguments(), "ckpt_convert_format", None))
 
 
 def loading(clipping_of: Callable[[], Clipping | None], load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     def with_adagc(scheduler: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if clipping := clipping_of():
             clipping.load_state_dict(state.get(STATE_KEY))
+        elif STATE_KEY in state and _converts():
+            raise ValueError(
+                "the checkpoint was written with --adagc, and a conversion without it would lose its averages: add "
+                "--adagc to this command, too"
+            )
         elif STATE_KEY in state:
             log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
         return load_state_dict(scheduler, state, *args, **kwargs)

@@ -66,7 +66,8 @@ def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
     if not hasattr(optimizer, "chained_optimizers"):
         yield Member(optimizer, alone)
         return
-    alone = alone or type(optimizer).__name__ == "LayerWiseDistributedOptimizer"
+    if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":  # one dense replica alone deals nothing out
+        alone = alone or getattr(optimizer, "dp_cp_params_list", ()) is not None
     for member in optimizer.chained_optimizers:
         yield from members(member, alone=alone)
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
 _SEQUENTIAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _GROUPED_EXPERT = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)$")
-_ALL_EXPERTS = re.compile(r"\.experts\.weight[12]$")
+_ALL_EXPERTS = re.compile(r"\.experts\.(?:weight[12]|linear_fc[12]\.(?:weight|bias))$")
+_CUT_UNMARKED = re.compile(r"\.softmax_offset$|\.experts\.linear_fc1\.bias\d+$")  # the latter up to 0.18
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -25,6 +26,7 @@ class Named(NamedTuple):
     parameter: Any
     contributes: bool  # its gradient counts in sums over all ranks: it is no replica over tensor parallelism, no copy
     whole: int  # elements of the parameter, over all tensor-parallel ranks
+    is_cut: bool  # over these ranks, which otherwise all hold the same
 
 
 def named_parameters(models: list[Any]) -> Iterator[Named]:
@@ -54,32 +56,32 @@ def named_parameters(models: list[Any]) -> Iterator[Named]:
                     name = counted + name.removeprefix(local)
                     break
             name = _counted_experts(name, model.config)
-            yield Named(name, parameter, not is_copy and _speaks(parameter), _whole(name, parameter))
+            is_cut = bool(getattr(parameter, "tensor_model_parallel", False) or _CUT_UNMARKED.search(name))
+            speaks = not is_copy and (is_cut or _is_first_rank(parameter))
+            yield Named(name, parameter, speaks, _whole(name, parameter, is_cut=is_cut), is_cut)
 
 
 def is_expert(parameter: Any) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _speaks(parameter: Any) -> bool:
-    """A shard speaks for itself, the first rank for what all tensor-parallel ranks hold."""
+def _is_first_rank(parameter: Any) -> bool:
+    """It speaks for what all tensor-parallel ranks hold."""
     from megatron.core import parallel_state
 
-    if getattr(parameter, "tensor_model_parallel", False):
-        return True
     if is_expert(parameter):
         return parallel_state.get_expert_tensor_parallel_rank() == 0
     return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _whole(name: str, parameter: Any) -> int:
+def _whole(name: str, parameter: Any, *, is_cut: bool) -> int:
     from megatron.core import parallel_state
 
     if getattr(parameter, "is_gtp_weight_remat", False):  # from 0.19 on
         raise NotImplementedError(
             f"--adagc does not know how --tensor-parallel-num-weight-shards cuts {name}: drop one of them"
         )
-    if not getattr(parameter, "tensor_model_parallel", False):
+    if not is_cut:
         return int(parameter.numel())
     if is_expert(parameter):
         return int(parameter.numel() * parallel_state.get_expert_tensor_parallel_world_size())
