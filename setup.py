@@ -34,14 +34,14 @@ MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6.0.2", "psutil>=5.9"]
 DATA = [
     "sentencepiece>=0.2,<0.3",
     "protobuf>=4",  # reads what a sentencepiece model is; without it tokenizing is slower
-    "transformers>=4.50,<6",
+    "transformers>=4.56,<6",
     "datasets>=3.2,<6",
     "pyarrow>=16",
     "zstandard>=0.23,<1",
     "filelock>=3",
     "lxml>=5",  # reads the HTML of the large corpus
 ]
-HF = ["transformers>=4.50,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
+HF = ["transformers>=4.56,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
 EVALUATION = [*HF, "lm-eval[hf]>=0.4.13,<0.5"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 # Experiments: plans are YAML, verdicts are scipy's tests.

@@ -288,10 +288,6 @@ def data_group(model: Any = None, *, with_context: bool = False) -> Any:
     return _group(model, "dp_cp" if with_context else "dp", "get_data_parallel_group", **options)
 
 
-def num_data_ranks(model: Any) -> int:
-    return int(data_group(model).size())
-
-
 def _group(model: Any, name: str, global_name: str, **options: bool) -> Any:
     group = getattr(getattr(model, "pg_collection", None), name, None)
     if group is not None:

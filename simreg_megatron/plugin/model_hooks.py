@@ -13,7 +13,7 @@ import torch
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.plugin import bypass, compat, inner, installation, stages
 from simreg_megatron.plugin.installation import Wrapper
-from simreg_megatron.plugin.refusals import refuse_rows, refuse_unknown_loss
+from simreg_megatron.plugin.refusals import num_data_ranks, refuse_rows, refuse_unknown_loss
 from simreg_megatron.weights import learnable
 
 
@@ -97,7 +97,7 @@ def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) ->
         installation.regularizer().config,
         width=hidden_states.shape[-1],
         num_sequences=len(labels),
-        num_data_ranks=functools.partial(compat.num_data_ranks, model),
+        num_data_ranks=functools.partial(num_data_ranks, model),
         packed=given.get("packed_seq_params") is not None,
     )
     return installation.regularizer().add_to(

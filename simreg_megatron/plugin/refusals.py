@@ -197,10 +197,14 @@ def refuse_unknown_loss(model: Any, given: dict[str, Any], loss: Any) -> None:
         )
 
 
+def num_data_ranks(model: Any) -> int:
+    return int(compat.data_group(model).size())
+
+
 def refuse_silence(regularizer: Regularizer, model_chunks: Any) -> None:
     """After a step. A model that overrides the wrapped function without calling it would train without SimReg, and so
     would a loop whose own loss is not computed from the one that the model returns."""
-    if regularizer.awaits_gradient:
+    if regularizer.returns.are_missing:
         raise NotImplementedError(
             "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model returned. "
             "Let the loss function compute what it trains on from that loss, or set --simreg-lambda 0"

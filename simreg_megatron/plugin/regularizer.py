@@ -21,6 +21,7 @@ from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.inner import InnerStates, State
+from simreg_megatron.plugin.returns import Returns
 from simreg_megatron.plugin.stages import DataOfStages, MicroBatch
 from simreg_megatron.plugin.tokens import (
     Given,
@@ -66,7 +67,7 @@ class Regularizer:
         self.metrics = Metrics(config, self.agreement)
         self.strength = Strength(config)
         self.has_met_model = False  # set once a model's loss came by
-        self._is_sent, self._is_back = False, False  # a term with a loss; its gradient, once in the run
+        self.returns = Returns()
         self._hidden_size = 0  # of the model that it met
 
     @property
@@ -79,11 +80,6 @@ class Regularizer:
         """Whether this step's micro-batches are computed on: every step in training, log steps where SimReg only
         measures."""
         return self.trains or self.metrics.wants_geometry
-
-    @property
-    def awaits_gradient(self) -> bool:
-        """Whether losses with a term left, and none of the run was ever part of what the loop trains on."""
-        return self._is_sent and not self._is_back
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
         """Before step `iteration`, see `Strength.set_iteration`."""
@@ -153,26 +149,11 @@ class Regularizer:
             return loss_BS
         if parts:
             term = self._weighted(parts, model, loss_BS)
-            self._expect_gradient(term, loss_BS)
+            self.returns.expect(term, loss_BS)
             loss_BS = add_gradient(loss_BS, term, start=shard.start)
         if self.config.layer_numbers and compat.pipeline_group(model).size() > 1:
             loss_BS.register_hook(functools.partial(self.agreement.add, model, labels))
         return loss_BS
-
-    def _expect_gradient(self, term: Tensor, loss: Tensor) -> None:
-        """Watch for the first one of the run; a model whose loss trains nothing, such as a teacher, gets none."""
-        if self._is_back or not loss.requires_grad:
-            return
-        if not term.requires_grad:
-            raise NotImplementedError(
-                "SimReg cannot train here: the hidden states were computed without a graph (all parameters before the "
-                "output layer are frozen). Train some of those, or set --simreg-lambda 0"
-            )
-        self._is_sent = True
-        term.register_hook(self._note_gradient)
-
-    def _note_gradient(self, _: Tensor) -> None:
-        self._is_back = True
 
     def add_to_stage(self, output_SBD: Tensor, model: Any, given: MicroBatch) -> Tensor:
         """Return what a stage before the last sends on, with the terms of its layers in the gradient; the value stays.

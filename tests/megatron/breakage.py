@@ -229,10 +229,10 @@ def adagc_local_norms() -> None:
 
 def adagc_replicas_counted_twice() -> None:
     """What all tensor-parallel ranks hold counts once for each of them, and the check at the start does not look."""
-    from simreg_megatron.plugin.clip import clipping
+    from simreg_megatron.plugin.clip import ranks
 
     adagc_replicas_counted_twice_and_checked()
-    clipping._refuse_miscounted = lambda *args: None
+    ranks.refuse_miscounted = lambda *args: None
 
 
 def adagc_replicas_counted_twice_and_checked() -> None:
@@ -251,7 +251,7 @@ def adagc_instances_counted_twice() -> None:
     watch.adagc()
     stepped_on = clipping.stepped_on
     clipping.stepped_on = lambda *member: (held._replace(counts=True) for held in stepped_on(*member))
-    clipping._refuse_miscounted = lambda *args: None
+    clipping.ranks.refuse_miscounted = lambda *args: None
 
 
 def gradient_not_finite_in_third_step() -> None:

@@ -12,9 +12,9 @@ import torch
 
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.clip import clipping, gradients, marks
+from simreg_megatron.plugin.clip import clipping, gradients, marks, ranks
 from simreg_megatron.plugin.clip.clipping import Clipping, loading, saving
-from simreg_megatron.plugin.clip.parameters import _counted_experts, _whole, named_parameters
+from simreg_megatron.plugin.clip.parameters import Named, _counted_experts, _whole, named_parameters
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 
@@ -157,13 +157,13 @@ def test_a_parameter_with_a_wrong_mark_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(marks.dist, "all_gather", all_gather)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     parameters = [torch.nn.Parameter(torch.arange(1.0, 21.0)), torch.nn.Parameter(torch.ones(2, 2))]
-    marked = [marks.Marked(name, parameter, False) for name, parameter in zip("ab", parameters, strict=True)]
+    named = [Named(name, parameter, True, 4, False) for name, parameter in zip("ab", parameters, strict=True)]
     same = torch.stack([marks._numbers(parameter) for parameter in parameters])
-    marks.refuse_wrong_marks(marked, Ranks(same))
+    marks._refuse_among(named, Ranks(same))
     with pytest.raises(
         NotImplementedError, match=r"cannot measure b: Megatron says .* hold the same of it, and they do"
     ):
-        marks.refuse_wrong_marks(marked, Ranks(same * torch.tensor([[1.0], [2.0]])))
+        marks._refuse_among(named, Ranks(same * torch.tensor([[1.0], [2.0]])))
 
 
 def test_experts_are_counted_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_step_that_is_left_out_moves_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(clipping.dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     made = attached(["a"])
-    made._held = [clipping._Held(weight, 0, True)]
+    made._held = [ranks.Held(weight, 0, True)]
     stepped: list[int] = []
     optimizer = SimpleNamespace(
         get_grad_norm=lambda: weight.grad.norm(), step_with_ready_grads=lambda: stepped.append(1) or True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import compat, foreign, installation, model_hooks
+from simreg_megatron.plugin import compat, foreign, installation, model_hooks, refusals
 
 pytestmark = pytest.mark.megatron
 
@@ -119,7 +119,7 @@ def test_the_log_is_reduced_over_the_ranks_of_the_model(data_ranks: One) -> None
     foreign.begin_run(model)
     train(model)
     assert foreign.end_step(model, reduces=True)["simreg loss"] > 0
-    assert compat.num_data_ranks(model) == data_ranks.size()
+    assert refusals.num_data_ranks(model) == data_ranks.size()
     with pytest.raises(AssertionError, match="is not initialized"):
         compat.data_group()
 

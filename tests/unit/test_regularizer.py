@@ -203,7 +203,7 @@ def test_frozen_states_are_refused_where_the_loss_trains() -> None:
     with pytest.raises(NotImplementedError, match=r"cannot train here.*before the output layer are frozen"):
         add(regularizer, hidden.detach(), labels, mask, loss)
     add(regularizer, hidden.detach(), labels, mask, loss.detach())
-    assert not regularizer.awaits_gradient
+    assert not regularizer.returns.are_missing
 
 
 def test_log_values_are_means_over_the_interval() -> None:

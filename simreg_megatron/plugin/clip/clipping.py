@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,14 @@ from simreg_megatron.adagc import AdaGC, Clipped
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.clip import marks
+from simreg_megatron.plugin.clip import marks, ranks
 from simreg_megatron.plugin.clip.gradients import gradient_of, members, refuse_hidden, stepped_on
-from simreg_megatron.plugin.clip.parameters import Named, is_expert, named_parameters
+from simreg_megatron.plugin.clip.parameters import Named, named_parameters
+from simreg_megatron.plugin.clip.ranks import Held
 
 _OF_LAYER = ".layers."
 STATE_KEY = "simreg_adagc"
 """Where the state lies in the learning-rate scheduler's part of a checkpoint, which every format of Megatron keeps."""
-
-
-class _Held(NamedTuple):
-    """A tensor that the optimizer steps on: a parameter, its float32 copy, or this rank's piece of that."""
-
-    tensor: Any
-    slot: int
-    contributes: bool
 
 
 class _Places:
@@ -61,7 +54,7 @@ class Clipping:
         self.config = config
         self._loaded: dict[str, Any] | None = None
         self._names: list[str] = []
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
         self._adagc: AdaGC | None = None
         self._norms: tuple[Any, ...] = ()  # Megatron's, of this step
         self._counted, self._own = _Places(), _Places()
@@ -80,15 +73,15 @@ class Clipping:
         refuse_hidden(optimizer, args)
         all_members = list(members(optimizer))
         named = {id(entry.parameter): entry for entry in named_parameters(compat.unwrapped(model_chunks))}
-        self._names = _all_names([entry.name for entry in named.values()])
+        self._names = ranks.all_names([entry.name for entry in named.values()])
         slots = {name: slot for slot, name in enumerate(self._names)}
-        _refuse_wrong_marks(list(named.values()))
+        marks.refuse_wrong_marks(list(named.values()))
         for member in all_members:
             for tensor, parameter, counts in stepped_on(*member):
                 entry: Named = named[id(parameter)]
-                self._held.append(_Held(tensor, slots[entry.name], entry.contributes and counts))
+                self._held.append(Held(tensor, slots[entry.name], entry.contributes and counts))
         device = torch.device(torch.cuda.current_device())
-        _refuse_miscounted(
+        ranks.refuse_miscounted(
             self._names, self._held, {slots[entry.name]: entry.whole for entry in named.values()}, device
         )
         self._adagc = AdaGC(
@@ -98,7 +91,7 @@ class Clipping:
             beta=self.config.beta,
             warmup_iters=self.config.warmup_iters,
             variant=self.config.variant,
-            apart=_apart(list(named.values()), slots, self.config.variant, device),
+            apart=ranks.apart(list(named.values()), slots, self.config.variant, device),
             device=device,
         )
         for member in all_members:
@@ -234,60 +227,6 @@ class _Metrics:
             "adagc smallest coefficient": smallest,
             "adagc norm before clipping": norm / steps,
         }
-
-
-def _refuse_wrong_marks(named: list[Named]) -> None:
-    """A collective; experts are cut over ranks of their own."""
-    from megatron.core import parallel_state
-
-    groups = (
-        (False, parallel_state.get_tensor_model_parallel_group),
-        (True, parallel_state.get_expert_tensor_parallel_group),
-    )
-    for of_experts, group in groups:
-        some = [entry for entry in named if is_expert(entry.parameter) == of_experts]
-        marks.refuse_wrong_marks([marks.Marked(entry.name, entry.parameter, entry.is_cut) for entry in some], group())
-
-
-def _apart(named: list[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
-    """Bool [N]: parameters of detached prediction heads, which Megatron (from 0.19 on) clips by a norm of their own;
-    None where there are none. A collective."""
-    found = torch.zeros(len(slots), dtype=torch.int64)
-    for entry in named:
-        found[slots[entry.name]] = getattr(entry.parameter, "grad_norm_group", None) is not None
-    found = found.to(device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if not found.any():
-        return None
-    if variant == "global":
-        raise NotImplementedError(
-            "--adagc-variant global has one norm, and --mtp-detach-heads asks for a second one: drop one of them"
-        )
-    return found.bool()
-
-
-def _all_names(own: list[str]) -> list[str]:
-    """The names of all ranks, sorted. A collective."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own)
-    return sorted({name for names in gathered for name in names})
-
-
-def _refuse_miscounted(names: list[str], held: list[_Held], whole: dict[int, int], device: torch.device) -> None:
-    """Every element of every parameter counts on exactly one rank, or its norm would be wrong. A collective."""
-    counted, expected = torch.zeros(2, len(names), dtype=torch.int64)
-    for piece in held:
-        counted[piece.slot] += piece.tensor.numel() if piece.contributes else 0
-    for slot, elements in whole.items():
-        expected[slot] = elements
-    counted, expected = counted.to(device), expected.to(device)
-    dist.all_reduce(counted)
-    dist.all_reduce(expected, op=dist.ReduceOp.MAX)
-    for slot in (counted != expected).nonzero().flatten().tolist():
-        raise NotImplementedError(
-            f"--adagc would count {counted[slot]} elements of {names[slot]}, which has {expected[slot]}: it does not "
-            "know how this optimizer spreads gradients over ranks, so use another optimizer, or drop --adagc"
-        )
 
 
 # Wrappers of the scheduler that carries the state ---------------------------------------------------------------------

@@ -9,33 +9,38 @@ parameter are compared between the ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from simreg_megatron.plugin.clip.parameters import Named, is_expert
+
 _NUMBERS = 16
 _DRIFT = 0.1  # copies drift apart by rounding, in a whole training by far less; other numbers have nothing in common
 
 
-class Marked(NamedTuple):
-    """A parameter of this rank, and whether it is taken for one piece of several."""
-
-    name: str
-    parameter: Any
-    is_cut: bool
-
-
-def refuse_wrong_marks(marked: Sequence[Marked], group: dist.ProcessGroup) -> None:
-    """A collective over the ranks that share or cut these parameters.
+def refuse_wrong_marks(named: Sequence[Named]) -> None:
+    """A collective over the ranks that share or cut a parameter; experts are cut over ranks of their own.
 
     Raises:
         NotImplementedError: pieces are marked as copies, or copies as pieces.
     """
+    from megatron.core import parallel_state
+
+    groups = (
+        (False, parallel_state.get_tensor_model_parallel_group),
+        (True, parallel_state.get_expert_tensor_parallel_group),
+    )
+    for of_experts, group in groups:
+        _refuse_among([entry for entry in named if is_expert(entry.parameter) == of_experts], group())
+
+
+def _refuse_among(named: Sequence[Named], group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         return
-    plain = [entry for entry in marked if type(entry.parameter.data) is Tensor]  # one of FP8 is not read so cheaply
+    plain = [entry for entry in named if type(entry.parameter.data) is Tensor]  # one of FP8 is not read so cheaply
     own = torch.stack([_numbers(entry.parameter) for entry in plain]) if plain else torch.empty(0, _NUMBERS)
     own = own.to(torch.device(torch.cuda.current_device()))
     found = [torch.empty_like(own) for _ in range(group.size())]
