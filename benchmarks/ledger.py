@@ -370,8 +370,28 @@ def seconds_against_plain(arm: str) -> list[float]:
     return [100 * (times - 1) for times in found]
 
 
+TINY = Source("benchmarks/results/reproduce_tiny.txt", "simreg-megatron reproduce convergence --model tiny --seeds 3")
+
+
+def hours_of_tiny() -> list[float]:
+    """What it said beforehand, and from its first line of progress to its last."""
+    said = text_of(TINY.file)
+    clock = [60 * int(hour) + int(minute) for hour, minute in re.findall(r"(?m)^(\d\d):(\d\d)  \d of 9 runs", said)]
+    (told,) = re.findall(r"about ([\d.]+) hours here", said)
+    return [float(told), (clock[-1] - clock[0]) / 60]
+
+
+def of_tiny(pattern: str) -> list[float]:
+    return [abs(float(found)) for found in re.findall(pattern, text_of(TINY.file))[:1]]
+
+
 OBJECTIVES = "docs/objectives.md"
 OF_OBJECTIVES = (
+    Figure("docs/evidence.md", 'said "about {} hours" and took {}, on two cores', TINY, hours_of_tiny),
+    Figure("docs/evidence.md", "SimReg in chunks ended {} lower there, and", TINY,
+           partial(of_tiny, r"less that of cross-entropy: (-[\d.]+) nats")),
+    Figure("docs/evidence.md", "seeds have a standard deviation of {}. `--dry-run`", TINY,
+           partial(of_tiny, r"with a standard deviation of ([\d.]+) nats")),
     Figure("README.md", "width 64, {} million tokens", SEARCH, millions_of_tokens),
     decided("README.md", "4.0 million tokens | {} lower |", "convergence", 0, numbers=1),
     decided("README.md", "4.0 million tokens | 0.099 lower | {} lower |", "fewer", 0, numbers=1),
