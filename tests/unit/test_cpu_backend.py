@@ -128,6 +128,13 @@ def test_fsdp_shards_on_the_cpu(tmp_path: Path) -> None:
     run_processes(check_fsdp, 2, tmp_path)
 
 
+def test_megatron_alone_does_not_meet_the_flag_of_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys, torch; print(sys.argv[1:], torch.zeros(1, device='cuda').device)")
+    words = (str(tmp_path / "script.py"), "--simreg-cpu=force", "--lr", "1")
+    done = python("", "-m", "simreg_megatron", "--plain", *words)
+    assert done.returncode == 0 and "['--lr', '1'] cpu" in done.stdout, done.stderr
+
+
 def test_without_a_gpu_and_without_asking(tmp_path: Path) -> None:
     import torch
 
