@@ -29,10 +29,11 @@ def run(argv: list[str], *, plain: bool = False) -> None:
             cpu_backend.activate(mode)
         elif not {"-h", "--help"} & set(argv):
             cpu_backend.require_gpu()
-        if plain:  # where nobody knows the flag
-            argv = [word for word in argv if word.partition("=")[0] != "--simreg-cpu"]
-        else:
+        if not plain:
             install()
+        elif mode is not None:  # no parser of ours is there, which knows the flag and has the defaults that go with it
+            rest = [word for word in argv[1:] if word.partition("=")[0] != "--simreg-cpu"]
+            argv = [script, *cpu_backend.MEGATRON_FLAGS, *rest]
     except (cpu_backend.CpuBackendError, MegatronSeamError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -132,7 +132,8 @@ def test_megatron_alone_does_not_meet_the_flag_of_the_cpu(tmp_path: Path) -> Non
     (tmp_path / "script.py").write_text("import sys, torch; print(sys.argv[1:], torch.zeros(1, device='cuda').device)")
     words = (str(tmp_path / "script.py"), "--simreg-cpu=force", "--lr", "1")
     done = python("", "-m", "simreg_megatron", "--plain", *words)
-    assert done.returncode == 0 and "['--lr', '1'] cpu" in done.stdout, done.stderr
+    assert done.returncode == 0 and "'--distributed-backend', 'gloo'" in done.stdout, done.stderr
+    assert done.stdout.rstrip().endswith("'--lr', '1'] cpu") and "simreg-cpu" not in done.stdout
 
 
 def test_without_a_gpu_and_without_asking(tmp_path: Path) -> None:
