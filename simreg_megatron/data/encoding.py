@@ -28,6 +28,9 @@ _PROBE = (
 )
 
 
+_ASIDE = ("source", "backend", "cuts_special")
+
+
 @dataclass(frozen=True)
 class TokenizerFacts:
     """What a data set depends on; `source` is where the tokenizer was loaded from, `backend` what workers load."""
@@ -39,6 +42,7 @@ class TokenizerFacts:
     eos_id: int
     bos_id: int | None
     backend: str = field(default="", repr=False)
+    cuts_special: bool = field(default=False, repr=False)  # names of special tokens in a text; not told by `backend`
 
     @property
     def dtype(self) -> str:
@@ -46,7 +50,7 @@ class TokenizerFacts:
 
     def identity(self) -> dict[str, Any]:
         """What decides; the same tokenizer may lie elsewhere."""
-        return {name: value for name, value in asdict(self).items() if name not in ("source", "backend")}
+        return {name: value for name, value in asdict(self).items() if name not in _ASIDE}
 
     def record(self) -> dict[str, Any]:
         """What tells later whether another tokenizer is this one."""
@@ -74,16 +78,18 @@ def describe_tokenizer(source: str) -> TokenizerFacts:
     _refuse_ids_beyond_reason(source, vocabulary[-1][1] if vocabulary else 0)
     probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
-    return TokenizerFacts(HUGGING_FACE, source, digest, len(tokenizer), eos, bos, _backend_of(tokenizer))
+    return TokenizerFacts(HUGGING_FACE, source, digest, len(tokenizer), eos, bos, *_backend_of(tokenizer))
 
 
-def _backend_of(tokenizer: Any) -> str:
-    """The fast tokenizer alone, as JSON: without a limit of length or a wrapper that takes seconds to load."""
+def _backend_of(tokenizer: Any) -> tuple[str, bool]:
+    """The fast tokenizer alone, as JSON, and whether it cuts the names of special tokens as any other text: without a
+    limit of length or a wrapper that takes seconds to load."""
     if not tokenizer.is_fast:
-        return ""
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    return str(tokenizer.backend_tokenizer.to_str())
+        return "", False
+    fast = tokenizer.backend_tokenizer
+    fast.no_truncation()
+    fast.no_padding()
+    return str(fast.to_str()), bool(getattr(tokenizer, "split_special_tokens", False))
 
 
 def _describe_sentencepiece(source: str) -> TokenizerFacts:
@@ -196,6 +202,8 @@ class Encoder:
                     raise DataError(
                         f"{facts.source} cannot be loaded as a fast tokenizer ({error}): get it again"
                     ) from None
+            if facts.cuts_special:
+                fast.encode_special_tokens = True
             # Without offsets, and without the wrapper's dictionaries of masks.
             self._encode = lambda texts: [one.ids for one in fast.encode_batch_fast(texts, add_special_tokens=False)]
         else:

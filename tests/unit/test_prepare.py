@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from simreg_megatron.data import DataError, check_dataset, prepare, sample
 from simreg_megatron.data.commands import app
+from simreg_megatron.data.encoding import Encoder, describe_tokenizer
 from simreg_megatron.data.prepare import Task, merge
 from simreg_megatron.data.sources import find_inputs
 from simreg_megatron.data.tokenizer import train_tokenizer
@@ -131,6 +132,22 @@ def test_sentencepiece_gives_megatrons_bytes(folder: Path, tokenizer: Path, tmp_
         expected = megatron_pair(tmp_path / "megatron", ids, model.eos_id(), model.vocab_size())
         ours = tuple((tmp_path / "ours" / f"train{ending}").read_bytes() for ending in (".bin", ".idx"))
         assert (ours == expected) is equal
+
+
+def test_the_name_of_a_special_token_is_text_where_the_tokenizer_says_so(hugging_face: Path, tmp_path: Path) -> None:
+    """The JSON that workers load does not say it, and an end in the middle of a document would be a real one."""
+    from transformers import AutoTokenizer
+
+    model = AutoTokenizer.from_pretrained(hugging_face)
+    texts = [f"before{model.eos_token}after"]
+    found = []
+    for splits in (False, True):
+        model = AutoTokenizer.from_pretrained(hugging_face, split_special_tokens=splits)
+        model.save_pretrained(folder := tmp_path / str(splits))
+        encoded = Encoder(describe_tokenizer(str(folder))).encode(texts)
+        assert encoded == model(texts, add_special_tokens=False).input_ids
+        found.append(model.eos_token_id in encoded[0])
+    assert found == [True, False]
 
 
 @pytest.mark.megatron
