@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.kernels import walk
-from simreg_megatron.kernels.tiled import TorchTiles
+from simreg_megatron.kernels.contrast import form_named
 from simreg_megatron.losses import simreg_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # embeddings [b, n, d], labels [b, n]
@@ -95,7 +95,7 @@ def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, bac
     """Of the products of features, counted tile by tile; exponentials and masks are not in it."""
     if name not in ("tiled", *ON_GPU):
         return size.all_pairs * (3 if backward else 1)
-    tiles = _tiles(name)
+    tiles = form_named(name).tiles
     rows = torch.empty(size.batch, 1, size.length, size.width, dtype=dtype, device=device)
     anchors = 0, size.length
     computed = both = 0
@@ -108,15 +108,3 @@ def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, bac
             computed += pairs // 2 if name == "triton" and one == other else pairs
     again = 0 if walk.keeps_pairs(tiles, given, anchors) else computed
     return size.batch * size.width * (computed + (again + both if backward else 0))
-
-
-def _tiles(name: str) -> type[walk.Tiles]:
-    if name == "triton":
-        from simreg_megatron.kernels.fused import FusedTiles
-
-        return FusedTiles
-    if name == "gemm":
-        from simreg_megatron.kernels.gemm import GemmTiles
-
-        return GemmTiles
-    return TorchTiles

@@ -73,16 +73,15 @@ class AdaGC:
         own = global_norm.view(1) if self.variant == "global" else norms
         self.steps += 1
         if self.steps <= self.warmup_iters:
-            coefficients, gammas = self._warm_up(own, self._global_norms(squares))
+            coefficients, gammas = self._warm_up(own, global_norm if self._apart is None else self._each_norm(squares))
         else:
             coefficients, gammas = self._follow(own)
         self.gammas = torch.where((own > 0) & global_norm.isfinite(), gammas, self.gammas)
         return Clipped(coefficients.expand(norms.shape), global_norm)
 
-    def _global_norms(self, squares: Tensor) -> Tensor:
-        """The global norm that each parameter is clipped by: 0-d, or [N]."""
-        if self._apart is None:
-            return squares.sum().sqrt().to(self.gammas)
+    def _each_norm(self, squares: Tensor) -> Tensor:
+        """The global norm that each parameter is clipped by [N], where some have their own."""
+        assert self._apart is not None
         theirs, others = (torch.where(some, squares, 0.0).sum() for some in (self._apart, ~self._apart))
         return torch.where(self._apart, theirs, others).sqrt().to(self.gammas)
 

@@ -82,8 +82,8 @@ def describe_tokenizer(source: str) -> TokenizerFacts:
 
 
 def _backend_of(tokenizer: Any) -> tuple[str, bool]:
-    """The fast tokenizer alone, as JSON, and whether it cuts the names of special tokens as any other text: without a
-    limit of length or a wrapper that takes seconds to load."""
+    """The fast tokenizer alone, as JSON, without a limit of length or a wrapper that takes seconds to load; and whether
+    it cuts the names of special tokens as any other text."""
     if not tokenizer.is_fast:
         return "", False
     fast = tokenizer.backend_tokenizer

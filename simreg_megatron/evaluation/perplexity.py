@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simreg_megatron.data.assemble import MANIFEST
+from simreg_megatron.data.check import manifest_of
 from simreg_megatron.data.encoding import SENTENCEPIECE, describe_tokenizer
 from simreg_megatron.data.indexed import DataError
-from simreg_megatron.data.settings import read_json, section
+from simreg_megatron.data.settings import section
 from simreg_megatron.data.tokens import document_lengths, open_tokens
 from simreg_megatron.evaluation import paired
 from simreg_megatron.evaluation.errors import EvaluationError
@@ -67,8 +68,8 @@ def refuse_unfit(
 
 def _told_of_tokenizer(model: Path, prefix: Path) -> list[str]:
     """Hashes compare within a kind: sentencepiece's are of the file, those of Hugging Face of what a tokenizer does."""
-    made = read_json(prefix.parent / MANIFEST) or {}
-    known = made.get("tokenizer_sha256") if f"{prefix.name}.bin" in made.get("files", {}) else None
+    made = manifest_of(Path(f"{prefix}.bin")) or {}
+    known = made.get("tokenizer_sha256")
     settings = section(section(made, "settings", prefix), "tokenizer", prefix)
     kind = settings.get("kind", SENTENCEPIECE)  # the built-in corpus names none
     there = []

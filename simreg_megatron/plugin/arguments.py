@@ -118,7 +118,7 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
             f"--simreg-impl {namespace.simreg_impl} needs a GPU, and this run is on the CPU: leave the flag out"
         )
     refuse_idle_adagc(namespace)
-    adagc_from_args(namespace)
+    adagc_from_args(namespace)  # which refuses what is impossible
     config = config_from_args(namespace)
     _refuse_layers(config, getattr(namespace, "num_layers", None))
     refuse_idle_flags(namespace, config)

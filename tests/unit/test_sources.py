@@ -158,24 +158,27 @@ def test_long_lines_teach_the_tokenizer(tmp_path: Path) -> None:
     assert len(model.encode("extraordinary")) < 4
 
 
-def test_a_compressed_file_is_sampled_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def sampled(folder: Path, monkeypatch: pytest.MonkeyPatch, *, characters: int) -> list[int]:
+    """Which of 1000 documents in one compressed file are taken."""
     monkeypatch.setattr(sample, "_BLOCK", 1 << 12)
-    monkeypatch.setattr(sample, "_CHARACTERS", 4000)
-    texts = [f"{number:04d} " + "x" * 95 for number in range(1000)]
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(texts)))
-    found = [int(text[:4]) for text in sample.sample_texts(find_inputs([str(tmp_path)]), "text")]
+    monkeypatch.setattr(sample, "_CHARACTERS", characters)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines(NUMBERED)))
+    return [int(text[:4]) for text in sample.sample_texts(find_inputs([str(folder)]), "text")]
+
+
+NUMBERED = [f"{number:04d} " + "x" * 95 for number in range(1000)]
+
+
+def test_a_compressed_file_is_sampled_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = sampled(tmp_path, monkeypatch, characters=4000)
     assert 20 <= len(found) <= 40 and found[0] == 0 and found[-1] > 900
     assert len({later - one for one, later in pairwise(found)}) == 1
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(texts[:30])))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(NUMBERED[:30])))
     assert len(list(sample.sample_texts(find_inputs([str(tmp_path)]), "text"))) == 30, "a short one is taken whole"
 
 
 def test_a_stream_is_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "_BLOCK", 1 << 12)
-    monkeypatch.setattr(sample, "_CHARACTERS", 200)
-    texts = [f"{number:04d} " + "x" * 95 for number in range(1000)]
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(texts)))
-    found = [int(text[:4]) for text in sample.sample_texts(find_inputs([str(tmp_path)]), "text")]
+    found = sampled(tmp_path, monkeypatch, characters=200)
     assert 64 <= found[-1] + 1 <= 200 and len(found) <= 2
 
 
