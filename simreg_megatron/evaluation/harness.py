@@ -127,7 +127,7 @@ def refuse_unknown(choices: Sequence[Choice], include: Path | None) -> None:
     """Before anything is loaded. A name that no definition mentions needs no index of all of them.
 
     Raises:
-        EvaluationError: a task is not known, or is a name of several with no score of its own.
+        EvaluationError: a task is not known, is a name of several with no score of its own, or is in another one.
     """
     others = [choice for choice in choices if choice not in (*PAPER, *FURTHER)]
     names = [choice.name for choice in others]
@@ -147,6 +147,7 @@ def refuse_unknown(choices: Sequence[Choice], include: Path | None) -> None:
         )
     for choice in others:
         _refuse_without_score(choice, index[choice.name])
+    _refuse_overlap(choices, index)
 
 
 def _refuse_without_score(choice: Choice, entry: Any) -> None:
@@ -163,12 +164,37 @@ def _refuse_without_score(choice: Choice, entry: Any) -> None:
             f"the group {choice.name} has no mean of {choice.metric} over its tasks: name one of {', '.join(metrics)} "
             f"as --tasks {choice.name}:METRIC, or name its tasks"
         )
-    parts = sorted(entry.tags) if kind == "TAG" else config.get("task", [])
-    names = [part if isinstance(part, str) else part.get("task") or part.get("group") for part in parts]
     raise EvaluationError(
         f"{choice.name} is a {kind.lower()} of tasks and has no score of its own: name them, --tasks "
-        f"{','.join(name for name in names if isinstance(name, str))}"
+        f"{','.join(_parts(entry))}"
     )
+
+
+def _parts(entry: Any) -> list[str]:
+    """The names directly under a tag or a group; of a task, none."""
+    kind, config = entry.kind.name, entry.cfg or {}
+    if kind not in ("TAG", "GROUP"):
+        return []
+    parts = sorted(entry.tags) if kind == "TAG" else config.get("task", [])
+    names = [part if isinstance(part, str) else part.get("task") or part.get("group") for part in parts]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _tasks_under(name: str, index: Mapping[str, Any]) -> set[str]:
+    parts = _parts(index[name]) if name in index else []
+    return set().union(*(_tasks_under(part, index) for part in parts)) if parts else {name}
+
+
+def _refuse_overlap(choices: Sequence[Choice], index: Mapping[str, Any]) -> None:
+    """The harness would load all models and data first."""
+    seen: dict[str, str] = {}
+    for choice in choices:
+        for task in sorted(_tasks_under(choice.name, index)):
+            if (other := seen.setdefault(task, choice.name)) != choice.name:
+                raise EvaluationError(
+                    f"--tasks names {other} and {choice.name}, and the task {task} is in both: the harness asks it "
+                    "once a run, so take them one after the other, each with an --output of its own"
+                )
 
 
 def refuse_unknown_metrics(choices: Sequence[Choice], protocol: Protocol) -> None:

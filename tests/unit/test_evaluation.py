@@ -414,6 +414,20 @@ def test_names_without_a_score_of_their_own_are_refused(name: str, told: str, tm
         harness.refuse_unknown(choose([name], allow_code=False), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("paper", "mmlu_anatomy"), "--tasks names mmlu and mmlu_anatomy, and the task mmlu_anatomy is in both"),
+        (("arc_easy", "both_arcs"), "--tasks names arc_easy and both_arcs, and the task arc_easy is in both"),
+    ],
+)
+def test_tasks_that_overlap_are_refused(names: tuple[str, str], told: str, tmp_path: Path) -> None:
+    (tmp_path / "both.yaml").write_text("group: both_arcs\ntask: [ai2_arc]\naggregate_metric_list: [{metric: acc}]\n")
+    with pytest.raises(EvaluationError, match=re.escape(told)):
+        harness.refuse_unknown(choose(names, allow_code=False), tmp_path)
+    harness.refuse_unknown(choose(["piqa", "both_arcs"], allow_code=False), tmp_path)
+
+
 def test_a_name_that_no_definition_mentions_is_refused_before_anything_is_loaded(task, monkeypatch) -> None:
     monkeypatch.setattr(harness, "task_manager", lambda include: pytest.fail("the index was made"))
     with pytest.raises(EvaluationError, match=r"knows no task helaswag \(near it: .*hellaswag"):
