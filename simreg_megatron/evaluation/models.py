@@ -120,17 +120,22 @@ def exported(
 
 
 def refuse_without_bos(folder: Path) -> None:
-    """The harness adds no begin-of-text token, and says nothing, where the tokenizer has none.
+    """The harness adds no begin-of-text token, and says nothing, where the tokenizer has none, or is one that the
+    releases 4 of transformers do not tell to add it.
 
     Raises:
-        EvaluationError: it has none.
+        EvaluationError: none is added.
     """
-    from transformers import AutoTokenizer
+    import transformers
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, add_bos_token=True)
     ids = tokenizer("a", add_special_tokens=True)["input_ids"]
-    if tokenizer.bos_token_id is None or ids[:1] != [tokenizer.bos_token_id]:
-        raise EvaluationError(
-            f"--bos document: the tokenizer of {folder} puts no begin-of-text token before a text: name its bos_token "
-            "in tokenizer_config.json, or give --bos none"
-        )
+    if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]:
+        return
+    mend = "name its bos_token in tokenizer_config.json"
+    if tokenizer.bos_token_id is not None:
+        mend = f"install transformers 5 or later, which can be told to (here is {transformers.__version__})"
+    raise EvaluationError(
+        f"--bos document: the tokenizer of {folder} puts no begin-of-text token before a text: {mend}, or give "
+        "--bos none"
+    )

@@ -201,7 +201,7 @@ def _bytes_of(model: Path, texts: Iterable[list[int]]) -> list[int] | None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):  # the last one of release 4, where a file is missing
         return None
     as_written = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     return [len(str(tokenizer.decode(ids, **as_written)).encode()) for ids in texts]

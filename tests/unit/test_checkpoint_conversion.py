@@ -30,6 +30,7 @@ from tests.helpers import jobs
 from tests.helpers.checkpoints import DENSE, EXPERTS, as_weights, dist_checkpoint, random_weights
 
 transformers = pytest.importorskip("transformers")
+RELEASE = int(transformers.__version__.split(".")[0])
 
 
 @pytest.mark.parametrize(
@@ -153,8 +154,11 @@ def test_transformers_reads_every_number_and_every_weight(name: str, tmp_path: P
     assert config.max_position_embeddings == a.max_positions and config.tie_word_embeddings == a.is_tied
     entries = json.loads((folder / "config.json").read_text())
     assert entries["rope_theta"] == a.rope_base, "release 4 of transformers reads this one"
-    assert config.rope_parameters["rope_theta"] == a.rope_base
-    assert config.rope_parameters["rope_type"] == (a.rope_scaling or {"rope_type": "default"})["rope_type"]
+    if RELEASE >= 5:
+        assert config.rope_parameters["rope_theta"] == a.rope_base
+        assert config.rope_parameters["rope_type"] == (a.rope_scaling or {"rope_type": "default"})["rope_type"]
+    else:
+        assert (config.rope_theta, config.rope_scaling) == (a.rope_base, a.rope_scaling)
     truth = random_weights(a)
     state = model.state_dict()
     assert torch.equal(state["model.embed_tokens.weight"], truth["embedding.word_embeddings.weight"])
@@ -309,8 +313,9 @@ def test_what_looks_like_a_special_token_stays_text(ids: dict[str, int], tmp_pat
     text = "<s> </s> <unk> as plain text"
     assert fast(text)["input_ids"] == tokenizer.encode(text) and fast.decode(tokenizer.encode(text)) == text
     assert (fast.bos_token_id, fast.eos_token_id, fast.unk_token_id) == (1, 2, ids.get("unk_id", 0))
-    with_bos = transformers.AutoTokenizer.from_pretrained(folder, add_bos_token=True)
-    assert with_bos(text)["input_ids"] == [1, *tokenizer.encode(text)]
+    if RELEASE >= 5:  # release 4 cannot be told to; `evaluate --bos document` says so
+        with_bos = transformers.AutoTokenizer.from_pretrained(folder, add_bos_token=True)
+        assert with_bos(text)["input_ids"] == [1, *tokenizer.encode(text)]
 
 
 def test_symbols_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
