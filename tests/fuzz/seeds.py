@@ -112,7 +112,8 @@ def _tokenizers(folder: Path, keep: _Keep) -> None:
     keep("sentencepiece", (folder / "made.model").read_bytes())
     train_hugging_face(folder / "made")
     keep("tokenizer-json", (folder / "made" / "tokenizer.json").read_bytes())
-    keep("tokenizer-config-json", (folder / "made" / "tokenizer_config.json").read_bytes())
+    config = (folder / "made" / "tokenizer_config.json").read_bytes()
+    keep("tokenizer-config-json", config.replace(b"TokenizersBackend", b"PreTrainedTokenizerFast"))  # as 4 says it, too
 
 
 def _results(folder: Path, keep: _Keep) -> None:
