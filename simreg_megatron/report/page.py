@@ -214,6 +214,10 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def svg(figure: Figure) -> str:
+    """The same text for the same figure, so that a page made again differs only where its numbers do."""
+    import matplotlib
+
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "simreg"}):  # of the names of its parts, else drawn at random
+        figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
