@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ DENSE = Architecture(
     norm_epsilon=1e-5, max_positions=32, rope_base=10000.0,
 )  # fmt: skip
 EXPERTS = replace(DENSE, num_experts=4, experts_per_token=2)
+
+
+def transformers_release() -> int:
+    """4 or 5: they name settings of a model and ways of a tokenizer differently."""
+    return int(metadata.version("transformers").split(".")[0])
 
 
 def random_weights(architecture: Architecture, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -27,10 +27,17 @@ from simreg_megatron.checkpoint.source import open_checkpoint
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from tests.fuzz.target import REGRESSIONS
 from tests.helpers import jobs
-from tests.helpers.checkpoints import DENSE, EXPERTS, as_weights, dist_checkpoint, random_weights
+from tests.helpers.checkpoints import (
+    DENSE,
+    EXPERTS,
+    as_weights,
+    dist_checkpoint,
+    random_weights,
+    transformers_release,
+)
 
 transformers = pytest.importorskip("transformers")
-RELEASE = int(transformers.__version__.split(".")[0])
+RELEASE = transformers_release()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from simreg_megatron.data.tokenizer import train_tokenizer
 from simreg_megatron.evaluation import compare, harness, models, perplexity
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.results import Score, read
-from tests.helpers.checkpoints import DENSE, as_weights, random_weights
+from tests.helpers.checkpoints import DENSE, as_weights, random_weights, transformers_release
 
 TEXTS = [Path(json.__file__).read_text(), Path(shutil.__file__).read_text()]
 SMALL = replace(DENSE, vocabulary=400)
@@ -129,7 +128,7 @@ def exported(words: Path, folder: Path) -> Path:
 
 def test_bos_is_added_or_refused(words: Path, tmp_path: Path) -> None:
     model = exported(words, tmp_path)
-    if int(metadata.version("transformers").split(".")[0]) < 5:
+    if transformers_release() < 5:
         with pytest.raises(EvaluationError, match="install transformers 5 or later"):
             models.refuse_without_bos(model)
     else:
