@@ -4,7 +4,7 @@
 #
 #   tools/lowest.sh [PYTEST OPTIONS]      make build/lowest-venv if it is not there or setup.py changed, then run them
 #
-# uv chooses (--resolution lowest-direct), and asks the package index that pip is configured for through UV_* variables.
+# uv chooses (--resolution lowest-direct), and is told all that pip is told, as in tools/setup.sh.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,7 +16,7 @@ uv=$root/.venv/bin/uv
 say() { printf 'test-lowest: %s\n' "$*" >&2; }
 
 make_environment() {
-  local recipe
+  local recipe given name value
   recipe=$(sha256sum "$root/setup.py" "${BASH_SOURCE[0]}" | cut -c1-64 | tr '\n' ' ')
   if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$recipe" ]; then return 0; fi
   if [ -e "$venv" ] && [ ! -e "$stamp" ]; then
@@ -26,9 +26,13 @@ make_environment() {
   say "installing the lowest versions into $venv"
   "$uv" venv --quiet --clear --python "$root/.venv/bin/python" "$venv"
   touch "$stamp"
+  given=$(PIP_USER=0 "$root/.venv/bin/python" -m pip config list | "$root/.venv/bin/python" "$root/tools/uv_settings.py")
+  while IFS='=' read -r name value; do
+    if [ -n "$name" ]; then export "$name=$value"; fi
+  done <<<"$given"
   # Of what setup.py does not name uv takes the newest, and the lowest transformers goes with no hub of these days.
-  "$uv" pip install --quiet --python "$python" --resolution lowest-direct "huggingface-hub>=0.34,<1" \
-    --editable "${root}[demo,dev]"
+  "$uv" pip install --quiet --python "$python" --index-strategy unsafe-best-match --resolution lowest-direct \
+    "huggingface-hub>=0.34,<1" --editable "${root}[demo,dev]"
   printf '%s\n' "$recipe" >"$stamp"
 }
 
