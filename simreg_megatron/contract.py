@@ -10,15 +10,13 @@ The loss that the loop reports must be the same number in both cases, bit for bi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simreg_megatron.plugin import compat, foreign, installation
-
-Gradients = list[Tensor]
 
 _ENDLESS = 10**12  # iterations
 
@@ -66,13 +64,24 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         raise ValueError("there is nothing to check while lambda is 0: install SimReg with the settings of the run")
     if config.every > 1 or not config.schedule.is_constant:  # look at a step with the whole of lambda
         regularizer.set_iteration(config.every * config.warmup_iters, num_iterations=_ENDLESS)
+    try:
+        return _check(models, forward_backward)
+    finally:
+        _clear(models)
+        foreign.begin_run(models)  # nothing of these steps is logged, or taken for one that the loop counted
+
+
+def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     with foreign.paused():
-        loss_without, without = _run(models, forward_backward)
-    loss_with, with_simreg = _run(models, forward_backward)
+        loss_without = _run(models, forward_backward)
+    without = [gradient.detach().clone() for gradient in _gradients(models)]  # the only copy: it is as large as they are
+    loss_with = _run(models, forward_backward)
+    num_with, moved = _num(models), [_distance(*pair) for pair in zip(without, _gradients(models), strict=False)]
     with foreign.paused():
-        loss_again, again = _run(models, forward_backward)
-    _clear(models)
-    if not (_same(loss_without, loss_again) and all(map(torch.equal, without, again))):
+        loss_again = _run(models, forward_backward)
+    if not (_same(loss_without, loss_again) and _num(models) == len(without)) or not all(
+        map(torch.equal, without, _gradients(models))
+    ):
         raise ContractError(
             "two runs of the same step without SimReg gave different results: forward_backward must use the same data "
             "each time, finish all gradients, and be deterministic (torch.use_deterministic_algorithms(True) on a GPU)"
@@ -82,43 +91,40 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
             f"the loop reports {loss_with} with SimReg and {loss_without} without, on the same weights and data: "
             "report the loss that the model returns, which SimReg leaves unchanged"
         )
-    return _compared(without, with_simreg)
-
-
-def _compared(without: Gradients, with_simreg: Gradients) -> Found:
-    if len(without) != len(with_simreg):
+    if num_with != len(without):
         raise ContractError(
-            f"{len(without)} parameters have a gradient without SimReg and {len(with_simreg)} with it: "
+            f"{len(without)} parameters have a gradient without SimReg and {num_with} with it: "
             "forward_backward must not return before all gradients are computed"
         )
-    differences = [after.double() - before.double() for before, after in zip(without, with_simreg, strict=True)]
-    changed = sum(bool(difference.any()) for difference in differences)
-    if not changed:
+    if not any(moved):
         raise ContractError(
             "no gradient changes with SimReg: this loop does not train on the loss that the model returns; pass labels "
             "to the model, and call backward on the loss that it returns"
         )
-    change = _norm(differences) / (_norm(without) or math.nan)
-    return Found(change, changed, len(without))
+    size = math.hypot(*map(_norm, without))
+    return Found(math.hypot(*moved) / (size or math.nan), sum(map(bool, moved)), len(without))
 
 
-def _run(models: Any, forward_backward: Callable[[], Any]) -> tuple[Any, Gradients]:
+def _run(models: Any, forward_backward: Callable[[], Any]) -> Any:
+    """The loss that the loop reports."""
     _clear(models)
     with foreign.random_numbers_of_before():
         loss = forward_backward()
-    loss = loss.detach().clone() if isinstance(loss, Tensor) else loss
-    return loss, [gradient.detach().clone() for gradient in _gradients(models)]
+    return loss.detach().clone() if isinstance(loss, Tensor) else loss
 
 
-def _gradients(models: Any) -> Gradients:
+def _gradients(models: Any) -> Iterator[Tensor]:
     """Megatron's data parallelism adds them up in `main_grad`, and leaves `grad` empty."""
-    found = []
     for model in compat.unwrapped(models):
         for parameter in model.parameters():
             gradient = getattr(parameter, "main_grad", None)
             gradient = parameter.grad if gradient is None else gradient
-            found += [] if gradient is None else [gradient]
-    return found
+            if gradient is not None:
+                yield gradient
+
+
+def _num(models: Any) -> int:
+    return sum(1 for _ in _gradients(models))
 
 
 def _clear(models: Any) -> None:
@@ -128,8 +134,12 @@ def _clear(models: Any) -> None:
         model.zero_grad(set_to_none=True)
 
 
-def _norm(tensors: Gradients) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+def _distance(before: Tensor, after: Tensor) -> float:
+    return _norm(after.double() - before.double())
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.double().square().sum().sqrt())
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -555,6 +555,8 @@ def a_lambda_that_changes_is_checked_where_it_is_whole() -> None:
     install(config=dataclasses.replace(CONFIG, **changing))
     found = check(model, lambda: labelled_step(model))
     assert found.changed == whole.changed and found.change == pytest.approx(3 * whole.change, rel=1e-4)
+    with pytest.raises(RuntimeError, match="needs Megatron's training loop, or one that passes"):
+        labelled_step(model)  # the step that was looked at has counted none for a loop that counts none itself
 
 
 @contract(ranks=1)
