@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from simreg_megatron.config.values import LARGEST, refuse_beyond
+from simreg_megatron.config.values import LARGEST, refuse_beyond, refuse_other_kinds
 
 ADAGC_VARIANTS = ("clipped", "raw", "global")
 
@@ -33,6 +33,7 @@ class AdaGCConfig:
     variant: str = "clipped"
 
     def __post_init__(self) -> None:
+        refuse_other_kinds("AdaGC", self)
         if not (math.isfinite(self.lambda_rel) and self.lambda_rel > 0):
             raise ValueError(f"AdaGC's lambda-rel must be a finite number above 0, not {self.lambda_rel}")
         if not (math.isfinite(self.lambda_abs) and self.lambda_abs > 0):

@@ -16,6 +16,7 @@ from simreg_megatron.config.values import (
     checked_layers,
     refuse_beyond,
     refuse_larger,
+    refuse_other_kinds,
 )
 from simreg_megatron.objectives.options import checked_options
 from simreg_megatron.objectives.record import Kind, Objective
@@ -91,6 +92,7 @@ class SimRegConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lambda_", checked_lambda(self.lambda_))
         object.__setattr__(self, "layers", checked_layers(self.layers))
+        refuse_other_kinds("SimReg", self)
         if self.combines:
             object.__setattr__(self, "objective_options", checked_together(self))
             return

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
+from numbers import Integral, Real
+from typing import Any
 
 from simreg_megatron.objectives.options import counts_from_one
 
@@ -12,6 +15,12 @@ TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
 LARGEST = 10**9
 """Of tokens and steps."""
+_KINDS: dict[str, tuple[type, str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a word"),
+}
 
 
 def as_typed(value: object) -> str:
@@ -19,6 +28,23 @@ def as_typed(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
     return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value) or "none"
+
+
+def refuse_other_kinds(of: str, settings: Any) -> None:
+    """Raise where a field of the record holds what its annotation does not say: 2.5 steps, or the text of a YAML file.
+
+    Numbers of numpy become Python's. Fields of several kinds have checks of their own.
+    """
+    for field in fields(settings):
+        kind, _, none = str(field.type).partition(" | ")
+        value: Any = getattr(settings, field.name)
+        if kind not in _KINDS or none not in ("", "None") or (value is None and none):
+            continue
+        wanted, words = _KINDS[kind]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+            raise ValueError(f"{of} {field.name.replace('_', ' ')} must be {words}, not {value!r}")
+        if wanted in (Integral, Real) and type(value) not in (int, float):
+            object.__setattr__(settings, field.name, int(value) if wanted is Integral else float(value))
 
 
 def checked_lambda(value: float | str) -> float | str:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from simreg_megatron import SimRegConfig
@@ -25,6 +26,15 @@ from simreg_megatron.weights.learnable import wanted
         ({"chunk_size": -64}, "chunk size must be"),
         ({"warmup_iters": -1, "lambda_": 1}, "warm-up must be"),
         ({"log_interval": 0}, "log interval must be"),
+        ({"lambda_": 1, "every": 2.5}, "SimReg every must be a whole number, not 2.5"),
+        ({"lambda_": 1, "every": True}, "SimReg every must be a whole number, not True"),
+        ({"lambda_": 1, "warmup_iters": 10.5}, "SimReg warmup iters must be a whole number, not 10.5"),
+        ({"log_interval": "5"}, "SimReg log interval must be a whole number, not '5'"),
+        ({"chunk_size": "64"}, "SimReg chunk size must be a whole number, not '64'"),
+        ({"document_mask": "no"}, "SimReg document mask must be True or False, not 'no'"),
+        ({"temperature": "0.1"}, "SimReg temperature must be a number, not '0.1'"),
+        ({"lambda_": 1, "off_after": "late"}, "SimReg off after must be a number, not 'late'"),
+        ({"objective": 3}, "SimReg objective must be a word, not 3"),
         ({"objective": "simclr"}, "unknown SimReg objective 'simclr': choose from simreg, simcse, cpretrain"),
         ({"scope": "global"}, "unknown SimReg scope"),
         ({"similarity": "euclid"}, "unknown SimReg similarity"),
@@ -158,3 +168,9 @@ def test_impossible_combinations_are_refused(settings: dict, sentence: str) -> N
 def test_who_trains_scalars_is_known_alike_to_the_settings_and_the_model(settings: dict[str, Any]) -> None:
     config = SimRegConfig(lambda_=1, **settings)
     assert config.trains_scalars == bool(wanted(config))
+
+
+def test_numbers_of_numpy_are_taken_as_pythons() -> None:
+    config = SimRegConfig(lambda_=1, chunk_size=np.int64(4), temperature=np.float64(0.25))
+    assert (config.chunk_size, config.temperature) == (4, 0.25)
+    assert (type(config.chunk_size), type(config.temperature)) == (int, float)
