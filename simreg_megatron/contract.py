@@ -74,7 +74,9 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
 def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     with foreign.paused():
         loss_without = _run(models, forward_backward)
-    without = [gradient.detach().clone() for gradient in _gradients(models)]  # the only copy: it is as large as they are
+    without = [
+        gradient.detach().clone() for gradient in _gradients(models)
+    ]  # the only copy: it is as large as they are
     loss_with = _run(models, forward_backward)
     num_with, moved = _num(models), [_distance(*pair) for pair in zip(without, _gradients(models), strict=False)]
     with foreign.paused():

@@ -19,9 +19,9 @@ from __future__ import annotations
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import foreign, installation, loop_hooks
+from simreg_megatron.plugin import foreign, hooks, installation, loop_hooks
 
-__all__ = ["begin_run", "begin_step", "end_step", "settings"]
+__all__ = ["begin_run", "begin_step", "end_step", "settings", "wrap_model"]
 
 
 def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
@@ -66,6 +66,22 @@ def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
         MegatronSeamError: SimReg is on, but no forward pass has called a function that it wraps.
     """
     return foreign.end_step(models, reduces=reduces)
+
+
+def wrap_model(model_class: type) -> None:
+    """Add SimReg to a model class whose own `_postprocess` replaces Megatron's; call it after `install()`.
+
+    `uninstall()` restores it. The term is added once, also if that function calls Megatron's.
+
+    Args:
+        model_class: with a `_postprocess` that takes `hidden_states`, [s, b, h] as Megatron has them, and `labels`,
+            [b, s], and returns the loss per token, [b, s].
+
+    Raises:
+        RuntimeError: SimReg is not installed.
+        ValueError: the class has no such function.
+    """
+    hooks.wrap_model(model_class)
 
 
 def settings() -> SimRegConfig:

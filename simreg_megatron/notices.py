@@ -11,11 +11,16 @@ _said: set[str] = set()
 
 
 def log_once(message: str) -> None:
-    """Say it once per process group, on the rank whose console Megatron's training log uses."""
+    """Say it once in a run, on the rank whose console Megatron's training log uses."""
     if message in _said:
         return
     _said.add(message)
     say(message)
+
+
+def forget() -> None:
+    """A run begins anew in this process, or SimReg is gone from it: what was said would be missed."""
+    _said.clear()
 
 
 def say(message: str) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
@@ -15,11 +16,11 @@ TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
 LARGEST = 10**9
 """Of tokens and steps."""
-_KINDS: dict[str, tuple[type, str]] = {
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "True or False"),
-    "str": (str, "a word"),
+_KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
+    "int": (Integral, int, "a whole number"),
+    "float": (Real, float, "a number"),
+    "bool": (bool, bool, "True or False"),
+    "str": (str, str, "a word"),
 }
 
 
@@ -37,14 +38,14 @@ def refuse_other_kinds(of: str, settings: Any) -> None:
     """
     for field in fields(settings):
         kind, _, none = str(field.type).partition(" | ")
-        value: Any = getattr(settings, field.name)
+        value = getattr(settings, field.name)
         if kind not in _KINDS or none not in ("", "None") or (value is None and none):
             continue
-        wanted, words = _KINDS[kind]
+        wanted, plain, words = _KINDS[kind]
         if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
             raise ValueError(f"{of} {field.name.replace('_', ' ')} must be {words}, not {value!r}")
-        if wanted in (Integral, Real) and type(value) not in (int, float):
-            object.__setattr__(settings, field.name, int(value) if wanted is Integral else float(value))
+        if type(value) not in (int, float):
+            object.__setattr__(settings, field.name, plain(value))
 
 
 def checked_lambda(value: float | str) -> float | str:

@@ -21,7 +21,7 @@ WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md explains SimReg in other 
 def watch(model: Any) -> None:
     """Ask this model after each of its forward passes, whatever function computes it."""
     if refuse_bypass not in model._forward_hooks.values():
-        model.register_forward_hook(refuse_bypass)
+        installation.current().watches.append(model.register_forward_hook(refuse_bypass))
 
 
 def watch_built(classes: tuple[type, ...]) -> None:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
+from simreg_megatron import notices
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import refuse_idle_settings
-from simreg_megatron.notices import warn
 from simreg_megatron.plugin import bypass, compat, foreign, installation, loop_hooks, model_hooks
 from simreg_megatron.plugin.clip import clipping
 from simreg_megatron.plugin.installation import Installation, Wrapper
@@ -43,17 +44,21 @@ def _install(config: SimRegConfig | None) -> None:
     for seam, _ in wrappers:
         seam.holder()  # all seams are there, or nothing is wrapped
     if compat.is_untried_release():
-        warn(
+        notices.warn(
             f"SimReg was not yet tried with megatron-core {compat.megatron_version()}. It continues, as all functions "
             "that it wraps exist; first compare a short run with --simreg-lambda 0 to one without the plugin"
         )
     new = Installation(config, model_hooks.inside)
-    for seam, wrapper in wrappers:
-        new.wrap(seam, wrapper)
     new.model_classes = tuple(seam.holder() for seam in models)
     installation.keep(new)
-    if config is not None and new.regularizer().config.active:
-        bypass.watch_built(new.model_classes)
+    try:
+        for seam, wrapper in wrappers:
+            new.wrap(seam.holder(), seam.name, wrapper)
+        if config is not None and new.regularizer().config.active:
+            bypass.watch_built(new.model_classes)
+    except BaseException:  # all of it or nothing
+        uninstall()
+        raise
 
 
 def uninstall() -> None:
@@ -62,6 +67,24 @@ def uninstall() -> None:
     if before is not None:
         before.unwrap_all()
         installation.keep(None)
+        notices.forget()
+
+
+def wrap_model(model_class: type) -> None:
+    """See `simreg_megatron.loop.wrap_model`."""
+    here, name = installation.current(), compat.MODEL_SEAM.name
+    function = vars(model_class).get(name)
+    if function is None:
+        raise ValueError(
+            f"{model_class.__name__} has no {name} of its own, so install() alone reaches it: do not wrap it"
+        )
+    absent = {"hidden_states", "labels"} - set(inspect.signature(function).parameters)
+    if absent:
+        raise ValueError(
+            f"{model_class.__name__}.{name} does not take {' and '.join(sorted(absent))}, of which SimReg is computed: "
+            f"let it call Megatron's, {bypass.WAY_OUT}"
+        )
+    here.wrap(model_class, name, model_hooks.regularize)
 
 
 def _around_models(models: Any) -> Wrapped:

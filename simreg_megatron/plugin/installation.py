@@ -35,6 +35,8 @@ class Installation:
         """Models whose loss came by."""
         self.passed: weakref.WeakSet[Any] = weakref.WeakSet()
         """Models whose forward pass, the one that runs or the last, passed a wrapped function."""
+        self.watches: list[Any] = []
+        """Handles of the hooks on models."""
         self._originals: list[tuple[Any, str, Any, Any]] = []
         self.model_classes: tuple[Any, ...] = ()
 
@@ -54,17 +56,17 @@ class Installation:
         """The decoder is wrapped only for settings that name states inside it."""
         if not (config.active and config.looks_inside):
             return
-        wrapped = {(holder.__name__, name) for holder, name, _, _ in self._originals}
         for seam, wrapper in self._inside(config):
-            if (seam.holder().__name__, seam.name) not in wrapped:
-                self.wrap(seam, wrapper)
+            self.wrap(seam.holder(), seam.name, wrapper)
 
-    def wrap(self, seam: compat.Seam, wrapper: Wrapper) -> None:
-        holder = seam.holder()
-        original = getattr(holder, seam.name)
+    def wrap(self, holder: Any, name: str, wrapper: Wrapper) -> None:
+        """Once: nothing is done where it is wrapped already."""
+        if any(holder is known and name == of_it for known, of_it, _, _ in self._originals):
+            return
+        original = getattr(holder, name)
         wrapped = functools.wraps(original)(wrapper(original))
-        setattr(holder, seam.name, wrapped)
-        self._originals.append((holder, seam.name, original, wrapped))
+        setattr(holder, name, wrapped)
+        self._originals.append((holder, name, original, wrapped))
 
     def unwrap_all(self) -> None:
         """All of them, or none where someone wrapped one again since."""
@@ -76,6 +78,8 @@ class Installation:
         while self._originals:
             holder, name, original, _ = self._originals.pop()
             setattr(holder, name, original)
+        while self.watches:
+            self.watches.pop().remove()
 
 
 _installation: Installation | None = None

@@ -15,7 +15,7 @@ from simreg_megatron.config.flags import (
     differences_to_checkpoint,
 )
 from simreg_megatron.measures.naming import add_to_console, left_out_of_console
-from simreg_megatron.notices import log_once, say, warn
+from simreg_megatron.notices import forget, log_once, say, warn
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.clip.clipping import Clipping
@@ -35,6 +35,7 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse what cannot work, before and after Megatron has built its models; make all ready for the first step."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        forget()  # where Megatron restarts a run in its process, the log of the new one is whole
         here = installation.current()
         regularizer = here.begin_run()
         here.checkpoint_config = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrapped around the model: its loss, its birth, and its decoder where a state inside it is asked for."""
+"""What is wrapped around the model: its loss, its construction, and its decoder where a state inside it is asked for."""
 
 from __future__ import annotations
 
@@ -30,9 +30,16 @@ def regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     """For models that are handed their final hidden states and the labels in one call."""
     signature = inspect.signature(postprocess)
 
+    @functools.wraps(postprocess)
     def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
+        here = installation.installed()
+        if here is None:  # uninstalled since, where someone else keeps this wrapper
+            return postprocess(model, *args, **kwargs)
+        here.passed.discard(model)
         loss = postprocess(model, *args, **kwargs)
-        installation.current().passed.add(model)
+        if model in here.passed:  # by way of a function that is wrapped, too, such as that of the parent class
+            return loss
+        here.passed.add(model)
         if not _trains(model):
             return loss
         given = compat.named_arguments(signature, model, *args, **kwargs)

@@ -276,6 +276,58 @@ def swift_with_models_of_before_is_an_error() -> None:
 
 
 @contract(ranks=1)
+def a_class_that_calls_megatrons_and_is_wrapped_twice_gets_one_term() -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    from simreg_megatron.loop import wrap_model
+    from simreg_megatron.plugin import model_hooks
+
+    class Calls(GPTModel):
+        def _postprocess(self, hidden_states, labels, loss_mask=None, **given):
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, loss_mask=loss_mask, **given)
+
+    model, plain = build(Calls), vars(Calls)["_postprocess"]
+    labels = row()[1].clamp(min=0)
+    wanted = sought(model, labels)
+    install(config=SimRegConfig(lambda_=10, document_mask=False))
+    alone = gradients(model, model(row()[0], None, causal(), labels=labels).sum())
+    wrap_model(Calls)
+    wrap_model(Calls)
+    Calls._postprocess = model_hooks.regularize(Calls._postprocess)
+    both = gradients(model, model(row()[0], None, causal(), labels=labels).sum())
+    assert all(torch.equal(alone[name], both[name]) for name in alone)
+    assert not torch.allclose(both["decoder.final_layernorm.weight"], wanted.without["decoder.final_layernorm.weight"])
+    kept, Calls._postprocess = Calls._postprocess, Calls._postprocess.__wrapped__
+    uninstall()
+    assert vars(Calls)["_postprocess"] is plain and not model._forward_hooks
+    Calls._postprocess = kept
+    after = gradients(model, model(row()[0], None, causal(), labels=labels).sum())
+    assert all(torch.allclose(after[name], wanted.without[name], rtol=1e-5, atol=1e-6) for name in after)
+
+
+@contract(ranks=1)
+def a_class_that_has_nothing_to_wrap_is_refused() -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    from simreg_megatron.loop import wrap_model
+
+    class Heir(GPTModel):
+        pass
+
+    class Other(GPTModel):
+        def _postprocess(self, states):
+            return states
+
+    with pytest.raises(RuntimeError, match="SimReg is not installed"):
+        wrap_model(Heir)
+    install(config=CONFIG)
+    with pytest.raises(ValueError, match="Heir has no _postprocess of its own, so install\\(\\) alone reaches it"):
+        wrap_model(Heir)
+    with pytest.raises(ValueError, match=r"Other\._postprocess does not take hidden_states and labels"):
+        wrap_model(Other)
+
+
+@contract(ranks=1)
 def a_model_that_trains_may_be_asked_for_logits() -> None:
     model = build()
     install(config=CONFIG)

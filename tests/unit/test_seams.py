@@ -12,7 +12,9 @@ from types import ModuleType
 import pytest
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import compat
+from simreg_megatron.notices import log_once
+from simreg_megatron.plugin import bypass, compat
+from simreg_megatron.plugin import installation as state
 from simreg_megatron.plugin.hooks import install, uninstall
 from simreg_megatron.plugin.installation import Installation
 
@@ -69,7 +71,11 @@ def test_a_package_that_megatron_lacks_is_named(monkeypatch: pytest.MonkeyPatch,
 def test_wrapped_functions_come_back(module: ModuleType) -> None:
     original = FitModel._postprocess
     installation = Installation(None, lambda config: ())
-    installation.wrap(seam("FitModel"), lambda inner: lambda *args, **kwargs: "wrapped " + inner(*args, **kwargs))
+    installation.wrap(
+        seam("FitModel").holder(),
+        seam("FitModel").name,
+        lambda inner: lambda *args, **kwargs: "wrapped " + inner(*args, **kwargs),
+    )
     assert FitModel()._postprocess(None, None) == "wrapped own"
     installation.unwrap_all()
     assert FitModel._postprocess is original
@@ -78,11 +84,10 @@ def test_wrapped_functions_come_back(module: ModuleType) -> None:
 def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FitModel._postprocess
     installation = Installation(None, lambda config: ())
-    installation.wrap(seam("FitModel"), lambda inner: lambda *args: inner(*args))
+    installation.wrap(FitModel, "_postprocess", lambda inner: lambda *args: inner(*args))
     monkeypatch.setattr(FitModel, "_postprocess", original)
     monkeypatch.setattr(OddModel, "_postprocess", OddModel._postprocess)  # so that it comes back
-    other = compat.Seam("pretended_megatron", "OddModel", "_postprocess", "wrapped too")
-    installation.wrap(other, lambda inner: lambda *args: inner(*args))
+    installation.wrap(OddModel, "_postprocess", lambda inner: lambda *args: inner(*args))
     ours = OddModel._postprocess
     with pytest.raises(RuntimeError, match="wrapped again after SimReg"):
         installation.unwrap_all()
@@ -130,3 +135,29 @@ def test_a_new_release_is_installed_into_with_one_warning(monkeypatch: pytest.Mo
         install(SimRegConfig(lambda_=1))
     uninstall()
     assert len([warning for warning in caught if "not yet tried" in str(warning.message)]) == 1
+
+
+@pytest.mark.megatron
+def test_an_installation_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    def fails(classes: object) -> None:
+        raise RuntimeError("half way")
+
+    before = GPTModel._postprocess, GPTModel.__init__, GPTModel.forward
+    monkeypatch.setattr(bypass, "watch_built", fails)
+    with pytest.raises(RuntimeError, match="half way"):
+        install(SimRegConfig(lambda_=1))
+    assert (GPTModel._postprocess, GPTModel.__init__, GPTModel.forward) == before
+    monkeypatch.undo()
+    install(SimRegConfig(lambda_=2))  # not "with other settings already"
+    uninstall()
+
+
+def test_the_next_installation_says_again_what_is_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        state.keep(Installation(None, lambda config: ()))
+        log_once("SimReg: lambda 10")
+        log_once("SimReg: lambda 10")
+        uninstall()
+    assert capsys.readouterr().out == 2 * "> SimReg: lambda 10\n"
