@@ -157,7 +157,7 @@ def _exported_logits(folder: Path, tokens: Tensor) -> Tensor:
 
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(folder), local_files_only=True, attn_implementation="eager"
+        str(folder), local_files_only=True, use_safetensors=True, attn_implementation="eager"
     )
     model = model.float().eval()
     return torch.cat([model(sequence[None], use_cache=False).logits.float() for sequence in tokens])

@@ -88,7 +88,12 @@ def evaluate(model: Path, choices: Sequence[Choice], protocol: Protocol) -> Foun
     with local_datasets(protocol.task_data, offline=protocol.offline):
         found = lm_eval.simple_evaluate(
             model="hf",
-            model_args={"pretrained": str(model), "dtype": protocol.dtype, "add_bos_token": bool(protocol.add_bos)},
+            model_args={
+                "pretrained": str(model),
+                "dtype": protocol.dtype,
+                "add_bos_token": bool(protocol.add_bos),
+                "use_safetensors": True,
+            },
             tasks=[choice.name for choice in choices],
             num_fewshot=0,
             batch_size=_batch_size(protocol.batch_size),

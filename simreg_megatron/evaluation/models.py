@@ -12,7 +12,7 @@ from simreg_megatron.checkpoint.errors import CheckpointError
 from simreg_megatron.data.indexed import DataError
 from simreg_megatron.evaluation.errors import EvaluationError
 
-_WEIGHTS = ("*.safetensors", "*.bin")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _OF_A_MODEL = {".safetensors", ".bin", ".pt", ".distcp", ".metadata", ".json", ".model"}
 
 
@@ -47,9 +47,10 @@ def _refuse_unreadable(name: str, folder: Path) -> None:
     """Before another model answers for hours."""
     from transformers import AutoConfig
 
-    if not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
+    if not any((folder / known).is_file() for known in _WEIGHTS):
         raise EvaluationError(
-            f"--model {name}: {folder} has a config.json and no weights (*.safetensors or *.bin): copy it completely"
+            f"--model {name}: {folder} has a config.json and no {_WEIGHTS[0]} (pickled weights are not "
+            "read): copy it completely, or save it again with safetensors"
         )
     try:
         AutoConfig.from_pretrained(folder)

@@ -117,7 +117,7 @@ def measure(
     tokens = open_tokens(prefix)
     windows = _count_windows(prefix, len(tokens), seq_length, max_tokens)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), use_safetensors=True)
     network = network.to(place).eval()
     _refuse_longer_than_positions(network, seq_length)
     widths = [network.config.hidden_size, *features]
@@ -125,10 +125,11 @@ def measure(
     totals = torch.zeros(len(widths), dtype=torch.float64, device=place)
     documents = _Documents(prefix, windows * seq_length)
     with torch.inference_mode():
-        for batch in _batches(tokens, windows, seq_length, batch_size, network.config.vocab_size, prefix):
+        batches = _batches(tokens, windows, seq_length, batch_size, network.config.vocab_size, prefix)
+        for number, batch in enumerate(batches):
             batch = batch.to(place)
             found = network(batch[:, :-1], use_cache=False, output_hidden_states=bool(features))
-            if features:
+            if features and number == 0:  # it is a product as large as the head's, and waits for the device
                 _refuse_other_heads(found.hidden_states[-1] @ head.T, found.logits)
             targets = batch[:, 1:].flatten()
             for place_of, width in enumerate(widths):

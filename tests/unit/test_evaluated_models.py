@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval")
@@ -213,8 +214,9 @@ def test_an_ordinary_mistake_is_one_sentence(kind: str, words: Path, data: Path,
     if kind == "output":
         output, sentence = tmp_path / "file" / "s", "file/s'"
     elif kind == "weights":
-        (model / "model.safetensors").unlink()
-        sentence = "has a config.json and no weights"
+        (model / "model.safetensors").rename(model / "other.safetensors")
+        torch.save({"lm_head.weight": torch.zeros(1)}, model / "pytorch_model.bin")
+        sentence = "has a config.json and no model.safetensors (pickled weights are not read)"
     elif kind == "config":
         (model / "config.json").write_text('{"model_type": "lla')
         sentence = "transformers cannot read"
