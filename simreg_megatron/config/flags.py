@@ -64,7 +64,7 @@ OF_SIMREG = (
           "linear:F or cosine:F down (or up) to F times lambda (default constant)"),
     Flag("--simreg-off-after", "off_after", float, "share of the training, between 0 and 1, after which the term is "
           "off and no longer computed (default never)"),
-    Flag("--simreg-every", "every", int, "compute the term only in every K-th step, with K times the weight: not the "
+    Flag("--simreg-every", "every", int, "compute the term only in every N-th step, with N times the weight: not the "
           "same objective, but equal in expectation where no gradient is clipped (default 1)"),
     Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
           "auto, the fastest that fits)"),

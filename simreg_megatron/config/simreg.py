@@ -120,7 +120,7 @@ class SimRegConfig:
             raise ValueError("a SimReg warm-up of 1 iteration has no effect, as it begins at its end: give 2 or more")
         if self.every < 1:
             raise ValueError(
-                f"SimReg every {self.every} steps cannot be: give 1, for every step, or K, for every K-th one"
+                f"SimReg every {self.every} steps cannot be: give 1, for every step, or N, for every N-th one"
             )
         if self.every > _RAREST:
             raise ValueError(f"SimReg every {self.every} steps is too rare: give at most {_RAREST:,}")

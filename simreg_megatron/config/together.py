@@ -55,7 +55,10 @@ def parts_of(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
         own = options[objective]
         temperature = own.pop("temperature", _shared_temperature(config, objective, list(weights)))
         given: dict[str, Any] = {"objective": objective, "lambda_": weight, "objective_options": tuple(own.items())}
-        alone = make(**given)
+        try:
+            alone = make(**given)
+        except ValueError:  # some options do not go with the default chunk size
+            alone = make(**given, chunk_size=config.chunk_size)
         rest = _defaults(config).keys() - given.keys() - {"temperature"} - set(alone.idle_settings)
         shared: dict[str, Any] = {name: getattr(config, name) for name in rest}
         if temperature is not None:

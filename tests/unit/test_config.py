@@ -48,7 +48,7 @@ from simreg_megatron.weights.learnable import wanted
         ({"lambda_schedule": "linear:0"}, "SimReg lambda schedule has no effect while lambda is 0"),
         (
             {"lambda_": 1, "every": 0},
-            "SimReg every 0 steps cannot be: give 1, for every step, or K, for every K-th one",
+            "SimReg every 0 steps cannot be: give 1, for every step, or N, for every N-th one",
         ),
         ({"objective": "none", "every": 2}, "every 2 steps has no effect while lambda is 0"),
         ({"lambda_": 1, "every": 2, "similarity": "learnable"}, "leaves scalars that it trains without a gradient"),

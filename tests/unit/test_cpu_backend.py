@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -134,6 +135,18 @@ def test_megatron_alone_does_not_meet_the_flag_of_the_cpu(tmp_path: Path) -> Non
     done = python("", "-m", "simreg_megatron", "--plain", *words)
     assert done.returncode == 0 and "'--distributed-backend', 'gloo'" in done.stdout, done.stderr
     assert done.stdout.rstrip().endswith("'--lr', '1'] cpu") and "simreg-cpu" not in done.stdout
+
+
+def test_a_script_finds_its_own_folder_first_and_not_the_working_directory(tmp_path: Path) -> None:
+    """As `python SCRIPT` does: from a clone of ours, `tools` or `tests` would hide packages of these names."""
+    for folder in ("scripts", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    script = tmp_path / "scripts" / "script.py"
+    script.write_text("import os, sys; print([os.path.abspath(folder) for folder in sys.path])")
+    command = [sys.executable, "-m", "simreg_megatron", "--plain", str(script), "--simreg-cpu=force"]
+    done = jobs.run(command, cwd=tmp_path / "elsewhere", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    folders = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert folders[0] == str(script.parent) and str(tmp_path / "elsewhere") not in folders, done.stderr
 
 
 def test_without_a_gpu_and_without_asking(tmp_path: Path) -> None:
