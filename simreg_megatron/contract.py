@@ -63,7 +63,7 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     if not config.trains:
         raise ValueError("there is nothing to check while lambda is 0: install SimReg with the settings of the run")
     if config.every > 1 or not config.schedule.is_constant:  # look at a step with the whole of lambda
-        regularizer.set_iteration(config.every * config.warmup_iters, num_iterations=_ENDLESS)
+        regularizer.set_iteration(config.every * (config.start_iter + config.warmup_iters), num_iterations=_ENDLESS)
     try:
         return _check(models, forward_backward)
     finally:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How lambda changes over a training: a factor computed from the iteration alone, so a resumed run continues it.
 
-    factor(i) = min(1, (i + 1) / warmup) * shape(i / N),   0 from iteration N on where N is not the whole training
-    linear:    shape(p) = 1 + (final - 1) p
+    factor(i) = min(1, (i - S + 1) / warmup) * shape((i - S) / (N - S)),   0 before iteration S
+    linear:    shape(p) = 1 + (final - 1) p                                and, with off_after, from iteration N on
     cosine:    shape(p) = final + (1 - final) (1 + cos(pi p)) / 2
 
-of iteration i, counted from 0; N = round(off_after * iterations of the training), or all of them.
+of iteration i, counted from 0; S = start_iter; N = round(off_after * iterations of the training), or all of them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ class Schedule:
         final: what is left of lambda at the end, as a share of it.
         warmup_iters: iterations over which lambda rises linearly from 0.
         off_after: share of the training after which the term is off; 1 is never.
+        start_iter: iterations before the term begins.
     """
 
     shape: str = "constant"
     final: float = 1.0
     warmup_iters: int = 0
     off_after: float = 1.0
+    start_iter: int = 0
 
     @property
     def is_constant(self) -> bool:
-        return not (self.warmup_iters or self.needs_length)
+        return not (self.start_iter or self.warmup_iters or self.needs_length)
 
     @property
     def needs_length(self) -> bool:
@@ -49,30 +51,40 @@ class Schedule:
             num_iterations: of the whole training; needed where `needs_length`.
 
         Raises:
-            ValueError: the training is so short that it would be off from the start, or never.
+            ValueError: the training is so short that the term would never be on, or never off.
         """
-        rise = min(1.0, (iteration + 1) / self.warmup_iters) if self.warmup_iters else 1.0
+        if self.is_off(iteration, num_iterations):
+            return 0.0
+        elapsed = iteration - self.start_iter
+        rise = min(1.0, (elapsed + 1) / self.warmup_iters) if self.warmup_iters else 1.0
         if not self.needs_length:
             return rise
         assert num_iterations is not None
-        if self.has_ended(iteration, num_iterations):
-            return 0.0
-        return rise * self._shape(min(1.0, iteration / self._length(num_iterations)))
+        return rise * self._shape(min(1.0, elapsed / (self.end(num_iterations) - self.start_iter)))
 
-    def has_ended(self, iteration: int, num_iterations: int | None) -> bool:
-        """Whether the term is off in this iteration, and in all that follow."""
+    def is_off(self, iteration: int, num_iterations: int | None = None) -> bool:
+        """Whether the term has not begun in this iteration, or has ended."""
         if self.off_after == 1:
-            return False
+            return iteration < self.start_iter
         assert num_iterations is not None
-        return iteration >= self._length(num_iterations)
+        return not self.start_iter <= iteration < self.end(num_iterations)
 
-    def _length(self, num_iterations: int) -> int:
-        """Iterations in which the term is on."""
+    def end(self, num_iterations: int) -> int:
+        """The first iteration after the last one with the term, in a training of so many.
+
+        Raises:
+            ValueError: see `factor`.
+        """
         length = round(self.off_after * num_iterations)
         if self.off_after < 1 and not 0 < length < num_iterations:
             raise ValueError(
                 f"--simreg-off-after {self.off_after:g} of {num_iterations} iterations is "
                 f"{'no iteration' if length == 0 else 'all of them'}: give another share, or drop it"
+            )
+        if self.start_iter >= length:
+            raise ValueError(
+                f"--simreg-start-iter {self.start_iter} leaves no iteration with SimReg, which ends at {length}: give "
+                "a smaller number, or a longer training"
             )
         return length
 
@@ -85,7 +97,9 @@ class Schedule:
 
     def __str__(self) -> str:
         """ "linear to 0.1 of it" and so on, for one line of a log; empty where it is constant."""
-        words = [f"rising over {self.warmup_iters} iterations"] if self.warmup_iters else []
+        words = [f"from iteration {self.start_iter} on"] if self.start_iter else []
+        if self.warmup_iters:
+            words.append(f"rising over {self.warmup_iters} iterations")
         if self.shape != "constant":
             words.append(f"{self.shape} to {self.final:g} of it")
         if self.off_after < 1:
@@ -93,7 +107,7 @@ class Schedule:
         return ", ".join(words)
 
 
-def parsed(text: str, warmup_iters: int, off_after: float | None) -> Schedule:
+def parsed(text: str, warmup_iters: int, off_after: float | None, start_iter: int = 0) -> Schedule:
     """ "constant", "linear:0.1" or "cosine:0", with the other settings.
 
     Raises:
@@ -117,7 +131,7 @@ def parsed(text: str, warmup_iters: int, off_after: float | None) -> Schedule:
             f"SimReg is off after a share of the training above 0 and below 1, not {off_after:g}: "
             f"{'drop it' if off_after >= 1 else 'set lambda 0 for a run without it'}"
         )
-    return Schedule(shape, final, warmup_iters, 1.0 if off_after is None else off_after)
+    return Schedule(shape, final, warmup_iters, 1.0 if off_after is None else off_after, start_iter)
 
 
 def _number(text: str) -> float:

@@ -13,8 +13,8 @@ from simreg_megatron.notices import log_once
 from simreg_megatron.weights.learnable import wanted
 
 _NEEDS_LOOP = (
-    "a SimReg lambda that changes (--simreg-warmup-iters, --simreg-lambda-schedule, --simreg-off-after, "
-    "--simreg-every) needs Megatron's training loop, or one that passes the number of the step and of all steps to "
+    "a SimReg lambda that changes (--simreg-start-iter, --simreg-warmup-iters, --simreg-lambda-schedule, "
+    "--simreg-off-after, --simreg-every) needs Megatron's training loop, or one that passes the number of the step and of all steps to "
     "simreg_megatron.loop.begin_step: call that before each step, or drop these settings"
 )
 
@@ -49,8 +49,8 @@ class Strength:
             self.factor = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
         self.factor.fill_(factor)
         # Scalars of an objective's own need a gradient in every step, and be it zero: Megatron waits for it.
-        has_ended = schedule.has_ended(iteration, num_iterations) and not wanted(self.config)
-        self.is_off = self.is_off or (has_ended and not self.repeats)
+        is_out = schedule.is_off(iteration, num_iterations) and not wanted(self.config)
+        self.is_off = self.is_off or (is_out and not self.repeats)
 
     def lambdas(self, hidden_size: int) -> dict[str, Tensor]:
         """The weight of each objective in this step, under the names of the log; empty while all are constant."""

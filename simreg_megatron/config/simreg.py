@@ -56,6 +56,7 @@ class SimRegConfig:
         self_positive: when a token counts as its own positive.
         chunk_weight: how the chunks of a sequence are weighted.
         document_mask: tokens of different documents in a sequence are never compared.
+        start_iter: iterations of the training before the term begins; warm-up and schedule count from there.
         warmup_iters: iterations over which lambda rises linearly from 0.
         lambda_schedule: "constant"; "linear:F" or "cosine:F" go from lambda to F times lambda over the training.
         off_after: share of the training after which the term is off and no longer computed; None is never. A
@@ -82,6 +83,7 @@ class SimRegConfig:
     self_positive: str = "always"
     chunk_weight: str = "token"
     document_mask: bool = False
+    start_iter: int = 0
     warmup_iters: int = 0
     lambda_schedule: str = "constant"
     off_after: float | None = None
@@ -114,6 +116,8 @@ class SimRegConfig:
                 f"the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not {self.chunk_size}: "
                 "a token alone has nothing to be compared with"
             )
+        if self.start_iter < 0:
+            raise ValueError(f"SimReg must start at iteration 0 or later, not {self.start_iter}")
         if self.warmup_iters < 0:
             raise ValueError(f"the SimReg warm-up must be 0 or more iterations, not {self.warmup_iters}")
         if self.warmup_iters == 1:
@@ -126,7 +130,8 @@ class SimRegConfig:
             raise ValueError(f"SimReg every {self.every} steps is too rare: give at most {_RAREST:,}")
         if self.log_interval is not None and self.log_interval < 1:
             raise ValueError(f"the SimReg log interval must be 1 or more iterations, not {self.log_interval}")
-        refuse_larger(chunk_size=self.chunk_size, warmup_iters=self.warmup_iters, log_interval=self.log_interval)
+        for name in ("chunk_size", "start_iter", "warmup_iters", "log_interval"):
+            refuse_larger(name, getattr(self, name))
         self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:
@@ -158,7 +163,8 @@ class SimRegConfig:
                 "drop it, or add final to the layers"
             )
         if not (self.schedule.is_constant or self.trains):
-            what = "warm-up" if self.warmup_iters else "off after" if self.off_after else "lambda schedule"
+            given = {"start iter": self.start_iter, "warm-up": self.warmup_iters, "off after": self.off_after}
+            what = next((name for name, value in given.items() if value), "lambda schedule")
             raise ValueError(f"SimReg {what} has no effect while lambda is 0 or with objective none: drop it")
         if self.every > 1:
             self._refuse_rests()
@@ -274,7 +280,7 @@ class SimRegConfig:
     @functools.cached_property
     def schedule(self) -> Schedule:
         """How lambda, or the weight of each objective, changes over the training."""
-        return parsed(self.lambda_schedule, self.warmup_iters, self.off_after)
+        return parsed(self.lambda_schedule, self.warmup_iters, self.off_after, self.start_iter)
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:

@@ -71,11 +71,10 @@ def refuse_beyond(what: str, number: float, bounds: tuple[float, float]) -> None
         raise ValueError(f"{what} {number} is beyond float32's useful range: give a number from {least:g} to {most:g}")
 
 
-def refuse_larger(**settings: int | None) -> None:
+def refuse_larger(name: str, number: int | None) -> None:
     """Raise for a whole number that nothing has as many of."""
-    for name, number in settings.items():
-        if number is not None and number > LARGEST:
-            raise ValueError(f"SimReg {name.replace('_', ' ')} must be at most {LARGEST:,}, not {number}")
+    if number is not None and number > LARGEST:
+        raise ValueError(f"SimReg {name.replace('_', ' ')} must be at most {LARGEST:,}, not {number}")
 
 
 def checked_layers(value: object) -> tuple[int | str, ...]:

@@ -35,8 +35,8 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
             "SimReg's values appear in Megatron's own log line"
         )
     iterations = getattr(args, "train_iters", None)
-    if config.schedule.needs_length and iterations:  # with samples Megatron counts them later
-        config.schedule.factor(0, iterations)  # refuses a training that is too short for it
+    if iterations:  # with samples Megatron counts them later
+        config.schedule.end(iterations)  # refuses a training that is too short for it
     refuse_settings(args, config)
     _refuse_other_losses(args, config)
     for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):

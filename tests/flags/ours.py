@@ -37,6 +37,7 @@ VALUES: dict[str, tuple[Words, Words]] = {
     "--simreg-self-positive": (("only_if_alone", "never", "always"), _NOT_WORDS),
     "--simreg-chunk-weight": (("uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected", "token"), _NOT_WORDS),
     "--simreg-document-mask": (("",), ()),
+    "--simreg-start-iter": (("1", "2", "0"), (*_NOT_WHOLE, "99")),
     "--simreg-warmup-iters": (("1", "2", "100", "0"), _NOT_WHOLE),
     "--simreg-lambda-schedule": (
         ("linear:0.1", "cosine:0", "cosine:2", "constant"),

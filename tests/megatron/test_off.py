@@ -23,6 +23,16 @@ def test_lambda_zero_is_plain_megatron(processes: int, data_flags: tuple[str, ..
     assert "simreg loss" not in (tmp_path / "off" / "log").read_text()
 
 
+def test_before_its_start_a_run_is_plain_megatron(data_flags: tuple[str, ...], tmp_path: Path) -> None:
+    flags = (*data_flags, "--train-iters", "5")
+    plain = runs.train(tmp_path / "plain", flags, plain=True)
+    late = (*SIMREG, "--simreg-start-iter", "3", "--simreg-warmup-iters", "2")
+    begun = runs.train(tmp_path / "late", (*flags, *late))
+    assert begun.norms[:3] == plain.norms[:3] and begun.losses[:4] == plain.losses[:4]
+    assert begun.norms[3] > 1.5 * plain.norms[3] and begun.losses[4] != plain.losses[4]
+    assert "from iteration 3 on, rising over 2 iterations" in (tmp_path / "late" / "log").read_text()
+
+
 def test_evaluation_is_untouched(data_flags: tuple[str, ...], tmp_path: Path) -> None:
     """A learning rate of 0 keeps the weights of both runs equal, while SimReg computes gradients in every step."""
     frozen = ("--lr", "0", "--min-lr", "0", "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "2")

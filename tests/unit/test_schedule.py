@@ -34,7 +34,7 @@ def test_a_warm_up_and_an_early_end_join_in() -> None:
     schedule = parsed("linear:0.5", 4, 0.5)
     expected = {0: 0.25, 1: 0.5 * (1 - 0.5 / 20), 3: 1 - 1.5 / 20, 10: 0.75, 19: 1 - 9.5 / 20, 20: 0.0, 39: 0.0}
     assert {i: schedule.factor(i, LENGTH) for i in expected} == pytest.approx(expected, rel=1e-12)
-    assert [i for i in range(LENGTH) if schedule.has_ended(i, LENGTH)] == list(range(20, LENGTH))
+    assert [i for i in range(LENGTH) if schedule.is_off(i, LENGTH)] == list(range(20, LENGTH))
     assert parsed("constant", 4, None).factor(1) == 0.5, "a warm-up alone asks for no length"
 
 
@@ -42,7 +42,7 @@ def test_a_warm_up_and_an_early_end_join_in() -> None:
 def test_a_share_of_the_training_is_whole_iterations(share: float, iterations: int, on: int) -> None:
     schedule = Schedule(off_after=share)
     assert sum(schedule.factor(i, iterations) for i in range(iterations)) == on
-    assert not schedule.has_ended(on - 1, iterations) and schedule.has_ended(on, iterations)
+    assert not schedule.is_off(on - 1, iterations) and schedule.is_off(on, iterations)
 
 
 @pytest.mark.parametrize(("share", "words"), [(0.01, "is no iteration"), (0.99, "is all of them")])
@@ -74,9 +74,28 @@ def test_words_that_mean_nothing_are_refused(settings: dict, sentence: str, obje
     assert "\n" not in str(caught.value)
 
 
+def test_a_term_that_begins_under_way_rises_and_falls_from_there() -> None:
+    """From 8 on, with half of 40 iterations: the way down is 12 iterations long."""
+    schedule = parsed("linear:0.5", 4, 0.5, 8)
+    expected = {0: 0.0, 7: 0.0, 8: 0.25, 9: 0.5 * (1 - 0.5 / 12), 11: 1 - 1.5 / 12, 14: 0.75, 19: 1 - 5.5 / 12, 20: 0.0}
+    assert {i: schedule.factor(i, LENGTH) for i in expected} == pytest.approx(expected, rel=1e-12)
+    assert [i for i in range(LENGTH) if not schedule.is_off(i, LENGTH)] == list(range(8, 20))
+    alone = parsed("constant", 0, None, 8)
+    assert not alone.is_constant and not alone.needs_length
+    assert [alone.factor(i) for i in (0, 7, 8, 99)] == [0, 0, 1, 1]
+
+
+def test_a_term_that_would_begin_after_its_end_is_refused() -> None:
+    for start, share, end in ((40, None, 40), (20, 0.5, 20)):
+        with pytest.raises(ValueError, match=f"--simreg-start-iter {start} leaves no iteration .* ends at {end}"):
+            parsed("constant", 0, share, start).end(LENGTH)
+        assert parsed("constant", 0, share, start - 1).end(LENGTH) == end
+
+
 def test_one_line_says_it_all() -> None:
     assert (
         str(parsed("cosine:0.1", 100, 0.5))
         == "rising over 100 iterations, cosine to 0.1 of it, off after 0.5 of the training"
     )
+    assert str(parsed("constant", 2, None, 7)) == "from iteration 7 on, rising over 2 iterations"
     assert str(parsed("constant", 0, None)) == "" and parsed("constant", 0, None).is_constant
