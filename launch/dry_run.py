@@ -16,11 +16,16 @@ from launch.flags import flag_number, flag_value
 from launch.plan import ROOT, Machine, Plan
 
 BUILTIN_VOCABULARY = 4096
+# torchrun's own names for its rendezvous; launch/start.bash fills them in for a dry run, which has no torchrun.
+RENDEZVOUS = {f"PET_RDZV_{word}": f"--rdzv-{word.lower()}" for word in ("BACKEND", "ENDPOINT", "ID", "CONF")}
 ASSUMED_VOCABULARY = 32000  # LLaMA-2's; it only counts parameters here, Megatron asks the tokenizer
 
 
-def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:
-    """The dry run's text: facts as shell comments, then a command that can be pasted."""
+def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resumes: int | None = None) -> str:
+    """The dry run's text: facts as shell comments, then a command that can be pasted.
+
+    `resumes` is the iteration of the checkpoint that the run goes on from.
+    """
     assumed = BUILTIN_VOCABULARY if plan.builtin_corpus else ASSUMED_VOCABULARY
     vocabulary = flag_number(plan.flags, "--vocab-size", assumed)
     parameters = sizes.count_parameters(plan.flags, vocabulary=vocabulary)
@@ -39,6 +44,7 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str
     }
     lines = ["# Dry run: nothing is built or started."]
     lines += [f"# {name:<9} {value}" for name, value in facts.items()]
+    lines += [] if resumes is None else [f"# resumes   from iteration {resumes}"]
     lines += [f"# note      {note}" for note in plan.notes]
     return "\n".join([*lines, command(plan, machine, environ=environ)])
 
@@ -75,11 +81,15 @@ def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:
 def _rendezvous(machine: Machine, environ: Mapping[str, str]) -> list[str]:
     nodes = machine.world_size // machine.local_world_size
     processes = ["--nproc-per-node", str(machine.local_world_size)]
-    if nodes == 1:
+    meeting = {flag: environ[name] for name, flag in RENDEZVOUS.items() if name in environ}
+    if nodes == 1 and not meeting:
         return ["--standalone", *processes]
-    place = {"--nnodes": str(nodes), "--node-rank": environ.get("GROUP_RANK", "0")}
-    place["--master-addr"] = environ.get("MASTER_ADDR", "localhost")
-    place["--master-port"] = environ.get("MASTER_PORT", "29500")
+    place = {"--nnodes": str(nodes), **meeting}
+    if not meeting or "GROUP_RANK" in environ:  # a rendezvous of torchrun's may number the nodes itself
+        place["--node-rank"] = environ.get("GROUP_RANK", "0")
+    if not meeting:
+        place["--master-addr"] = environ.get("MASTER_ADDR", "localhost")
+        place["--master-port"] = environ.get("MASTER_PORT", "29500")
     return [*processes, *(word for pair in place.items() for word in pair)]
 
 

@@ -167,7 +167,10 @@ def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     preflight.check_load(plan.flags)
     _use_tree(plan)
     objection = check_with_megatron(plan, machine)
-    _say(describe(plan, machine, environ=os.environ))
+    newest = checkpoints.newest_whole(Path(flag_value(plan.flags, "--save") or "")) if options.auto_resume else None
+    _say(describe(plan if newest is None else resumed(plan), machine, environ=os.environ, resumes=newest))
+    if options.auto_resume and progress.has_ended(plan):
+        _say(f"# note      the run itself would do nothing: {progress.length(plan)} are done")
     if objection:
         _say(f"# note      on this machine, without a GPU, Megatron would refuse these flags: {objection}")
     given = [prefix for prefix in (options.data, options.valid_data) if prefix]
@@ -186,7 +189,8 @@ def _alone(plan: Plan) -> AbstractContextManager[None]:
     """
     save = Path(flag_value(plan.flags, "--save") or plan.output)
     folders = [plan.output] if save.absolute() == plan.output.absolute() else [plan.output, save]
-    return lock.held(*folders) if os.environ["RANK"] == "0" else nullcontext()
+    minutes = flag_number(plan.flags, "--distributed-timeout-minutes", round(lock.COLLECTIVE_SECONDS / 60))
+    return lock.held(*folders, collective=60.0 * minutes) if os.environ["RANK"] == "0" else nullcontext()
 
 
 def _train(plan: Plan, *, verbose: bool) -> None:

@@ -22,7 +22,8 @@ from launch.flags import LaunchError
 
 NAME = "running.lock"
 BEAT_SECONDS = 10.0
-_OUTLIVES_SECONDS = 8 * 60.0
+COLLECTIVE_SECONDS = 10 * 60.0  # Megatron's --distributed-timeout-minutes, where the run has no other
+_SOONER_SECONDS = 2 * 60.0
 _PATIENCE_SECONDS = 60.0  # six beats: a file server may show an old time for some seconds
 
 
@@ -67,8 +68,14 @@ def _born(pid: int) -> str:
 
 
 @contextmanager
-def held(*folders: Path, wait: Callable[[float], None] = time.sleep) -> Iterator[None]:
+def held(
+    *folders: Path, wait: Callable[[float], None] = time.sleep, collective: float = COLLECTIVE_SECONDS
+) -> Iterator[None]:
     """Hold the folders, which are made where they are missing, until the block ends.
+
+    Args:
+        wait: sleeps for so many seconds.
+        collective: seconds after which a rank gives up a collective of this run, and so one of its earlier slices.
 
     Raises:
         LaunchError: another run holds one of them, or nothing can be written there.
@@ -79,7 +86,7 @@ def held(*folders: Path, wait: Callable[[float], None] = time.sleep) -> Iterator
     ended: set[Holder] = set()  # of the same run in every folder: one wait is enough
     try:
         for folder in folders:
-            taken.append(_take(folder, me, wait, ended))
+            taken.append(_take(folder, me, wait, ended, collective - _SOONER_SECONDS))
         threading.Thread(target=_keep_alive, args=(taken, done), daemon=True).start()
         yield
     finally:
@@ -94,12 +101,12 @@ def is_free_for(output: Path, folder: Path) -> bool:
     return not (folder / NAME).exists() if holder is None else holder == _read(output / NAME)
 
 
-def _take(folder: Path, me: Holder, wait: Callable[[float], None], ended: set[Holder]) -> Path:
+def _take(folder: Path, me: Holder, wait: Callable[[float], None], ended: set[Holder], outlives: float) -> Path:
     path = folder / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while not _created(path, me):
-            _remove_if_stale(path, wait, ended)
+            _remove_if_stale(path, wait, ended, outlives)
     except OSError as error:
         raise LaunchError(f"{folder}: {error.strerror}, so no run can save there: give another --output") from None
     return path
@@ -129,12 +136,12 @@ def _created_in_place(path: Path, text: str) -> bool:
     return True
 
 
-def _remove_if_stale(path: Path, wait: Callable[[float], None], ended: set[Holder]) -> None:
+def _remove_if_stale(path: Path, wait: Callable[[float], None], ended: set[Holder], outlives: float) -> None:
     holder, seen = _read(path), _touched(path)
     gone = None if holder is None else holder in ended or holder.is_gone()
     if gone is None and seen is not None:
         print(f"> {path} is of {holder or 'an unknown process'}: checking whether it is still running", flush=True)
-        gone = _stands_still(path, seen, wait) or (_goes_on_another(holder) and _dies_at_last(path, wait))
+        gone = _stands_still(path, seen, wait) or (_goes_on_another(holder) and _dies_at_last(path, wait, outlives))
     if not gone and _touched(path) is not None:  # it may have been given back meanwhile
         raise LaunchError(
             f"{path.parent} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
@@ -151,13 +158,14 @@ def _goes_on_another(holder: Holder | None) -> bool:
     return is_later and holder is not None and holder.host != os.uname().nodename
 
 
-def _dies_at_last(path: Path, wait: Callable[[float], None]) -> bool:
-    """A process whose node SLURM gave up waits in a collective until Megatron's ten minutes for these are over.
+def _dies_at_last(path: Path, wait: Callable[[float], None], outlives: float) -> bool:
+    """A process whose node SLURM gave up waits in a collective until the run's time for these is over.
 
-    They began minutes ago, and the other ranks of this start wait no longer than that for the first one either.
+    It began to minutes ago, before SLURM noticed; and the other ranks of this start wait for the first one as long as
+    for a collective, and no longer. So `outlives` is somewhat less.
     """
-    print(f"> {path} is still touched: waiting up to {_OUTLIVES_SECONDS / 60:.0f} minutes for that process", flush=True)
-    for _ in range(round(_OUTLIVES_SECONDS / (1.5 * BEAT_SECONDS))):  # the look that follows takes half a beat at least
+    print(f"> {path} is still touched: waiting up to {outlives / 60:.0f} minutes for that process", flush=True)
+    for _ in range(round(outlives / (1.5 * BEAT_SECONDS))):  # the look that follows takes half a beat at least
         wait(BEAT_SECONDS)
         seen = _touched(path)
         if seen is None or _stands_still(path, seen, wait):

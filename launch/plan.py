@@ -63,6 +63,7 @@ _OF_A_START = {  # where a run's first weights come from; they would throw the o
 }
 _OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start anew where the checkpoint has gone meanwhile
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
+_OVERLAPS_EXPERTS = "--overlap-moe-expert-parallel-comm"
 
 
 @dataclass(frozen=True)
@@ -222,12 +223,21 @@ def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Fl
 
 def missing_kernels(plan: Plan, machine: Machine) -> list[str]:
     """What would make the steps of a real size faster and is not on the machine that runs them."""
-    if plan.on_cpu or plan.model == TINY or machine.apex_gradient_kernel:
+    if plan.on_cpu or plan.model == TINY:
         return []
-    return [
-        "NVIDIA Apex's kernel that adds weight gradients in place is not installed: steps are slower without it (build "
-        "github.com/NVIDIA/apex with --cuda_ext; never `pip install apex`)"
-    ]
+    missing = []
+    if not machine.transformer_engine:
+        missing.append(
+            "Transformer Engine is not installed: Megatron's own layers are slower and keep every score of attention, "
+            "so a micro-batch that fits with it may run out of memory (pip install --no-build-isolation "
+            "'transformer-engine[pytorch]')"
+        )
+    if not machine.apex_gradient_kernel:
+        missing.append(
+            "NVIDIA Apex's kernel that adds weight gradients in place is not installed: steps are slower without it "
+            "(build github.com/NVIDIA/apex with --cuda_ext; never `pip install apex`)"
+        )
+    return missing
 
 
 def _refuse_contradiction(recipe: str | None, asked: Sequence[Flag]) -> None:
@@ -381,7 +391,8 @@ def _fit_ffn(preset: list[Flag], user: Sequence[Flag], ffn: str, notes: list[str
         if name in flag_names(user):
             raise LaunchError(f"--ffn and {name} name the same size: give one")
         preset = _replace(preset, name, str(_asked_ffn(ffn, flag_number(preset, name, 1), split)))
-    warning = sizes.check_ffn(flag_number([*preset, *user], name, 1), split)
+    whose = "you asked for it" if ffn != "literal" or name in flag_names(user) else "it is the paper's"
+    warning = sizes.check_ffn(flag_number([*preset, *user], name, 1), split, whose)
     notes += [warning] if warning else []
     return preset
 
@@ -406,7 +417,7 @@ def _fit_batch(
         if strict or "--global-batch-size" in flag_names(user):
             raise LaunchError(
                 f"the global batch of {batch} sequences cannot be shared by {replicas} data-parallel ranks: "
-                f"give --global-batch-size {fitting}"
+                f"give --global-batch-size {fitting}{_other_ranks(batch, replicas, machine)}"
             )
         notes.append(f"{replicas} data-parallel ranks cannot share {batch} sequences: using {fitting}")
         batch, preset = fitting, _replace(preset, "--global-batch-size", str(fitting))
@@ -427,6 +438,15 @@ def _fit_batch(
     limit = flag_number(preset, "--micro-batch-size", max(1, share // stages))
     micro = sizes.largest_divisor(share, limit)
     return _replace(preset, "--micro-batch-size", str(micro))
+
+
+def _other_ranks(batch: int, replicas: int, machine: Machine) -> str:
+    """More or fewer ranks, whole nodes of them, that could share the batch as it is: the run would be the same."""
+    ranks = [count * (machine.world_size // replicas) for count in sizes.neighbouring_divisors(batch, replicas)]
+    nodes = {count: count // machine.local_world_size for count in ranks if not count % machine.local_world_size}
+    if machine.world_size == machine.local_world_size or not nodes:  # of one node, some of the GPUs will do
+        return f", or start {' or '.join(map(str, ranks))} ranks"
+    return f", or start {' or '.join(map(str, nodes))} ranks, {' or '.join(map(str, nodes.values()))} nodes"
 
 
 def _fit_warmup(preset: list[Flag], user: Sequence[Flag], notes: list[str]) -> list[Flag]:
@@ -493,6 +513,17 @@ _OF_LONG_RUNS = (
 )
 
 
+_OF_SHARDED_STATE = (  # of the optimizer, over the replicas; the numbers stay the same
+    ("--use-distributed-optimizer",),
+    ("--overlap-grad-reduce",),
+    ("--overlap-param-gather",),
+)
+# Elements of a bucket of gradients. Megatron's own choice grows with the replicas, and it loads the optimizer's state
+# into buckets as they were saved alone: of one size, a run goes on with any number of nodes. This is Megatron's for 128
+# replicas, those of the 7B's layout.
+_BUCKET = ("--ddp-bucket-size", "128000000")
+
+
 def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, large: bool) -> list[Flag]:
     if on_cpu:
         from simreg_megatron.cpu.backend import MEGATRON_FLAGS
@@ -519,8 +550,8 @@ def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, la
     if large:
         chosen += _OF_LONG_RUNS
     if large and not flag_names(flags) & _FSDP:
-        # The optimizer's state is shared out over the replicas; the numbers stay the same.
-        chosen += [("--use-distributed-optimizer",), ("--overlap-grad-reduce",), ("--overlap-param-gather",)]
+        chosen += _OF_SHARDED_STATE
+        chosen += [] if "--ddp-num-buckets" in flag_names(flags) else [_BUCKET]  # Megatron takes one of the two
     return chosen
 
 
@@ -571,8 +602,11 @@ def _environment(flags: Sequence[Flag], *, on_cpu: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",  # Hugging Face's threads do not survive the data loader's fork
     }
     if not flag_names(flags) & _FSDP:  # which refuses it
-        # One hardware queue: Megatron relies on its order to overlap communication with matrix products.
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        # One hardware queue: Megatron relies on its order to overlap communication with matrix products. That of
+        # experts overlaps in several alone; under TP or CP the two are at odds, and Megatron itself says so.
+        tensor, _, context = sizes.model_parallel_sizes(flags)
+        in_several = _OVERLAPS_EXPERTS in flag_names(flags) and tensor == context == 1
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if in_several else "1"
     if on_cpu:
         environment["SIMREG_CPU"] = "1"  # read before Megatron is imported
         environment["TORCHDYNAMO_DISABLE"] = "1"  # compiled graphs would bypass the stand-ins for CUDA

@@ -37,8 +37,8 @@ def aligned_neighbours(size: int, split: int) -> list[int]:
     return sorted(sizes, key=lambda candidate: (abs(candidate - size), -candidate))
 
 
-def check_ffn(size: int, split: int) -> str | None:
-    """A warning if tensor cores will run this FFN slowly.
+def check_ffn(size: int, split: int, whose: str) -> str | None:
+    """A warning if tensor cores will run this FFN slowly; `whose` is why it is kept.
 
     Raises:
         LaunchError: the size is no multiple of the ranks that would share it.
@@ -54,7 +54,7 @@ def check_ffn(size: int, split: int) -> str | None:
         share = "" if split == 1 else f" ({size // split} per rank)"
         return (
             f"the FFN size {size}{share} is no multiple of {_WORDS}, so tensor cores run below their speed: "
-            f"--ffn aligned takes {nearest[0]} ({offer}); it is kept because you asked for it"
+            f"--ffn aligned takes {nearest[0]} ({offer}); it is kept because {whose}"
         )
     return None
 
@@ -62,6 +62,12 @@ def check_ffn(size: int, split: int) -> str | None:
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor that is at most `limit`."""
     return max(size for size in range(1, limit + 1) if number % size == 0)
+
+
+def neighbouring_divisors(number: int, near: int) -> list[int]:
+    """The divisors below and above `near`, of which one may not be there."""
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    return [size for size in divisors if size < near][-1:] + [size for size in divisors if size > near][:1]
 
 
 def count_parameters(flags: Sequence[Flag], *, vocabulary: int, active: bool = False) -> int:

@@ -94,13 +94,23 @@ count_gpus() {
   "$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))'
 }
 
-# A dry run needs no ranks, only their number: one process, and errors without torchrun's report under them.
+# A dry run needs no ranks, only their number: one process, and errors without torchrun's report under them. What
+# torchrun would tell its processes of this node's place, and of where the nodes meet, stands in the command it prints.
 plan_alone() {
-  local word processes=1 nodes=1
+  local word name processes=1 nodes=1
   for word in "${TORCHRUN[@]}"; do
-    case ${word//_/-} in
-      --nproc-per-node=*) processes=${word#*=} ;;
-      --nnodes=*) nodes=${word#*=} ;;
+    name=${word%%=*}
+    case ${name//_/-} in
+      --nproc-per-node) processes=${word#*=} ;;
+      --nnodes) nodes=${word#*=} ;;
+      --node-rank) export GROUP_RANK=${word#*=} ;;
+      --master-addr) export MASTER_ADDR=${word#*=} ;;
+      --master-port) export MASTER_PORT=${word#*=} ;;
+      --rdzv-backend | --rdzv-endpoint | --rdzv-id | --rdzv-conf)
+        name=${name//-/_}
+        name=PET_${name#__}
+        export "${name^^}=${word#*=}"
+        ;;
     esac
   done
   if [[ $processes =~ ^[0-9]+$ && $nodes =~ ^[0-9]+$ ]]; then

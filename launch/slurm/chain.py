@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,17 +65,20 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured_step_seconds(output: Path) -> float | None:
-    """What a step took in the slices of a run so far, their start-up included; None before the first one."""
+def measured_rank_seconds(output: Path) -> dict[int, float]:
+    """What a step took in the slices of a run so far, their start-up included, times the ranks; by number of ranks."""
     chain = Chain(output, output)
-    seconds, steps, begun = 0, 0, None
+    seconds: Counter[int] = Counter()
+    steps: Counter[int] = Counter()
+    begun = None
     for event in chain.events():
         if event["event"] == "begin":
             begun = event
         elif begun is not None and event["iteration"] > begun["iteration"]:
-            seconds += event["time"] - begun["time"]
-            steps += event["iteration"] - begun["iteration"]
-    return seconds / steps if steps else None
+            ranks = begun["ranks"]
+            seconds[ranks] += event["time"] - begun["time"]
+            steps[ranks] += event["iteration"] - begun["iteration"]
+    return {ranks: ranks * seconds[ranks] / steps[ranks] for ranks in steps if ranks}  # older books do not tell
 
 
 class Chain:
@@ -86,6 +91,7 @@ class Chain:
             "chain": os.environ.get("SLURM_ARRAY_JOB_ID", ""),
             "slice": int(os.environ.get("SLURM_ARRAY_TASK_ID", "1")),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            "ranks": _ranks(os.environ),
         }
 
     def begin(self) -> int:
@@ -232,12 +238,17 @@ class Chain:
         print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.place['slice']}: {sentence}", flush=True)
 
 
+def _ranks(environ: Mapping[str, str]) -> int:
+    """Of this job; 0 where SLURM does not tell."""
+    return math.prod(int(environ.get(name, "0")) for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE"))
+
+
 def _entry(line: str) -> dict[str, Any] | None:
     """What a line of a book says; None if it is damaged."""
     with suppress(ValueError):
         entry = json.loads(line)
         if isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in _ENTRY.items()):
-            return entry
+            return entry if type(entry.setdefault("ranks", 0)) is int else None
     return None
 
 

@@ -12,7 +12,7 @@ from launch import checkpoints, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import LaunchError, flag_names, flag_number
 from launch.plan import Machine, Plan
-from launch.slurm.chain import measured_step_seconds
+from launch.slurm.chain import measured_rank_seconds
 from launch.slurm.job import Job, seconds_of
 from simreg_megatron.data.assemble import MANIFEST
 from simreg_megatron.data.pairs import is_pair
@@ -33,9 +33,13 @@ def step_of(plan: Plan, machine: Machine, given: float | None) -> Step | None:
     """As the user says, as the run's slices took so far, or as FLOPs tell; None on CPUs before the first slice."""
     if given:
         return Step(given, "--step-seconds")
-    measured = measured_step_seconds(plan.output)
-    if measured:
-        return Step(measured, "as measured in its slices so far")
+    measured = measured_rank_seconds(plan.output)
+    if machine.world_size in measured:
+        return Step(measured[machine.world_size] / machine.world_size, "as measured in its slices so far")
+    if measured:  # on other nodes: what is shared out over more ranks takes that much less
+        ranks = min(measured, key=lambda ranks: abs(ranks - machine.world_size))
+        source = f"from its slices on {ranks} ranks; --step-seconds S sets it"
+        return Step(measured[ranks] / machine.world_size, source, is_guess=True)
     if plan.on_cpu:
         return None
     flops = step_tokens(plan) * sizes.flops_per_token(plan.flags, vocabulary=ASSUMED_VOCABULARY)

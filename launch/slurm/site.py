@@ -43,6 +43,17 @@ class Site:
     def ranks_per_node(self) -> int:
         return max(1, self.gpus_per_node)
 
+    def outside(self, *paths: Path) -> list[str]:
+        """A note about each path that no mount brings into the container under its own name."""
+        words = [mount.split(":") for mount in self.container_mounts.split(",") if mount]
+        mounts = [(Path(source), Path(*at[:1] or [source])) for source, *at in words]
+        return [
+            f"no mount in CONTAINER_MOUNTS holds {path}: unless your site mounts it into every container, the job will "
+            f"not find it there; add {path}:{path}"
+            for path in paths
+            if self.runtime != "venv" and not any(_holds(*mount, path) for mount in mounts)
+        ]
+
     def __post_init__(self) -> None:
         if self.runtime not in RUNTIMES:
             raise LaunchError(f"RUNTIME is {', '.join(RUNTIMES)}, not {self.runtime[:200]!r}")
@@ -62,6 +73,11 @@ class Site:
             if "/" in path:  # without one it is looked for on the PATH
                 check_full(name, path)
         check_full("MEGATRON_PATH", self.environment.get("MEGATRON_PATH", ""))
+
+
+def _holds(source: Path, target: Path, path: Path) -> bool:
+    """Whether a path leads to the same place where `source` is mounted at `target`."""
+    return path.is_relative_to(target) and (source / path.relative_to(target)).resolve() == path.resolve()
 
 
 def check_full(name: str, path: str) -> None:

@@ -13,7 +13,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -83,10 +84,8 @@ The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}`
 def main() -> None:
     try:
         job, options, plan, machine, step, data = prepare(sys.argv[1:], dict(os.environ))
-        if job.site.runtime == "venv" and not _missing("torch"):  # a container's Megatron may be another one
-            objection = check_with_megatron(plan, machine)
-            if objection:
-                print(f"> note: on this machine Megatron would refuse these flags: {objection}", file=sys.stderr)
+        for note in _ask_megatron(job.site, plan, machine):
+            print(f"> note: {note}", file=sys.stderr)
         text = render(job)
         if options.dry_run:
             sys.stdout.write(text)
@@ -97,6 +96,29 @@ def main() -> None:
     except (LaunchError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> Iterator[str]:
+    """What Megatron says of the flags; that of this machine has the last word only where no container brings its own.
+
+    Raises:
+        LaunchError: it would not start.
+    """
+    if _missing("torch", "megatron") or _missing("megatron.training"):
+        yield (
+            f"{sys.executable} has no Megatron to ask, so its flags are not checked here, and a misspelt one ends the "
+            "job when it begins: activate an environment with torch and megatron-core to check them"
+        )
+        return
+    where = "on this machine Megatron would refuse these flags"
+    try:
+        objection = check_with_megatron(plan, machine)
+    except LaunchError as error:
+        if site.runtime == "venv":
+            raise
+        objection, where = str(error), "in a container with this machine's Megatron the run would be refused"
+    if objection:
+        yield f"{where}: {objection}"
 
 
 class Prepared(NamedTuple):
@@ -118,8 +140,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     """
     own, script, words = _split(argv)
     options = make_submit_parser().parse_args([*own, script])
-    site = read_site(options.cluster, environ)
-    check_full("MEGATRON_PATH", environ.get("MEGATRON_PATH", ""))  # sbatch passes the environment on
+    site = _with_tree(read_site(options.cluster, environ), options.cluster, environ.get("MEGATRON_PATH", ""))
     family = _family(script)
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:
@@ -136,9 +157,24 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     step = needs.step_of(plan, machine, options.step_seconds)
     _check(plan, options, step, time, rest)
     _check_data(plan, run_options, site)
-    for note in plan.notes:
+    outside = site.outside(ROOT, plan.output.absolute())
+    for note in (*plan.notes, *outside):
         print(f"> {note}", file=sys.stderr)
     return Prepared(_job(plan, options, site, nodes, time.value, words), options, plan, machine, step, run_options.data)
+
+
+def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
+    """The job has the tree of Megatron that the run is checked with, whatever sbatch passes on.
+
+    Raises:
+        LaunchError: the cluster's file names another one, or the path depends on the folder.
+    """
+    check_full("MEGATRON_PATH", tree)
+    if tree and site.environment.get("MEGATRON_PATH", tree) != tree:
+        raise LaunchError(
+            f"MEGATRON_PATH is {tree} here and {site.environment['MEGATRON_PATH']} in {cluster}: unset one of them"
+        )
+    return replace(site, environment={**site.environment, "MEGATRON_PATH": tree}) if tree else site
 
 
 def _missing(*packages: str) -> list[str]:

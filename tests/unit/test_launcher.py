@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import progress, record, sizes
+from launch import launcher, progress, record, sizes
 from launch.dry_run import command, describe
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags, read_preset
 from launch.launcher import make_parser
@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh")]
 CPU = Machine()
 GPU = Machine(gpus=8, transformer_engine=True, world_size=8, local_world_size=8)
+WHOLE_NODES = replace(GPU, world_size=48)
 WHOLE = replace(GPU, apex_gradient_kernel=True)
 OWN = ("--data", "text", "--tokenizer", "tokenizer.model")
 OFF = ("SimReg is off: add --simreg-lambda auto or --recipe paper to train with it",)
@@ -74,6 +75,12 @@ def test_presets_hold_the_papers_table(family: str, model: str) -> None:
     assert {name: [float(value) for value in values(made, name)] for name in numbers} == {
         name: [number] for name, number in numbers.items()
     }
+    words = {
+        "--position-embedding-type": "rope", "--normalization": "RMSNorm", "--norm-epsilon": "1e-5", "--swiglu": "",
+        "--disable-bias-linear": "", "--untie-embeddings-and-output-weights": "", "--hidden-dropout": "0",
+        "--attention-dropout": "0", "--optimizer": "adam", "--adam-eps": "1e-8",
+    }  # fmt: skip
+    assert {name: values(made, name) for name in words} == {name: [word] for name, word in words.items()}
     assert values(made, "--lr-decay-style") == ["cosine"]
     assert values(made, "--num-experts") == ([str(experts)] if experts else [])
     assert values(made, "--moe-router-topk") == (["2"] if experts else [])
@@ -104,8 +111,13 @@ def test_tiny_shares_its_batch_over_the_ranks() -> None:
 
 def test_real_size_on_ranks_that_cannot_share_the_batch_is_refused() -> None:
     machine = Machine(gpus=8, world_size=48, local_world_size=8)
-    with pytest.raises(LaunchError, match="give --global-batch-size 528"):
+    with pytest.raises(LaunchError, match="--global-batch-size 528, or start 32 or 64 ranks, 4 or 8 nodes"):
         plan("--model", "350m", *OWN, machine=machine)
+    with pytest.raises(LaunchError, match=r"--global-batch-size 516, or start 4 or 8 ranks$"):
+        plan("--model", "350m", *OWN, machine=replace(machine, world_size=6, local_world_size=6))
+    split = ("--tensor-model-parallel-size", "4", "--global-batch-size", "9")
+    with pytest.raises(LaunchError, match=r"give --global-batch-size 12, or start 36 ranks$"):
+        plan("--model", "7b", *OWN, *split, machine=WHOLE_NODES)
 
 
 def test_user_flags_replace_the_presets() -> None:
@@ -192,6 +204,12 @@ def test_ffn_sizes_off_the_tensor_cores_grid_are_kept_and_said() -> None:
     assert plan("--model", "7b", *OWN, machine=WHOLE).notes == OFF
 
 
+@pytest.mark.parametrize("words", [(), ("--ffn", "5461"), ("--ffn-hidden-size", "5461")])
+def test_an_odd_ffn_size_is_kept_for_the_one_who_chose_it(words: tuple[str, ...]) -> None:
+    note = plan("--model", "1.3b", *OWN, *words, machine=WHOLE).notes[1]
+    assert note.endswith("it is kept because you asked for it" if words else "it is kept because it is the paper's")
+
+
 @pytest.mark.parametrize("size", [2371, 5461, 8640, 11008, 512])
 @pytest.mark.parametrize("split", [1, 2, 3, 4, 8])
 def test_aligned_sizes_split_evenly(size: int, split: int) -> None:
@@ -249,6 +267,38 @@ def test_dry_run_prints_a_command_that_reads_back_as_the_plan() -> None:
     assert words[: words.index("-m")][0] == "env" and "SIMREG_CPU=1" in words
     across = command(made, Machine(world_size=4, local_world_size=2), environ={"MASTER_ADDR": "first"})
     assert "--nnodes 2" in across and "--master-addr first" in across and "--standalone" not in across
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            "--nnodes 64 --node-rank 3 --master-addr HOST --master-port=7",
+            "--nproc-per-node 4 --nnodes 64 --node-rank 3 --master-addr HOST --master-port 7",
+        ),
+        (
+            "--nnodes 2 --rdzv-backend c10d --rdzv_endpoint=HOST:1 --rdzv-id 'a b'",
+            "--nproc-per-node 4 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:1 --rdzv-id 'a b'",
+        ),
+        (
+            "--nnodes 2 --node-rank 1 --rdzv-endpoint HOST:1",
+            "--nproc-per-node 4 --nnodes 2 --rdzv-endpoint HOST:1 --node-rank 1",
+        ),
+        ("", "--standalone --nproc-per-node 4"),
+    ],
+)
+def test_a_dry_run_of_several_nodes_names_this_one_and_where_they_meet(words: str, shown: str, tmp_path: Path) -> None:
+    """The command that is printed once joined every node as the first one, on localhost."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/usr/bin/env bash\nif [[ $1 == -c ]]; then echo 4; else env -0; fi\n")
+    python.chmod(0o755)
+    done = run_script(
+        "bash", str(SCRIPTS[0]), *shlex.split(words), "--dry-run", cwd=tmp_path, VIRTUAL_ENV=str(tmp_path)
+    )
+    environ = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    machine = Machine(world_size=int(environ["WORLD_SIZE"]), local_world_size=int(environ["LOCAL_WORLD_SIZE"]))
+    assert f"torch.distributed.run {shown} \\\n" in command(plan(), machine, environ=environ)
 
 
 def test_flags_read_as_argparse_reads_them() -> None:
@@ -377,6 +427,53 @@ def test_megatron_knows_every_flag_of_every_preset(tmp_path: Path) -> None:
     assert done.status == 0, done.output
     answers = [line for line in done.output.splitlines() if line.startswith("[")]
     assert answers == ["[]"] * (len(lines) - 1) + ["['--no-such-flag']"]
+
+
+def print_cuts(words: list[str], replicas: tuple[int, ...]) -> None:
+    """How Megatron cuts the gradients of a 7B into buckets, by number of replicas."""
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.training import training
+    from megatron.training.arguments import add_megatron_arguments
+
+    def weights(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.empty(shape, device="meta", dtype=torch.bfloat16)) for shape in shapes]
+
+    layer = ((4096, 4096), (4096,), (3 * 4096, 4096), (4096,), (2 * 11008, 4096), (4096, 11008))
+    model = [*weights((32000, 4096)), *weights(*layer * 32), *weights((4096,), (32000, 4096))]
+    args = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args(words)[0]
+    training.get_pg_size = lambda ranks: ranks
+    for ranks in replicas:
+        config = training.get_megatron_ddp_config(args) if args.ddp_bucket_size else SimpleNamespace(
+            num_buckets=None, bucket_size=None, pad_buckets_for_high_nccl_busbw=False
+        )  # fmt: skip
+        size = training.resolve_ddp_bucket_size(config, ranks, True, 0)
+        cut = DistributedOptimizer._compute_per_buffer_param_layout(model, size, ranks, config)
+        print("cut", cut.per_bucket_numel_unpadded)
+
+
+@pytest.mark.megatron
+def test_a_run_can_go_on_with_another_number_of_nodes(tmp_path: Path) -> None:
+    """Megatron loads the optimizer's state into the buckets it was saved from alone, and cuts them by the replicas."""
+    made = plan("--model", "7b", *OWN, machine=GPU)
+    free = flatten(flag for flag in made.flags if flag_name(flag) != "--ddp-bucket-size")
+    cuts = []
+    for words in (made.arguments, free):
+        done = runs.forked(print_cuts, words, (8, 64, 128, 256, 512), folder=tmp_path)
+        assert done.status == 0, done.output
+        cuts.append([line for line in done.output.splitlines() if line.startswith("cut")])
+    (ours, theirs) = cuts
+    assert len(ours) == 5 and len(set(ours)) == 1, "one cut"
+    assert len(set(theirs)) == 5 and theirs[2] == ours[0], "its own is another for each, and ours at 128"
+
+
+def test_the_users_buckets_stay() -> None:
+    size = ("--model", "7b", *OWN)
+    assert values(plan(*size, "--ddp-bucket-size", "5", machine=GPU), "--ddp-bucket-size") == ["5"]
+    for other in (("--ddp-num-buckets", "5"), ("--use-torch-fsdp2",)):
+        assert values(plan(*size, *other, machine=GPU), "--ddp-bucket-size") == []
 
 
 def test_presets_repeat_no_flag() -> None:
@@ -554,6 +651,26 @@ class TestGoingOn:
         assert progress.has_ended(done) and progress.length(done) == "9 iterations"
         assert not progress.has_ended(self.asked("--output", str(tmp_path), "--train-iters", "10"))
 
+    def test_a_dry_run_goes_on_where_the_run_would(self, tmp_path: Path, monkeypatch, capsys) -> None:
+        """What it printed once began at step 0, over the checkpoints that are there."""
+        monkeypatch.setattr(launcher, "check_with_megatron", lambda *_: None)
+        monkeypatch.setenv("RANK", "0")
+        words = ("--auto-resume", "--save-interval", "5", "--output", str(tmp_path), "--train-iters", "9")
+        options, rest = make_parser("llama").parse_known_args(words)
+        made = build_plan("llama", options, rest, CPU, environ={})
+        for is_there in (False, True):
+            launcher._preview(made, options, CPU)
+            told = capsys.readouterr().out
+            assert ("# resumes   from iteration 5" in told) == is_there == (f"--load {tmp_path}/checkpoints" in told)
+            assert "would do nothing" not in told
+            checkpoint = tmp_path / "checkpoints" / "iter_0000005"
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            for name in ("metadata.json", ".metadata"):
+                (checkpoint / name).write_text("{}")
+        progress.mark_ended(made)
+        launcher._preview(made, options, CPU)
+        assert "the run itself would do nothing: 9 iterations are done" in capsys.readouterr().out
+
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"length": 9}'])
     def test_a_damaged_mark_is_none(self, text: str, tmp_path: Path) -> None:
         (tmp_path / progress.ENDED).write_text(text)
@@ -635,6 +752,26 @@ class TestLongRunsOnGpus:
         assert "NVIDIA Apex" in missing_kernels(without, GPU)[0] and not missing_kernels(whole, WHOLE)
         assert "--no-gradient-accumulation-fusion" in flag_names(without.flags) - flag_names(whole.flags)
         assert not missing_kernels(plan(), CPU)
+
+    def test_layers_without_transformer_engine_are_said(self) -> None:
+        bare = replace(WHOLE, transformer_engine=False)
+        (note,) = missing_kernels(plan(*self.WORDS, machine=bare), bare)
+        assert note.startswith("Transformer Engine is not installed") and "may run out of memory" in note
+        assert not missing_kernels(plan(machine=bare), bare), "the tiny one does without"
+
+    @pytest.mark.parametrize(
+        ("words", "queues"),
+        [
+            ((), "1"),
+            (("--overlap-moe-expert-parallel-comm",), "32"),
+            (("--overlap-moe-expert-parallel-comm", "--tensor-model-parallel-size", "2"), "1"),
+            (("--overlap-moe-expert-parallel-comm", "--context-parallel-size", "2"), "1"),
+        ],
+    )
+    def test_experts_overlap_in_several_queues(self, words: tuple[str, ...], queues: str) -> None:
+        """One lost the overlap without a word; tensor and context parallelism need the order of one."""
+        made = plan("--model", "8x1b", *self.WORDS[2:], *words, family="mixtral", machine=GPU)
+        assert made.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
 
 
 NAMES_OF_SECRETS = """

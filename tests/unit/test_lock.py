@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -121,6 +122,21 @@ def test_a_later_slice_waits_for_a_process_on_a_lost_node(variable: str, tmp_pat
     with pytest.raises(LaunchError, match="in use by another run"), held(tmp_path, wait=touched_for(1e9)):
         pytest.fail("it lives")
     assert 480 < sum(waited) < 600, "less than the other ranks wait for the first"
+    waited.clear()
+    with pytest.raises(LaunchError), held(tmp_path, wait=touched_for(1e9), collective=1800):
+        pytest.fail("it lives")
+    assert 1680 < sum(waited) < 1800, "a process of a run that gives collectives half an hour lives as long"
+
+
+def test_a_run_waits_for_its_earlier_slice_as_long_as_for_a_collective(tmp_path: Path, monkeypatch) -> None:
+    """Real sizes give one 30 minutes: a lost node's process outlived a wait for 10, and the chain ended."""
+    waits: list[float] = []
+    monkeypatch.setattr(lock, "held", lambda *_, collective: waits.append(collective) or nullcontext())
+    monkeypatch.setenv("RANK", "0")
+    for words in ((), ("--distributed-timeout-minutes", "30")):
+        with launcher._alone(planned(tmp_path, *words)):
+            pass
+    assert waits == [600, 1800]
 
 
 def test_a_lock_that_is_given_back_meanwhile_is_taken(tmp_path: Path) -> None:

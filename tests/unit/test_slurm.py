@@ -15,7 +15,7 @@ import pytest
 
 from launch import lock, progress
 from launch.flags import LaunchError
-from launch.plan import LAYOUTS, PRESETS, ROOT, TINY
+from launch.plan import LAYOUTS, PRESETS, ROOT, TINY, Machine
 from launch.slurm import chain, needs, submit
 from launch.slurm.job import render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
@@ -267,6 +267,68 @@ def test_a_tree_of_megatron_is_named_by_its_full_path(data: list[str]) -> None:
         submit.prepare([LLAMA, "--model", "7b", *data], {**os.environ, "MEGATRON_PATH": "../Megatron-LM"})
 
 
+def test_a_job_has_the_tree_of_megatron_that_it_was_checked_with(data: list[str], tmp_path: Path) -> None:
+    """sbatch may be told to pass nothing on (SBATCH_EXPORT=NONE): the installed Megatron ran then, without a word."""
+    tree = tmp_path / "it's a tree"
+    tree.mkdir()
+    (tree / "pretrain_gpt.py").touch()
+    site = site_file(tmp_path, f"{CPU_SITE}RUNTIME=pyxis\nCONTAINER_IMAGE=/i.sqsh\nCONTAINER_MOUNTS=/:/\n")
+    words = ["--cluster", str(site), LLAMA, *data, "--save-interval", "5"]
+    text = render(submit.prepare(words, {**os.environ, "MEGATRON_PATH": str(tree)}).job)
+    assert value_of(text, "MEGATRON_PATH") == [str(tree)]
+    assert "--container-env=MEGATRON_PATH,PYTHONPATH" in value_of(text, "CONTAINER_SRUN")
+    site.write_text(f"{site.read_text()}export MEGATRON_PATH=/another\n")
+    with pytest.raises(LaunchError, match=r"it's a tree here and /another in .*my\.env: unset one of them"):
+        submit.prepare(words, {**os.environ, "MEGATRON_PATH": str(tree)})
+
+
+@pytest.mark.parametrize(
+    ("mounts", "missing"),
+    [
+        ("", 2),
+        ("/:/", 0),
+        ("/home:/data,{root}:{root}:ro", 1),
+        ("{root},{run}", 0),
+        ("{root}:/work,{run}/a:{run}/a", 2),
+    ],
+)
+def test_a_container_without_the_repository_or_the_output_is_said(
+    mounts: str, missing: int, data: list[str], tmp_path: Path, capsys
+) -> None:
+    mounts = mounts.format(root=ROOT, run=tmp_path / "run")
+    text = f"{CPU_SITE}RUNTIME=pyxis\nCONTAINER_IMAGE=/i.sqsh\nCONTAINER_MOUNTS={mounts}\n"
+    text_of("--cluster", str(site_file(tmp_path, text)), LLAMA, *data, "--save-interval", "5")
+    told = [line for line in capsys.readouterr().err.splitlines() if "no mount in CONTAINER_MOUNTS holds" in line]
+    assert len(told) == missing and all(line.count(str(ROOT)) + line.count(f"{tmp_path}/run") == 3 for line in told)
+
+
+class TestWhatMegatronSays:
+    """Of its own flags, before a job is queued; where nobody can ask it, that is said."""
+
+    def notes(self, site: Site) -> list[str]:
+        words = ["--save-interval", "5", "--output", "out", "--weight-decayy", "1"]
+        options, rest = submit.make_parser("llama").parse_known_args(words)
+        plan = submit.build_plan("llama", options, rest, Machine(), environ={})
+        return list(submit._ask_megatron(site, plan, Machine()))
+
+    def test_a_misspelt_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object) -> None:
+            raise LaunchError("Megatron has no flag --weight-decayy: did you mean --weight-decay?")
+
+        monkeypatch.setattr(submit, "check_with_megatron", refuse)
+        monkeypatch.setattr(submit, "_missing", lambda *_: [])
+        with pytest.raises(LaunchError, match="did you mean --weight-decay"):
+            self.notes(Site())
+        (note,) = self.notes(Site(runtime="pyxis", container_image="/i.sqsh"))
+        assert note.startswith("in a container with this machine's Megatron the run would be refused: Megatron has no")
+
+    def test_nobody_to_ask(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(submit, "_missing", lambda *names: [name for name in names if name == "megatron.training"])
+        for site in (Site(), Site(runtime="pyxis", container_image="/i.sqsh")):
+            (note,) = self.notes(site)
+            assert "has no Megatron to ask, so its flags are not checked here" in note
+
+
 def test_the_clusters_file_runs_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     site = read_site(
@@ -313,6 +375,7 @@ def test_a_login_nodes_own_python_submits_what_another_one_runs(tmp_path: Path, 
     assert done.returncode == 0, done.stderr
     assert value_of(done.stdout, "PYTHON") == [sys.executable]
     assert re.search(r"has no numpy and no sentencepiece, so the data is not checked here", done.stderr)
+    assert "has no Megatron to ask, so its flags are not checked here" in done.stderr
     assert "819,200 tokens in 400 iterations" in done.stderr
     site.write_text(CPU_SITE)
     done = jobs.run(bare, cwd=ROOT)
@@ -376,16 +439,39 @@ class TestBooks:
         self.slice(books, 20, 30, 0, monkeypatch)
         assert pruned == [books.save] * 2, "nobody holds it"
 
-    def test_what_a_step_took_is_measured_from_the_books(self, books, data, monkeypatch) -> None:
-        assert chain.measured_step_seconds(books.output) is None
-        clock = iter((0, 100, 110, 500))  # two slices: 10 iterations in 100 s, 10 in 390 s
+    def measured(self, books: chain.Chain, monkeypatch: pytest.MonkeyPatch, nodes: str) -> None:
+        """Two slices on so many nodes of 8: 10 iterations in 100 s, 10 in 390 s."""
+        assert chain.measured_rank_seconds(books.output) == {}
+        clock = iter((0, 100, 110, 500))
         monkeypatch.setattr(chain.time, "time", lambda: next(clock))
+        for name, value in {"SLURM_JOB_NUM_NODES": nodes, "SLURM_NTASKS_PER_NODE": "8"}.items():
+            monkeypatch.setenv(name, value)
+        books = chain.Chain(books.output, books.save)
         for at in (0, 10):
             self.slice(books, at, at + 10, 1, monkeypatch)
-        assert chain.measured_step_seconds(books.output) == pytest.approx(24.5)
+
+    def test_what_a_step_took_is_measured_from_the_books(self, books, data, monkeypatch) -> None:
+        self.measured(books, monkeypatch, "16")
+        assert chain.measured_rank_seconds(books.output) == {128: pytest.approx(24.5 * 128)}
         words = ("--model", "7b", *data, "--output", str(books.output))
-        with pytest.raises(LaunchError, match=r"500 takes 3\.4 h at 24\.5 s a step"):
+        with pytest.raises(LaunchError, match=r"500 takes 3\.4 h at 24\.5 s a step, and"):
             text_of("--time", "2:00:00", LLAMA, *words)
+
+    def test_what_a_step_took_on_other_nodes_is_shared_out_over_these(self, books, data, monkeypatch) -> None:
+        """Four times the nodes once had the seconds of the few, so a run that fits was refused."""
+        self.measured(books, monkeypatch, "16")
+        words = ("--model", "7b", *data, "--output", str(books.output))
+        step = submit.prepare(("--time", "2:00:00", "--nodes", "64", LLAMA, *words), dict(os.environ)).step
+        assert step is not None and step.seconds == pytest.approx(24.5 / 4) and step.is_guess
+        assert step.source == "from its slices on 128 ranks; --step-seconds S sets it"
+
+    def test_books_that_do_not_tell_the_ranks_are_no_measure(self, books, data, monkeypatch) -> None:
+        self.measured(books, monkeypatch, "16")
+        lines = [json.loads(line) for line in books.book.read_text().splitlines()]
+        for line in lines:
+            del line["ranks"]
+        books.book.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        assert len(books.events()) == 4 and chain.measured_rank_seconds(books.output) == {}
 
     def test_nothing_progress_nothing_goes_on(self, books, monkeypatch) -> None:
         slices = ((10, 10, 1), (10, 20, 0), (20, 20, 1))
@@ -480,7 +566,7 @@ class TestBooks:
         assert chain.main() == 2
         assert "slices.jsonl is damaged: delete that line, then submit again" in capsys.readouterr().out
         with pytest.raises(LaunchError, match=r"line 1 of .*slices.jsonl"):
-            chain.measured_step_seconds(books.output)
+            chain.measured_rank_seconds(books.output)
 
     def test_an_end_without_its_beginning_is_no_failure_by_itself(self, books, monkeypatch) -> None:
         assert self.slice(books, 0, 10, 0, monkeypatch) == 0
