@@ -34,7 +34,7 @@ class Claimed(NamedTuple):
 
 OF_THE_PAPER = (
     Claimed("a lower validation loss after the same tokens", "Figure 3", "convergence", (0, 1)),
-    Claimed("the same loss with over 30 % fewer tokens", "abstract", "saving", (0,)),
+    Claimed("convergence over 30 % faster, read as 30 % fewer tokens to the same loss", "abstract", "saving", (0,)),
     Claimed("... with 10 or 20 % fewer tokens", "abstract", "fewer", (0, 1)),
     Claimed("the gain lasts in longer training, over baselines tuned for the shortest", "Figure 3", "horizon", (0,)),
     Claimed("chunks end as low as whole sequences", "Table 1", "convergence", refuting=(2,)),
