@@ -263,8 +263,8 @@ def _seams() -> tuple[Table, bool]:
         models = compat.model_seams()
     except compat.MegatronSeamError:
         models = (compat.MODEL_SEAM,)
-    births = [compat.built(seam) for seam in models]
-    for seam in (*models, *births, *compat.TRAINING_SEAMS, *compat.SCHEDULER_SEAMS):
+    constructors = [compat.built(seam) for seam in models]
+    for seam in (*models, *constructors, *compat.TRAINING_SEAMS, *compat.SCHEDULER_SEAMS):
         try:
             seam.holder()
             found = "yes"

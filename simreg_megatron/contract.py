@@ -78,7 +78,9 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         gradient.detach().clone() for gradient in _gradients(models)
     ]  # the only copy: it is as large as they are
     loss_with = _run(models, forward_backward)
-    num_with, moved = _num(models), [_distance(*pair) for pair in zip(without, _gradients(models), strict=False)]
+    num_with = _num(models)
+    pairs = zip(without, _gradients(models), strict=True) if num_with == len(without) else ()
+    moved = [_distance(*pair) for pair in pairs]
     with foreign.paused():
         loss_again = _run(models, forward_backward)
     if not (_same(loss_without, loss_again) and _num(models) == len(without)) or not all(

@@ -29,6 +29,7 @@ from simreg_megatron.losses._chunks import (
 from simreg_megatron.losses.roles import names_of, pair_counts
 
 _WORKSPACE = {"cpu": 64 << 20, "cuda": 176 << 20}  # bytes that the pairs of one step may take
+_LOST = 512  # units of rounding, of the mean square: what variance equal tokens seem to have, with some room
 
 
 class RowCosines(NamedTuple):
@@ -194,7 +195,8 @@ class Moments(NamedTuple):
 
 
 class Isotropy(NamedTuple):
-    """How evenly hidden states fill their space; NaN of fewer than two tokens, or of tokens that are all the same."""
+    """How evenly hidden states fill their space; NaN of fewer than two tokens. Score and rank are NaN, too, where all
+    variance is lost in the rounding of the sums, as that of tokens that are all the same."""
 
     score: Tensor  # IsoScore: 0 where all variance lies along one direction, 1 where it is the same along all
     effective_rank: Tensor  # participation ratio (tr C)^2 / tr C^2 of the covariance C, from 1 to d
@@ -228,9 +230,11 @@ def isotropy(of: Moments) -> Isotropy:
 
     Source: Rudman, Gillman, Rayne and Eickhoff 2022 (IsoScore).
     """
-    number, width = of.number, len(of.total)
+    number, width = torch.where(of.number > 1, of.number, math.nan), len(of.total)
     mean = of.total / number
     covariance = torch.addr(of.products / number, mean, mean, alpha=-1)
-    rank = covariance.trace().square() / covariance.square().sum()
+    variance, size = covariance.trace(), of.products.trace() / number
+    rank = variance.square() / covariance.square().sum()
+    rank = torch.where(variance > _LOST * torch.finfo(rank.dtype).eps * size, rank, math.nan)
     cosine = (of.units.square().sum() - number) / (number * (number - 1))
     return Isotropy((rank - 1) / (width - 1), rank, cosine)

@@ -9,7 +9,7 @@ _LONGEST, _TAIL = 1000, 300
 
 
 class SentenceError(ValueError):
-    """The base of each room's own error: its message is one line, printable, and never longer than a screen."""
+    """The base of each package's own error: its message is one line, printable, and never longer than a screen."""
 
     def __init__(self, sentence: object = "") -> None:
         super().__init__(one_line(sentence))

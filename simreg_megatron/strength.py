@@ -14,8 +14,8 @@ from simreg_megatron.weights.learnable import wanted
 
 _NEEDS_LOOP = (
     "a SimReg lambda that changes (--simreg-start-iter, --simreg-warmup-iters, --simreg-lambda-schedule, "
-    "--simreg-off-after, --simreg-every) needs Megatron's training loop, or one that passes the number of the step and of all steps to "
-    "simreg_megatron.loop.begin_step: call that before each step, or drop these settings"
+    "--simreg-off-after, --simreg-every) needs Megatron's training loop, or one that passes the number of the step and "
+    "of all steps to simreg_megatron.loop.begin_step: call that before each step, or drop these settings"
 )
 
 

@@ -20,7 +20,7 @@ _console = Console(soft_wrap=True, highlight=False)
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this room to the program."""
+    """Add the commands of this package to the program."""
     app.command("export-hf")(export_hf)
     app.command("import-hf")(import_hf)
 

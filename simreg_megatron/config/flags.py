@@ -46,7 +46,7 @@ OF_SIMREG = (
     Flag("--simreg-objective", "objective", str, _one_of(objectives.names()) + " (measures SimReg in log steps and "
           "does not train on it), or several with their weights: simreg:auto,sigreg:0.05 (default simreg)"),
     Flag("--simreg-objective-options", "objective_options", str, "the objective's own options, as name=value separated "
-          "by commas: form=per_pair,self_positive=always"),
+          "by commas: form=supcon_out,self_positive=never"),
     Flag("--simreg-layers", "layers", str, "layers whose outputs get the term: final, or numbers from 1 such as "
           "12,24,final (default final)"),
     Flag("--simreg-placement", "placement", str, _one_of(choices.PLACEMENTS) + ": take the final states after the "

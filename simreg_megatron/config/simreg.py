@@ -47,7 +47,7 @@ class SimRegConfig:
         objective: "simreg" or another objective; "none" measures SimReg in log steps without training on it; "placebo"
             is a control, SimReg with the labels shuffled inside each chunk. Several at once, each with its own weight
             instead of lambda: "simreg:auto,sigreg:0.05"; each takes the settings that apply to it.
-        objective_options: the objective's own settings, as pairs or as text: "form=per_pair,self_positive=always".
+        objective_options: the objective's own settings, as pairs or as text: "form=supcon_out,self_positive=never".
             With several objectives: "sigreg.seed=1,creg.temperature=0.2".
         layers: whose outputs get the term: "final" and layer numbers from 1; the terms are added, each times lambda.
         placement: take the final states after the last norm ("post-norm": what enters the output layer) or before it

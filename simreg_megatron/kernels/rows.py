@@ -117,7 +117,8 @@ def _ratio_kernel(sums, names, scale, total, ratio, count, SIZE: tl.constexpr):
     inside = at < count
     positive = (tl.load(sums + at, mask=inside, other=0.0) + 1.0).to(tl.float32)
     negative = tl.load(sums + count + at, mask=inside, other=0.0).to(tl.float32)
-    doubt = tl.load(scale + at, mask=inside, other=0.0) * 0.0
+    inverse = tl.load(scale + at, mask=inside, other=1.0)
+    doubt = tl.where(inverse == 0.0, float("nan"), inverse * 0.0)  # 0, but NaN for a row that is not finite
     usable = tl.load(names + at, mask=inside, other=-1) >= 0
     tl.store(total + at, positive, mask=inside)
     tl.store(ratio + at, tl.where(usable, negative / positive + doubt, 0.0), mask=inside)

@@ -89,14 +89,15 @@ class Tiles(ABC):
     @classmethod
     @abstractmethod
     def inverse_norms(cls, rows: Tensor, names: Tensor) -> Tensor:
-        """1 / |e| [b, c, k], in the type to sum in, 1 where not usable; NaN for a row that is not finite."""
+        """1 / |e| [b, c, k], in the type to sum in, 1 where not usable; NaN or 0 for a row that is not finite."""
 
     @classmethod
     def ratio_of(cls, sums: Tensor, names: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """(S_pos, S_neg / S_pos) [b, c, p] from the sums [2, b, c, p] over all other tokens; 0 where not usable."""
         positive, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
         ratio = negative / positive
-        ratio.add_(scale, alpha=0.0)  # NaN for a row that is not finite: one that meets nobody would pass as a 0
+        # NaN for a row that is not finite, whose scale is NaN or 0: one that meets nobody would pass as a 0.
+        ratio.addcdiv_(scale, scale, value=0.0)
         return positive, ratio.masked_fill_(names < 0, 0.0)
 
     @classmethod

@@ -20,6 +20,7 @@ from simreg_megatron.losses._chunks import (
     blocks,
     by_sequence,
     check_tokens,
+    is_number,
     self_pairs,
     usable_tokens,
 )
@@ -106,7 +107,7 @@ def mean_over(values: Tensor, members: Tensor) -> Tensor:
 
 
 def check_temperature(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if not is_number(value) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
 
 

@@ -8,6 +8,7 @@ Nothing here reads a value on the host, so nothing here waits for the device.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # torch compares and sorts no others
 NO_LABEL = -1  # of filling and of tokens left out; no usable token has it
 
 Span = tuple[int, int]  # first position and one past the last
@@ -34,6 +36,9 @@ def check_tokens(
     embeddings: Tensor, labels: Tensor, valid: Tensor | None, documents: Tensor | None, chunk_size: int
 ) -> None:
     """Raise ValueError, in one sentence, for anything that shapes and types alone can show to be wrong."""
+    for name, given in (("embeddings", embeddings), ("labels", labels), ("valid", valid), ("documents", documents)):
+        if given is not None and not isinstance(given, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(given).__name__}: torch.as_tensor makes one of it.")
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}.")
     if embeddings.dim() not in (2, 3) or embeddings.shape[-1] == 0:
@@ -44,8 +49,7 @@ def check_tokens(
             f"labels must have the shape {list(embeddings.shape[:-1])} of the embeddings without the last "
             f"dimension, got {list(labels.shape)}."
         )
-    if labels.device != embeddings.device:
-        raise ValueError(f"labels are on {labels.device} but embeddings on {embeddings.device}; move one of them.")
+    check_device("labels are", labels, "embeddings", embeddings)
     if valid is not None:
         if valid.dtype != torch.bool:
             raise ValueError(f"valid must be a bool mask, got {valid.dtype}; for a 0/1 loss mask pass mask > 0.")
@@ -53,20 +57,29 @@ def check_tokens(
     if documents is not None:
         _check_integers("documents", "document numbers", documents)
         _check_like_labels("documents", documents, labels)
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 0 or chunk_size == 1:
+    if not is_number(chunk_size, numbers.Integral) or chunk_size < 0 or chunk_size == 1:
         raise ValueError(f"chunk_size must be 0 (whole sequence) or an integer of at least 2, got {chunk_size!r}.")
 
 
 def _check_integers(name: str, what: str, values: Tensor) -> None:
-    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise ValueError(f"{name} must be integers ({what}), got {values.dtype}.")
+    if values.dtype not in _INTEGERS:
+        raise ValueError(f"{name} must be integers ({what}), got {values.dtype}; torch.int64 holds them all.")
 
 
 def _check_like_labels(name: str, values: Tensor, labels: Tensor) -> None:
     if values.shape != labels.shape:
         raise ValueError(f"{name} must have the shape of labels, {list(labels.shape)}, got {list(values.shape)}.")
-    if values.device != labels.device:
-        raise ValueError(f"{name} is on {values.device} but labels on {labels.device}; move one of them.")
+    check_device(f"{name} is", values, "labels", labels)
+
+
+def check_device(what: str, values: Tensor, other: str, others: Tensor) -> None:
+    if values.device != others.device:
+        raise ValueError(f"{what} on {values.device} but {other} on {others.device}; move one of them.")
+
+
+def is_number(value: object, kind: type = numbers.Real) -> bool:
+    """Python's or NumPy's, and no bool."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def as_batch(embeddings: Tensor, *per_token: Tensor | None) -> tuple[Any, ...]:

@@ -5,5 +5,5 @@ from __future__ import annotations
 
 
 def default_prefixes(width: int) -> tuple[int, ...]:
-    """Powers of two from 16 to half the width, or half the width alone where it is below 32."""
-    return tuple(2**k for k in range(4, 31) if 2**k <= width // 2) or (width // 2,)
+    """Powers of two from 16 to half the width, or half the width, at least 1, where it is below 32."""
+    return tuple(2**k for k in range(4, 31) if 2**k <= width // 2) or (max(1, width // 2),)

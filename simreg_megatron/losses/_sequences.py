@@ -72,6 +72,8 @@ def two_views(given: Pooled, view: str) -> tuple[Tensor, Tensor, Tensor]:
     means = torch.where(takes_part[:, None, None], sums / counts.clamp(min=1).unsqueeze(-1), 1.0)
     if view == "dropout":
         means = means * _dropout_masks(given.fingerprints, means.shape[-1]).to(means.dtype)
+        takes_part = takes_part & (means.detach() != 0).any(dim=-1).all(dim=-1)  # of few features, all may be dropped
+        means = torch.where(takes_part[:, None, None], means, 1.0)
     first, second = means.unbind(dim=1)
     return first, second, takes_part
 
@@ -82,10 +84,12 @@ def sequence_losses(
     """-log softmax_j( cos(own_i, others_j) / tau ) at j = place + i, [b]; 0 where a sequence does not take part."""
     with no_autocast(own.device.type):
         logits = product(unit_rows(own), unit_rows(others).mT) / temperature
-    logits = logits.masked_fill(~others_take_part, torch.finfo(logits.dtype).min / 4)
-    targets = torch.arange(place, place + len(logits), device=logits.device)
-    losses = F.cross_entropy(logits, targets, reduction="none")
-    return torch.where(takes_part, losses, 0.0)
+    nothing = torch.finfo(logits.dtype).min / 4
+    # log(1 + sum over the others), so that a loss below the rounding of the logits is not lost; a NaN stays one.
+    itself = logits.diagonal(place)
+    others = (logits - itself.unsqueeze(-1)).masked_fill(~others_take_part, nothing)
+    others = others.diagonal_scatter(itself.detach() * 0.0 + nothing, place)
+    return torch.where(takes_part, -F.logsigmoid(-others.logsumexp(dim=-1)), 0.0)
 
 
 def whole_sequences(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.losses._anchored import (
+    REDUCTIONS,
     BlockTerms,
     check_choice,
     check_temperature,
@@ -17,7 +18,7 @@ from simreg_megatron.losses._anchored import (
     reduced,
     spread,
 )
-from simreg_megatron.losses._chunks import Block, check_tokens, label_pairs, usable_tokens
+from simreg_megatron.losses._chunks import Block, as_batch, check_tokens, label_pairs, usable_tokens
 from simreg_megatron.losses._sequences import sequence_losses, whole_sequences
 from simreg_megatron.objectives.cpretrain import LARGEST_SCALE
 
@@ -48,7 +49,7 @@ def cpretrain_loss(
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.
         temperature: tau, above 0: one over the scale of the original.
         level: "token" as above; "sequence": the pairs are the means of the two halves of each sequence of the batch;
-            chunks and documents are ignored.
+            chunks and documents are ignored, and same_label and reduction must be the defaults.
         log_scale: a trained scalar theta: exp(min(theta, log 100)) replaces 1 / tau. Above the limit theta still gets
             the gradient at the limit, so that it can come back.
         same_label: "masked" leaves other pairs of the same label out of both softmaxes; "kept" has them as negatives.
@@ -61,6 +62,8 @@ def cpretrain_loss(
     the mask, halves for sequences, and a fixed scale by default in the place of a learned one are our choices.
     """
     check_choice("level", level, LEVELS)
+    check_choice("reduction", reduction, REDUCTIONS if level == "token" else ("mean",))
+    check_choice("same_label", same_label, SAME_LABEL if level == "token" else ("masked",))
     if level == "sequence":
         return _of_sequences(embeddings, labels, valid, scaled(temperature, log_scale))
     return reduced(
@@ -76,6 +79,7 @@ def cpretrain_loss(
 
 def _of_sequences(embeddings: Tensor, labels: Tensor, valid: Tensor | None, temperature: float | Tensor) -> Tensor:
     check_tokens(embeddings, labels, valid, None, 0)
+    embeddings, labels, valid = as_batch(embeddings, labels, valid)
     usable = usable_tokens(embeddings, labels, valid)
     first, second, takes_part = whole_sequences(embeddings, labels, usable, view="halves", pooling="mean")
     there = sequence_losses(first, second, takes_part, takes_part, 0, temperature)
@@ -123,5 +127,5 @@ def _neighbours(block: Block) -> tuple[Tensor, Tensor]:
     """Two bool [m, k, k]: where column j is the next occurrence of row i's label, and where it is the one before."""
     same, _ = label_pairs(block._replace(anchors=(0, block.labels.shape[-1])))
     later = same.triu(1)
-    follower = later & (later.cumsum(dim=-1) == 1)
+    follower = later & (later.cumsum(dim=-1, dtype=torch.int32) == 1)
     return follower, follower.mT

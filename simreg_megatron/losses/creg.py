@@ -18,11 +18,11 @@ from simreg_megatron.losses._anchored import (
     spread,
 )
 from simreg_megatron.losses._chunks import Block, label_pairs, self_pairs
+from simreg_megatron.losses.roles import pair_counts
+from simreg_megatron.objectives.creg import PER_PAIR_TOKENS
 
 FORMS = ("per_positive", "per_pair", "supcon_out")
 SELF = ("never", "always")
-PER_PAIR_TOKENS = 256
-"""Longest chunk of form "per_pair", which holds chunk^3 numbers."""
 
 
 def creg_loss(
@@ -92,9 +92,8 @@ def _num_anchors(block: Block, self_positive: str) -> Tensor:
     """How many tokens of each chunk have a loss, [m], anchors of this rank or not."""
     if self_positive == "always":
         return block.usable.sum(dim=-1)
-    whole = block._replace(anchors=(0, block.labels.shape[-1]))
-    same, _ = label_pairs(whole)
-    return (same.sum(dim=-1) > 1).sum(dim=-1)
+    others_of_label, _ = pair_counts(block.labels, block.usable, documents=block.documents)
+    return (others_of_label > 0).sum(dim=-1)
 
 
 def _per_positive(logits: Tensor, positive: Tensor, negative: Tensor, others: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Shapes: b sequences, n tokens, d features of which p are the prefix; r pooled ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from simreg_megatron.losses.similarity import unit_rows
 POOLS = ("chunk", "sequence", "token")
 NORM_SCOPES = ("sequence", "batch")
 EPSILON = 1e-6
+_LOST = 16  # units of rounding, of the mean: what deviation a feature that never changes seems to have, with some room
 _SLAB = 16 << 20  # bytes of the similarities of some rows with all
 
 Add = Callable[[Tensor], Tensor]
@@ -153,7 +155,9 @@ def _correlations(rows: Tensor, usable: Tensor, most: int, norm_scope: str, add:
     mean = add(rows.sum(dim=1)) / counts.clamp(min=1)
     centred = torch.where(usable.unsqueeze(-1), rows - mean.unsqueeze(1), 0.0)
     deviations = _root(add(centred.square().sum(dim=1)) / counts.clamp(min=1))
-    normal = (centred / (deviations.unsqueeze(1) + EPSILON)).flatten(0, 1)
+    still = deviations <= _LOST * torch.finfo(rows.dtype).eps * mean.abs()
+    normal = (centred / torch.where(still, math.inf, deviations + EPSILON).unsqueeze(1)).flatten(0, 1)
+    deviations = torch.where(still, 0.0, deviations)
     products = add(product(normal[:, :most].mT, normal))
     there = (counts > 0).to(rows.dtype)
     return products / counts.sum().clamp(min=1), (deviations * there).sum(dim=0) / there.sum().clamp(min=1)
@@ -170,6 +174,7 @@ def _redundancy(correlations: Tensor, deviations: Tensor, prefix: int, options: 
 class _Pooled:
     rows: Tensor  # [r, most]
     there: Tensor  # bool [r]
+    places: Tensor  # int64 [r], among all rows
 
 
 def _pooled(
@@ -180,14 +185,15 @@ def _pooled(
         whole, there = rows.new_zeros(len(rows), length, rows.shape[-1]), usable.new_zeros(len(rows), length).long()
         whole = add(whole.index_copy(1, positions, rows))
         there = add(there.index_copy(1, positions, usable.long())) > 0
-        own = _Pooled(whole[:, positions].flatten(0, 1), usable.flatten())
-        return own, _Pooled(whole.flatten(0, 1), there.flatten())
+        places = torch.arange(there.numel(), device=there.device).view_as(there)
+        own = _Pooled(whole[:, positions].flatten(0, 1), usable.flatten(), places[:, positions].flatten())
+        return own, _Pooled(whole.flatten(0, 1), there.flatten(), places.flatten())
     size = chunk_length(length, chunk_size) if options.pool == "chunk" else length
     members = in_samples(usable, positions // size, -(-length // size))
     counts = add(members.sum(dim=-1))
     sums = add(product(members.to(rows.dtype), rows))
     means = sums / counts.clamp(min=1).unsqueeze(-1)
-    return None, _Pooled(means.flatten(0, 1), counts.flatten() > 0)
+    return None, _Pooled(means.flatten(0, 1), counts.flatten() > 0, torch.arange(counts.numel(), device=counts.device))
 
 
 def _isotropy(own: _Pooled | None, pooled: _Pooled, prefix: int, options: MICOptions, add: Add) -> Tensor:
@@ -219,12 +225,13 @@ def _variances(pooled: _Pooled, prefix: int) -> Tensor:
 class _Units:
     rows: Tensor  # [r, prefix], of length 1
     there: Tensor  # bool [r]: has a direction at all
+    places: Tensor  # int64 [r], among all rows
 
     @classmethod
     def of(cls, pooled: _Pooled, prefix: int) -> _Units:
         rows = pooled.rows[:, :prefix]
         there = pooled.there & (rows.detach() != 0).any(dim=-1)
-        return cls(unit_rows(torch.where(there.unsqueeze(-1), rows, 1.0)), there)
+        return cls(unit_rows(torch.where(there.unsqueeze(-1), rows, 1.0)), there, pooled.places)
 
 
 def _kernel_sum(own: _Units, everyone: _Units, t: float) -> Tensor:
@@ -232,7 +239,8 @@ def _kernel_sum(own: _Units, everyone: _Units, t: float) -> Tensor:
     step = max(1, _SLAB // max(1, len(everyone.rows) * own.rows.element_size()))
     total = own.rows.new_zeros(())
     for first in range(0, len(own.rows), step):
-        slab = (own.rows[first : first + step], own.there[first : first + step], everyone.rows, everyone.there, t)
+        some = slice(first, first + step)
+        slab = (own.rows[some], own.there[some], own.places[some], everyone.rows, everyone.there, t)
         if len(own.rows) <= step:
             total = total + _slab_sum(*slab)
         else:
@@ -240,10 +248,11 @@ def _kernel_sum(own: _Units, everyone: _Units, t: float) -> Tensor:
     return total
 
 
-def _slab_sum(rows: Tensor, there: Tensor, others: Tensor, others_there: Tensor, t: float) -> Tensor:
+def _slab_sum(rows: Tensor, there: Tensor, places: Tensor, others: Tensor, others_there: Tensor, t: float) -> Tensor:
     kernel = (2 * t * (product(rows, others.mT) - 1)).exp()
-    total = torch.where(there.unsqueeze(-1) & others_there, kernel, 0.0).sum()
-    return total - torch.where(there, (2 * t * (rows.square().sum(dim=-1) - 1)).exp(), 0.0).sum()
+    pairs = there.unsqueeze(-1) & others_there
+    pairs.scatter_(1, places.unsqueeze(-1), False)  # not taken away afterwards: what is left may be less than rounding
+    return torch.where(pairs, kernel, 0.0).sum()
 
 
 def _root(squares: Tensor) -> Tensor:

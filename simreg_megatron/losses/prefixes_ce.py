@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from simreg_megatron.losses._chunks import as_batch, check_tokens
+from simreg_megatron.kernels.precision import no_autocast
+from simreg_megatron.losses._chunks import as_batch, check_device, check_tokens
 from simreg_megatron.losses._prefixes import default_prefixes
 
 
@@ -28,9 +29,10 @@ def prefixes_ce_loss(
     What a model loses that keeps the first p features alone, of its states and of its output layer W.
 
     Args:
-        embeddings: [b, n, d] or [n, d].
+        embeddings: [b, n, d] or [n, d]. Logits are taken in the type of the weight, as a model takes them, outside any
+            autocast; all else is float32 (float64 for float64).
         labels: integer [b, n], rows of the weight; a token with a label below 0 does not count.
-        weight: [v, d], of the output layer.
+        weight: floating point [v, d], of the output layer.
         prefixes: each from 1 to d; empty: powers of two from 16 to half the width.
         bias: [v].
         valid: bool [b, n].
@@ -42,18 +44,42 @@ def prefixes_ce_loss(
     """
     check_tokens(embeddings, labels, valid, None, 0)
     embeddings, labels, valid = as_batch(embeddings, labels, valid)
+    _check_layer(embeddings, weight, bias)
     width = embeddings.shape[-1]
-    if weight.shape[-1] != width:
-        raise ValueError(f"the output layer takes {weight.shape[-1]} features, and the embeddings have {width}.")
     outside = [prefix for prefix in prefixes if not 1 <= prefix <= width]
     if outside:
         raise ValueError(f"a prefix must be from 1 to {width} features of {width}, got {outside[0]}.")
     counts = (labels >= 0) if valid is None else valid & (labels >= 0)
-    rows, targets = embeddings.flatten(0, 1), labels.masked_fill(~counts, -100).flatten()
-    losses = [
-        functional.cross_entropy(
-            functional.linear(rows[:, :prefix], weight[:, :prefix], bias), targets, reduction="sum"
-        )
-        for prefix in prefixes or default_prefixes(width)
-    ]
+    rows, targets = embeddings.flatten(0, 1).to(weight.dtype), labels.masked_fill(~counts, -100).flatten()
+    with no_autocast(rows.device.type):
+        losses = [
+            _sum(functional.linear(rows[:, :prefix], weight[:, :prefix], bias), targets)
+            for prefix in prefixes or default_prefixes(width)
+        ]
     return torch.stack(losses).mean() / counts.sum().clamp(min=1)
+
+
+def _sum(logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    try:
+        return functional.cross_entropy(logits, targets, reduction="sum")
+    except IndexError as error:  # a GPU says so in its own way: looking there first would wait for it
+        raise ValueError(
+            f"a label is beyond the {logits.shape[-1]} rows of the weight: give ids below that, or mask the token."
+        ) from error
+
+
+def _check_layer(embeddings: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(f"weight must be floating point [v, d], got {weight.dtype} {list(weight.shape)}.")
+    if weight.shape[1] != embeddings.shape[-1]:
+        raise ValueError(
+            f"the output layer takes {weight.shape[1]} features, and the embeddings have {embeddings.shape[-1]}."
+        )
+    check_device("weight is", weight, "embeddings", embeddings)
+    if bias is not None:
+        check_device("bias is", bias, "embeddings", embeddings)
+        if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype:
+            raise ValueError(
+                f"bias must be {list(weight.shape[:1])} and {weight.dtype}, got {list(bias.shape)} and {bias.dtype}."
+            )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, log_sum, reduced, spread
-from simreg_megatron.losses._chunks import Block, label_pairs, self_pairs
+from simreg_megatron.losses._chunks import Block, is_number, label_pairs, self_pairs
 from simreg_megatron.losses.similarity import get_similarity
 
 TARGETS = ("label", "instance")
@@ -77,7 +77,7 @@ def sce_terms(
     check_temperature("temperature", temperature)
     check_temperature("target_temperature", target_temperature)
     check_choice("target", target, TARGETS)
-    if not 0 <= coupling <= 1:
+    if not is_number(coupling) or not 0 <= coupling <= 1:
         raise ValueError(f"coupling must be from 0 to 1, got {coupling!r}.")
     if exclude_self and target == "instance":
         raise ValueError("exclude_self leaves target 'instance' without its only entry: use target 'label'.")
@@ -89,7 +89,7 @@ def sce_terms(
         with torch.no_grad():
             found = _softmax(_logits(block, block.rows, target_temperature), others)
             wanted = {"label": same & ~itself if exclude_self else same, "instance": itself}[target]
-            even = wanted / wanted.sum(dim=-1, keepdim=True).clamp(min=1)
+            even = wanted.to(found.dtype) / wanted.sum(dim=-1, keepdim=True).clamp(min=1)
             weights = coupling * even + (1 - coupling) * found
             if exclude_self:
                 weights = torch.where(wanted.any(dim=-1, keepdim=True), weights, found)

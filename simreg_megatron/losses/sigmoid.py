@@ -12,7 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from simreg_megatron.kernels.precision import product
 from simreg_megatron.losses._anchored import BlockTerms, check_choice, check_temperature, reduced
-from simreg_megatron.losses._chunks import Block, Span, label_pairs, self_pairs
+from simreg_megatron.losses._chunks import (
+    Block,
+    Span,
+    check_device,
+    check_tokens,
+    is_number,
+    label_pairs,
+    self_pairs,
+    usable_tokens,
+    with_direction,
+)
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.losses.similarity import unit_rows
 
@@ -55,7 +65,8 @@ def sigmoid_loss(
             rare. The latter two are spread over the chunk's tokens, so that a chunk weighs as much as it has tokens.
         self_positive: "never"; "always": j = i is a positive pair, which moves t and b alone, as its cosine is 1.
         heads: shape of embeddings: e_i is compared with heads_j instead of e_j, also for j = i. For the output layer's
-            row of each label: a frozen second modality, as heads get no gradient.
+            row of each label: a frozen second modality, as heads get no gradient. A token whose head is exactly zero
+            is left out, too.
         adapter: a trained scalar x: with delta = sigmoid(x) and r^2 = 1 - delta^2, unit vectors e_i become
             (delta e_i, -r) and heads_j (delta heads_j, r), so their cosine becomes delta^2 cos - r^2.
         reduction: as in `creg_loss`.
@@ -79,10 +90,14 @@ def sigmoid_loss(
         adapter=adapter,
     )
     if heads is not None:
+        check_tokens(embeddings, labels, valid, documents, chunk_size)
         if heads.shape != embeddings.shape:
             raise ValueError(
                 f"heads must have the shape {list(embeddings.shape)} of embeddings, got {list(heads.shape)}."
             )
+        check_device("heads are", heads, "embeddings", embeddings)
+        # Each by itself: side by side, one that is zero would hide behind the other.
+        valid = with_direction(heads.to(embeddings.dtype), usable_tokens(embeddings, labels, valid))
         embeddings = with_heads(embeddings, heads)
     return reduced(
         block_terms,
@@ -115,6 +130,8 @@ def sigmoid_terms(
     check_choice("param", param, PARAMETRIZATIONS)
     check_choice("pair_reduction", pair_reduction, PAIR_REDUCTIONS)
     check_choice("self_positive", self_positive, _SELF_POSITIVES)
+    if not isinstance(bias, Tensor) and not is_number(bias):
+        raise ValueError(f"bias must be a number, or a scalar tensor to train it, got {bias!r}.")
     if headed and self_positive == "always":
         raise ValueError("self_positive 'always' has no effect on heads, which a token always meets: drop it.")
     if adapter is not None and not headed:

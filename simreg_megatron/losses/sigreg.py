@@ -19,7 +19,7 @@ from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice
-from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, usable_tokens
+from simreg_megatron.losses._chunks import as_batch, check_device, check_tokens, chunk_length, usable_tokens
 from simreg_megatron.losses.similarity import unit_rows
 from simreg_megatron.objectives.sigreg import UNSCALED
 
@@ -68,8 +68,9 @@ def sigreg_loss(
     if labels is None:
         labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
     check_tokens(embeddings, labels, valid, None, chunk_size)
-    if directions.dim() != 2 or directions.shape[1] != embeddings.shape[-1]:
-        raise ValueError(f"directions must be [K, {embeddings.shape[-1]}], got {list(directions.shape)}.")
+    if directions.dim() != 2 or directions.shape[1] != embeddings.shape[-1] or not len(directions):
+        raise ValueError(f"directions must be [K > 0, {embeddings.shape[-1]}], got {list(directions.shape)}.")
+    check_device("directions are", directions, "embeddings", embeddings)
     if normalize == "unit":
         warnings.warn(UNSCALED, stacklevel=2)
     shape = labels.shape
@@ -123,7 +124,7 @@ def normalized(embeddings: Tensor, usable: Tensor, normalize: str) -> Tensor:
 def wave_sums(rows: Tensor, members: Tensor, directions: Tensor, estimator: str) -> Tensor:
     """sum_n cos(t <a_k, z_n>) and sum_n sin(t <a_k, z_n>) over each sample, [b, s, 2, t, K].
 
-    Token tile by token tile, forward and backward, so that memory beside the rows does not grow with the tokens.
+    Token tile by token tile, forward and backward: beside the rows, only `members` grows with the tokens.
 
     Args:
         rows: z [b, n, d], float32 or float64.
@@ -131,7 +132,7 @@ def wave_sums(rows: Tensor, members: Tensor, directions: Tensor, estimator: str)
     """
     check_choice("estimator", estimator, ESTIMATORS)
     with no_autocast(rows.device.type):
-        return _WaveSums.apply(rows, members.to(rows.dtype), directions.to(rows.dtype), knots(estimator))
+        return _WaveSums.apply(rows, members, directions.to(rows.dtype), knots(estimator))
 
 
 def statistic(sums: Tensor, counts: Tensor, estimator: str) -> Tensor:
@@ -171,10 +172,10 @@ class _WaveSums(torch.autograd.Function):
         ctx.at = at
         sums = rows.new_zeros(*members.shape[:2], 2, len(at), len(directions))
         for tile in _tiles(rows, directions):
-            projected = product(rows[:, tile], directions.mT)
+            projected, owned = product(rows[:, tile], directions.mT), members[:, :, tile].to(rows.dtype)
             for i, t in enumerate(at):
-                sums[:, :, 0, i] += product(members[:, :, tile], (t * projected).cos())
-                sums[:, :, 1, i] += product(members[:, :, tile], (t * projected).sin())
+                sums[:, :, 0, i] += product(owned, (t * projected).cos())
+                sums[:, :, 1, i] += product(owned, (t * projected).sin())
         return sums
 
     @staticmethod
@@ -183,7 +184,7 @@ class _WaveSums(torch.autograd.Function):
         of_cosines, of_sines = grads[0].unbind(dim=2)
         grad = torch.empty_like(rows)
         for tile in _tiles(rows, directions):
-            projected, owners = product(rows[:, tile], directions.mT), members[:, :, tile].mT
+            projected, owners = product(rows[:, tile], directions.mT), members[:, :, tile].mT.to(rows.dtype)
             slope = torch.zeros_like(projected)
             for i, t in enumerate(ctx.at):
                 slope += t * product(owners, of_sines[:, :, i]) * (t * projected).cos()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.losses._anchored import check_choice, check_temperature
-from simreg_megatron.losses._chunks import check_tokens, usable_tokens
+from simreg_megatron.losses._chunks import as_batch, check_tokens, usable_tokens
 from simreg_megatron.losses._sequences import POOLINGS, VIEWS, sequence_losses, whole_sequences
 
 
@@ -23,7 +23,7 @@ def simcse_loss(
     """L = mean_i -log( exp(cos(h_i, g_i) / tau) / sum_j exp(cos(h_i, g_j) / tau) ).
 
     Args:
-        embeddings: [b, n, d]; at least two sequences, else the loss is 0.
+        embeddings: [b, n, d] or [n, d]; at least two sequences, else the loss is 0.
         labels: integer [b, n]; view "dropout" draws its masks from them, so that a sequence has the same ones
             wherever it is; without labels all sequences have the same masks. A label below 0 makes a token invalid.
         temperature: tau, above 0.
@@ -45,6 +45,7 @@ def simcse_loss(
     if labels is None:
         labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
     check_tokens(embeddings, labels, valid, None, 0)
+    embeddings, labels, valid = as_batch(embeddings, labels, valid)
     usable = usable_tokens(embeddings, labels, valid)
     first, second, takes_part = whole_sequences(embeddings, labels, usable, view=view, pooling=pooling)
     losses = sequence_losses(first, second, takes_part, takes_part, 0, temperature)

@@ -72,10 +72,16 @@ def learnable(query: Tensor, key: Tensor) -> Similarity:
 SIMILARITIES: dict[str, Similarity] = {"cosine": _cosine, "dot": _dot, "qnorm": _qnorm, "dnorm": _dnorm}
 
 
-def get_similarity(name: str, exponents: tuple[Tensor, Tensor] | None = None) -> Similarity:
-    """The similarity of that name; ValueError names those there are. "learnable" takes its two scalars."""
+def check_exponents(name: str, exponents: tuple[Tensor, Tensor] | None) -> None:
     if (name == "learnable") != (exponents is not None):
         raise ValueError("similarity 'learnable' and the two scalars of exponents belong together: give both or none.")
+    if exponents is not None and [getattr(each, "numel", lambda: 0)() for each in exponents] != [1, 1]:
+        raise ValueError("exponents must be two tensors of one number each: others would scale features or tokens.")
+
+
+def get_similarity(name: str, exponents: tuple[Tensor, Tensor] | None = None) -> Similarity:
+    """The similarity of that name; ValueError names those there are. "learnable" takes its two scalars."""
+    check_exponents(name, exponents)
     if exponents is not None:
         return learnable(*exponents)
     if name not in SIMILARITIES:

@@ -7,8 +7,6 @@ The reference that faster forms are judged by is here: one p x k matrix per chun
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch import Tensor
 from simreg_megatron.kernels.contrast import MODULES, Tokens, contrast_ratio, kept_bytes
 from simreg_megatron.kernels.precision import no_autocast
 from simreg_megatron.kernels.walk import limits
+from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -29,9 +28,8 @@ from simreg_megatron.losses._chunks import (
     usable_tokens,
 )
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, TokenRoles, token_roles
-from simreg_megatron.losses.similarity import Similarity, get_similarity
+from simreg_megatron.losses.similarity import Similarity, check_exponents, get_similarity
 
-REDUCTIONS = ("mean", "sum", "none")
 IMPLEMENTATIONS = ("auto", "reference", *MODULES)
 AUTO: dict[tuple[str, torch.dtype], str] = {}
 """The form behind "auto" by kind of device and type of the rows, where one was tried; tiled elsewhere."""
@@ -66,7 +64,8 @@ def simreg_loss(
         temperature: tau, above 0.
         valid: bool, shape of labels. Invalid tokens are neither anchor, positive nor negative. So are tokens
             whose embedding is exactly zero. Their gradient is exactly 0.
-        documents: integer of at least 0, shape of labels: tokens of different documents never meet. None: all do.
+        documents: integer of at least 0, shape of labels: tokens of different documents never meet. None: all do. With
+            documents labels must be below 2^32, and documents below 2^31.
         chunk_size: tokens in a chunk, at least 2, cut from the start of the sequence; the last may be short.
             0, or n and more: the whole sequence.
         similarity: "cosine", "dot", "qnorm" (anchor normalised), "dnorm" (keys normalised) or "learnable".
@@ -88,7 +87,7 @@ def simreg_loss(
 
     Returns:
         A tensor of float32 (float64 for float64). A token without negatives has term 0 and gradient 0.
-        NaN or infinite embeddings of valid tokens give NaN.
+        NaN or infinite embeddings of valid tokens give NaN, as do rows shorter than 3e-39 in all forms but reference.
 
     Raises:
         ValueError: an argument is out of range, or shapes, types or devices do not fit.
@@ -97,6 +96,7 @@ def simreg_loss(
     """
     check_tokens(embeddings, labels, valid, documents, chunk_size)
     _check_options(temperature, group_reduce, self_positive, chunk_weight, reduction, impl)
+    check_exponents(similarity, exponents)  # here, for the fast forms do not look at them
     shape = labels.shape
     embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
     usable = usable_tokens(embeddings, labels, valid)
@@ -117,7 +117,7 @@ def simreg_loss(
         roles,
         documents=documents,
         chunk_size=chunk_size,
-        temperature=temperature,
+        temperature=float(temperature),
         similarity=similarity,
         exponents=exponents,
         self_positive=self_positive,
@@ -199,9 +199,7 @@ def chosen_impl(
 def _check_options(
     temperature: float, group_reduce: str, self_positive: str, chunk_weight: str, reduction: str, impl: str
 ) -> None:
-    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not is_number or not math.isfinite(temperature) or temperature <= 0:
-        raise ValueError(f"temperature must be a finite number above 0, got {temperature!r}.")
+    check_temperature("temperature", temperature)
     for name, value, choices in (
         ("group_reduce", group_reduce, GROUP_REDUCTIONS),
         ("self_positive", self_positive, SELF_POSITIVES),
@@ -209,8 +207,7 @@ def _check_options(
         ("reduction", reduction, REDUCTIONS),
         ("impl", impl, IMPLEMENTATIONS),
     ):
-        if value not in choices:
-            raise ValueError(f"{name} {value!r} is not available; choose one of {', '.join(choices)}.")
+        check_choice(name, value, choices)
     if group_reduce == "mean" and chunk_weight == "count-corrected":
         raise ValueError(
             "chunk_weight 'count-corrected' has no effect with group_reduce 'mean', which does not depend on "

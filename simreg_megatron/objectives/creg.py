@@ -1,8 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """CReg: every positive by itself against all negatives, a baseline."""
 
-from simreg_megatron.objectives.record import Kind, Objective
+from __future__ import annotations
+
+from simreg_megatron.objectives.record import Kind, Objective, Settings
 from simreg_megatron.objectives.simcse import TWICE
+
+PER_PAIR_TOKENS = 256
+"""Longest chunk of form "per_pair", which holds chunk^3 numbers."""
+
+
+def _check(config: Settings) -> None:
+    if config.options["form"] == "per_pair" and not 0 < config.chunk_size <= PER_PAIR_TOKENS:
+        raise ValueError(
+            f"SimReg objective option form=per_pair holds chunk^3 numbers: give a chunk size of at most "
+            f"{PER_PAIR_TOKENS}, not {config.chunk_size or '0, the whole sequence'}"
+        )
+
 
 CREG = Objective(
     name="creg",
@@ -10,6 +24,7 @@ CREG = Objective(
     asks="each state of a label closer than all of other labels",
     temperature=0.1,
     options={"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},
+    check=_check,
     not_offered={("prediction_consistency", "yes"): TWICE},
     invariant=("scale", "rotation", "names", "order"),
 )

@@ -13,7 +13,7 @@ Pairs = tuple[tuple[str, str | float], ...]
 
 
 def words(value: object) -> list[tuple[str, object]]:
-    """Options given as pairs, or as text: "form=per_pair,self_positive=always"."""
+    """Options given as pairs, or as text: "form=supcon_out,self_positive=never"."""
     found = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
     return [(_name(str(name)), setting) for name, setting in found]  # type: ignore[attr-defined]
 

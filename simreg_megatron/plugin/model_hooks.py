@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrapped around the model: its loss, its construction, and its decoder where a state inside it is asked for."""
+"""What is wrapped around the model: its loss, its making, and its decoder where a state inside it is asked for."""
 
 from __future__ import annotations
 

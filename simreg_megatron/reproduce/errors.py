@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error of this room."""
+"""The one error of this package."""
 
 from simreg_megatron.sentences import SentenceError
 

@@ -21,8 +21,9 @@ from simreg_megatron.kernels.contrast import MODULES
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
+from simreg_megatron.notices import log_once
 from simreg_megatron.objectives.record import resolved
-from simreg_megatron.parallel.layout import Cutting, Run, Window
+from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
 from simreg_megatron.parallel.shard import Located, SequenceShard
 from simreg_megatron.sharded.documents import Documents
 from simreg_megatron.sharded.ratios import Pairs, ratios_over_ranks
@@ -60,10 +61,14 @@ def views_of(
     scope = "local" if config.sends_no_rows and not for_log else config.scope
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
     usable = with_direction(hidden_states.transpose(0, 1), valid)
+    if heads is not None:  # a zero row has no cosine either, as in an output layer that begins with zeros
+        usable = with_direction(heads.transpose(0, 1).to(hidden_states.dtype), usable)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)
     beyond = plan.travels or (by_domain and config.scope == "exact")
     all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.held, (labels, usable))
     form = fast_form(config, hidden_states)
+    if config.chunk_weight != "token":
+        _say_if_weightless(config, plan)
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
     head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
     relabelled = None if for_log or not config.record.relabels else _Relabelling(config, shard.layout.length, iteration)
@@ -77,6 +82,16 @@ def views_of(
         return found
     ratios = ratios_over_ranks(hidden_states, found, shard, plan, Pairs(config.chunk_size, config.tau, form))
     return _with_ratios(found, ratios)
+
+
+def _say_if_weightless(config: SimRegConfig, plan: RowPlan) -> None:
+    """Weights of chunks are normalised inside each domain: where that is one chunk, its weight is 1."""
+    longest = max((window.domain[1] - window.domain[0] for window in plan.windows), default=0)
+    if 0 < longest <= config.chunk_size:
+        log_once(
+            f"SimReg chunk weight {config.chunk_weight} has no effect here, as it weighs the chunks of each {longest} "
+            f"tokens against each other and one of {config.chunk_size} holds them all: give a smaller chunk size"
+        )
 
 
 class _Names(NamedTuple):

@@ -92,7 +92,7 @@ def _truncated(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup
     return TruncatedHead(
         weight,
         config.prefixes or default_prefixes(width) if "prefixes" in config.options else (width,),
-        bias=None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None),
+        bias=_bias(model),
         scale=_logit_scale(model),
         tensor_group=tensor_group,
         fuses=bool(getattr(layer, "gradient_accumulation_fusion", False)) and hasattr(weight, "main_grad"),
@@ -134,18 +134,23 @@ def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.Proce
 
     Source: arXiv 2605.08809, before its Lemma 1.
     """
-    weight, number = _weight(model).detach(), len(labels)
+    weight, bias, number = _weight(model).detach(), _bias(model), len(labels)
     if tensor_group is not None:
         states, labels = (gather(part, tensor_group) for part in (states, labels))
     tiles = zip(
         *(part.split(_STATES_AT_ONCE) for part in (states, *_in_shard(labels, weight, tensor_group))), strict=True
     )
-    logits = torch.cat([_of_label_and_other(part.to(weight.dtype) @ weight.T, *place) for part, *place in tiles], dim=1)
+    logits = torch.cat([_of_label_and_other(_logits(part, weight, bias), *place) for part, *place in tiles], dim=1)
     if tensor_group is not None:
         dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=tensor_group)
     of_label, other = logits
     first = 0 if tensor_group is None else tensor_group.rank() * number
     return ((of_label - other) * _logit_scale(model))[first : first + number]
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = states.to(weight.dtype) @ weight.T
+    return logits if bias is None else logits + bias
 
 
 def _of_label_and_other(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tensor:
@@ -170,6 +175,12 @@ def _in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | 
     first = 0 if tensor_group is None else tensor_group.rank() * weight.shape[0]
     local = labels - first
     return local, (labels >= 0) & (local >= 0) & (local < weight.shape[0])
+
+
+def _bias(model: Any) -> Tensor | None:
+    """What the layer itself adds to its logits, [V]; Megatron's own models have none."""
+    layer = getattr(model, "output_layer", None)
+    return None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
 
 
 def _weight(model: Any) -> Tensor:

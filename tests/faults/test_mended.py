@@ -21,6 +21,8 @@ from launch.flags import LaunchError, flag_names
 from launch.plan import resumed
 from simreg_megatron.checkpoint.pickles import load_torch
 from simreg_megatron.cpu import stand_ins
+from simreg_megatron.plugin import compat, installation, loop_hooks
+from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.refusals import refuse_start_over
 from tests.faults.starts import ROOT
 
@@ -49,7 +51,7 @@ def test_a_killed_rank_leaves_no_helper(how: str) -> None:
         assert rank.stdout is not None
         helper = int(rank.stdout.readline())
         assert rank.wait() == -signal.SIGKILL
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while how == "bound" and is_alive(helper) and time.monotonic() < end:
         time.sleep(0.01)
     try:
@@ -123,6 +125,17 @@ class TestNoStartAtStep0:
         refuse_start_over(SimpleNamespace(load=None))
         (untracked / checkpoints.TRACKER).write_text("6")
         refuse_start_over(args)
+
+    @pytest.mark.parametrize("flags", [("--simreg-lambda", "1"), ("--adagc",)])
+    def test_the_plugin_refuses_it_before_a_model_is_built(
+        self, flags: tuple[str, ...], untracked: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        args = add_simreg_arguments(argparse.ArgumentParser()).parse_args(flags)
+        vars(args).update(load=str(untracked), log_interval=1, clip_grad=1.0)
+        monkeypatch.setattr(compat, "arguments", lambda: args)
+        monkeypatch.setattr(installation, "_installation", installation.Installation(None, lambda config: ()))
+        with pytest.raises(ValueError, match="holds iter_0000006 and no latest_checkpointed_iter"):
+            loop_hooks.set_up(lambda: pytest.fail("a model was built"))()
 
     def test_a_run_that_goes_on_does_so_or_not_at_all(self) -> None:
         from tests.unit.test_launcher import plan

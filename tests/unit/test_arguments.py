@@ -29,6 +29,12 @@ def parser() -> argparse.ArgumentParser:
     return add_simreg_arguments(made)
 
 
+def test_models_are_checked_against_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_installation", None)
+    with pytest.raises(ValueError, match=r"models are checked against settings: pass both, install\(config="):
+        install(models=[object()])
+
+
 def test_flags_become_one_config() -> None:
     args = parser().parse_args(["--simreg-lambda", "auto", "--simreg-temperature", "0.05", "--simreg-chunk-size", "0"])
     config = config_from_args(args)

@@ -138,6 +138,15 @@ def test_gradient_is_the_derivative(loss: Callable[..., Tensor]) -> None:
     )
 
 
+def test_targets_are_as_exact_as_the_states() -> None:
+    """A third of a target in float32 would be wrong by 1e-8."""
+    rows, labels = fixture_f1()
+    unit = F.normalize(rows, dim=-1)
+    same = (labels[:, None] == labels).double()
+    expected = -((same / same.sum(-1, keepdim=True)) * (unit @ unit.T / 0.1).log_softmax(-1)).sum(-1).mean()
+    assert sce_loss(rows, labels, coupling=1).item() == pytest.approx(expected.item(), rel=1e-13)
+
+
 def test_the_gradient_of_sce_is_that_of_its_anchors() -> None:
     """Written out, with targets computed by hand and keys held fixed."""
     rows, labels, _ = tokens(1, (1, 8))
@@ -201,6 +210,43 @@ def test_simcse_is_the_written_out_sum() -> None:
     expected = -logits.log_softmax(-1).diagonal().mean()
     torch.testing.assert_close(simcse_loss(rows, valid=valid), expected)
     assert torch.autograd.gradcheck(lambda x: simcse_loss(x, valid=valid, temperature=0.5), rows.requires_grad_())
+
+
+@pytest.mark.parametrize("view", ["halves", "dropout"])
+def test_one_sequence_may_come_without_a_batch(view: str) -> None:
+    rows, labels, valid = tokens(2, (1, 9))
+    alone = simcse_loss(rows[0], labels[0], valid=valid[0], view=view)
+    assert alone == simcse_loss(rows, labels, valid=valid, view=view) == 0
+    assert cpretrain_loss(rows[0], labels[0], valid=valid[0], level="sequence") == 0
+
+
+def test_a_small_loss_of_sequences_is_not_lost() -> None:
+    """float32 as float64, where the loss is below the rounding of 1 / tau; one sequence alone still shows a NaN."""
+    rows = 20 * torch.eye(3, 8, dtype=torch.float64).unsqueeze(1).repeat(1, 6, 1)
+    rows = rows + torch.randn(rows.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact = simcse_loss(rows)
+    assert 0 < exact < 1e-7
+    given = rows.float().requires_grad_()
+    found = simcse_loss(given)
+    found.backward()
+    assert found.item() == pytest.approx(exact.item(), rel=1e-3) and given.grad.any()
+    assert simcse_loss(torch.full((1, 6, 8), torch.nan)).isnan()
+
+
+def test_dropout_that_leaves_nothing_leaves_the_sequence_out() -> None:
+    """Of two features both are dropped now and then: such a sequence is nobody's partner either."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 100, (200, 3), generator=generator)
+    rows = torch.randn(200, 3, 2, generator=generator, dtype=torch.float64)
+    usable = torch.ones_like(labels, dtype=torch.bool)
+    _, _, takes_part = whole_sequences(rows, labels, usable, view="dropout", pooling="mean")
+    assert 0 < (~takes_part).sum() < 20
+    rows.requires_grad_()
+    loss = simcse_loss(rows, labels, view="dropout")
+    loss.backward()
+    assert loss.isfinite() and rows.grad.isfinite().all() and not rows.grad[~takes_part].any()
+    others = simcse_loss(rows[takes_part], labels[takes_part], view="dropout")
+    torch.testing.assert_close(loss, others)
 
 
 def test_the_last_token_stands_for_its_sequence() -> None:
@@ -298,6 +344,15 @@ def test_the_known_mistakes_are_told() -> None:
         (lambda rows, labels: cpretrain_loss(rows, labels, same_label="no"), "choose one of masked, kept"),
         (lambda rows, labels: cpretrain_loss(rows, labels, reduction="max"), "reduction 'max' is not available"),
         (
+            lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", reduction="none"),
+            "reduction 'none' is not available; choose one of mean",
+        ),
+        (
+            lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", same_label="kept"),
+            "same_label 'kept' is not available; choose one of masked",
+        ),
+        (lambda rows, labels: sce_loss(rows, labels, coupling="a"), "coupling must be from 0 to 1, got 'a'"),
+        (
             lambda rows, labels: creg_loss(rows.repeat(1, 20, 1), labels.repeat(1, 20), form="per_pair"),
             "chunks of at most 256 tokens, got 280",
         ),
@@ -335,11 +390,15 @@ def test_what_the_log_says_of_trained_scalars() -> None:
 
 
 def test_settings_of_an_objective() -> None:
-    config = SimRegConfig(lambda_=1, objective="creg", objective_options="form=per_pair")
+    config = SimRegConfig(lambda_=1, objective="creg", objective_options="form=per_pair", chunk_size=256)
     assert config.options == {"form": "per_pair", "self_positive": "never"} and config.tau == 0.1
     for options in ("coupling=0.25", "sce.coupling=0.25"):
         assert SimRegConfig(lambda_=1, objective="sce", objective_options=options).options["coupling"] == 0.25
     assert SimRegConfig(lambda_=1).tau == 0.01 and SimRegConfig(lambda_=1, objective="simcse").tau == 0.05
+    both = {"objective": "simreg:auto,creg:1", "objective_options": "creg.form=per_pair"}
+    assert [part.chunk_size for part in SimRegConfig(**both, chunk_size=64).parts] == [64, 64]
+    with pytest.raises(ValueError, match="at most 256, not 1024"):
+        SimRegConfig(**both)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +408,8 @@ def test_settings_of_an_objective() -> None:
             {"objective": "creg", "objective_options": "from=per_pair"},
             "unknown option 'from'.*it has form, self",
         ),
+        ({"objective": "creg", "objective_options": "form=per_pair"}, "a chunk size of at most 256, not 1024"),
+        ({"objective": "creg", "objective_options": "form=per_pair", "chunk_size": 0}, "not 0, the whole sequence"),
         ({"objective": "creg", "objective_options": "form=pair"}, "form must be one of per_positive, per_pair"),
         ({"objective": "sce", "objective_options": "coupling=half"}, "coupling must be a number"),
         ({"objective": "simreg", "objective_options": "form=per_pair"}, "it has prefixes"),

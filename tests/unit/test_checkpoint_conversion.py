@@ -255,6 +255,7 @@ def changed(folder: Path, **entries: Any) -> Path:
         ({"attention_bias": True}, "attention_bias = True"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": "yarn"}, "gives the rotary embeddings as 'yarn', where a table is needed"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "by yarn"),
         ({"num_hidden_layers": 3}, "has no model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "has no place for"),

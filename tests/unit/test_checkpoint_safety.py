@@ -13,6 +13,7 @@ import pickle
 import shutil
 import signal
 import sys
+import zipfile
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -209,6 +210,17 @@ class TestDamaged:
         place.path.write_bytes(bytes(content))
         assert "checksum" in refused(checkpoint, save) or "cannot be read" in refused(checkpoint, save)
 
+    def test_records_that_share_their_bytes(self, tmp_path: Path) -> None:
+        """A small file can hold any number of them, and each is read."""
+        path = tmp_path / "many.pt"
+        torch.save({"weight": torch.zeros(5000)}, path)
+        assert load_torch(path, path=path)["weight"].shape == (5000,)
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.filelist += [max(archive.filelist, key=lambda record: record.file_size)]
+            archive.comment = b"so that the list is written again"
+        with pytest.raises(CheckpointError, match="its records overlap"):
+            load_torch(path, path=path)
+
     @pytest.mark.parametrize("content", [torch.zeros(3), torch.zeros(10, 16, dtype=torch.float64), "text"])
     def test_another_tensor_in_its_place(self, content, checkpoint: Path, save: Path) -> None:
         replace_chunk(checkpoint, "output_layer.weight", content)
@@ -264,6 +276,9 @@ class TestForeign:
         (tmp_path / "zarr").mkdir()
         (tmp_path / "zarr" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
         assert "in the format zarr" in refused(tmp_path / "zarr", save)
+        for damaged in ("{", "[]"):
+            (tmp_path / "zarr" / "metadata.json").write_text(damaged)
+            assert "metadata.json is damaged: copy the checkpoint again" in refused(tmp_path / "zarr", save)
 
     def test_a_checkpoint_of_torch_alone(self, tmp_path: Path, save: Path) -> None:
         import torch.distributed.checkpoint as dcp
@@ -278,6 +293,8 @@ class TestForeign:
         assert open_checkpoint(tmp_path / "run", 5).format == "torch_dist"
         (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("../iter_0000005")
         assert "does not hold a number of steps" in refused(tmp_path / "run", save)
+        (tmp_path / "run" / "latest_checkpointed_iteration.txt").unlink()
+        assert "iteration.txt: say which step to take with --ckpt-step" in refused(tmp_path / "run", save)
 
     def test_a_taken_name_is_left_alone(self, checkpoint: Path, save: Path) -> None:
         save.mkdir()

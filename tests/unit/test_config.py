@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings are checked at birth, each refusal in one sentence."""
+"""Settings are checked when they are made, each refusal in one sentence."""
 
 import dataclasses
 import math

@@ -645,7 +645,18 @@ def broken_loops_are_told_apart() -> None:
         loss = labelled_step(model)
         return loss.item() + float(model.embedding.word_embeddings.weight.grad.norm())
 
+    runs_so_far = iter(range(3))
+
+    def ends_too_early() -> Tensor:
+        loss = labelled_step(model)
+        if next(runs_so_far) == 1:
+            model.embedding.word_embeddings.weight.grad = None
+        return loss
+
     assert "without SimReg gave different results" in refusal(model, other_data)
+    number = len(list(model.parameters()))
+    sentence = f"{number} parameters have a gradient without SimReg and {number - 1} with it: forward_backward must not"
+    assert sentence in refusal(model, ends_too_early)
     assert "no gradient changes with SimReg" in refusal(model, loss_of_its_own)
     assert "which SimReg leaves unchanged" in refusal(model, log_with_simreg)
     uninstall()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.cli import app
 from simreg_megatron.data import BuiltinCorpus
 from simreg_megatron.data.tokens import document_lengths, open_tokens
-from simreg_megatron.evaluation import compare, harness, paired, table
+from simreg_megatron.evaluation import compare, harness, local_data, paired, table
 from simreg_megatron.evaluation import models as sources
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.harness import task_manager
@@ -62,10 +63,18 @@ def models(corpus: BuiltinCorpus, tmp_path_factory: pytest.TempPathFactory) -> d
     return made
 
 
+SHORT = [{"context": one, "choices": [" in", " of", " to", " as"], "answer": 0} for one in "abcdefghijklmnopqrstuvwx"]
+"""Questions whose answers depend on every token before them."""
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("task")
-    return folder, write_task(folder, texts.documents(), 12)
+    questions = write_task(folder, texts.documents(), 12)
+    (folder / "short.jsonl").write_text("".join(json.dumps(question) + "\n" for question in SHORT))
+    of_the_other = (folder / f"{NAME}.yaml").read_text()
+    (folder / "short.yaml").write_text(of_the_other.replace(NAME, "short").replace("questions.jsonl", "short.jsonl"))
+    return folder, questions
 
 
 def run(*words: str):
@@ -83,12 +92,16 @@ def found(models, task, corpus, tmp_path_factory):
     return output, command, run(*command)
 
 
-def logits_of(folder: Path, tokens: list[int]) -> np.ndarray:
+@functools.cache
+def network_of(folder: Path):
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits_of(folder: Path, tokens: list[int]) -> np.ndarray:
     with torch.inference_mode():
-        return network(torch.tensor([tokens])).logits[0].double().numpy()
+        return network_of(folder)(torch.tensor([tokens])).logits[0].double().numpy()
 
 
 def log_probability(logits: np.ndarray, targets: list[int]) -> float:
@@ -97,33 +110,46 @@ def log_probability(logits: np.ndarray, targets: list[int]) -> float:
     return float(sum(normal[place, target] for place, target in enumerate(targets)))
 
 
-def test_the_score_is_what_a_computation_by_hand_gives(found, models, task) -> None:
+def right_by_hand(folder: Path, questions: list[dict], *, bos: bool = False) -> list[bool]:
+    """Of each question, whether the right choice is the likeliest."""
     from transformers import AutoTokenizer
 
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    before = [tokenizer.bos_token_id] if bos else []
+    right = []
+    for question in questions:
+        context = [*before, *tokenizer(question["context"], add_special_tokens=False)["input_ids"]]
+        sums = []
+        for choice in question["choices"]:
+            whole = [*before, *tokenizer(question["context"] + choice, add_special_tokens=False)["input_ids"]]
+            sums.append(log_probability(logits_of(folder, whole[:-1])[len(context) - 1 :], whole[len(context) :]))
+        right.append(int(np.argmax(sums)) == question["answer"])
+    return right
+
+
+def test_the_score_is_what_a_computation_by_hand_gives(found, models, task) -> None:
     output, _, done = found
     assert done.exit_code == 0, done.output
     results, settings = read(output / "results.json")
     assert settings["begin-of-text token"] == "none" and settings["few-shot examples"] == 0
     for result in results:
-        tokenizer = AutoTokenizer.from_pretrained(models[result.name])
-        right = 0
-        for question in task[1]:
-            context = tokenizer(question["context"], add_special_tokens=False)["input_ids"]
-            sums = []
-            for choice in question["choices"]:
-                whole = tokenizer(question["context"] + choice, add_special_tokens=False)["input_ids"]
-                targets = whole[len(context) :]
-                sums.append(log_probability(logits_of(models[result.name], whole[:-1])[len(context) - 1 :], targets))
-            right += int(np.argmax(sums) == question["answer"])
+        right = sum(right_by_hand(models[result.name], task[1]))
         score = result.scores[NAME]
         assert score.value == pytest.approx(right / len(task[1])) and score.questions == len(task[1])
         assert score.error == pytest.approx(math.sqrt(score.value * (1 - score.value) / (len(task[1]) - 1)))
 
 
-def states_of(folder: Path, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    from transformers import AutoModelForCausalLM
+def test_a_begin_of_text_token_is_the_first_of_every_question(models, task) -> None:
+    protocol = harness.Protocol(
+        add_bos=True, dtype="float32", batch_size="4", device="cpu", include=task[0], offline=True
+    )
+    answers = harness.evaluate(models["simreg"], [Choice("short")], protocol).questions[paired.task_of("short")]
+    right = right_by_hand(models["simreg"], SHORT, bos=True)
+    assert answers.tolist() == right != right_by_hand(models["simreg"], SHORT)
 
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+def states_of(folder: Path, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    network = network_of(folder)
     with torch.inference_mode():
         states = network(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
     return states.double().numpy(), network.lm_head.weight.detach().double().numpy()
@@ -397,6 +423,16 @@ def test_a_perplexity_is_shown_as_it_is_and_paired_with_nothing() -> None:
     assert "| b minus a | -1.50 ± 2.83 | +0.00 ± 14.14 |  |" in page
 
 
+def test_a_score_out_of_a_hundred_becomes_a_share() -> None:
+    """As the F1 of squadv2, of which the harness's number is a percentage."""
+    choice = Choice("one", "m", scale=0.01)
+    answers = answered(one=[100.0, 40.0, 10.0])
+    score = harness._score(choice, {"one": {"m,none": 50.0, "m_stderr,none": 26.5}}, answers)
+    assert (score.value, score.error) == (pytest.approx(0.5), pytest.approx(0.265))
+    assert answers.parts(choice, score)["task one"].tolist() == pytest.approx([1.0, 0.4, 0.1])
+    assert {known.name: known.scale for known in (*PAPER, *FURTHER) if known.scale != 1} == {"squadv2": 0.01}
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -448,7 +484,7 @@ def test_what_is_written_and_that_a_second_start_finds_it(found) -> None:
     before = (output / "results.json").stat().st_mtime_ns
     again = run(*command)
     assert again.exit_code == 0 and "> baseline:" not in again.output, "nothing is asked twice"
-    assert (output / "results.json").stat().st_mtime_ns >= before and (output / "results.md").read_text() == page
+    assert (output / "results.json").stat().st_mtime_ns == before and (output / "results.md").read_text() == page
 
 
 def test_other_settings_do_not_mix_with_what_is_there(found) -> None:
@@ -594,6 +630,18 @@ def test_refusals(words: tuple[str, ...], error: str, models, task, tmp_path: Pa
     common = ["--model", f"baseline={models['baseline']}", "--output", str(tmp_path), "--include", str(task[0])]
     done = run(*common, "--offline", *words)
     assert done.exit_code == 2 and error in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "offline"),
+    [((), "0", False), (("--offline",), "0", True), ((), "1", True), ((), "", False)],
+)
+def test_the_network_is_left_alone_where_it_is_to_be(words, variable, offline, tmp_path: Path, monkeypatch) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(local_data, "go_offline", lambda: called.append(1))
+    command = ["evaluate", "--model", f"x={tmp_path}", "--output", str(tmp_path), "--bos", "maybe", *words]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "200", "HF_HUB_OFFLINE": variable})
+    assert "--bos takes none or document" in done.output and called == [1] * offline
 
 
 def test_a_metric_that_a_task_does_not_have(models, task, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,12 +50,18 @@ class Model(nn.Module):
         self.decoder.layers = nn.ModuleList([nn.Identity()])
         self.decoder.layers[0].layer_number = 1
 
-    def forward(self, hidden_states: Tensor, labels: Tensor, packed_seq_params: object = None) -> Tensor:
-        return _postprocess(self, hidden_states, labels, packed_seq_params=packed_seq_params)
+    def forward(self, hidden_states: Tensor, labels: Tensor, packed_seq_params: object = None, **more: Any) -> Tensor:
+        return _postprocess(self, hidden_states, labels, packed_seq_params=packed_seq_params, **more)
 
 
 @model_hooks.regularize
-def _postprocess(model: Model, hidden_states: Tensor, labels: Tensor, packed_seq_params: object = None) -> Tensor:
+def _postprocess(
+    model: Model,
+    hidden_states: Tensor,
+    labels: Tensor,
+    packed_seq_params: object = None,
+    inference_context: object = None,
+) -> Tensor:
     return hidden_states.sum(dim=-1).T
 
 
@@ -77,6 +84,18 @@ def train(model: Model, num_sequences: int = 2, packed: object = None) -> None:
     hidden_states = torch.randn(LENGTH, num_sequences, WIDTH, requires_grad=True)
     labels = torch.arange(LENGTH).expand(num_sequences, LENGTH) % 3
     model(hidden_states, labels, packed).sum().backward()
+
+
+@pytest.mark.parametrize("what", ["trains", "evaluates", "is paused", "generates"])
+def test_only_a_model_that_trains_gets_the_term(what: str) -> None:
+    """Without it, the gradient of this loss is 1 everywhere."""
+    installed(temperature=0.1)
+    model = Model().train(what != "evaluates")
+    hidden_states = torch.randn(LENGTH, 2, WIDTH, requires_grad=True)
+    more = {"inference_context": object()} if what == "generates" else {}
+    with foreign.paused() if what == "is paused" else nullcontext():
+        model(hidden_states, torch.arange(LENGTH).expand(2, LENGTH) % 3, **more).sum().backward()
+    assert torch.equal(hidden_states.grad, torch.ones_like(hidden_states)) == (what != "trains")
 
 
 WIDE = {"objective_options": "prefixes=4/16"}

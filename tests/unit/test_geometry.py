@@ -209,3 +209,19 @@ def test_moments_add_up_and_what_does_not_count_may_hold_anything() -> None:
     for one, other in zip(geometry.Moments(*map(sum, zip(*parts, strict=True))), whole, strict=True):
         torch.testing.assert_close(one, other)
     assert all(value.isnan() for value in geometry.isotropy(geometry.moments(rows, torch.zeros_like(usable))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_isotropy_of_equal_tokens_and_of_one_is_nan(dtype: torch.dtype) -> None:
+    """Rounding leaves them a little variance, of any rank; tokens that differ a little keep theirs."""
+    row = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 3
+    same = row.expand(4096, 64)
+    found = geometry.isotropy(geometry.moments(same.to(dtype), all_usable(same)))
+    assert found.score.isnan() and found.effective_rank.isnan()
+    assert found.mean_cosine.item() == pytest.approx(1, rel=1e-5), "they have a direction, and it is one"
+    assert all(
+        value.isnan() for value in geometry.isotropy(geometry.moments(row[None].to(dtype), all_usable(same[:1])))
+    )
+    near = same + 0.2 * torch.randn(same.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = geometry.isotropy(geometry.moments(near.to(dtype), all_usable(near)))
+    assert 0.9 < found.score < 1 and 60 < found.effective_rank < 64

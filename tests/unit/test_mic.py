@@ -118,6 +118,39 @@ def test_mi4_limits() -> None:
     assert constant.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("t", [2.0, 8.0, 20.0])
+@pytest.mark.parametrize("pool", ["sequence", "token"])
+@pytest.mark.parametrize("slab", [16 << 20, 1], ids=["one slab", "row by row"])
+def test_no_pair_is_lost_in_the_rounding_of_a_row_with_itself(
+    t: float, pool: str, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 as float64, also where all pairs together are far below the 1 that a row with itself would add."""
+    monkeypatch.setattr(mic, "_SLAB", slab)
+    for seed in range(20):
+        rows = torch.randn(2, 2, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        given = {"prefixes": (8,), "pool": pool, "t": t, "uniformity": 1}
+        assert part(rows.float(), **given).item() == pytest.approx(part(rows, **given).item(), rel=2e-5, abs=2e-5)
+    opposite = torch.tensor([[1.0, 2.0, 0.0], [-1.0, -2.0, 0.0]])
+    assert part(opposite, pool="token", prefixes=(2,), uniformity=1).item() == pytest.approx(-7.997023, abs=2e-6)
+
+
+def test_a_feature_that_never_changes_has_no_correlation() -> None:
+    """Its mean is rounded, and what float32 leaves of it must not be taken for a deviation."""
+    rows = torch.randn(1, 2048, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows[..., [0, 2, 5, 7]] = torch.tensor([100.1, -73.3, 55.7, 91.9], dtype=torch.float64)
+    for name in ("correlation", "variance"):
+        found, exact = (part(of, prefixes=(4,), **{name: 1}).item() for of in (rows.float(), rows))
+        assert found == pytest.approx(exact, rel=1e-5, abs=1e-9)
+    assert part(rows.float(), prefixes=(4,), correlation=1) < 1e-3
+    broken = rows.float()
+    broken[0, 3, 0] = torch.nan
+    assert part(broken, prefixes=(4,), variance=1).isnan()
+    faint = rows.float()
+    faint[0, ::2, 0] += 0.01
+    faint[0, ::2, 7] += 0.01
+    assert part(faint, prefixes=(4,), correlation=1) > 0.01, "what does change counts, however little"
+
+
 def test_correlations_are_affine_invariant_and_deviations_are_not() -> None:
     rows, valid = sequences()
     generator = torch.Generator().manual_seed(0)

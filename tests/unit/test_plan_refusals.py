@@ -77,6 +77,11 @@ def test_a_search_has_no_claims() -> None:
         ({"arms": {"a": {"flags": {"weight-decay": float("nan")}}}}, "one word or number"),
         ({"arms": {"a": {"flags": {"adagc": True}}}}, "a flag that stands alone nothing"),
         ({"arms": {"a": {"flags": {"simreg-layers": "1 --train-iters 5"}}}}, "one word or number"),
+        ({"arms": {"a": {"trials_at": [64]}}}, "trials_at of a is a mapping, each size with its trials"),
+        ({"arms": {"a": {"trials": {"lr": 1e-3}}}}, "trials of a: give each flag a list of values"),
+        ({"arms": {"a": {"trials": {"lr": [1e-3] * 101, "seed": [1] * 100}}}}, "make more than 10,000 combinations"),
+        ({"arms": {"a": {"length": "half"}}}, "a needs a name and a tuned_as that are words, and a length that is a"),
+        ({"arms": {"a": {"tuned_as": 5}}}, "a needs a name and a tuned_as that are words"),
         ({"tuned_in": "tuning", "arms": {"a": {"trials": {"lr": [1e-3]}}}}, "nothing tunes it, so leave out tuned_in"),
     ],
 )

@@ -175,7 +175,43 @@ def test_the_plain_form() -> None:
         prefixes_ce_loss(made["rows"], labels, made["weight"], prefixes=(9,))
     with pytest.raises(ValueError, match="takes 3 features, and the embeddings have 8"):
         prefixes_ce_loss(made["rows"], labels, made["weight"][:, :3])
-    assert default_prefixes(192) == (16, 32, 64) and default_prefixes(WIDTH) == (4,)
+    assert default_prefixes(192) == (16, 32, 64) and default_prefixes(WIDTH) == (4,) and default_prefixes(1) == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_the_plain_form_sums_in_float32(dtype: torch.dtype, autocast: bool) -> None:
+    """20,000 tokens, whose sum float16 cannot hold; as the plugin's own form, of logits in the type of the weight."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(20_000, WIDTH, generator=generator).to(dtype)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator)
+    labels = torch.randint(0, VOCABULARY, (20_000,), generator=generator)
+    everywhere = torch.ones_like(labels, dtype=torch.bool)
+    for layer in (weight.to(dtype), weight):  # states of bfloat16 meet a layer of float32, too
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found = prefixes_ce_loss(rows, labels, layer, prefixes=PREFIXES)
+        terms = truncated_head_losses(rows.float(), labels, everywhere, TruncatedHead(layer, PREFIXES))
+        assert found.dtype == torch.float32 and found.item() == pytest.approx(terms.double().mean().item(), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"weight": torch.ones(WIDTH)}, r"weight must be floating point \[v, d\], got torch.float32 \[8\]"),
+        ({"weight": torch.ones(3, WIDTH, dtype=torch.long)}, r"floating point \[v, d\], got torch.int64 \[3, 8\]"),
+        ({"weight": torch.ones(3, WIDTH, device="meta")}, "weight is on meta but embeddings on cpu"),
+        ({"bias": torch.ones(4)}, r"bias must be \[3\] and torch.float32, got \[4\]"),
+        ({"bias": torch.ones(3, device="meta")}, "bias is on meta but embeddings on cpu"),
+        ({"labels": torch.tensor([0, 3])}, "a label is beyond the 3 rows of the weight"),
+    ],
+)
+def test_what_does_not_fit_the_layer_is_told(change: dict[str, Tensor], sentence: str) -> None:
+    given = {"labels": torch.tensor([0, 2]), "weight": torch.ones(3, WIDTH)} | change
+    with pytest.raises(ValueError, match=sentence):
+        prefixes_ce_loss(torch.ones(2, WIDTH), **given)
+    masked = torch.tensor([True, False])
+    if "labels" in change:
+        assert prefixes_ce_loss(torch.ones(2, WIDTH), **given, valid=masked).isfinite(), "masked, it may be anything"
 
 
 def model(weight: Tensor, **settings: Any) -> SimpleNamespace:

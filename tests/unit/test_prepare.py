@@ -15,13 +15,14 @@ import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from simreg_megatron.data import DataError, check_dataset, prepare, sample
+from simreg_megatron.data import DataError, check_dataset, encoding, prepare, sample
 from simreg_megatron.data.commands import app
 from simreg_megatron.data.encoding import Encoder, describe_tokenizer
 from simreg_megatron.data.prepare import Task, merge
@@ -169,6 +170,13 @@ def test_hugging_face_gives_megatrons_bytes(
 
 
 @pytest.mark.megatron
+def test_a_tokenizer_that_ends_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SimpleNamespace(eos_token_id=None, sep_token_id=None)
+    monkeypatch.setattr(encoding, "load_hugging_face", lambda source: tokenizer)
+    with pytest.raises(DataError, match="the tokenizer some/folder has no end-of-text token: name its eos_token in"):
+        describe_tokenizer("some/folder")
+
+
 @pytest.mark.parametrize("vocab_size", [65499, 65500])
 def test_the_number_type_follows_megatrons_rule(tmp_path: Path, vocab_size: int) -> None:
     from simreg_megatron.data.indexed import PairWriter, token_dtype

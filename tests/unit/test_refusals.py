@@ -10,12 +10,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from simreg_megatron import SimRegConfig, loop
+from simreg_megatron import SimRegConfig, loop, notices
 from simreg_megatron.measures.charts import layout
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import loop_hooks, refusals
-from simreg_megatron.plugin.tokens import main_hidden_states, shard_of
+from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
 from simreg_megatron.plugin.writers import write_scalars
 from simreg_megatron.weights import heads, learnable
 
@@ -155,6 +155,15 @@ def test_states_that_are_not_this_ranks_tokens_are_refused() -> None:
             RuntimeError, match=rf"expected 4 hidden states a rank \(or a multiple, with MTP\), Megatron gave {rows}"
         ):
             main_hidden_states(states[:rows], shard)
+
+
+def test_labels_without_a_mask_all_count_and_that_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    notices.forget()
+    labels = torch.tensor([[3, -100, 0, -1]])
+    for _ in range(2):
+        assert valid_tokens(labels, None).tolist() == [[True, False, True, False]]
+    assert capsys.readouterr().out.count("> SimReg: no loss mask reaches the model, so every token with a label") == 1
+    assert valid_tokens(labels, torch.tensor([[0, 1, 1, 1]])).tolist() == [[False, False, True, False]]
 
 
 def test_a_checkpoint_without_trained_scalars_is_named() -> None:

@@ -581,6 +581,11 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
     found = logged(model)
     assert abs(expected) > 1e-3 and found[name].item() == pytest.approx(expected.item(), rel=1e-5)
     assert "output layer" not in capsys.readouterr().out
+    biased = SimpleNamespace(weight=table, bias=torch.tensor([0.0, 3.0, -2.0, 0.5], dtype=torch.float64))
+    with_bias = logged(SimpleNamespace(**vars(MODEL), output_layer=biased))["simreg share of right predictions"]
+    right = ((hidden @ table.T + biased.bias).argmax(dim=-1) == labels.T)[counted]
+    assert with_bias.item() == pytest.approx(right.double().mean().item())
+    assert with_bias != found["simreg share of right predictions"], "a layer's own bias is part of its logits"
 
     of_labels, others = [], []
     for state, label in zip(hidden.detach()[counted], labels.T[counted], strict=True):

@@ -400,6 +400,11 @@ def test_unequal_tuning_is_refused(results):
     assert "tuned unequally at size 64 (plain 2, simreg 3 trials)" in found.output
 
 
+def test_a_search_that_is_complete_nowhere_is_refused(results):
+    rewrite(results / "search.csv", lambda rows: [row for row in rows if row["trial"] != "3"])
+    assert "the search search is complete at no size: run what is missing" in check(results).output
+
+
 def test_a_search_that_would_have_chosen_otherwise_is_noticed(results):
     def change(rows):
         row = only(rows, arm="simreg", trial="3")

@@ -15,7 +15,11 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import sigmoid, sigmoid_loss
 from simreg_megatron.losses.similarity import unit_rows
+from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import refusals
+from simreg_megatron.sharded.objectives import objective_terms
+from simreg_megatron.sharded.sequence import views_of
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.heads import label_rows
 from tests.helpers.fixtures import fixture_f1, random_tokens
@@ -259,6 +263,8 @@ def test_settings_are_checked(options: str, sentence: str) -> None:
         SimRegConfig(lambda_=1, objective="sigmoid", objective_options=options)
     with pytest.raises(ValueError, match="pair_reduction 'max' is not available"):
         sigmoid_loss(*fixture_f1(), pair_reduction="max")
+    with pytest.raises(ValueError, match="bias must be a number, or a scalar tensor to train it, got 'a'"):
+        sigmoid_loss(*fixture_f1(), bias="a")
 
 
 @pytest.mark.parametrize("slab", [8 << 20, 1], ids=["one slab", "anchor by anchor"])
@@ -284,6 +290,8 @@ def test_states_meet_the_rows_of_their_labels(slab: int, monkeypatch: pytest.Mon
     assert table.grad is None
     with pytest.raises(ValueError, match="heads must have the shape"):
         sigmoid_loss(rows, labels, heads=table)
+    with pytest.raises(ValueError, match="heads are on meta but embeddings on cpu"):
+        sigmoid_loss(rows, labels, heads=rows.to("meta"))
 
 
 @pytest.mark.parametrize("param", ["relative", "absolute"])
@@ -318,6 +326,49 @@ def test_an_adapter_turns_states_and_rows_apart(param: str) -> None:
     assert abs(plain - found) > 1e-2
     with pytest.raises(ValueError, match="give heads, or drop it"):
         sigmoid_loss(rows, labels, adapter=ours[1])
+
+
+@pytest.mark.parametrize("which", ["state", "head", "cast head"])
+def test_a_zero_row_is_as_if_masked_however_its_partner_is(which: str) -> None:
+    """A state beside its head, or a head beside its state: neither hides that the other has no direction."""
+    rows, labels = random_tokens((2, 7, 6), num_labels=3)
+    heads = torch.randn(rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    (rows if which == "state" else heads)[0, 2] = 1e-60 if which == "cast head" else 0.0
+    if which == "cast head":
+        rows = rows.float()
+    rows.requires_grad_()
+    others = torch.ones_like(labels, dtype=torch.bool)
+    others[0, 2] = False
+    terms = sigmoid_loss(rows, labels, heads=heads, chunk_size=4, reduction="none")
+    terms.sum().backward()
+    assert terms.isfinite().all() and rows.grad.isfinite().all()
+    assert terms[0, 2] == 0 and not rows.grad[0, 2].any() and rows.grad[0, 1].any()
+    masked = sigmoid_loss(rows, labels, heads=heads, valid=others, chunk_size=4)
+    assert torch.equal(sigmoid_loss(rows, labels, heads=heads, chunk_size=4), masked)
+    heads[1, 3] = torch.nan
+    assert sigmoid_loss(rows, labels, heads=heads).isnan(), "a broken head is shown"
+
+
+def test_an_output_layer_of_zeros_has_no_term_yet() -> None:
+    """As some begin: what the plugin computes is 0 and finite, and it becomes a term with the first rows."""
+    rows, labels = random_tokens((2, 8, 6), num_labels=3)
+    config = SimRegConfig(
+        lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head,trains=none", chunk_size=4
+    )
+    shard, hidden = SequenceShard(ShardLayout(8)), rows.transpose(0, 1).clone().requires_grad_()
+    everyone = torch.ones_like(labels, dtype=torch.bool)
+
+    def terms(heads: Tensor) -> Tensor:
+        views = views_of(config, shard, hidden, labels, everyone, heads=heads)
+        return objective_terms(config, views, shard, {}, 0, lambda: None)
+
+    found = terms(torch.zeros_like(hidden))
+    found.sum().backward()
+    assert not found.any() and not hidden.grad.any()
+    heads = torch.zeros_like(hidden)
+    heads[4:] = 1.0
+    found = terms(heads)
+    assert found.isfinite().all() and not found[:, :4].any() and (found[:, 4:] > 0).all()
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -236,6 +236,15 @@ def test_directions_follow_from_seed_and_iteration_alone() -> None:
     assert again is not first and torch.equal(first, again), "drawn anew: the others have taken its place"
 
 
+def test_members_are_kept_as_bits_not_as_numbers() -> None:
+    """[b, s, n] of them grow with the square of the tokens: what autograd keeps has one byte each."""
+    rows, _ = random_tokens((1, 64, 6), num_labels=4)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        sigreg_loss(rows.requires_grad_(), directions=fixture_directions(), chunk_size=2)
+    assert {tensor.dtype for tensor in kept if tensor.shape == (1, 32, 64)} == {torch.bool}
+
+
 def test_directions_without_numbers_are_not_kept() -> None:
     asked = {"seed": 123, "iteration": 4, "device": CPU}
     with FakeTensorMode():
@@ -252,8 +261,12 @@ def test_a_state_that_is_not_finite_shows() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     rows, _ = fixture_f1()
-    with pytest.raises(ValueError, match=r"directions must be \[K, 6\], got \[4, 5\]"):
+    with pytest.raises(ValueError, match=r"directions must be \[K > 0, 6\], got \[4, 5\]"):
         sigreg_loss(rows, directions=fixture_directions()[:, :5])
+    with pytest.raises(ValueError, match=r"directions must be \[K > 0, 6\], got \[0, 6\]"):
+        sigreg_loss(rows, directions=fixture_directions()[:0])
+    with pytest.raises(ValueError, match="directions are on meta but embeddings on cpu"):
+        sigreg_loss(rows, directions=fixture_directions().to("meta"))
     for name in ("estimator", "normalize", "reduction"):
         with pytest.raises(ValueError, match=f"{name} 'other' is not available"):
             sigreg_loss(rows, directions=fixture_directions(), **{name: "other"})

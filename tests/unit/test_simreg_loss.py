@@ -4,6 +4,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -265,6 +266,27 @@ def test_a_non_finite_row_is_not_hidden(bad: float, similarity: str) -> None:
     assert simreg_loss(rows[:1, 2:3], labels[:1, 2:3], similarity=similarity).isnan(), "nor any other token"
 
 
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_an_infinite_row_that_meets_nobody_is_not_hidden(impl: str, dtype: torch.dtype) -> None:
+    """Its norm is infinite in some forms, and 1 / inf would pass for a number."""
+    rows, labels = torch.full((2, 8), math.inf, dtype=dtype), torch.tensor([0, 1])
+    assert simreg_loss(rows[:1], labels[:1], impl=impl).isnan()
+    documents = torch.tensor([0, 1])
+    rows[1] = 1.0
+    terms = simreg_loss(rows, labels, documents=documents, impl=impl, reduction="none")
+    assert terms[0].isnan() and (impl == "tiled" or terms[1] == 0)
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_numpy_s_numbers_are_numbers(impl: str) -> None:
+    rows, labels = fixture_f1()
+    found = simreg_loss(rows, labels, temperature=np.float64(0.1), chunk_size=np.int64(4), impl=impl)
+    assert torch.equal(found, simreg_loss(rows, labels, temperature=0.1, chunk_size=4, impl=impl))
+    coarse = simreg_loss(rows, labels, temperature=np.float32(0.1), impl=impl)
+    torch.testing.assert_close(coarse, simreg_loss(rows, labels, temperature=0.1, impl=impl), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("options", SOME_OPTIONS, ids=lambda options: "/".join(options.values()))
 def test_the_host_never_waits_for_values(options: dict) -> None:
     """On tensors without data every read of a value raises."""
@@ -277,6 +299,7 @@ def test_the_host_never_waits_for_values(options: dict) -> None:
             rows.sum().item()
 
 
+SCALAR = torch.zeros(1)
 GOOD = {"embeddings": torch.ones(2, 4, 3), "labels": torch.zeros(2, 4, dtype=torch.long)}
 
 
@@ -307,6 +330,18 @@ GOOD = {"embeddings": torch.ones(2, 4, 3), "labels": torch.zeros(2, 4, dtype=tor
         ({"labels": torch.zeros(2, 5, dtype=torch.long)}, "labels must have the shape"),
         ({"labels": torch.zeros(2, 4)}, "labels must be integers"),
         ({"labels": torch.zeros(2, 4, dtype=torch.bool)}, "labels must be integers"),
+        ({"labels": torch.zeros(2, 4, dtype=torch.uint16)}, "labels must be integers.*got torch.uint16; torch.int64"),
+        ({"labels": [[0] * 4] * 2}, "labels must be a tensor, got list"),
+        ({"embeddings": torch.ones(2, 4, 3).numpy()}, "embeddings must be a tensor, got ndarray"),
+        ({"temperature": True}, "temperature"),
+        ({"chunk_size": True}, "chunk_size"),
+        ({"exponents": (SCALAR, SCALAR)}, "'learnable' and the two scalars of exponents belong together"),
+        ({"exponents": (SCALAR, SCALAR), "impl": "tiled"}, "belong together"),
+        ({"exponents": (SCALAR, SCALAR), "impl": "reference"}, "belong together"),
+        ({"similarity": "learnable"}, "belong together"),
+        ({"similarity": "learnable", "exponents": (0.0, 0.0)}, "two tensors of one number each"),
+        ({"similarity": "learnable", "exponents": (torch.zeros(3), SCALAR)}, "two tensors of one number each"),
+        ({"similarity": "learnable", "exponents": (SCALAR,)}, "two tensors of one number each"),
         ({"labels": torch.zeros(2, 4, dtype=torch.long, device="meta")}, "labels are on meta"),
         ({"valid": torch.ones(2, 4)}, "bool mask"),
         ({"valid": torch.ones(2, 3, dtype=torch.bool)}, "shape of labels"),

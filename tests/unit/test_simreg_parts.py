@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from simreg_megatron import SimRegConfig
 from simreg_megatron.geometry import pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.losses.roles import CHUNK_WEIGHTS, SELF_POSITIVES, token_roles
 from simreg_megatron.losses.simreg import simreg_terms
+from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.sharded import sequence
 from tests.helpers.fixtures import random_tokens
 
 pytestmark = pytest.mark.usefixtures("every_impl")
@@ -96,6 +102,26 @@ def test_count_correction_stays_inside_the_document() -> None:
     corrected = simreg_loss(embeddings, labels, chunk_size=4, chunk_weight="count-corrected", **options)
     whole = simreg_loss(embeddings, labels, **options)
     torch.testing.assert_close(corrected, whole, **TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "scope", "said"),
+    [(8, "exact", "each 8 tokens"), (4, "exact", ""), (4, "local", "each 4 tokens"), (3, "local", "")],
+)
+def test_a_chunk_weight_that_weighs_nothing_is_told(
+    chunk_size: int, scope: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a sequence, or in scope local a rank's block of it, is one chunk."""
+    heard: list[str] = []
+    monkeypatch.setattr(sequence, "log_once", heard.append)
+    config = SimRegConfig(lambda_=1, chunk_weight="uniform", chunk_size=chunk_size, scope=scope)
+    # In scope local one of two ranks, with two blocks of 4 tokens.
+    shard = SequenceShard(ShardLayout(16, context_size=2) if scope == "local" else ShardLayout(8))
+    rows, labels = random_tokens((1, 8, 6), num_labels=2)
+    sequence.views_of(config, shard, rows.transpose(0, 1), labels, labels >= 0)
+    assert [said in line for line in heard] == [True] * bool(said)
+    sequence.views_of(replace(config, chunk_weight="token"), shard, rows.transpose(0, 1), labels, labels >= 0)
+    assert len(heard) == bool(said), "all tokens equally is no weight"
 
 
 def test_cosines_of_parts_add_up() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures.agreement import Agreement
-from simreg_megatron.plugin import compat, stages
+from simreg_megatron.plugin import compat, installation, model_hooks, stages
 from simreg_megatron.plugin.regularizer import Regularizer
 
 BATCH, LENGTH, WIDTH = 2, 12, 8
@@ -156,6 +156,22 @@ def reads_twice(data_iterator, model: Stage, more: str) -> tuple[Tensor, str]:
 def test_data_of_another_kind_is_refused(iterator, script, sentence: str) -> None:
     with pytest.raises(NotImplementedError, match=sentence):
         run_step(None if iterator is None else iter(iterator), script)
+
+
+@pytest.mark.parametrize("what", ["trains", "evaluates", "needs no gradient", "is paused", "collects no loss"])
+def test_only_a_stage_that_trains_gets_terms(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @model_hooks.add_terms_of_stage
+    def forward_step(forward_step_func, data_iterator, model, num_microbatches, config, collect_non_loss_data=False):
+        return forward_step_func
+
+    here = installation.Installation(SimRegConfig(lambda_=1, layers=4), lambda config: ())
+    here.paused = what == "is paused"
+    monkeypatch.setattr(installation, "_installation", here)
+    stage = Stage().train(what != "evaluates")
+    given = reads_nothing, iter([batch()]), [stage], 4, megatron()
+    with torch.set_grad_enabled(what != "needs no gradient"):
+        done = forward_step(*given, collect_non_loss_data=what == "collects no loss")
+    assert (done is reads_nothing) == (what != "trains")
 
 
 @pytest.mark.megatron

@@ -237,6 +237,9 @@ def test_a_usable_row_that_is_not_finite_shows(impl: str) -> None:
     rows[0, 7] = torch.nan
     loss, _ = value_and_gradient(rows, labels, impl)
     assert loss.isnan()
+    infinite = torch.full((1, 16), torch.inf)
+    alone = simreg_loss(infinite, torch.zeros(1, dtype=torch.long), impl=impl)
+    assert alone.isnan(), "nor one that meets nobody, whose norm is infinite"
 
 
 @interpreted

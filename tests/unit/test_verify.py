@@ -40,3 +40,19 @@ def test_a_comparison_that_takes_too_long_is_a_sentence(tmp_path: Path, monkeypa
     monkeypatch.setattr(verify.subprocess, "run", late)
     with pytest.raises(CheckpointError, match=r"took more than 3600 s .*: model is whole and was not compared"):
         verify._megatron_logits(tmp_path, torch.zeros(1, 4, dtype=torch.long), "float32", Path("model"))
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_the_status_tells_whether_models_agree(agrees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here Megatron's logits are the exported model's, with two tokens of padding; or those of each next token."""
+
+    def megatrons(folder: Path, tokens: torch.Tensor, dtype: str, model: Path) -> torch.Tensor:
+        logits = verify._exported_logits(model, tokens)
+        return torch.nn.functional.pad(logits if agrees else logits.roll(1, dims=-1), (0, 2), value=9.0)
+
+    monkeypatch.setattr(verify, "refuse_without_megatron", lambda: None)
+    monkeypatch.setattr(verify, "_megatron_logits", megatrons)
+    dist_checkpoint(tmp_path / "run")
+    words = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "model"), "--vocab-size", "10", "--verify"]
+    done = CliRunner().invoke(app, ["export-hf", *words])
+    assert (done.exit_code, "DIFFER" in done.output, "agree:" in done.output) == (int(not agrees), not agrees, agrees)

@@ -356,6 +356,7 @@ submit --cluster none.env launch/pretrain_llama.sh | error: none.env cannot be r
 submit --cluster data launch/pretrain_llama.sh | error: data cannot be read (Is a directory): give a file of settings
 submit --cluster cpu.env launch/pretrain_gpt.sh | error: there is no launch/pretrain_gpt.sh
 submit --cluster cpu.env train.py | error: name what to run
+submit --cluster cpu.env launch/pretrain_llama.sh --model 7b | error: how many nodes? give --nodes N before the script
 submit --partition gpu launch/pretrain_llama.sh | error: unrecognized arguments: --partition
 submit --nodes two launch/pretrain_llama.sh | error: argument --nodes: invalid int value: 'two'
 simreg-megatron prepare | there is no command prepare: did you mean `simreg-megatron data prepare`?
@@ -367,6 +368,8 @@ simreg-megatron data prepare none.jsonl --out n --tokenizer TOK | error: there i
 simreg-megatron data prepare few.jsonl --out n --tokenizer none.model | error: the tokenizer none.model does not exist
 simreg-megatron data prepare few.jsonl --out n | error: give --tokenizer (a file, folder or name) or --train-tokenizer
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --train-tokenizer 350 | error: give --tokenizer (a file,
+simreg-megatron data prepare few.jsonl --out n --train-tokenizer 350 --shard 1/2 | error: shards need one tokenizer:
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid a --valid-share 0.1 | error: --valid and --valid-
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | error: --tokens takes a number such as
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 0 | error: --tokens takes a positive number
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --shard 9/8 | error: --shard takes I/N with I from 1 to N
@@ -384,6 +387,7 @@ simreg-megatron data prepare photo.png --out n6 --tokenizer TOK | error: photo.p
 simreg-megatron data merge none | error: there is no folder none: give the --out of the shards
 simreg-megatron data merge data/mine | error: data/mine has no parts
 simreg-megatron data tokenizer none.txt --output t.model | error: there is no none.txt: give a .jsonl
+simreg-megatron data tokenizer few.jsonl --output TOK | error: data/mine/tokenizer.model already exists: give another
 simreg-megatron data histogram | Missing argument 'prefix'
 simreg-megatron export-hf | Missing option '--load'
 simreg-megatron export-hf --load none --save model | error: there is no folder none: give the folder that Megatron's
@@ -416,6 +420,7 @@ simreg-megatron reproduce list.yaml | error: list.yaml: expected a mapping of na
 simreg-megatron reproduce noise --jobs 0 | Invalid value for '--jobs'
 simreg-megatron reproduce noise --seeds -1 | Invalid value for '--seeds'
 simreg-megatron reproduce noise --sizes 65 --dry-run | error: noise has no size 65: its sizes are 64
+simreg-megatron reproduce noise --model tiny --sizes 64 --dry-run | error: --model and --sizes both choose the models
 simreg-megatron reproduce noise --model 99b --dry-run | error: there is no preset 99b of llama: choose from
 simreg-megatron reproduce noise --data none --dry-run | error: the data set none is not there
 simreg-megatron flags --foo | No such option: --foo

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is called before the first step, by Megatron's loop and by any other, and with what."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from typing import Any
+
+import pytest
+
+from simreg_megatron import SimRegConfig
+from simreg_megatron.plugin import announce, compat, foreign, forms, installation, loop_hooks
+from simreg_megatron.plugin.arguments import add_simreg_arguments
+from simreg_megatron.plugin.clip.clipping import Clipping
+from tests.unit.test_foreign import LENGTH, WIDTH, Model
+
+# What Megatron says at import, of layers that are not installed, is not what is tested here.
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What was called, in order; the model has no decoder that could be refused."""
+    made: list[tuple] = []
+    for module, name in ((forms, "settle"), (announce, "open_row_group"), (Clipping, "attach")):
+        monkeypatch.setattr(module, name, lambda *given, name=name: made.append((name, *given)))
+    for module in (foreign, loop_hooks):
+        monkeypatch.setattr(module, "refuse_models", lambda *given: None)
+    monkeypatch.setattr(installation, "_installation", None)
+    return made
+
+
+def installed(config: SimRegConfig | None) -> None:
+    installation.keep(installation.Installation(config, lambda config: ()))
+
+
+def test_another_loop_takes_the_fastest_form_and_opens_the_group_of_its_rows(calls: list[tuple]) -> None:
+    config, model, earlier = SimRegConfig(lambda_=1, layers=(2, "final")), Model(num_layers=2), Model(num_layers=2)
+    earlier.post_process = False
+    earlier.decoder.layers[0].layer_number = 2
+    installed(config)
+    foreign.begin_run([earlier, model], micro_batch_size=3, seq_length=LENGTH)
+    opened = [("open_row_group", earlier), ("open_row_group", model)]
+    assert calls == [("settle", config, [earlier, model], 3, LENGTH), *opened]
+    calls.clear()
+    earlier.decoder.layers[0].layer_number = 1
+    foreign.begin_run([earlier, model], micro_batch_size=3)
+    assert calls == opened[1:], "no shape is known, and a stage without a term opens nothing"
+
+
+def megatrons(monkeypatch: pytest.MonkeyPatch, *flags: str) -> argparse.Namespace:
+    """Megatron has read these flags."""
+    args = add_simreg_arguments(argparse.ArgumentParser()).parse_args(flags)
+    more: dict[str, Any] = {"micro_batch_size": 3, "seq_length": LENGTH, "hidden_size": WIDTH, "log_interval": 1}
+    vars(args).update(more, clip_grad=1.0)
+    monkeypatch.setattr(compat, "arguments", lambda: args)
+    installed(None)
+    return args
+
+
+def test_megatrons_loop_does_so_too(calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    megatrons(monkeypatch, "--simreg-lambda", "1")
+    model = Model()
+    assert loop_hooks.set_up(lambda: ([model], "optimizer", "scheduler"))() == ([model], "optimizer", "scheduler")
+    assert calls == [("settle", installation.regularizer().config, [model], 3, LENGTH), ("open_row_group", model)]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_adagc_that_clips_most_of_the_term_away_is_told(every: int, calls: list, monkeypatch) -> None:
+    megatrons(monkeypatch, "--simreg-lambda", "1", "--adagc", "--simreg-every", str(every))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loop_hooks.set_up(lambda: ([Model()], "optimizer", "scheduler"))()
+    assert calls[-1][0] == "attach" and calls[-1][2] == "optimizer"
+    sentence = "with --simreg-every 2 it clips most of the term away in the steps with it: drop one of the two"
+    assert [sentence in str(each.message) for each in told if "AdaGC" in str(each.message)] == [True] * (every == 2)
