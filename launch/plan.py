@@ -307,12 +307,12 @@ def _choose_cpu(model: str, user: Sequence[Flag], machine: Machine, environ: Map
             "or insist with --simreg-cpu"
         )
     gpus_alone = {
-        "--distributed-backend": "nccl",
-        "--transformer-impl": "transformer_engine",
-        "--simreg-impl": "triton",
+        "--distributed-backend": ("nccl",),
+        "--transformer-impl": ("transformer_engine",),
+        "--simreg-impl": ("gemm", "triton"),
     }
-    for name, value in gpus_alone.items():
-        if flag_value(user, name) == value:
+    for name, values in gpus_alone.items():
+        if (value := flag_value(user, name)) in values:
             raise LaunchError(f"{name} {value} needs a GPU and this run has none: leave the flag out")
     return True
 

@@ -14,7 +14,7 @@ from benchmarks.records import Record
 from simreg_megatron.report.steps import overhead
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
-AIM_OF_STEP = 0.5  # percent over plain Megatron
+AIM_OF_STEP = 1.0  # percent over plain Megatron, of the 350M model, which is measured
 _TORCHRUN = "distributed/elastic/multiprocessing/api.py"  # its first line; a screen of others follows
 _RESULTS = {"failure": FAIL, "error": FAIL, "skipped": SKIP}
 

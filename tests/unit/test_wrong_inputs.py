@@ -91,6 +91,7 @@ FLAGS = [
     ("--adagc-beta 0.9", "--adagc-beta has no effect without --adagc"),
     ("--recipe baseline --simreg-lambda 10", "--recipe baseline trains on cross-entropy alone, and --simreg-lambda 10"),
     ("--simreg-lambda 1 --simreg-impl triton", "--simreg-impl triton needs a GPU and this run has none"),
+    ("--simreg-lambda 1 --simreg-impl gemm", "--simreg-impl gemm needs a GPU and this run has none"),
 ]
 
 
