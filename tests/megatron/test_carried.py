@@ -100,6 +100,7 @@ QUICK = {
     ("one to tp2", "scalars", "scalars"),
     ("tp2 to one", "adagc", "adagc"),
     ("tp2 to one", "adagc", "ramp"),
+    ("tp2 to one", "adagc", "scalars"),
 }
 
 

@@ -88,7 +88,7 @@ def test_what_is_not_loaded_is_missed(text: Path, tmp_path: Path) -> None:
     flags = (*KEPT["one"].all_flags(text, tmp_path / "index"), "--load", str(saved), "--no-load-optim")
     assert runs.forked(_train, tmp_path / "out", flags, folder=tmp_path).status == 0
     started = make.told(snapshot.read(tmp_path / "out", "start"))
-    assert "simreg_adagc" not in started["scheduler"] or started["scheduler"] != expected["scheduler"]
+    assert started["scheduler"]["simreg_adagc"]["steps"] == 0 < expected["scheduler"]["simreg_adagc"]["steps"]
     weights = {name for name in expected["tensors"] if name.startswith("weight ")}
     same = {name for name, value in started["tensors"].items() if value == expected["tensors"][name]}
     assert same == weights

@@ -99,6 +99,7 @@ def test_every_page_has_a_place_for_its_table() -> None:
 
 def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None:
     kept = [path for path in sorted(RESULTS.glob("*.csv")) if path.stem in TABLES or path.stem.startswith("steps-")]
+    assert PAGES.keys() <= {path.stem for path in kept}
     for path in kept:
         text = "\n".join(TABLES.get(path.stem, steps.table)(records.read(path))) + "\n"
         assert path.with_suffix(".md").read_text() == text, f"run it once more with --from {path}"

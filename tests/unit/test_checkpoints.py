@@ -124,10 +124,11 @@ def test_a_disk_that_is_away_is_no_missing_checkpoint(module, name: str, new, tm
     for iteration in (10, 20):
         new(tmp_path, iteration)
     track(tmp_path, "20")
-    real = getattr(module, name)
+    real, asked = getattr(module, name), list[str]()
 
     def stale(path, *arguments, **named):
         if str(path).startswith(str(tmp_path)):
+            asked.append(str(path))
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return real(path, *arguments, **named)
 
@@ -138,6 +139,7 @@ def test_a_disk_that_is_away_is_no_missing_checkpoint(module, name: str, new, tm
         monkeypatch.undo()
         assert iterations(tmp_path) == [10, 20] and newest_whole(tmp_path) == 20
         assert (tmp_path / TRACKER).read_text() == "20"
+    assert asked, "else nothing was away"
 
 
 def test_what_cannot_be_seen_ends_in_a_sentence(tmp_path: Path, monkeypatch) -> None:

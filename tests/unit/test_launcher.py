@@ -477,6 +477,7 @@ def test_the_users_buckets_stay() -> None:
 
 
 def test_presets_repeat_no_flag() -> None:
+    assert {path.stem for path in PRESETS.glob("*.args")} == {f"{family}-{model}" for family, model in ALL}
     for path in PRESETS.glob("*.args"):
         names = [flag_name(flag) for flag in read_preset(path)]
         assert len(names) == len(set(names)), path.name

@@ -83,7 +83,7 @@ def test_the_page_needs_no_network_and_has_every_part(written) -> None:
     assert "--simreg-lambda 1.0" in bare and "commit abc123" in bare and "megatron-core 0.19.2" in bare
     assert "<td class=words>simreg_lambda</td><td>0.0</td><td>1.0</td>" in bare
     assert ">lr<" not in bare and ">save<" not in bare, "settings that do not differ, or say nothing"
-    assert "Margin" in text or "margin" in text
+    assert "<!-- Margin -->" in text, "the title of its panel, which is drawn"
 
 
 def test_the_saving_is_of_tokens_and_of_time(written) -> None:

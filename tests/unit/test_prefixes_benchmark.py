@@ -39,7 +39,7 @@ def test_finished_runs_are_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(prefixes, "ensure_builtin_corpus", lambda place: None)
     monkeypatch.setattr(prefixes.os, "nice", lambda much: None)
     monkeypatch.setattr(sys, "argv", ["prefixes", "--seeds", "2", "--steps", "4", "--output", str(output)])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="stopped"):
         prefixes.main()
     assert len(prefixes.read(output)) == 2
     prefixes.main()

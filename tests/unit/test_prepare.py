@@ -482,10 +482,15 @@ def test_a_part_cut_off_is_seen(folder: Path, tokenizer: Path, whole: Path, tmp_
     make(tmp_path, folder, tokenizer=tokenizer, valid_share=0.1, shard=(0, 2))
     part = min(tmp_path.glob("parts/train/000000/*.npz"))
     data = part.read_bytes()
-    for damaged in (data[:-40], data.replace(data[-600:-560], bytes(40))):
+    cut, changed = data[:-40], data.replace(data[-600:-560], bytes(40))
+    part.write_bytes(cut)
+    with pytest.raises(DataError, match="is not a complete part"):
+        make(tmp_path, folder, tokenizer=tokenizer, valid_share=0.1, shard=(1, 2))
+    part.write_bytes(changed)
+    make(tmp_path, folder, tokenizer=tokenizer, valid_share=0.1, shard=(1, 2))
+    for damaged in (cut, changed):
         part.write_bytes(damaged)
         with pytest.raises(DataError, match="is not a complete part"):
-            make(tmp_path, folder, tokenizer=tokenizer, valid_share=0.1, shard=(1, 2))
             merge(tmp_path)
     part.unlink()
     make(tmp_path, folder, tokenizer=tokenizer, valid_share=0.1)

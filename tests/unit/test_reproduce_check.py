@@ -119,7 +119,8 @@ def test_honest_results_pass_and_each_claim_has_a_verdict(results):
     found = check(results)
     assert found.exit_code == 0, found.output
     assert "Held: SimReg ends lower." in found.output
-    assert "Not shown" in found.output or "opposite" in found.output  # 4.01 against 4.00
+    opposite = "Did not hold, the opposite was seen: SimReg with 70 % ends lower. Size 64, 20 tokens a parameter, "
+    assert f"{opposite}validation loss of simreg-70 less that of plain: +0.0100 nats per token" in found.output
     assert "refused" not in found.output
 
 

@@ -230,7 +230,7 @@ def test_sr8_sequences_of_a_batch_never_meet(f1: Tokens) -> None:
     assert_prints(simreg_loss(batch, batch_labels, temperature=0.1), "0.203360")
     wrong = simreg_loss(batch.flatten(0, 1), batch_labels.flatten(), temperature=0.1)
     assert_prints(wrong, "0.848622")
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"is not 0\.203360"):
         assert_prints(wrong, "0.203360")
 
 

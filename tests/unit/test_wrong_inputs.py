@@ -230,7 +230,7 @@ def test_few_documents_make_no_validation_set_and_that_is_said(ask: Ask, place: 
     # Megatron itself would look for a validation document for ever.
     refused(ask, few, "data/few/train holds 3 documents, and --split 99,1,0 leaves none of them to validate: give")
     refused(ask, f"{few} --split 90,10,0", "data/few/train holds 3 documents, and --split 90,10,0 leaves none")
-    refused(ask, f"{few} --split 0,1,1", "data/few/train")
+    refused(ask, f"{few} --split 0,1,1", "data/few/train holds 3 documents, and --split 0,1,1 leaves none of them to t")
     assert ask(f"{few} --split 2,1,0 --dry-run")[0] == 0 == ask(f"{few} --split 100,0,0 --dry-run")[0]
 
 
