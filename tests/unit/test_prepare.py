@@ -401,7 +401,18 @@ def test_killed_at_every_rename(folder: Path, tokenizer: Path, whole: Path, tmp_
     assert content(tmp_path) == content(whole)
 
 
-def test_killed_at_random_moments(folder: Path, tokenizer: Path, whole: Path, tmp_path: Path) -> None:
+LATE = """
+import time
+from pathlib import Path
+replace = Path.replace
+Path.replace = lambda *given: (time.sleep(0.1), replace(*given))[1]
+"""
+"""So that a kill finds the work under way, however late it comes."""
+
+
+def test_killed_at_random_moments(
+    folder: Path, tokenizer: Path, whole: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """kill -9 of the program alone: its workers must go with it, and the last run ends with the same bytes."""
     task = Task([str(folder)], tmp_path, str(tokenizer), valid_share=0.1, workers=2, block_bytes=BLOCK)
     program = (
@@ -409,9 +420,12 @@ def test_killed_at_random_moments(folder: Path, tokenizer: Path, whole: Path, tm
     )
     command = [sys.executable, "-c", program]
     random, quiet = np.random.default_rng(7), subprocess.DEVNULL
+    late = tmp_path_factory.mktemp("late")
+    (late / "sitecustomize.py").write_text(LATE)  # which the workers, too, find at their start
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(late), os.environ.get("PYTHONPATH"))))}
     seen = set()
     for _ in range(3):
-        with jobs.started(command, cwd=ROOT, stdout=quiet, stderr=quiet) as process:
+        with jobs.started(command, cwd=ROOT, env=environ, stdout=quiet, stderr=quiet) as process:
             wanted = len(seen) and len(list(tmp_path.glob("parts/*/*/*.npz"))) + int(random.integers(1, 6))
             while process.poll() is None:
                 if len(list(tmp_path.glob("parts/*/*/*.npz"))) >= max(wanted, 1):

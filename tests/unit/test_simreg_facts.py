@@ -14,6 +14,8 @@ from simreg_megatron.losses.similarity import unit_rows
 from tests.helpers.fixtures import fixture_f1
 
 pytestmark = pytest.mark.usefixtures("every_impl")
+WHOLE_TILES = pytest.mark.parametrize("every_impl", ["reference", "tiled"], indirect=True)  # tiles of 3 were 100,000
+WITHOUT_A_LOSS = pytest.mark.parametrize("every_impl", ["reference"], indirect=True)
 
 MASKED = (3, 8, 9)
 
@@ -251,16 +253,14 @@ def test_sr9_float32_keeps_small_losses(target: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("num_tokens", "printed"), [(4096, "8.317766"), (2048, "7.624619"), (1024, "6.931472")])
-def test_sr10_identical_embeddings(num_tokens: int, printed: str, dtype: torch.dtype, every_impl: str) -> None:
-    if every_impl.endswith("of 3"):
-        pytest.skip("a hundred thousand of them")
+@WHOLE_TILES
+def test_sr10_identical_embeddings(num_tokens: int, printed: str, dtype: torch.dtype) -> None:
     rows = torch.ones(num_tokens, 2, dtype=dtype)
     assert_prints(simreg_loss(rows, torch.arange(num_tokens), temperature=0.01), printed)
 
 
-def test_sr10_orthogonal_classes_reach_denormals(every_impl: str) -> None:
-    if every_impl.endswith("of 3"):
-        pytest.skip("a hundred thousand of them")
+@WHOLE_TILES
+def test_sr10_orthogonal_classes_reach_denormals() -> None:
     rows, labels = torch.eye(2048), torch.arange(2048)
     assert_prints(simreg_loss(rows.double(), labels, temperature=0.01), "7.615e-41")
     assert_prints(simreg_loss(rows, labels, temperature=0.1), "0.0888655")
@@ -317,10 +317,9 @@ def test_sr12_dnorm_is_cosine_at_the_temperature_of_each_anchor(f1: Tokens) -> N
 
 @pytest.mark.parametrize(("width", "printed"), [(1024, "12.756800"), (4096, "25.527631")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_sr13_cosines_of_an_even_spread(width: int, printed: str, dtype: torch.dtype, every_impl: str) -> None:
+@WITHOUT_A_LOSS
+def test_sr13_cosines_of_an_even_spread(width: int, printed: str, dtype: torch.dtype) -> None:
     """Their density at 0 and their mean square 1 / d, by which lambda grows (test_config): by formula and by draw."""
-    if every_impl != "reference":
-        pytest.skip("no loss in it")
     at_0 = math.exp(math.lgamma(width / 2) - math.lgamma((width - 1) / 2)) / math.sqrt(math.pi)
     assert_prints(at_0, printed)
     generator = torch.Generator().manual_seed(0)
@@ -332,13 +331,12 @@ def test_sr13_cosines_of_an_even_spread(width: int, printed: str, dtype: torch.d
     assert density == pytest.approx(at_0, rel=0.03)
 
 
-def test_sr14_lemma_1(f1: Tokens, every_impl: str) -> None:
+@WITHOUT_A_LOSS
+def test_sr14_lemma_1(f1: Tokens) -> None:
     """The margin of each token lies between those of its two centres, but for sqrt(2) L times its distance from them.
 
     Centres are means over P_k and over N_k, weighted by exp(e_k . e_i); the head is linear, L its largest stretch.
     """
-    if every_impl != "reference":
-        pytest.skip("no loss in it")
     rows, labels = f1
     head = torch.randn(10, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(rows.dtype)
     stretch = torch.linalg.matrix_norm(head, ord=2)

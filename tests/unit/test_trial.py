@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +32,12 @@ Plant = Callable[[str, type[TorchTiles]], None]
 
 
 class Slow(TorchTiles):
+    """By the clock of these tests, which stands still elsewhere."""
+
+    now = 0.0
+
     def hold(self, one: walk.Span) -> None:
-        time.sleep(0.01)
+        Slow.now += 0.01
         super().hold(one)
 
 
@@ -88,6 +91,7 @@ class WrongWhereShared(TorchTiles):
 def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     monkeypatch.setattr(simreg, "AUTO", {})
     monkeypatch.setattr(trial, "AUTO", simreg.AUTO)
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
 
     def planted(name: str, tiles: type[TorchTiles]) -> None:
         monkeypatch.setitem(walk.FORMS, name, walk.plain_form(tiles))
@@ -104,7 +108,7 @@ def test_a_right_form_is_taken_if_it_is_faster(plant: Plant) -> None:
     assert all(
         0 < one.loss_error < comparison.LOSS_ERROR and one.gradient_error < comparison.GRADIENT_ERROR for one in trials
     )
-    assert trials[0].seconds > trials[1].seconds + 0.02
+    assert trials[0].seconds > 0.02 and trials[1].seconds == 0
     assert trial.fastest(trials) == "tiled"
     said = trial.sentence(trials, SHAPE)
     assert (

@@ -339,7 +339,7 @@ OF_SIMREG = """
 --simreg-lambda-schedule linear | the SimReg lambda schedule must be constant, or linear or cosine
 --simreg-lambda-schedule linear:x | the SimReg lambda schedule linear ends at a finite share of 0 or more, not 'x'
 --simreg-lambda-schedule cosine:-1 | the SimReg lambda schedule cosine ends at a finite share of 0 or more, not '-1'
---simreg-every 0 | SimReg every 0 steps cannot be: give 1, for every step, or K, for every K-th one
+--simreg-every 0 | SimReg every 0 steps cannot be: give 1, for every step, or N, for every N-th one
 --simreg-every 2 --simreg-similarity learnable | SimReg every 2 steps leaves scalars that it trains without a gradient
 --simreg-off-after 2 | SimReg is off after a share of the training above 0 and below 1, not 2
 --simreg-off-after 0 | SimReg is off after a share of the training above 0 and below 1, not 0
