@@ -74,18 +74,16 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
 def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     with foreign.paused():
         loss_without = _run(models, forward_backward)
-    without = [
-        gradient.detach().clone() for gradient in _gradients(models)
-    ]  # the only copy: it is as large as they are
+    # The only copy, as large as the gradients are: the others are compared where they lie.
+    without = [gradient.detach().clone() for gradient in _gradients(models)]
     loss_with = _run(models, forward_backward)
     num_with = _num(models)
     pairs = zip(without, _gradients(models), strict=True) if num_with == len(without) else ()
     moved = [_distance(*pair) for pair in pairs]
     with foreign.paused():
         loss_again = _run(models, forward_backward)
-    if not (_same(loss_without, loss_again) and _num(models) == len(without)) or not all(
-        map(torch.equal, without, _gradients(models))
-    ):
+    repeats = _num(models) == len(without) and all(map(torch.equal, without, _gradients(models)))
+    if not (repeats and _same(loss_without, loss_again)):
         raise ContractError(
             "two runs of the same step without SimReg gave different results: forward_backward must use the same data "
             "each time, finish all gradients, and be deterministic (torch.use_deterministic_algorithms(True) on a GPU)"

@@ -18,7 +18,7 @@ from simreg_megatron.evaluation.errors import EvaluationError
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this package to the program."""
+    """Add the command of this package to the program."""
     app.command("evaluate")(evaluate)
 
 

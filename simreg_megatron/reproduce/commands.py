@@ -30,7 +30,7 @@ _MOST_AT_ONCE = 4096
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this package to the program."""
+    """Add the command of this package to the program."""
     app.command("reproduce")(reproduce)
 
 
