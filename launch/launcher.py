@@ -165,7 +165,6 @@ def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """What a dry run says; text that is not here may lie where this machine does not see it."""
     preflight.check_output(plan.output)
     preflight.check_load(plan.flags)
-    _use_tree(plan)
     objection = check_with_megatron(plan, machine)
     newest = checkpoints.newest_whole(Path(flag_value(plan.flags, "--save") or "")) if options.auto_resume else None
     _say(describe(plan if newest is None else resumed(plan), machine, environ=os.environ, resumes=newest))
@@ -280,10 +279,8 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
 
     pretends = machine.gpus > 0 and (cpu_backend.is_active() or not is_available())
     own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
-    # A Megatron-LM tree's script may add flags of its own.
-    knows_all = not os.environ.get("MEGATRON_PATH")
     objection = preflight.check_with_megatron(
-        plan.flags, options=own, knows_all=knows_all, trains=trains, world_size=machine.world_size
+        plan.flags, options=own, tree=plan.tree, trains=trains, world_size=machine.world_size
     )
     if objection and not pretends:
         raise LaunchError(f"Megatron refuses these flags together: {objection}")
@@ -393,7 +390,7 @@ def _prepare(plan: Plan) -> None:
     """Environment and import path first, then the CPU's stand-ins: nothing has imported Megatron yet."""
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
-    _use_tree(plan)
+    preflight.use_tree(plan.tree)
     if not plan.on_cpu:
         return
     from simreg_megatron.cpu import backend as cpu_backend
@@ -402,11 +399,6 @@ def _prepare(plan: Plan) -> None:
         cpu_backend.activate(cpu_backend.requested(plan.arguments) or "on")
     except cpu_backend.CpuBackendError as error:
         raise LaunchError(str(error)) from None
-
-
-def _use_tree(plan: Plan) -> None:
-    if os.environ.get("MEGATRON_PATH"):
-        sys.path.insert(0, str(plan.script.parent))
 
 
 def _build_corpus() -> Corpus:

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRESETS = Path(__file__).resolve().parent / "models"
 LAYOUTS = Path(__file__).resolve().parent / "layouts"
 TINY = "tiny"
+_OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
 
 NO_DATA = "YOUR_DATA"  # stands for --data in a dry run without it, and is none of the words in the pages
@@ -118,6 +119,11 @@ class Plan:
     def arguments(self) -> list[str]:
         """Megatron's command line, word by word."""
         return flatten(self.flags)
+
+    @property
+    def tree(self) -> Path | None:
+        """The source tree of Megatron-LM whose script runs; None where it is ours, with the installed Megatron."""
+        return None if self.script == _OWN_SCRIPT else self.script.parent
 
 
 def model_names(family: str) -> list[str]:
@@ -589,7 +595,7 @@ def _output_flags(output: Path, *, saves: bool) -> list[Flag]:
 def _choose_script(environ: Mapping[str, str]) -> Path:
     tree = environ.get("MEGATRON_PATH")
     if not tree:
-        return ROOT / "simreg_megatron" / "pretrain.py"
+        return _OWN_SCRIPT
     script = Path(tree).absolute() / "pretrain_gpt.py"
     if not script.is_file():
         raise LaunchError(f"MEGATRON_PATH={tree} has no pretrain_gpt.py: name a Megatron-LM source tree or unset it")

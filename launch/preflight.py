@@ -13,6 +13,7 @@ import difflib
 import io
 import logging
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -204,13 +205,14 @@ def check_output(folder: Path) -> None:
 
 
 def check_with_megatron(
-    flags: Sequence[Flag], *, options: Sequence[str], knows_all: bool, trains: bool, world_size: int
+    flags: Sequence[Flag], *, options: Sequence[str], tree: Path | None, trains: bool, world_size: int
 ) -> str | None:
     """Let Megatron's own parser and checks read the flags that are its own; where it is missing, nobody can tell.
 
     Args:
         options: the launcher's own, which may have been meant.
-        knows_all: whether the script adds no flags of its own to Megatron's.
+        tree: a source tree of Megatron-LM that runs and is asked in place of the installed Megatron. Its script may
+            add flags of its own, so that one which its parser does not know is no mistake.
         trains: whether this process goes on to train. Megatron is imported here then, and its log keeps the output
             that it finds.
         world_size: ranks of the run.
@@ -221,6 +223,7 @@ def check_with_megatron(
     Raises:
         LaunchError: Megatron has no such flag, or the flag takes no such value.
     """
+    use_tree(tree)
     with contextlib.nullcontext() if trains else _silence():
         parser = _megatrons_parser()
     if parser is None or "--yaml-cfg" in flag_names(flags):
@@ -228,7 +231,7 @@ def check_with_megatron(
     words = flatten(flag for flag in flags if not _is_own(flag))
     args, unknown = parser.parse_known_args(words)
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    if names and knows_all:
+    if names and tree is None:
         near = difflib.get_close_matches(names[0], [*parser._option_string_actions, *options], n=1, cutoff=0.7)
         hint = f"did you mean {near[0]}?" if near else "leave it out, or see --help"
         raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
@@ -238,6 +241,12 @@ def check_with_megatron(
     if objection is None:
         _check_own_combinations(flags, args)
     return objection
+
+
+def use_tree(tree: Path | None) -> None:
+    """Import Megatron from this source tree, if it is one."""
+    if tree is not None:
+        sys.path.insert(0, str(tree))
 
 
 def _check_own_combinations(flags: Sequence[Flag], args: argparse.Namespace) -> None:

@@ -104,6 +104,7 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> Iterator[str]:
     Raises:
         LaunchError: it would not start.
     """
+    preflight.use_tree(plan.tree)
     if _missing("torch", "megatron") or _missing("megatron.training"):
         yield (
             f"{sys.executable} has no Megatron to ask, so its flags are not checked here, and a misspelt one ends the "
@@ -141,6 +142,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     own, script, words = _split(argv)
     options = make_submit_parser().parse_args([*own, script])
     site = _with_tree(read_site(options.cluster, environ), options.cluster, environ.get("MEGATRON_PATH", ""))
+    environ = {**environ, "MEGATRON_PATH": _tree_to_plan_with(site)}
     family = _family(script)
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:
@@ -175,6 +177,12 @@ def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
             f"MEGATRON_PATH is {tree} here and {site.environment['MEGATRON_PATH']} in {cluster}: unset one of them"
         )
     return replace(site, environment={**site.environment, "MEGATRON_PATH": tree}) if tree else site
+
+
+def _tree_to_plan_with(site: Site) -> str:
+    """That of the job; a container may hold it where this machine sees nothing, and then nobody can be asked."""
+    tree = site.environment.get("MEGATRON_PATH", "")
+    return tree if site.runtime == "venv" or Path(tree).is_dir() else ""
 
 
 def _missing(*packages: str) -> list[str]:

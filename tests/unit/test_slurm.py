@@ -322,6 +322,28 @@ class TestWhatMegatronSays:
         (note,) = self.notes(Site(runtime="pyxis", container_image="/i.sqsh"))
         assert note.startswith("in a container with this machine's Megatron the run would be refused: Megatron has no")
 
+    @pytest.mark.parametrize("named_by", ["the environment", "the cluster's file"])
+    def test_a_source_tree_is_asked_in_place_of_the_installed_one(self, named_by: str, tmp_path: Path) -> None:
+        """The installed Megatron's word was taken for a job that runs another release."""
+        tree = tmp_path / "tree"
+        (tree / "megatron" / "training").mkdir(parents=True)
+        for name in ("pretrain_gpt.py", "megatron/training/__init__.py"):
+            (tree / name).touch()
+        (tree / "megatron" / "training" / "arguments.py").write_text(
+            "def add_megatron_arguments(parser): parser.add_argument('--global-batch-size')\n"
+            "def validate_args(args, defaults): raise AssertionError('so says the tree')\n"
+        )
+        given = named_by == "the environment"
+        site = site_file(tmp_path, CPU_SITE + ("" if given else f"export MEGATRON_PATH={tree}\n"))
+        words = ["--dry-run", "--cluster", str(site), LLAMA, "--train-iters", "5", "--save-interval", "5"]
+        environ = {**os.environ, "MEGATRON_PATH": str(tree) if given else ""}
+        asked = jobs.run(
+            [sys.executable, "-m", "launch.slurm.submit", *words, "--output", str(tmp_path / "run")],
+            cwd=ROOT,
+            env=environ,
+        )
+        assert asked.returncode == 2 and "refuses these flags together: so says the tree" in asked.stderr, asked.stderr
+
     def test_nobody_to_ask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(submit, "_missing", lambda *names: [name for name in names if name == "megatron.training"])
         for site in (Site(), Site(runtime="pyxis", container_image="/i.sqsh")):
