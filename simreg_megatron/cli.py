@@ -102,7 +102,7 @@ def doctor(
     if not complete:
         console.print("SimReg cannot be installed into this Megatron: see the rows marked missing.")
         raise typer.Exit(1)
-    console.print("SimReg can be installed: add `-m simreg_megatron` before your script, and --simreg-lambda 10.")
+    console.print("SimReg can be installed: add `-m simreg_megatron` before your script, and --simreg-lambda auto.")
 
 
 @app.command()

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from simreg_megatron.terminal import console, one_sentence
 
 if TYPE_CHECKING:
     from simreg_megatron.checkpoint.source import Checkpoint
     from simreg_megatron.checkpoint.tokenizer import Tokenizer
-
-_console = Console(soft_wrap=True, highlight=False)
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +42,7 @@ def export_hf(
     One process, no GPU; any layout of ranks. No code in the checkpoint is run, and the folder appears only
     when it is complete.
     """
-    with _one_sentence():
+    with one_sentence():
         _need_transformers()
         from simreg_megatron.checkpoint.export import DTYPES, export, plan_export
         from simreg_megatron.checkpoint.source import open_checkpoint
@@ -58,11 +57,11 @@ def export_hf(
         words = open_tokenizer(tokenizer) if tokenizer else None
         plan = plan_export(checkpoint, tokenizer=words, dtype=dtype, vocabulary=vocab_size)
         for note in plan.notes:
-            _console.print(f"note: {note}")
+            console.print(f"note: {note}")
         with _progress("exporting") as progress:
             export(plan, save, progress=progress)
         number_type = str(plan.dtype).removeprefix("torch.")
-        _console.print(f"{save}: {plan.architecture.family}, {number_type}, from {checkpoint.folder}")
+        console.print(f"{save}: {plan.architecture.family}, {number_type}, from {checkpoint.folder}")
         if verify:
             _verify(checkpoint, save, words)
 
@@ -75,7 +74,7 @@ def import_hf(
 
     The checkpoint has no optimizer and no step: Megatron starts at step 0 from its weights, in any layout of ranks.
     """
-    with _one_sentence():
+    with one_sentence():
         _need_transformers()
         from simreg_megatron.checkpoint.dist_writer import flags
         from simreg_megatron.checkpoint.hf_folder import open_model
@@ -84,16 +83,16 @@ def import_hf(
         opened = open_model(model)
         with _progress("importing", counts="weights") as progress:
             import_model(opened, save, progress=progress)
-        _console.print(f"{save}: {opened.architecture.family}, {opened.architecture.dtype}, from {model}")
-        _console.print(f"train from it with: --load {save} {' '.join(flags(opened.architecture))}")
+        console.print(f"{save}: {opened.architecture.family}, {opened.architecture.dtype}, from {model}")
+        console.print(f"train from it with: --load {save} {' '.join(flags(opened.architecture))}")
 
 
 def _verify(checkpoint: Checkpoint, model: Path, tokenizer: Tokenizer | None) -> None:
     from simreg_megatron.checkpoint.verify import verify
 
-    with _console.status("comparing with Megatron's own model"):
+    with console.status("comparing with Megatron's own model"):
         report = verify(checkpoint, model, tokenizer=tokenizer)
-    _console.print(str(report))
+    console.print(str(report))
     if not report.agrees:
         raise typer.Exit(1)
 
@@ -109,21 +108,9 @@ def _need_transformers() -> None:
 
 
 @contextmanager
-def _one_sentence() -> Iterator[None]:
-    """An error of ours is a sentence on stderr and exit status 2, not a traceback."""
-    from simreg_megatron.checkpoint.errors import CheckpointError
-
-    try:
-        yield
-    except (CheckpointError, OSError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        raise typer.Exit(2) from None
-
-
-@contextmanager
 def _progress(what: str, *, counts: str = "bytes") -> Iterator[Callable[[int, int], None]]:
     amount = DownloadColumn() if counts == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
-    with Progress(*columns, console=_console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -19,15 +19,13 @@ from simreg_megatron.config.values import (
     refuse_other_kinds,
 )
 from simreg_megatron.objectives.options import checked_options
-from simreg_megatron.objectives.record import Kind, Objective
+from simreg_megatron.objectives.record import STAY, Kind, Objective
+from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 from simreg_megatron.schedule import Schedule, parsed
 
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
-GROUP_REDUCTIONS = ("sum", "mean")
-SELF_POSITIVES = ("always", "only_if_alone", "never")
-CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "gemm", "triton")
 
 _REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
@@ -183,19 +181,12 @@ class SimRegConfig:
     @property
     def idle_settings(self) -> list[str]:
         """What has no effect on the objective, whatever it is set to."""
-        if self.is_simreg:
-            return []
-        names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
-        if self.sends_no_rows:
-            names += ["scope", "document_mask"]
-        if self.through_head:
-            names += ["layers", "placement"]
-        return names if self.has_chunks else [*names, "chunk_size"]
+        return self.record.idle_settings(self.options)
 
     @property
     def has_chunks(self) -> bool:
         """Whether the objective compares the tokens of a chunk."""
-        return self.is_simreg or not (self.by_sequence or self.through_head or not self.record.has_chunks(self.options))
+        return self.record.compares_in_chunks(self.options)
 
     @property
     def combines(self) -> bool:
@@ -239,7 +230,7 @@ class SimRegConfig:
     @property
     def sends_no_rows(self) -> bool:
         """Whether hidden states stay where they are, however chunks lie over the ranks."""
-        return self._kind in (Kind.SEQUENCES, Kind.SUMS, Kind.HEAD)
+        return self._kind in STAY
 
     @property
     def meets_heads(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from simreg_megatron import objectives
 from simreg_megatron.config.values import as_typed, checked_lambda
-from simreg_megatron.objectives.options import checked_option, words
+from simreg_megatron.objectives.options import checked_option, checked_options, words
 
 SimRegConfig = Any  # its module imports this one
 
@@ -50,20 +50,19 @@ def parts_of(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
                 f"{next(iter(weights))}.{name or word}, and {word!r} does not"
             )
         options[objective][name] = value
-    found, make = [], type(config)
+    found = []
     for objective, weight in weights.items():
         own = options[objective]
         temperature = own.pop("temperature", _shared_temperature(config, objective, list(weights)))
-        given: dict[str, Any] = {"objective": objective, "lambda_": weight, "objective_options": tuple(own.items())}
-        try:
-            alone = make(**given)
-        except ValueError:  # some options do not go with the default chunk size
-            alone = make(**given, chunk_size=config.chunk_size)
-        rest = _defaults(config).keys() - given.keys() - {"temperature"} - set(alone.idle_settings)
+        record = objectives.find(objective)
+        given: dict[str, Any] = {"objective": objective, "lambda_": weight}
+        given["objective_options"] = checked_options(record, own.items())
+        idle = record.idle_settings(dict(given["objective_options"]))
+        rest = _defaults(config).keys() - given.keys() - {"temperature", *idle}
         shared: dict[str, Any] = {name: getattr(config, name) for name in rest}
         if temperature is not None:
             shared["temperature"] = checked_option(f"{objective}.temperature", 1.0, temperature)
-        found.append(make(**given, **shared))
+        found.append(type(config)(**given, **shared))
     return tuple(found)
 
 

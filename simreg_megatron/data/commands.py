@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from simreg_megatron.sentences import one_line
+from simreg_megatron.terminal import one_sentence
 
 app = typer.Typer(no_args_is_help=True, help="From text to Megatron's .bin/.idx, and what is in them.")
 
 _SMALLEST_BLOCK = 1 << 16
+_STOPPED = "stopped: run the same command to continue"
 
 _Out = Annotated[
     Path, typer.Option(help="folder of the set: train.bin, train.idx, valid.bin, valid.idx, manifest.json")
@@ -79,7 +78,7 @@ def prepare(
     ] = "32M",
 ) -> None:
     """Tokenize text into training and validation sets. The same command resumes where a killed one stopped."""
-    with _errors():
+    with one_sentence(stopped=_STOPPED):
         from simreg_megatron.data.assemble import MANIFEST
         from simreg_megatron.data.indexed import DataError
         from simreg_megatron.data.prepare import prepare, workers_here
@@ -135,7 +134,7 @@ def merge(
     valid_tokens: _ValidTokens = "",
 ) -> None:
     """Join the parts of all shards: the same bytes as from one machine."""
-    with _errors():
+    with one_sentence(stopped=_STOPPED):
         from simreg_megatron.data.assemble import MANIFEST
         from simreg_megatron.data.prepare import merge
         from simreg_megatron.data.settings import refuse_changed
@@ -154,7 +153,7 @@ def make_tokenizer(
     key: Annotated[str, typer.Option(help="the key or column that has the text")] = "text",
 ) -> None:
     """Train a sentencepiece tokenizer (byte pairs, every byte representable) on a sample of the sources."""
-    with _errors():
+    with one_sentence(stopped=_STOPPED):
         from simreg_megatron.data.indexed import DataError
         from simreg_megatron.data.sources import find_inputs
         from simreg_megatron.data.trained import ensure_trained
@@ -181,7 +180,7 @@ def corpus_large(
     ] = False,
 ) -> None:
     """Forty million tokens of English from Debian's documentation packages: the same bytes on every machine."""
-    with _errors():
+    with one_sentence(stopped=_STOPPED):
         from simreg_megatron.data.large import ensure_large_corpus
         from simreg_megatron.data.large import update_lock as pin
         from simreg_megatron.data.prepare import workers_here
@@ -208,7 +207,7 @@ def histogram(
     ] = 0,
 ) -> None:
     """Count the labels of a set: how much of the text the most frequent tokens are (the paper's Figure 2a)."""
-    with _errors():
+    with one_sentence(stopped=_STOPPED):
         from simreg_megatron.data.histogram import count_labels
         from simreg_megatron.data.indexed import DataError
         from simreg_megatron.report.labels import draw_label_histogram
@@ -278,21 +277,3 @@ def _shard(text: str) -> tuple[int, int]:
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise DataError(f"--shard takes I/N with I from 1 to N, such as 3/8, not {text!r}")
     return int(found[1]) - 1, int(found[2])
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Errors for the user are one sentence and status 2."""
-    from simreg_megatron.data.indexed import DataError
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("stopped: run the same command to continue", file=sys.stderr)
-        raise SystemExit(130) from None
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except OSError as error:
-        print(f"error: {error.strerror or error}: {error.filename or 'a file'}", file=sys.stderr)
-        raise SystemExit(2) from None

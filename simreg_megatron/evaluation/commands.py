@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from simreg_megatron.evaluation.errors import EvaluationError
+from simreg_megatron.terminal import one_sentence
 
 
 def register(app: typer.Typer) -> None:
@@ -89,7 +88,7 @@ def evaluate(
 
     The results of each model are kept as soon as they exist; the same command resumes after a stop.
     """
-    with _one_sentence():
+    with one_sentence():
         _need_packages()
         from simreg_megatron.evaluation.compare import HeldOut, evaluate_all
         from simreg_megatron.evaluation.harness import refuse_unknown
@@ -209,15 +208,3 @@ def _need_packages() -> None:
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
         raise EvaluationError(f"packages are missing: pip install {' '.join(missing)}")
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    """An error of ours is a sentence on stderr and exit status 2, not a traceback."""
-    try:
-        yield
-    except (EvaluationError, OSError) as error:
-        if isinstance(error, OSError):
-            error = EvaluationError(f"{error}: see that it is there, and can be read and written")
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        raise typer.Exit(2) from None

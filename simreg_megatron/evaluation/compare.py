@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from simreg_megatron.evaluation import harness, paired, results, table
 from simreg_megatron.evaluation import models as sources
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.plot import draw
 from simreg_megatron.evaluation.tasks import Choice
-
-_console = Console(soft_wrap=True, highlight=False)
+from simreg_megatron.terminal import console
 
 
 class HeldOut(NamedTuple):
@@ -93,7 +90,7 @@ def evaluate_all(
         harness.refuse_unknown_metrics(choices, protocol)
         folder, notes = _prepared(name, source, output, tokenizer, protocol, bool(choices))
         notes += held_out.refuse_unfit(folder)
-        _console.print(f"> {name}: {folder}", *(f"note: {note}" for note in notes), sep="\n", markup=False)
+        console.print(f"> {name}: {folder}", *(f"note: {note}" for note in notes), sep="\n", markup=False)
         if done is None:
             scores, questions = harness.evaluate(folder, choices, protocol) if choices else ({}, {})
             done = results.ModelResults(name, str(source.path), scores, [], source.state, notes)
@@ -125,8 +122,8 @@ def _report(found: list[results.ModelResults], output: Path, settings: dict[str,
     page = table.report(found, settings, pairs=pairs, **of_paper)
     (output / "results.md").write_text(page)
     has_figure = draw(found, output / "results.png")
-    _console.print(page, markup=False)
-    _console.print(f"{output}/results.md, .json" + (", .png" if has_figure else ""))
+    console.print(page, markup=False)
+    console.print(f"{output}/results.md, .json" + (", .png" if has_figure else ""))
 
 
 def _already_found(path: Path, settings: dict[str, Any]) -> dict[str, results.ModelResults]:

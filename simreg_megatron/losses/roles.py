@@ -19,10 +19,6 @@ from torch import Tensor
 
 from simreg_megatron.losses._chunks import NO_LABEL, by_sequence, chunk_length, fold, unfold
 
-GROUP_REDUCTIONS = ("sum", "mean")
-SELF_POSITIVES = ("always", "only_if_alone", "never")
-CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
-
 
 class TokenRoles(NamedTuple):
     """Per token [b, n]."""

@@ -27,8 +27,9 @@ from simreg_megatron.losses._chunks import (
     stretches,
     usable_tokens,
 )
-from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, TokenRoles, token_roles
+from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.similarity import Similarity, check_exponents, get_similarity
+from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 
 IMPLEMENTATIONS = ("auto", "reference", *MODULES)
 AUTO: dict[tuple[str, torch.dtype], str] = {}

@@ -51,6 +51,10 @@ class Kind(enum.Enum):
     """terms(losses) -> losses, of each token: its cross-entropy, or its normalizer where labels are not used."""
 
 
+STAY = (Kind.SEQUENCES, Kind.SUMS, Kind.HEAD)
+"""With these, hidden states stay where they are, however chunks lie over the ranks."""
+
+
 @dataclass(frozen=True)
 class Scalar:
     """A number that an objective trains: where it starts, and what the log shows of it."""
@@ -142,6 +146,23 @@ class Objective:
 
     def kind(self, options: Options) -> Kind:
         return next(iter(self.ways)) if self.kind_of is None else self.kind_of(options)
+
+    def compares_in_chunks(self, options: Options) -> bool:
+        """Whether it compares the tokens of a chunk, so that their length has an effect."""
+        kind = self.kind(options)
+        return kind is Kind.SIMREG or (kind not in (Kind.SEQUENCES, Kind.HEAD) and self.has_chunks(options))
+
+    def idle_settings(self, options: Options) -> list[str]:
+        """Names of the settings that have no effect on it, whatever they are set to."""
+        kind = self.kind(options)
+        if kind is Kind.SIMREG:
+            return []
+        names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
+        if kind in STAY:
+            names += ["scope", "document_mask"]
+        if kind is Kind.HEAD:
+            names += ["layers", "placement"]
+        return names if self.compares_in_chunks(options) else [*names, "chunk_size"]
 
     def terms(self, options: Options) -> Callable[..., Any]:
         """What computes them, imported."""

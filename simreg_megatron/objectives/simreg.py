@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from simreg_megatron.objectives.record import Felt, Kind, Objective, Settings
 
+GROUP_REDUCTIONS = ("sum", "mean")
+SELF_POSITIVES = ("always", "only_if_alone", "never")
+CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
+
 _TEMPERATURE = 0.01
 _TERMS = "simreg_megatron.sharded.sequence:terms_of"
 

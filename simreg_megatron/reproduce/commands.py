@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from simreg_megatron.reproduce.errors import ReproduceError
-from simreg_megatron.sentences import SentenceError
+from simreg_megatron.terminal import console, one_sentence, print_error
 
 if TYPE_CHECKING:
     from simreg_megatron.reproduce.cluster import Standing
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from simreg_megatron.reproduce.runs import Entry
     from simreg_megatron.reproduce.store import Store
 
-_console = Console(soft_wrap=True, highlight=False)
-_errors = Console(stderr=True, soft_wrap=True, highlight=False)
 _MOST_AT_ONCE = 4096
 
 
@@ -75,7 +71,9 @@ def reproduce(
     from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c
     from simreg_megatron.reproduce.store import Store
 
-    with _one_sentence(output), terminated_like_ctrl_c():
+    mend = "make room or mend the rights there, or give another --output"
+    stopped = f"Stopped, and so are all runs; the same command continues from {output}."
+    with one_sentence(mend=mend, stopped=stopped), terminated_like_ctrl_c():
         if slurm and low_priority:
             raise ReproduceError("--low-priority is about this machine, and --slurm runs elsewhere: leave one out")
         if slurm and dry_run:
@@ -144,18 +142,18 @@ def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool,
         store.refuse_to_lose(plan.name, entries)
     left = [run for run in runs if store.result(run) is None]
     if not dry_run:
-        speed.measure(left, store, dataset, jobs=jobs, threads=threads, say=_console.print)
+        speed.measure(left, store, dataset, jobs=jobs, threads=threads, say=console.print)
     costs = speed.costs(left, dataset, speed.known(left, store, jobs=jobs, threads=threads))
     hours = speed.until_all_end(costs.values(), jobs) / 3600
     told = f"about {_duration(hours)} here with {jobs} at a time"
-    _console.print(
+    console.print(
         f"{len(runs)} runs of {sum(map(tokens_of, runs)) / 1e6:.1f} million tokens in all; {len(left)} are left, "
         f"{told if len(costs) == len(left) else 'and how long they take here is measured before the first one'}"
     )
     if dry_run:
         _print_commands(entries, store, dataset)
         return 0
-    with shown(_console, plan, runs, entries, store, costs, jobs) as progress:
+    with shown(console, plan, runs, entries, store, costs, jobs) as progress:
         run_here(runs, store, dataset, jobs=jobs, threads=threads, progress=progress)
     store.write_tables(plan, entries)
     return _report_failures(runs, store)
@@ -171,19 +169,19 @@ def _submit_plan(plan: Plan, store: Store, site: Path, *, quick: bool) -> Standi
     entries = _entries(plan, dataset, store, quick)
     runs = distinct(entries)
     _introduce(plan)
-    _console.print(f"{len(runs)} runs of {sum(map(tokens_of, runs)) / 1e6:.1f} million tokens in all")
+    console.print(f"{len(runs)} runs of {sum(map(tokens_of, runs)) / 1e6:.1f} million tokens in all")
     standing = run_on_cluster(runs, store, dataset, site=site.absolute())
     store.write_tables(plan, entries)
-    _console.print(standing.sentence)
+    console.print(standing.sentence)
     _report_failures(standing.failed, store)
     return standing
 
 
 def _introduce(plan: Plan) -> None:
-    _console.print(f"[bold]{plan.name}[/bold]: {escape(plan.question)}")
+    console.print(f"[bold]{plan.name}[/bold]: {escape(plan.question)}")
     for claim in plan.claims:
         than = claim.than if claim.times == 1 else f"{claim.times:g} times {claim.than}"
-        _console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {than})", markup=False)
+        console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {than})", markup=False)
 
 
 def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool, *, dry_run: bool = False) -> list[Entry]:
@@ -211,7 +209,7 @@ def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool, *, dry_run
     if shipped is not None and not any(store.result(entry.run) for entry in searched):
         if not dry_run:
             put_beside(search.name, store.folder)
-        _console.print(
+        console.print(
             f"Settings: the best of {search.name} as it ships with the package; to search with your own text, "
             f"`simreg-megatron reproduce {search.name}` first, with another --output",
             markup=False,
@@ -227,7 +225,7 @@ def _warn_of_borrowed(plan: Plan, searched: Sequence[int | str]) -> None:
     from simreg_megatron.reproduce.tuned import borrowed
 
     if told := borrowed(plan.sizes, searched):
-        _console.print(
+        console.print(
             f"Note: {told}. The arms are not tuned there, so a difference may be the settings'; to tune them, add the "
             f"size to a copy of the search {plan.tuned_in} and run that first",
             markup=False,
@@ -242,8 +240,8 @@ def _print_commands(entries: Sequence[Entry], store: Store, dataset: Dataset) ->
     for entry in entries:
         done = "ended" if store.result(entry.run) else "to run"
         trial = f", trial {entry.trial}" if entry.trial else ""
-        _console.print(f"# {entry.arm}, size {entry.size}, seed {entry.seed}{trial}: {done}", markup=False)
-        _console.print(shlex.join(command_of(entry.run, store.run_folder(entry.run), dataset)), markup=False)
+        console.print(f"# {entry.arm}, size {entry.size}, seed {entry.seed}{trial}: {done}", markup=False)
+        console.print(shlex.join(command_of(entry.run, store.run_folder(entry.run), dataset)), markup=False)
 
 
 def _report_failures(runs: Sequence, store: Store) -> int:
@@ -252,30 +250,9 @@ def _report_failures(runs: Sequence, store: Store) -> int:
         log = store.run_folder(run) / "log.txt"
         how = f"ended with exit status {found['exit']}" if found["exit"] else f"has no result ({found['tail']})"
         where = f"its log is {log}" if log.is_file() else "it left no log"
-        _errors.print(f"error: {run.name} {how}: {where}", style="bold red", markup=False)
+        print_error(f"{run.name} {how}: {where}")
     return len(failures)
 
 
 def _duration(hours: float) -> str:
     return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
-
-
-@contextmanager
-def _one_sentence(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except SentenceError as error:
-        _errors.print(f"error: {error}", style="bold red", markup=False)
-        raise typer.Exit(2) from None
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _errors.print(
-            f"error: {where}{error.strerror}: make room or mend the rights there, or give another --output",
-            style="bold red", markup=False,
-        )  # fmt: skip
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        _console.print(f"Stopped, and so are all runs; the same command continues from {output}.", markup=False)
-        raise typer.Exit(130) from None

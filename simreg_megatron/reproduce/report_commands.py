@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from simreg_megatron.sentences import SentenceError
+from simreg_megatron.terminal import console, one_sentence
 
 if TYPE_CHECKING:
     from simreg_megatron.report.page import Page
@@ -34,8 +34,6 @@ class _RunsUnlessNamed(TyperGroup):
 
 _HELP = "What runs show: `report RUN...` compares your own, `check` and `page` are for experiments."
 app = typer.Typer(no_args_is_help=True, help=_HELP, cls=_RunsUnlessNamed)
-_console = Console(soft_wrap=True, highlight=False)
-_errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 @app.callback()
@@ -63,12 +61,12 @@ def runs(
     from simreg_megatron.report import own
     from simreg_megatron.report.arms import read_arms
 
-    with _one_sentence():
+    with one_sentence():
         arms = read_arms(run)
         page = own.page_of(arms)
         _write(page, output)
     for sentence in page.sections[0].verdicts:
-        _console.print(sentence, markup=False)
+        console.print(sentence, markup=False)
 
 
 def watch(
@@ -79,7 +77,7 @@ def watch(
     """Show runs side by side while they train: losses, cosines, pace, time left. Ctrl-C ends it, not the runs."""
     from simreg_megatron.report.watch import watch as show
 
-    with _one_sentence():
+    with one_sentence():
         try:
             show(run, every=every, once=once, console=Console())
         except KeyboardInterrupt:
@@ -97,11 +95,11 @@ def check(
     from simreg_megatron.reproduce.check import read_tables
     from simreg_megatron.reproduce.conclusion import Together
 
-    with _one_sentence():
+    with one_sentence():
         tables = read_tables(results)
     found = [_print_conclusion(name, tables) for name in tables]
     if told := Together.of(verdict for _, verdicts in found for verdict in verdicts).sentence:
-        _console.print(told, markup=False)
+        console.print(told, markup=False)
     if not all(allowed for allowed, _ in found):
         raise typer.Exit(1)
 
@@ -118,7 +116,7 @@ def page(
     from simreg_megatron.reproduce.check import read_tables
     from simreg_megatron.reproduce.page import page_of
 
-    with _one_sentence():
+    with one_sentence():
         _write(page_of(read_tables(results)), output)
 
 
@@ -133,23 +131,14 @@ def conclude(names: Iterable[str], results: Path) -> None:
             _print_conclusion(name, tables)
         _write(page_of(tables), results / "experiments.html")
     except SentenceError as error:
-        _console.print(f"The runs have ended, and this is missing in their report: {error}", markup=False)
+        console.print(f"The runs have ended, and this is missing in their report: {error}", markup=False)
 
 
 def _write(page: Page, output: Path) -> None:
     from simreg_megatron.report.page import write
 
     html, markdown, *_ = write(page, output)
-    _console.print(f"Written: {html}, {markdown}", markup=False)
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    try:
-        yield
-    except SentenceError as error:
-        _errors.print(f"error: {error}", style="bold red", markup=False)
-        raise typer.Exit(2) from None
+    console.print(f"Written: {html}, {markdown}", markup=False)
 
 
 def _print_conclusion(name: str, tables: dict[str, Table]) -> tuple[bool, list[Verdict]]:
@@ -157,9 +146,9 @@ def _print_conclusion(name: str, tables: dict[str, Table]) -> tuple[bool, list[V
     from simreg_megatron.reproduce.check import refused_headlines, violations
 
     found, headlines = violations(name, tables), refused_headlines(tables[name].plan)
-    _console.print(f"[bold]{name}[/bold]: {escape(tables[name].plan.question)}")
+    console.print(f"[bold]{name}[/bold]: {escape(tables[name].plan.question)}")
     for sentence in [*found, *headlines]:
-        _console.print(f"  refused: {sentence}", style="bold red", markup=False)
+        console.print(f"  refused: {sentence}", style="bold red", markup=False)
     return not (found or headlines), [] if found else _print_verdicts(name, tables)
 
 
@@ -169,16 +158,16 @@ def _print_verdicts(name: str, tables: dict[str, Table]) -> list[Verdict]:
     from simreg_megatron.reproduce.pace import pace
 
     for note in notes(name, tables):
-        _console.print(f"  note: {note}", markup=False)
+        console.print(f"  note: {note}", markup=False)
     verdicts = verdicts_on(name, tables)
     for verdict in verdicts:
         claim = verdict.claim
-        _console.print(f"  {verdict.sentence}", markup=False)
+        console.print(f"  {verdict.sentence}", markup=False)
         if not any(verdict.diverged):
-            _console.print(f"    {_noise(verdict)}", markup=False)
+            console.print(f"    {_noise(verdict)}", markup=False)
         if verdict.worth is not None:
             found = pace(tables[name].rows, claim.arm, claim.than, verdict.place, measured_steps(tables))
-            _console.print(f"    {_saved(verdict.worth, found)}", markup=False)
+            console.print(f"    {_saved(verdict.worth, found)}", markup=False)
     return verdicts
 
 

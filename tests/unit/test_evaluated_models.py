@@ -212,7 +212,7 @@ def test_an_ordinary_mistake_is_one_sentence(kind: str, words: Path, data: Path,
     more: tuple[object, ...] = ()
     output = tmp_path / "s"
     if kind == "output":
-        output, sentence = tmp_path / "file" / "s", "file/s'"
+        output, sentence = tmp_path / "file" / "s", "file/s: Not a directory"
     elif kind == "weights":
         (model / "model.safetensors").rename(model / "other.safetensors")
         torch.save({"lm_head.weight": torch.zeros(1)}, model / "pytorch_model.bin")

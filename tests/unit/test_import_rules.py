@@ -34,6 +34,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 LAW = {
     "schedule": room(),
     "sentences": room(),
+    "terminal": room("sentences", "rich typer"),
     "objectives": room(),
     "config": room("objectives schedule"),
     "losses": room("kernels objectives", "torch"),
@@ -59,18 +60,20 @@ LAW = {
     "loop": room("config plugin"),
     "contract": room("plugin", "torch"),
     "data": room(
-        f"{TOP} report sentences",
+        f"{TOP} report sentences terminal",
         "datasets sentencepiece transformers tokenizers pyarrow zstandard numpy rich typer filelock lxml",
     ),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
     "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
     "checkpoint": room(
-        f"{TOP} cpu config plugin data sentences",
+        f"{TOP} cpu config plugin data sentences terminal",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
     ),
     "report": room(f"{TOP} geometry sentences", "matplotlib numpy scipy tensorboard rich torch"),
-    "evaluation": room("data checkpoint", "lm_eval datasets transformers torch numpy matplotlib typer rich"),
-    "reproduce": room(f"{TOP} data report sentences", "yaml sentencepiece scipy numpy matplotlib typer rich"),
+    "evaluation": room(
+        "data checkpoint sentences terminal", "lm_eval datasets transformers torch numpy matplotlib typer rich"
+    ),
+    "reproduce": room(f"{TOP} data report sentences terminal", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} cpu plugin"),
     "installed": room(packages="transformer_engine"),
     "cli": room(

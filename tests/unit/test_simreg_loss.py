@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses._chunks import Block
 from simreg_megatron.losses.similarity import SIMILARITIES, get_similarity, unit_rows
-from simreg_megatron.losses.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, _logits
+from simreg_megatron.losses.simreg import _logits
+from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.helpers.oracle import naive_simreg
 from tests.helpers.quick import quick

@@ -13,8 +13,9 @@ from simreg_megatron import SimRegConfig
 from simreg_megatron.geometry import pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses._chunks import usable_tokens
-from simreg_megatron.losses.roles import CHUNK_WEIGHTS, SELF_POSITIVES, token_roles
+from simreg_megatron.losses.roles import token_roles
 from simreg_megatron.losses.simreg import simreg_terms
+from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, SELF_POSITIVES
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded import sequence

@@ -19,7 +19,7 @@ from simreg_megatron.kernels import tiled
 from simreg_megatron.kernels.contrast import Tokens, contrast_ratio
 from simreg_megatron.kernels.walk import Given, way_through
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses.roles import CHUNK_WEIGHTS, GROUP_REDUCTIONS
+from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS
 from tests.helpers import jobs
 from tests.helpers.fixtures import random_tokens
 from tests.helpers.ways import budget

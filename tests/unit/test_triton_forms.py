@@ -21,7 +21,7 @@ from simreg_megatron import trial
 from simreg_megatron.kernels import halves, walk
 from simreg_megatron.kernels.contrast import Tokens, anchor_pull, contrast_ratio, finish, measure, measure_part
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses.roles import CHUNK_WEIGHTS
+from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS
 from tests.helpers import jobs
 from tests.helpers.fixtures import fixture_f1
 from tests.helpers.quick import quick
