@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.plugin import compat, foreign, installation
+from simreg_megatron.plugin import compat, installation, other_loops
 
 _ENDLESS = 10**12  # iterations
 
@@ -57,7 +57,7 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         NotImplementedError: SimReg does not support these models.
         ValueError: lambda is 0, so there is nothing to compare.
     """
-    foreign.begin_run(models)
+    other_loops.begin_run(models)
     regularizer = installation.regularizer()
     config = regularizer.config
     if not config.trains:
@@ -68,11 +68,11 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         return _check(models, forward_backward)
     finally:
         _clear(models)
-        foreign.begin_run(models)  # nothing of these steps is logged, or taken for one that the loop counted
+        other_loops.begin_run(models)  # nothing of these steps is logged, or taken for one that the loop counted
 
 
 def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
-    with foreign.paused():
+    with other_loops.paused():
         loss_without = _run(models, forward_backward)
     # The only copy, as large as the gradients are: the others are compared where they lie.
     without = [gradient.detach().clone() for gradient in _gradients(models)]
@@ -80,7 +80,7 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     num_with = _num(models)
     pairs = zip(without, _gradients(models), strict=True) if num_with == len(without) else ()
     moved = [_distance(*pair) for pair in pairs]
-    with foreign.paused():
+    with other_loops.paused():
         loss_again = _run(models, forward_backward)
     repeats = _num(models) == len(without) and all(map(torch.equal, without, _gradients(models)))
     if not (repeats and _same(loss_without, loss_again)):
@@ -110,7 +110,7 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
 def _run(models: Any, forward_backward: Callable[[], Any]) -> Any:
     """The loss that the loop reports."""
     _clear(models)
-    with foreign.random_numbers_of_before():
+    with other_loops.random_numbers_of_before():
         loss = forward_backward()
     return loss.detach().clone() if isinstance(loss, Tensor) else loss
 

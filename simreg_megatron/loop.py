@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import foreign, hooks, installation, loop_hooks
+from simreg_megatron.plugin import hooks, installation, loop_hooks, other_loops
 
 __all__ = ["begin_run", "begin_step", "end_step", "settings", "wrap_model"]
 
@@ -37,7 +37,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
         ValueError, NotImplementedError: SimReg does not support these models, or not with its settings. What only a
             micro-batch shows is refused in its forward pass.
     """
-    foreign.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
+    other_loops.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
 
 
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
@@ -65,7 +65,7 @@ def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
     Raises:
         MegatronSeamError: SimReg is on, but no forward pass has called a function that it wraps.
     """
-    return foreign.end_step(models, reduces=reduces)
+    return other_loops.end_step(models, reduces=reduces)
 
 
 def wrap_model(model_class: type) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.notices import log_once, warn
-from simreg_megatron.plugin import compat, forms, inner
+from simreg_megatron.plugin import compat, form_trial, inner
 from simreg_megatron.plugin.tokens import open_row_group
 from simreg_megatron.sharded.sequence import fast_form
 
@@ -47,5 +47,5 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
         log_once(f"SimReg objective {config.objective}: {what}{chunk}{options}")
         return
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
-    impl = fast_form(config, forms.rows_like(compat.unwrapped(model_chunks)[0])) or "reference"
+    impl = fast_form(config, form_trial.rows_like(compat.unwrapped(model_chunks)[0])) or "reference"
     log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}")

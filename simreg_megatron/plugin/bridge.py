@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from simreg_megatron.plugin import foreign, installation, loop_hooks
+from simreg_megatron.plugin import installation, loop_hooks, other_loops
 
 
 class SimRegCallback:
@@ -29,7 +29,7 @@ class SimRegCallback:
             NotImplementedError: the run builds a model that SimReg does not support.
         """
         settings = context.state.cfg
-        foreign.begin_run(
+        other_loops.begin_run(
             context.model,
             micro_batch_size=getattr(settings.train, "micro_batch_size", None),
             seq_length=getattr(getattr(settings, "model", None), "seq_length", None),
@@ -46,7 +46,7 @@ class SimRegCallback:
     def on_train_step_end(self, context: Any) -> None:
         """Log means of the interval; a collective, so every rank calls it at the same steps."""
         iteration = int(context.state.train_state.step) + 1  # Bridge counts the step after its callbacks
-        means = foreign.end_step(context.model, reduces=self._logs(context, iteration))
+        means = other_loops.end_step(context.model, reduces=self._logs(context, iteration))
         if not means or dist.get_rank() != dist.get_world_size() - 1:
             return
         print(f" iteration {iteration:8d} | " + " | ".join(f"{name}: {float(means[name]):.6E}" for name in means))

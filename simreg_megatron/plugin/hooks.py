@@ -10,7 +10,7 @@ from typing import Any
 from simreg_megatron import notices
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import refuse_idle_settings
-from simreg_megatron.plugin import bypass, compat, foreign, installation, loop_hooks, model_hooks
+from simreg_megatron.plugin import bypass, compat, installation, loop_hooks, model_hooks, other_loops
 from simreg_megatron.plugin.clip import clipping
 from simreg_megatron.plugin.installation import Installation, Wrapper
 
@@ -29,7 +29,7 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
             refuse_idle_settings(config)
         _install(config)
     if models is not None:
-        foreign.begin_run(models)
+        other_loops.begin_run(models)
 
 
 def _install(config: SimRegConfig | None) -> None:

@@ -18,8 +18,8 @@ from simreg_megatron.measures.naming import add_to_console, left_out_of_console
 from simreg_megatron.notices import forget, log_once, say, warn
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.arguments import add_simreg_arguments
+from simreg_megatron.plugin.before_training import make_ready
 from simreg_megatron.plugin.clip.clipping import Clipping
-from simreg_megatron.plugin.ready import make_ready
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.writers import log_timer, write_scalars

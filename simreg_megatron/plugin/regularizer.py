@@ -20,8 +20,8 @@ from simreg_megatron.measures.metrics import Metrics
 from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.gradient_returns import Returns
 from simreg_megatron.plugin.inner import InnerStates, State
-from simreg_megatron.plugin.returns import Returns
 from simreg_megatron.plugin.stages import DataOfStages, MicroBatch
 from simreg_megatron.plugin.tokens import (
     Given,

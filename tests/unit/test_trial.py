@@ -21,7 +21,7 @@ from simreg_megatron.comparison import Comparison, Shape
 from simreg_megatron.kernels import contrast, halves, walk
 from simreg_megatron.kernels.tiled import TorchTiles
 from simreg_megatron.losses import simreg
-from simreg_megatron.plugin import compat, forms
+from simreg_megatron.plugin import compat, form_trial
 from simreg_megatron.sharded.sequence import fast_form
 from simreg_megatron.trial import Trial
 from tests.helpers.processes import run_processes
@@ -256,30 +256,30 @@ def test_before_the_first_step(
 
     monkeypatch.setattr(trial, "try_forms", tried)
     config = SimRegConfig(lambda_=1, chunk_size=64)
-    forms.settle(config, [model()], 4, 512)
-    assert not shapes and fast_form(config, forms.rows_like(model())) == "tiled", "nothing to try on a CPU"
-    monkeypatch.setattr(forms, "_is_worth_trying", lambda device: True)
-    forms.settle(SimRegConfig(lambda_=1, impl="gemm"), [model()], 4, 512)
-    forms.settle(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
-    forms.settle(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
+    form_trial.settle(config, [model()], 4, 512)
+    assert not shapes and fast_form(config, form_trial.rows_like(model())) == "tiled", "nothing to try on a CPU"
+    monkeypatch.setattr(form_trial, "_is_worth_trying", lambda device: True)
+    form_trial.settle(SimRegConfig(lambda_=1, impl="gemm"), [model()], 4, 512)
+    form_trial.settle(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
+    form_trial.settle(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
     assert not shapes
-    forms.settle(config, [model()], 4, 512)
+    form_trial.settle(config, [model()], 4, 512)
     assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)]
-    assert fast_form(config, forms.rows_like(model())) == "slow"
+    assert fast_form(config, form_trial.rows_like(model())) == "slow"
     assert fast_form(config, torch.empty(0)) == "tiled", "rows of another type were not tried"
     with monkeypatch.context() as patch:
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
         measured = [Trial("slow", 0, 0, seconds=2.0), Trial("tiled", 0, 0, seconds=1.0)]
         patch.setattr(trial, "try_forms", lambda *_: measured)
-        forms.settle(config, [model()], 4, 512)
-        assert fast_form(config, forms.rows_like(model())) == "tiled", "the fastest"
+        form_trial.settle(config, [model()], 4, 512)
+        assert fast_form(config, form_trial.rows_like(model())) == "tiled", "the fastest"
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        forms.settle(config, [model()], 4, 512)
-        assert fast_form(config, forms.rows_like(model())) == "slow", "a clock would decide otherwise another time"
+        form_trial.settle(config, [model()], 4, 512)
+        assert fast_form(config, form_trial.rows_like(model())) == "slow", "a clock would decide otherwise another time"
     assert "> SimReg: impl auto is slow 0.00 ms a micro-batch of 4 x 128 x 16 (bfloat16, chunks of 64)" in (
         capsys.readouterr().out
     )
-    forms.settle(config, [model(fp32_residual_connection=True)], 4, 512)
+    form_trial.settle(config, [model(fp32_residual_connection=True)], 4, 512)
     assert shapes[-1].dtype == torch.float32
 
 

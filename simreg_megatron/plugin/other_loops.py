@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from simreg_megatron.plugin import bypass, compat, installation
+from simreg_megatron.plugin.before_training import make_ready
 from simreg_megatron.plugin.loop_hooks import reduced_means
-from simreg_megatron.plugin.ready import make_ready
 from simreg_megatron.plugin.refusals import num_data_ranks, refuse_models, refuse_rows, refuse_settings, refuse_silence
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import announce, compat, foreign, forms, installation, loop_hooks
+from simreg_megatron.plugin import announce, compat, form_trial, installation, loop_hooks, other_loops
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.clip.clipping import Clipping
-from tests.unit.test_foreign import LENGTH, WIDTH, Model
+from tests.unit.test_other_loops import LENGTH, WIDTH, Model
 
 # What Megatron says at import, of layers that are not installed, is not what is tested here.
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """What was called, in order; the model has no decoder that could be refused."""
     made: list[tuple] = []
-    for module, name in ((forms, "settle"), (announce, "open_row_group"), (Clipping, "attach")):
+    for module, name in ((form_trial, "settle"), (announce, "open_row_group"), (Clipping, "attach")):
         monkeypatch.setattr(module, name, lambda *given, name=name: made.append((name, *given)))
-    for module in (foreign, loop_hooks):
+    for module in (other_loops, loop_hooks):
         monkeypatch.setattr(module, "refuse_models", lambda *given: None)
     monkeypatch.setattr(installation, "_installation", None)
     return made
@@ -40,12 +40,12 @@ def test_another_loop_takes_the_fastest_form_and_opens_the_group_of_its_rows(cal
     earlier.post_process = False
     earlier.decoder.layers[0].layer_number = 2
     installed(config)
-    foreign.begin_run([earlier, model], micro_batch_size=3, seq_length=LENGTH)
+    other_loops.begin_run([earlier, model], micro_batch_size=3, seq_length=LENGTH)
     opened = [("open_row_group", earlier), ("open_row_group", model)]
     assert calls == [("settle", config, [earlier, model], 3, LENGTH), *opened]
     calls.clear()
     earlier.decoder.layers[0].layer_number = 1
-    foreign.begin_run([earlier, model], micro_batch_size=3)
+    other_loops.begin_run([earlier, model], micro_batch_size=3)
     assert calls == opened[1:], "no shape is known, and a stage without a term opens nothing"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from simreg_megatron.notices import log_once
-from simreg_megatron.plugin import announce, forms, whole_graph
+from simreg_megatron.plugin import announce, form_trial, whole_graph
 from simreg_megatron.plugin.regularizer import Regularizer
 
 
@@ -22,5 +22,5 @@ def make_ready(
         regularizer.repeat_one_step()
         log_once(f"SimReg: no geometry is measured with {whole_graph.FLAG}; the log has its loss and lambda")
     if micro_batch_size and seq_length:
-        forms.settle(regularizer.config, model_chunks, micro_batch_size, seq_length)
+        form_trial.settle(regularizer.config, model_chunks, micro_batch_size, seq_length)
     announce.begin(regularizer.config, model_chunks)

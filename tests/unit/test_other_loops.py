@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import compat, foreign, installation, model_hooks, refusals
+from simreg_megatron.plugin import compat, installation, model_hooks, other_loops, refusals
 
 pytestmark = pytest.mark.megatron
 
@@ -93,7 +93,7 @@ def test_only_a_model_that_trains_gets_the_term(what: str) -> None:
     model = Model().train(what != "evaluates")
     hidden_states = torch.randn(LENGTH, 2, WIDTH, requires_grad=True)
     more = {"inference_context": object()} if what == "generates" else {}
-    with foreign.paused() if what == "is paused" else nullcontext():
+    with other_loops.paused() if what == "is paused" else nullcontext():
         model(hidden_states, torch.arange(LENGTH).expand(2, LENGTH) % 3, **more).sum().backward()
     assert torch.equal(hidden_states.grad, torch.ones_like(hidden_states)) == (what != "trains")
 
@@ -106,18 +106,18 @@ ALONE = "objective simcse compares the sequences of a micro-batch, and the micro
 def test_prefixes_wider_than_the_states_are_refused() -> None:
     installed(**WIDE)
     with pytest.raises(ValueError, match=TOO_WIDE):
-        foreign.begin_run(Model())
+        other_loops.begin_run(Model())
     with pytest.raises(ValueError, match=TOO_WIDE):
         train(Model())
     installed(objective_options="prefixes=4/8")
-    foreign.begin_run(Model())
+    other_loops.begin_run(Model())
     train(Model())
 
 
 def test_a_sequence_alone_is_refused() -> None:
     installed(objective="simcse")
     with pytest.raises(ValueError, match=ALONE):
-        foreign.begin_run(Model(), micro_batch_size=1, seq_length=LENGTH)
+        other_loops.begin_run(Model(), micro_batch_size=1, seq_length=LENGTH)
     with pytest.raises(ValueError, match=ALONE):
         train(Model(), num_sequences=1)
     train(Model(), num_sequences=2)
@@ -126,18 +126,18 @@ def test_a_sequence_alone_is_refused() -> None:
 def test_a_sequence_of_another_rank_is_enough(data_ranks: One) -> None:
     installed(objective="simcse", objective_options="gather=yes")
     with pytest.raises(ValueError, match="of all data-parallel ranks, of which there is one"):
-        foreign.begin_run(Model(), micro_batch_size=1)
+        other_loops.begin_run(Model(), micro_batch_size=1)
     data_ranks._size = 2
-    foreign.begin_run(Model(), micro_batch_size=1)
+    other_loops.begin_run(Model(), micro_batch_size=1)
 
 
 def test_the_log_is_reduced_over_the_ranks_of_the_model(data_ranks: One) -> None:
     """Megatron's global groups, which are not there, may be none, or another model's."""
     installed(temperature=0.1)
     model = Model()
-    foreign.begin_run(model)
+    other_loops.begin_run(model)
     train(model)
-    assert foreign.end_step(model, reduces=True)["simreg loss"] > 0
+    assert other_loops.end_step(model, reduces=True)["simreg loss"] > 0
     assert refusals.num_data_ranks(model) == data_ranks.size()
     with pytest.raises(AssertionError, match="is not initialized"):
         compat.data_group()
@@ -164,10 +164,10 @@ def test_packed_rows_are_refused_where_rows_are_sequences() -> None:
 def test_what_the_models_configuration_excludes_is_refused(
     settings: dict, of_model: dict, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreign, "refuse_models", lambda *_: None)  # asks for a real decoder
+    monkeypatch.setattr(other_loops, "refuse_models", lambda *_: None)  # asks for a real decoder
     installed(**settings)
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
-        foreign.begin_run(Model(**of_model))
+        other_loops.begin_run(Model(**of_model))
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -189,9 +189,9 @@ def test_rows_of_the_output_layer_that_lie_elsewhere_are_refused(sharded: Any) -
     for settings in ({"objective": "z-loss"}, {"objective": "sigmoid", "objective_options": "pairs=hidden-head"}):
         installed(**settings)
         with pytest.raises(NotImplementedError, match=r"needs the output layer's rows on each rank, and F\w+ scatters"):
-            foreign.begin_run(sharded())
+            other_loops.begin_run(sharded())
     installed()
-    foreign.begin_run(sharded())
+    other_loops.begin_run(sharded())
 
 
 @pytest.mark.parametrize(
