@@ -135,7 +135,7 @@ def _table_of_savings(arms: Sequence[Arm]) -> Grid:
 def _saving(arm: Arm, base: Arm, loss: float | None) -> list[str]:
     run, first = arm.curve, base.curve
     authors = [_beside(arm, base, told) for told in (AUTHORS_SAVING, AUTHORS_TIME)]
-    slower = None if base.seconds is None or arm.seconds is None else arm.seconds / base.seconds
+    slower = arm.seconds / base.seconds if arm.seconds and base.seconds else None
     time = "not logged" if slower is None else f"{100 * (slower - 1):+.1f} %"
     step = None if loss is None else step_at(run, loss)
     if step is None:

@@ -143,8 +143,8 @@ def as_markdown(page: Page, pictures: str) -> str:
 
 
 def _markdown_section(section: Section, folder: str) -> Iterator[str]:
-    yield f"## {section.name}"
-    yield section.question
+    yield f"## {_plain(section.name)}"
+    yield _plain(section.question)
     if section.refused:
         yield "**No conclusion:**"
     yield _markdown_list(section.refused or section.verdicts)
@@ -152,20 +152,26 @@ def _markdown_section(section: Section, folder: str) -> Iterator[str]:
         yield f"Note:\n\n{_markdown_list(section.notes)}"
     for picture in section.pictures:
         name = file_name(section, picture)
-        yield f"![{picture.says}]({folder}/{name}.png)\n\n{picture.says} ([SVG]({folder}/{name}.svg))"
+        says = _plain(picture.says)
+        yield f"![{says}]({folder}/{name}.png)\n\n{says} ([SVG]({folder}/{name}.svg))"
     for grid in section.grids:
         rows = [_row(grid.heads), _row(["---"] + ["---:"] * (len(grid.heads) - 1)), *map(_row, grid.rows)]
-        yield (f"{grid.says}\n\n" if grid.says else "") + "\n".join(rows)
+        yield (f"{_plain(grid.says)}\n\n" if grid.says else "") + "\n".join(rows)
     if section.commands:
         yield "Commands:\n\n```\n" + "\n".join(section.commands) + "\n```"
 
 
 def _markdown_list(sentences: Sequence[str]) -> str:
-    return "\n".join(f"- {sentence}" for sentence in sentences)
+    return "\n".join(f"- {_plain(sentence)}" for sentence in sentences)
+
+
+def _plain(text: str) -> str:
+    """One line, of which a name or a question of the user's makes no tag, heading or list."""
+    return re.sub(r"^(\d*)([#>+.-]+)(?= )", r"\1\\\2", " ".join(text.split())).replace("<", r"\<")
 
 
 def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| {' | '.join(_plain(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def file_name(section: Section, picture: Picture) -> str:

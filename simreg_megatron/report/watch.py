@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from simreg_megatron.report import runs
@@ -139,7 +140,7 @@ def watch(
 
 def table_of(states: Sequence[State]) -> Table:
     """A column a run; values that no run has logged get no line."""
-    table = Table("", *(state.name for state in states), box=None)
+    table = Table("", *(escape(state.name) for state in states), box=None)
     table.add_row("step", *(_step(state) for state in states))
     for title, tags, form in _VALUES:
         found = [next((state.values[tag] for tag in tags if tag in state.values), None) for state in states]

@@ -21,10 +21,10 @@ from simreg_megatron.reproduce import tampering
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.pace import EXPERIMENT
-from simreg_megatron.reproduce.plan import METRICS, Flags, Plan
+from simreg_megatron.reproduce.plan import METRICS, RANGES, Flags, Plan
 from simreg_megatron.reproduce.plan_file import plan_of, read_plan
 from simreg_megatron.reproduce.presets import is_real
-from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of
+from simreg_megatron.reproduce.runs import Entry, Tuned, entries_of, tokens_of
 from simreg_megatron.reproduce.store import COLUMNS, CURVE_COLUMNS, DIVERGED, DONE, PLAN, read_csv
 from simreg_megatron.reproduce.tampering import LOSS, flag_of
 from simreg_megatron.reproduce.tuned import (
@@ -61,6 +61,10 @@ def read_tables(folder: Path) -> dict[str, Table]:
     for path in sorted(folder.glob(f"*{PLAN}")):
         name = path.name.removesuffix(PLAN)
         plan = plan_of(_plan_in(path), where=str(path))
+        if plan.name != name:
+            raise ReproduceError(
+                f"{path} is the plan {plan.name}, and its name says {name}: copy the files of each again"
+            )
         rows = _read(folder / f"{name}.csv", _NEEDED)
         found[name] = Table(plan, rows, _read(folder / f"{name}-curves.csv", CURVE_COLUMNS))
     for path in sorted(folder.glob("*-curves.csv")):
@@ -160,6 +164,7 @@ def _about_rows(table: Table) -> Iterator[str]:
     if len({row["data"] for row in rows}) > 1:
         yield f"{name}: its runs were trained on {len({row['data'] for row in rows})} different texts: compare on one"
     yield from _about_ends(name, rows)
+    yield from _about_ranges(name, rows)
     for row in rows:
         asked = flag_of(row, "train-iters")
         decay = flag_of(row, "lr-decay-iters") or asked
@@ -195,6 +200,18 @@ def _about_ends(name: str, rows: Sequence[Row]) -> Iterator[str]:
             yield f"{who} is {row['status']} and has {told}: run it again"
 
 
+def _about_ranges(name: str, rows: Sequence[Row]) -> Iterator[str]:
+    """Numbers that no run can have."""
+    for row in rows:
+        for metric, (low, high) in RANGES.items():
+            value = float(row.get(metric) or "nan")
+            if not (math.isnan(value) or low <= value <= high):
+                yield (
+                    f"{name}: {row['arm']}, seed {row['seed']}, has the {metric} {row[metric]}, which can only be from "
+                    f"{low:g} to {high:g}: run it again"
+                )
+
+
 def _about_measures(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     """Whether each run that ended has the number that a claim is about."""
     for claim in plan.claims:
@@ -225,6 +242,8 @@ def _about_the_set(table: Table, expected: Sequence[Entry]) -> Iterator[str]:
             yield f"{name}: {who} is missing: leaving out planned runs selects among results, so run the rest"
         elif int(row["steps"]) != entry.run.steps:
             yield f"{name}: {who} stopped at step {row['steps']}, and the plan says {entry.run.steps}"
+        elif row["tokens"] != str(tokens_of(entry.run)):
+            yield f"{name}: {who} has {row['tokens']} tokens, and its settings make {tokens_of(entry.run)}"
         elif row["run"] != entry.run.digest[:16] or row["flags"] != entry.run.words:
             yield f"{name}: {who} was not run with the settings that the plan and its search call for"
     for arm, size, _, seed, _ in rows:

@@ -14,6 +14,7 @@ from simreg_megatron.reproduce.plan_file import plan_names, read_plan
 from simreg_megatron.reproduce.tuned import borrowed, lenders
 from simreg_megatron.reproduce.verdict import Runs, Verdict, judge
 
+_OF_THE_METHOD = ("simreg-", "adagc")
 _MEASURING = {("simreg-objective", "none")}
 """Not a setting of the training: SimReg's numbers in the log of plain cross-entropy."""
 
@@ -34,33 +35,48 @@ def verdicts_on(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
 
 
 class Together(NamedTuple):
-    """Claims that were each tested by itself: their p-values, rising, how many held, and how many still do once their
-    number counts."""
+    """Claims that were each tested by itself, and what is left of them once their number counts.
 
-    p_values: list[float]
+    A claim with a direction may be decided for or against, so it is counted with the p-value of both sides. What
+    several tables or claims compare alike is one test.
+
+    Attributes:
+        tests: each comparison once, the surest first.
+        held: how many held, each by itself.
+        left: how many of the first are decided, for the claim or against it (Holm).
+    """
+
+    tests: list[Verdict]
     held: int
     left: int
 
     @classmethod
     def of(cls, verdicts: Iterable[Verdict]) -> Together:
-        p_values = sorted(verdict.p_value for verdict in verdicts if not any(verdict.diverged))
-        return cls(p_values, sum(p_value < LEVEL for p_value in p_values), holm(p_values))
+        each = {verdict.test: verdict for verdict in verdicts if not any(verdict.diverged)}
+        tests = sorted(each.values(), key=lambda verdict: verdict.two_sided)
+        return cls(tests, sum(test.held for test in tests), holm([test.two_sided for test in tests]))
 
     @property
     def sentence(self) -> str:
         """ "" where nothing has to be corrected."""
-        if len(self.p_values) < 2 or not self.held:
+        if len(self.tests) < 2 or not self.held:
             return ""
-        which = f": those with p up to {self.p_values[self.left - 1]:.2g}" if 0 < self.left < self.held else ""
+        which = f": those with a two-sided p up to {self.tests[self.left - 1].two_sided:.2g}" if self.left else ""
         return (
-            f"Of {len(self.p_values)} tests, each at {LEVEL} by itself, {self.held} held. Corrected for their number "
-            f"(Holm), {self.left} hold{which}."
+            f"Of {len(self.tests)} tests, each at {LEVEL} by itself, {self.held} held. Corrected for their number "
+            f"(Holm), {self.left} are decided, for the claim or against it{which}."
         )
 
 
 def _is_tuned(arm: Arm, name: str, tables: Mapping[str, Table]) -> bool:
-    """Whether the arm takes over a search on the same text, and sets nothing by hand that this decided."""
-    by_hand = arm.flags.keys() & _decided(tables[name].plan, tables)
+    """Whether the arm takes over a search on the same text, and sets nothing by hand that this decided.
+
+    Nor anything beside the method's own flags, in which other arms are as they were searched.
+    """
+    plan = tables[name].plan
+    shared = set.intersection(*(set(each.flags.items()) for each in plan.arms))
+    own = {flag for flag, value in arm.flags.items() if (flag, value) not in shared}
+    by_hand = arm.flags.keys() & _decided(plan, tables) | {flag for flag in own if not flag.startswith(_OF_THE_METHOD)}
     return bool(arm.tuned_as) and not by_hand and not list(_about_the_text(name, tables))
 
 
@@ -98,6 +114,7 @@ def notes(name: str, tables: Mapping[str, Table]) -> list[str]:
         *_about_the_text(name, tables),
         *_about_flags(name, tables),
         *_about_the_plan(tables[name].plan),
+        *_about_its_search(tables[name].plan, tables),
     ]
 
 
@@ -137,6 +154,11 @@ def _about_flags(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
         yield f"nothing was searched for what sets these arms apart: {'; '.join(told)}"
     if by_hand:
         yield f"these arms do not have what the search found, but what the plan says: {'; '.join(by_hand)}"
+
+
+def _about_its_search(plan: Plan, tables: Mapping[str, Table]) -> Iterator[str]:
+    if plan.tuned_in in tables and plan.tuned_in in plan_names():
+        yield from (f"its search {plan.tuned_in}: {told}" for told in _about_the_plan(tables[plan.tuned_in].plan))
 
 
 def _with_flags(name: str, flags: Flags) -> str:

@@ -63,7 +63,8 @@ def ends(table: Table) -> Figure:
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, (metric, place) in zip(grid, panels, strict=False):
         _draw_ends(axes, [row for row in table.rows if _place(row) == place], metric)
-        axes.set_title(f"size {place.size}, {place.tokens_per_parameter} tokens a parameter", fontsize=10, loc="left")
+        title = f"size {place.size}, {place.tokens_per_parameter} tokens a parameter"
+        axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     for axes in grid[len(panels) :]:
         axes.remove()
     return figure

@@ -7,6 +7,7 @@ file leaves open, no flag can add later: the program has options for where and h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +18,15 @@ METRICS = (
     "margin", "margin_10", "margin_50", "margin_90", "margin_right", "margin_right_10",
     "margin_right_50", "margin_right_90", "right_share", "rare_norm_difference", "seconds_per_step",
 )  # fmt: skip
-
+_ANY, _SHARE = (0.0, 1e6), (0.0, 1.0)
+RANGES = {
+    **dict.fromkeys(("validation_loss", "bits_per_byte", "train_loss", "simreg_loss"), _ANY),
+    **dict.fromkeys(("positive_cosine", "negative_cosine"), (-1.0, 1.0)),
+    "isotropy": _SHARE,
+    "right_share": _SHARE,
+    "seconds_per_step": (math.ulp(0.0), math.inf),
+}
+"""Of those that have bounds."""
 
 Flags = dict[str, str]
 """Flags of launch/pretrain_*.sh without their dashes; "" is the value of a flag that stands alone."""

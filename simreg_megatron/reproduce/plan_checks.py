@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from simreg_megatron.reproduce.errors import ReproduceError
@@ -116,7 +115,12 @@ def _check(plan: Plan, where: str) -> None:
         raise ReproduceError(
             f"{where} is a search with claims: trials are not seeds, so put the claims into a plan that is tuned_in it"
         )
+    asked = [(claim.arm, claim.than, claim.metric, claim.sign, claim.times) for claim in plan.claims]
     for claim in plan.claims:
+        if asked.count((claim.arm, claim.than, claim.metric, claim.sign, claim.times)) > 1:
+            raise ReproduceError(
+                f"{where}: two claims compare the same ({claim.says!r} is one of them): it counts once"
+            )
         _check_claim(claim, plan, f"{where}: the claim {claim.says!r}")
     if isinstance(plan.seeds, Mapping) and (lacking := [size for size in plan.sizes if str(size) not in plan.seeds]):
         raise ReproduceError(f"{where} says how many seeds at some sizes, and not at {lacking[0]}")
@@ -143,7 +147,8 @@ def _check_claim(claim: Claim, plan: Plan, who: str) -> None:
             raise ReproduceError(f"{who} names {name}, and the arms are {names}")
     if claim.arm == claim.than:
         raise ReproduceError(f"{who} compares {claim.arm} with itself: name another arm as than")
-    if replace(plan.arm(claim.arm), name="") == replace(plan.arm(claim.than), name=""):
+    runs = [(_setting(arm.flags), arm.tuned_as, arm.length) for arm in (plan.arm(claim.arm), plan.arm(claim.than))]
+    if runs[0] == runs[1]:
         raise ReproduceError(f"{who} compares {claim.arm} with {claim.than}, which are the same runs: set them apart")
     if claim.metric not in METRICS:
         raise ReproduceError(f"{who} is about {claim.metric}, and what is measured is {', '.join(METRICS)}")

@@ -28,7 +28,10 @@ _SAME_IN_ALL_ARMS = {
     "decoupled-min-lr", "seed", "data", "valid-data", "tokenizer", "tokenizer-type", "tokenizer-model", "data-path",
     "train-data-path", "valid-data-path", "data-args-path", "per-split-data-args-path", "mock-data", "split",
     "data-cache-path", "output", "save", "load", "tensorboard-dir", "auto-resume", "save-interval", "eval-iters",
-    "eval-interval", "full-validation", "log-interval", "log-timers-to-tensorboard",
+    "eval-interval", "full-validation", "log-interval", "log-timers-to-tensorboard", "lr-decay-style",
+    "lr-wsd-decay-style", "lr-wsd-decay-iters", "lr-wsd-decay-samples", "step-batch-size-schedule", "kv-channels",
+    "num-query-groups", "num-experts", "mtp-num-layers", "vocab-size", "padded-vocab-size", "eod-mask-loss",
+    "pretrained-checkpoint", "iterations-to-skip", "skip-samples", "skip-train", "dry-run", "help", "h",
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def _measured(run: Run, store: Store, dataset: Dataset, jobs: int, threads: int)
     short = {"train-iters": str(PROBE_STEPS), "lr-warmup-iters": "1", "log-interval": "1", "eval-interval": "1000000"}
     flags = dict(run.flags) | short | {"eval-iters": "1"}
     probes = [replace(run, flags=tuple(sorted((flags | {"seed": str(seed)}).items()))) for seed in range(1, jobs + 1)]
-    aside = Store(store.folder / "speed")
+    aside = Store(store.folder / "speed" / f"{jobs}-{threads}")  # of other numbers these steps would take other times
     run_here(probes, aside, dataset, jobs=jobs, threads=threads, progress=Progress(probes, lambda _: None))
     return statistics.median(step_seconds(aside, probe) for probe in probes)
 

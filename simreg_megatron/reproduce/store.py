@@ -168,13 +168,22 @@ def _results_of_tables(folder: Path) -> dict[str, dict[str, Any]]:
     for plan in sorted(folder.glob(f"*{PLAN}")):
         table = plan.with_name(plan.name.removesuffix(PLAN))
         try:
-            found |= _results_of_table(table)
+            for run, result in _results_of_table(table).items():
+                found[run] = _fuller(found[run], result) if run in found else result
         except (OSError, csv.Error, LookupError, ValueError, TypeError) as error:
             raise ReproduceError(
                 f"the tables of {table} are not what `simreg-megatron reproduce` writes ({error}): remove them or "
                 "copy them again"
             ) from None
     return found
+
+
+def _fuller(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What two tables tell of one run: each may lack a number, or have fewer points of what it makes no claim about."""
+    curves = dict(one["curves"])
+    for tag, points in other["curves"].items():
+        curves[tag] = max(curves.get(tag, []), points, key=len)
+    return other | {name: value for name, value in one.items() if value is not None} | {"curves": curves}
 
 
 def _results_of_table(table: Path) -> dict[str, dict[str, Any]]:

@@ -7,10 +7,13 @@ the median over a run's steps, and curves of those would be most of a table.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from simreg_megatron.reproduce.plan import METRICS
-from simreg_megatron.reproduce.store import DONE
+from simreg_megatron.reproduce.store import DIVERGED, DONE
 from simreg_megatron.reproduce.verdict import Row
 
 LOSS = "validation_loss"
@@ -58,6 +61,8 @@ def of_curves(name: str, rows: Sequence[Row], points: Sequence[Row], claimed: se
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for point in points:
         curves.setdefault((point["run"], point["tag"]), []).append((int(point["step"]), float(point["value"])))
+    yield from _of_orders(name, rows, curves)
+    yield from _of_diverged(name, rows, curves)
     yield from _of_losses(name, rows, curves)
     for metric in sorted(claimed & WITH_CURVES):
         yield from _of_measures(name, rows, curves, metric)
@@ -67,6 +72,24 @@ def of_curves(name: str, rows: Sequence[Row], points: Sequence[Row], claimed: se
 
 
 _Curves = Mapping[tuple[str, str], Sequence[tuple[int, float]]]
+
+
+def _of_orders(name: str, rows: Sequence[Row], curves: _Curves) -> Iterator[str]:
+    """A run passes each step once."""
+    who = {row["run"]: f"{row['arm']}, seed {row['seed']}" for row in rows}
+    for (run, tag), curve in curves.items():
+        if run in who and any(after <= before for (before, _), (after, _) in pairwise(curve)):
+            yield f"{name}: the {tag} curve of {who[run]} has a step twice, or before an earlier one: copy it again"
+
+
+def _of_diverged(name: str, rows: Sequence[Row], curves: _Curves) -> Iterator[str]:
+    for row in rows:
+        *_, (step, loss) = curves.get((row["run"], LOSS)) or [(0, math.nan)]
+        if row["status"] == DIVERGED and step == int(row["steps"]) and math.isfinite(loss):
+            yield (
+                f"{name}: {row['arm']}, seed {row['seed']}, is {DIVERGED}, and its curve ends at {loss:.5g} in its "
+                f"last step, {step}: run it again"
+            )
 
 
 def _of_losses(name: str, rows: Sequence[Row], curves: _Curves) -> Iterator[str]:
@@ -84,7 +107,7 @@ def _of_measures(name: str, rows: Sequence[Row], curves: _Curves, metric: str) -
             yield f"{who} has no curve behind it"
         elif curve[-1][0] + int(flag_of(row, "log-interval") or 1) <= int(row["steps"]):
             yield f"{who} has a curve that ends at step {curve[-1][0]} of {row['steps']}"
-        elif not _is_end_of(curve, float(row[metric])):
+        elif not _is_end_of(curve, float(row[metric]), int(flag_of(row, "log-interval") or 1)):
             yield f"{who} is {row[metric]}, and its curve ends otherwise"
 
 
@@ -102,10 +125,15 @@ def _behind(
             )
 
 
-def _is_end_of(curve: Sequence[tuple[int, float]], value: float) -> bool:
-    """Whether `value` is the mean of the curve's last tenth, as exactly as a table that was thinned can tell."""
+def _is_end_of(curve: Sequence[tuple[int, float]], value: float, interval: int) -> bool:
+    """Whether `value` is the mean of the curve's last tenth, as exactly as a table that was thinned can tell.
+
+    Args:
+        interval: steps from one point to the next where none was left out.
+    """
     last = [found for step, found in curve if step > 0.9 * curve[-1][0]]
-    of_windows = 0.1 * (max(last) - min(last))  # one may reach over the border
+    is_thinned = len(curve) > 1 and curve[-1][0] - curve[-2][0] > interval
+    of_windows = 0.1 * (max(last) - min(last)) if is_thinned else 0.0  # one may reach over the border
     return abs(sum(last) / len(last) - value) <= 1e-4 + 1e-4 * abs(value) + of_windows
 
 
@@ -116,13 +144,21 @@ def _of_bits(name: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _of_copies(name: str, rows: Sequence[Row], curves: _Curves) -> Iterator[str]:
-    """Two seeds of an arm never take the same way."""
-    seen: dict[tuple[object, ...], str] = {}
+    """Two seeds never take the same way, whatever their arms; one seed may, in arms that train alike at first."""
+    seen: dict[tuple[str, int, float], Row] = {}
     for row in rows:
-        way = tuple(curves.get((row["run"], "train_loss"), ()))
-        key = (row["arm"], row["size"], row["tokens_per_parameter"], row["trial"], way)
-        if way and seen.setdefault(key, row["seed"]) != row["seed"]:
-            yield (
-                f"{name}: {row['arm']} at size {row['size']} has the same curve for the seeds {seen[key]} and "
-                f"{row['seed']}: one of them is a copy, so run it again"
-            )
+        way = curves.get((row["run"], "train_loss"), ())
+        if not way and row["status"] == DONE:
+            yield f"{name}: {row['arm']}, seed {row['seed']}, has no training curve: copy its curves again"
+        places = [(row["size"], step, loss) for step, loss in way]
+        met = Counter(
+            (other["arm"], other["seed"])
+            for place in places
+            if (other := seen.setdefault(place, row))["seed"] != row["seed"]
+        )
+        for (arm, seed), count in met.items():
+            if count > 0.5 * len(places):
+                yield (
+                    f"{name}: at size {row['size']} {row['arm']}, seed {row['seed']}, has the curve of {arm}, seed "
+                    f"{seed}: one of them is a copy, so run it again"
+                )

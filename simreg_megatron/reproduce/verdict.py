@@ -71,6 +71,22 @@ class Verdict:
         return self.p_value < LEVEL
 
     @property
+    def two_sided(self) -> float:
+        """The p-value where the difference may go either way."""
+        return self.p_value if self.claim.sign == "differs" else 2 * min(self.p_value, 1 - self.p_value)
+
+    @property
+    def test(self) -> tuple[object, ...]:
+        """Equal where two verdicts are of the same numbers, whatever their tables and their claims call them."""
+        return (self.claim.metric, self.claim.sign, self.claim.times, self.numbers, self.means, self.interval)
+
+    @property
+    def is_beyond_chance(self) -> bool:
+        """Whether the interval, which has two sides, leaves out 0."""
+        low, high = self.interval
+        return low > 0 or high < 0
+
+    @property
     def unit(self) -> str:
         """Of the difference; "" where it is a pure number."""
         return "nats" if self.claim.metric.startswith("margin") else _UNITS.get(self.claim.metric, "")

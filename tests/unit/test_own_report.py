@@ -336,6 +336,8 @@ def test_an_evaluation_before_the_first_step_is_no_saving() -> None:
     start = Arm("a", (Run("a", {runs.VALIDATION_LOSS: Series(np.array([0]), np.array([9.0]))}),), (Path(),))
     with warnings.catch_warnings(action="error"):
         assert own._saving(start, start, 9.0)[1:3] == ["0", "-"]
+        start.runs[0].scalars[runs.ITERATION_TIME] = Series(np.array([1]), np.array([0.0]))
+        assert own._saving(start, start, 9.0)[4] == "not logged", "a step that took no time"
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
@@ -349,3 +351,8 @@ def test_text_of_a_user_is_escaped() -> None:
     page = Page("t&t", [section], ["v"])
     assert "<script>" not in as_html(page) and "&lt;i&gt;" in as_html(page) and "a &amp;&amp; b" in as_html(page)
     assert r"a\|b" in as_markdown(page, "p")
+    section = Section(
+        "a", "# a heading\n- and <b>bold</b>", verdicts=["1. first\n\nsecond"], grids=[Grid(("a\nb",), [])]
+    )
+    lines = as_markdown(Page("t", [section], ["v"]), "p").splitlines()
+    assert r"\# a heading - and \<b>bold\</b>" in lines and r"- 1\. first second" in lines and "| a b |" in lines

@@ -90,9 +90,17 @@ def test_what_nobody_can_mean_is_refused(changes: dict, words: str) -> None:
         a_plan(**changes)
 
 
-def test_an_arm_is_not_compared_with_its_like() -> None:
+def test_two_claims_of_the_same_are_one() -> None:
+    claim = {"says": "x", "arm": "simreg", "than": "plain"}
+    with pytest.raises(ReproduceError, match="two claims compare the same"):
+        a_plan(claims=[claim, {**claim, "says": "y"}])
+    assert len(a_plan(claims=[claim, {**claim, "metric": "bits_per_byte"}]).claims) == 2
+
+
+@pytest.mark.parametrize("rate", [1e-3, "1e-3", "0.001"])
+def test_an_arm_is_not_compared_with_its_like(rate: object) -> None:
     with pytest.raises(ReproduceError, match="compares b with a, which are the same runs: set them apart"):
-        a_plan({"arm": "b", "than": "a"}, arms={"a": {"flags": {"lr": 1e-3}}, "b": {"flags": {"lr": 1e-3}}})
+        a_plan({"arm": "b", "than": "a"}, arms={"a": {"flags": {"lr": 1e-3}}, "b": {"flags": {"lr": rate}}})
 
 
 @pytest.mark.parametrize(

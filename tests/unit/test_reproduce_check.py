@@ -75,13 +75,14 @@ def ends_of(loss):
 
 
 def _fill(store, plan, entries):
-    for entry in entries:
+    for number, entry in enumerate(entries):
         loss = loss_of(entry)
         curve = [[entry.run.steps // 2, loss + 1], [entry.run.steps, loss]]
+        way = [[entry.run.steps // 2, loss + 1 + number / 1000], [entry.run.steps, loss]]
         steps = range(1, entry.run.steps + 1, 10)
         margin = 5 - loss  # reached before the last tenth
         margins = [[step, margin if step > entry.run.steps // 2 else 0.0] for step in steps]
-        curves = {"validation_loss": curve, "train_loss": curve, "margin": margins}
+        curves = {"validation_loss": curve, "train_loss": way, "margin": margins}
         kept = {"version": "0.1.0", "commit": "abc", "curves": curves}
         store.run_folder(entry.run).mkdir(parents=True, exist_ok=True)
         store.keep(entry.run, {"status": DONE, "train_loss": loss, "margin": margin, **ends_of(loss), **kept})
@@ -204,6 +205,21 @@ def _diverged_with_its_numbers(rows):
     return rows
 
 
+def _too_even(rows):
+    only(rows, arm="simreg", seed="1")["isotropy"] = "7"
+    return rows
+
+
+def _no_time(rows):
+    only(rows, arm="simreg", seed="1")["seconds_per_step"] = "-0.2"
+    return rows
+
+
+def _fewer_tokens(rows):
+    only(rows, arm="simreg", seed="1")["tokens"] = "1"
+    return rows
+
+
 def _further_run(rows):
     return [*rows, {**only(rows, arm="simreg", seed="2"), "seed": "6", "train_loss": "3.9"}]
 
@@ -223,6 +239,9 @@ def _further_run(rows):
         (_larger_margin, "the margin of simreg, seed 1, is 1.1, and its curve ends otherwise"),
         (_fewer_bits, "its bits per byte are not its losses by one factor"),
         (_no_number, "has the margin nan: no number can be compared with it"),
+        (_too_even, "simreg, seed 1, has the isotropy 7, which can only be from 0 to 1"),
+        (_no_time, "simreg, seed 1, has the seconds_per_step -0.2, which can only be from"),
+        (_fewer_tokens, "simreg at size 64, seed 1 has 1 tokens, and its settings make"),
         (_further_run, "seed 6, is not in the plan"),
         (_failed, "simreg-70 at size 64, seed 1, is failed: a run is done or diverged, so run it again"),
         (_failed_with_its_numbers, "simreg at size 64, seed 1, is failed: a run is done or diverged"),
@@ -237,6 +256,27 @@ def _cut(points):
     """The margins of one run, as far as they stood at 0."""
     run = points[-1]["run"]
     return [each for each in points if (each["run"], each["tag"]) != (run, "margin") or int(each["step"]) < 900]
+
+
+def _no_way(points):
+    return [each for each in points if (each["run"], each["tag"]) != (points[-1]["run"], "train_loss")]
+
+
+def _two_ends(points):
+    end = [each for each in points if (each["run"], each["tag"]) == (points[-1]["run"], "validation_loss")][-1]
+    return [*points, {**end, "value": "3.5"}]
+
+
+def _one_arm_for_two(points):
+    """All but one digit of it."""
+    ways = {}
+    for point in points:
+        if point["tag"] == "train_loss":
+            ways.setdefault(point["run"], []).append(point)
+    one, other = next(iter(ways.values())), list(ways.values())[11]
+    for mine, theirs in zip(one, other, strict=True):
+        theirs.update({name: mine[name] for name in ("step", "value")})
+    return points
 
 
 def _one_way_for_two(points):
@@ -254,7 +294,10 @@ def _one_way_for_two(points):
     ("doctor", "words"),
     [
         (_cut, "the margin of simreg-70, seed 5, has a curve that ends at step 891 of 1376"),
-        (_one_way_for_two, "simreg-70 at size 64 has the same curve for the seeds 4 and 5: one of them is a copy"),
+        (_one_way_for_two, "at size 64 simreg-70, seed 5, has the curve of simreg-70, seed 4: one of them is a copy"),
+        (_one_arm_for_two, "at size 64 simreg-70, seed 3, has the curve of plain, seed 1: one of them is a copy"),
+        (_no_way, "simreg-70, seed 5, has no training curve"),
+        (_two_ends, "the validation_loss curve of simreg-70, seed 5 has a step twice, or before an earlier one"),
     ],
 )
 def test_a_doctored_curve_is_refused(doctor, words, results):
@@ -354,6 +397,58 @@ def test_a_baseline_that_is_set_by_hand_makes_no_headline(results, tmp_path):
         assert f"these arms do not have what the search found, but what the plan says: {by_hand}" in told
 
 
+def test_an_arm_with_another_model_makes_no_headline(results, tmp_path):
+    """A method may differ from the baseline in its own flags, not in what nobody searched."""
+    for flags, headline in (({"hidden-dropout": 0.5}, False), ({"simreg-chunk-size": 0, "adagc": None}, True)):
+        arms = {name: dict(arm) for name, arm in MINE["arms"].items()}
+        arms["simreg"]["flags"] = flags
+        _, verdict = _noted(results, tmp_path, arms=arms)
+        assert verdict.held and verdict.is_headline is headline
+    shared = {name: {**arm, "flags": {"hidden-dropout": 0.5}} for name, arm in MINE["arms"].items()}
+    assert _noted(results, tmp_path, arms=shared)[1].is_headline, "all arms alike"
+
+
+def test_a_search_that_left_out_trials_is_told_of_where_its_settings_are_used(results):
+    plan = json.loads((results / "mine.plan.json").read_text()) | {"tuned_in": "tuning"}
+    search = json.loads((results / "search.plan.json").read_text()) | {"name": "tuning"}
+    (results / "mine.plan.json").write_text(json.dumps(plan))
+    (results / "tuning.plan.json").write_text(json.dumps(search))
+    for name in ("search.csv", "search-curves.csv"):
+        (results / name).rename(results / name.replace("search", "tuning"))
+    (results / "search.plan.json").unlink()
+    assert any(
+        told.startswith("its search tuning: ") and "arms" in told for told in notes("mine", read_tables(results))
+    )
+
+
+def test_tables_that_are_used_again_lose_nothing(results, tmp_path):
+    """A run of several tables once had the curves of the last by name, which may keep few points of some."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for path in results.glob("*.*"):
+        (kept / path.name).write_text(path.read_text())
+    for ending in (".csv", "-curves.csv", ".plan.json"):
+        text = (kept / f"mine{ending}").read_text()
+        (kept / f"zuletzt{ending}").write_text(text.replace('"name": "mine"', '"name": "zuletzt"'))
+    rewrite(kept / "zuletzt-curves.csv", lambda points: [each for each in points if each["tag"] != "margin"][::2])
+    rewrite(kept / "zuletzt.csv", lambda rows: [{**row, "margin": ""} for row in rows])
+    before = read_tables(kept)
+    dataset = Dataset(tmp_path, digest="ab" * 32, bytes_per_token=4.0, validation_tokens=20_481)
+    store, plan = Store(kept), before["mine"].plan
+    search = before["search"].plan
+    store.write_tables(plan, entries_of(plan, dataset, tuned_in(search, entries_of(search, dataset, untuned), store)))
+    after = read_tables(kept)
+    assert violations("mine", after) == [] and len(after["mine"].curves) == len(before["mine"].curves)
+    assert {row["margin"] for row in after["mine"].rows} == {row["margin"] for row in before["mine"].rows} != {""}
+
+
+def test_a_table_under_another_name_is_refused(results):
+    for ending in (".csv", "-curves.csv", ".plan.json"):
+        (results / f"more{ending}").write_text((results / f"mine{ending}").read_text())
+    found = check(results)
+    assert found.exit_code == 2 and "more.plan.json is the plan mine, and its name says more" in found.output
+
+
 def test_arms_of_no_search_make_no_headline(results, tmp_path):
     arms = {name: {**arm, "tuned_as": "", "flags": {"lr": 2e-3}} for name, arm in MINE["arms"].items()}
     arms["simreg"]["flags"] |= {"simreg-lambda": 1}
@@ -382,15 +477,20 @@ def test_the_number_of_tests_counts_together(results):
     """Holm: the lowest of four p-values must be below 0.0125, the next below 0.0167."""
     assert [holm(values) for values in ([0.01, 0.04, 0.03, 0.005], [0.02] * 3, [0.01] * 3, [])] == [2, 0, 3, 0]
     verdicts = verdicts_on("mine", read_tables(results))[:2]
-    first, second = (replace(verdicts[0], p_value=value) for value in (0.02, 0.03))
-    assert Together.of([first]).sentence == "", "one test is no number of tests"
-    assert Together.of([first, replace(second, p_value=0.9)]).sentence.endswith(
-        "1 held. Corrected for their number (Holm), 1 hold."
+
+    def told(*p_values):
+        tests = [replace(verdicts[0], p_value=value, means=(number, 1)) for number, value in enumerate(p_values)]
+        return Together.of(tests).sentence
+
+    assert told(0.02) == "", "one test is no number of tests"
+    assert told(0.01, 0.9).endswith(
+        "1 held. Corrected for their number (Holm), 1 are decided, for the claim or against it: those with a "
+        "two-sided p up to 0.02."
     )
-    assert Together.of([first, replace(first, p_value=0.026)]).sentence.endswith("2 hold.")
-    assert Together.of([replace(first, p_value=value) for value in (0.01, 0.03, 0.2)]).sentence.endswith(
-        "each at 0.05 by itself, 2 held. Corrected for their number (Holm), 1 hold: those with p up to 0.01."
-    )
+    assert "2 held" in told(0.02, 0.03) and told(0.02, 0.03).endswith("0 are decided, for the claim or against it.")
+    assert "1 held" in told(0.01, 0.99) and "(Holm), 2 are decided" in told(0.01, 0.99), "the second is seen reversed"
+    assert Together.of([verdicts[0]] * 50).tests == [verdicts[0]], "one comparison is one test"
+    assert replace(verdicts[0], p_value=0.03, claim=replace(verdicts[0].claim, sign="differs")).two_sided == 0.03
     assert check(results).output.rstrip().splitlines()[-1].startswith("Of 4 tests, each at 0.05 by itself, 3 held.")
 
 
@@ -689,6 +789,12 @@ def test_a_run_that_diverged_decides_against_its_arm(results):
         return rows
 
     rewrite(results / "mine.csv", change)
+    (told,) = violations("mine", read_tables(results))
+    assert "simreg, seed 3, is diverged, and its curve ends at 3.951 in its last step, 1966" in told
+    run = only(read_tables(results)["mine"].rows, arm="simreg", seed="3")["run"]
+    rewrite(results / "mine-curves.csv", lambda points: [
+        each for each in points if (each["run"], each["tag"], each["step"]) != (run, "validation_loss", "1966")
+    ])  # fmt: skip
     tables = read_tables(results)
     assert violations("mine", tables) == []
     verdict = judge(tables["mine"].plan, tables["mine"].rows)[0]
@@ -753,6 +859,13 @@ def test_the_paper_s_claims_stand_beside_what_was_seen(results, monkeypatch):
     assert tasks == "| tasks | Table 1 | cannot be tested here | why |"
     rewrite(results / "mine.csv", _without_seeds)
     assert "not tested yet" in claims.table(read_tables(results))[2]
+
+
+def test_the_opposite_needs_an_interval_beyond_0(results):
+    """A one-sided test of the refuting claim is half as strict as the two-sided one that "the opposite" stands for."""
+    held = verdicts_on("mine", read_tables(results))[0]
+    assert held.word == "Held" and claims._refuted(held) == "Did not hold, the opposite was seen"
+    assert claims._refuted(replace(held, interval=(-0.1, 0.001))) == "Not refuted"
 
 
 def test_every_experiment_with_a_claim_stands_in_the_table_of_claims():

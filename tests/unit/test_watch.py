@@ -72,6 +72,7 @@ def test_what_it_says_of_a_run_that_is_not_training() -> None:
     silent = State("a", step=10, steps=100, seconds_per_step=1.0, silent_for=700.0)
     done = State("a", step=100, steps=100, seconds_per_step=1.0, silent_for=7000.0)
     endless = State("a", step=5, seconds_per_step=1.0)
+    assert shown([State("[red]"), State("[/x]")])[0] == ["[red]", "[/x]"], "a name is no markup"
     assert [shown([state])[-1][1:] for state in (fresh, silent, done, endless)] == [
         ["nothing logged yet"], ["silent for 12 min"], ["done"], [],
     ]  # fmt: skip
