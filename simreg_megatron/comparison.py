@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.kernels.contrast import Tokens, anchor_pull, finish, measure, measure_part, pull_back
+from simreg_megatron.kernels.precision import row_by_row, row_norms
 from simreg_megatron.losses.simreg import simreg_loss
 
 LOSS_ERROR, GRADIENT_ERROR = 1e-5, 3e-4
@@ -66,6 +67,7 @@ class Comparison(NamedTuple):
             loss, grad = _as_two_ranks(rows, labels, valid, self.shape, impl, factor, keep=keep)
         else:
             loss, grad = value_and_gradient(rows, labels, valid, self.shape, impl, factor)
+        del exact
         return _apart(loss, expected_loss), _apart(grad, expected_grad * factor)
 
     def allowed(self) -> tuple[float, float]:
@@ -177,6 +179,7 @@ def _to_unit_size(grad: Tensor) -> float:
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """With one copy in float64 at a time: gradients of long sequences take gigabytes as they are."""
-    difference, size = (torch.linalg.vector_norm(part, dtype=torch.float64) for part in (one - other, other))
+    """A part at a time: gradients of long sequences take gigabytes as they are."""
+    norms = row_by_row(lambda *rows: (row_norms(rows[0] - rows[1]), row_norms(rows[1])), *torch.atleast_1d(one, other))
+    difference, size = (torch.linalg.vector_norm(part) for part in norms)
     return (difference / size).item()

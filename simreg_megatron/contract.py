@@ -19,6 +19,7 @@ from torch import Tensor
 from simreg_megatron.plugin import compat, installation, other_loops
 
 _ENDLESS = 10**12  # iterations
+_AT_ONCE = 1 << 26  # numbers whose copies in float64 are made at a time
 
 
 class ContractError(RuntimeError):
@@ -137,11 +138,12 @@ def _clear(models: Any) -> None:
 
 
 def _distance(before: Tensor, after: Tensor) -> float:
-    return _norm(after.double() - before.double())
+    parts = zip(before.flatten().split(_AT_ONCE), after.flatten().split(_AT_ONCE), strict=True)
+    return math.sqrt(sum(float((new.double() - old.double()).square().sum()) for old, new in parts))
 
 
 def _norm(tensor: Tensor) -> float:
-    return float(tensor.double().square().sum().sqrt())
+    return math.sqrt(sum(float(part.double().square().sum()) for part in tensor.flatten().split(_AT_ONCE)))
 
 
 def _same(first: Any, second: Any) -> bool:

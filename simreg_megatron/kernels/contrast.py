@@ -170,7 +170,8 @@ def token_names(labels: Tensor, usable: Tensor, *, as_labels: bool = False) -> T
     Args:
         as_labels: the labels themselves will do, which needs no sort.
     """
-    known = torch.where(usable, labels, -1).contiguous()
+    signed = labels if labels.dtype.is_signed else labels.long()  # bytes of a text would make 255 of -1
+    known = torch.where(usable, signed, -1).contiguous()
     if as_labels:
         return known
     ranks = torch.searchsorted(known.sort(dim=-1).values, known)

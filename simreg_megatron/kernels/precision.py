@@ -17,8 +17,33 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
-    """Products inside are as exact as their type. Compiled code keeps the setting it was compiled under."""
-    if torch.compiler.is_compiling() or (allowed_by := _allows_rounding()) is None:
+    """Products inside are as exact as their type, and sums of half-precision ones are float32. Compiled code keeps the
+    settings it was compiled under."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with _without_rounding(), _without_half_sums():
+        yield
+
+
+@contextlib.contextmanager
+def _without_half_sums() -> Iterator[None]:
+    """Where float16 may add up in float16 (from torch 2.7 on), a product of such rows into float32 is refused."""
+    settings = torch.backends.cuda.matmul
+    if not getattr(settings, "allow_fp16_accumulation", False):
+        yield
+        return
+    settings.allow_fp16_accumulation = False
+    try:
+        yield
+    finally:
+        settings.allow_fp16_accumulation = True
+
+
+@contextlib.contextmanager
+def _without_rounding() -> Iterator[None]:
+    """Without TensorFloat-32."""
+    if (allowed_by := _allows_rounding()) is None:
         yield
         return
     settings, coarse = torch.backends.cuda.matmul, None

@@ -50,7 +50,7 @@ class Metrics:
         self.config = config.parts[self.primary]
         self.has_geometry = True  # else it is measured in no step
         self.wants_geometry = False  # in this step; a training loop asks for it in the steps that it logs
-        self._has_measured = False  # it, since the last reset
+        self._has_measured = False  # it, since the last report
         self._sums: Tensor | None = None
         self._moments: list[Tensor] | None = None  # geometry.Moments of the log steps in this interval
         self._margins: deque[Tensor] = deque(maxlen=_KEPT_MICRO_BATCHES)  # of the same steps, of this rank's tokens
@@ -201,7 +201,10 @@ class Metrics:
     def reduce(
         self, dp_cp_group: dist.ProcessGroup, pipeline_group: dist.ProcessGroup | None = None, *, reset: bool = True
     ) -> dict[str, Tensor]:
-        """Means over all data- and context-parallel ranks since the last reset; empty where nothing was observed.
+        """Means over all data- and context-parallel ranks; empty where nothing was observed.
+
+        Losses are of all steps since the last reset. The geometry is of those measured since the last report, whose
+        numbers it forgets in any case: the line after a run's first step is not in the next one.
 
         A collective over `dp_cp_group` (and over the tensor-parallel group): all ranks of the last stage call it.
 
@@ -212,7 +215,7 @@ class Metrics:
         if self._sums is None and pipeline_group is None:
             return {}
         sums, isotropy = self._of_stage(dp_cp_group, reset=reset)
-        quantiles = self._margin_quantiles(dp_cp_group, reset=reset)
+        quantiles = self._margin_quantiles(dp_cp_group)
         if pipeline_group is not None:
             stage, num_stages = pipeline_group.rank(), pipeline_group.size()
             weights = self._agreement.table(stage, num_stages, sums.device, reset=reset)
@@ -224,14 +227,14 @@ class Metrics:
                 return {}
         self._tell_oddities(sums)
         losses = naming.losses(sums, dict(zip(self._objectives, self._term_slots, strict=True)))
-        if not self._shows_geometry(reset=reset):
+        if not self._shows_geometry():
             return losses
         named = losses | naming.geometry_of(sums) | naming.of_isotropy(isotropy) | self._learned
         return named | naming.margins(sums) | quantiles if quantiles else named
 
-    def _shows_geometry(self, *, reset: bool) -> bool:
-        """Whether it was measured since the last reset; where nobody asked for it, say so once."""
-        has_measured, self._has_measured = self._has_measured, self._has_measured and not reset
+    def _shows_geometry(self) -> bool:
+        """Whether it was measured since the last report; where nobody asked for it, say so once."""
+        has_measured, self._has_measured = self._has_measured, False
         if self.has_geometry and not has_measured:
             log_once(
                 "SimReg: only its loss is logged, as no step since the last log was measured: call "
@@ -244,18 +247,16 @@ class Metrics:
         if self._sums is None:
             nothing = self._nothing(torch.cuda.current_device())
             return nothing, nothing.new_zeros(slots.ISOTROPY)
-        sums = self._sums.clone()
-        moments = [part if reset else part.clone() for part in self._moments or ()]
-        if reset:
-            self._sums.zero_()
-            self._moments = None
+        sums, moments = self._sums.clone(), self._moments or []
+        (self._sums if reset else self._sums[slots.MEASURED]).zero_()
+        self._moments = None
         for group in (dp_cp_group, self._tensor_group):
             if group is not None and group.size() > 1:
                 for part in (sums, *moments):
                     dist.all_reduce(part, group=group)
         return sums, naming.isotropy(moments) if moments else sums.new_zeros(slots.ISOTROPY)
 
-    def _margin_quantiles(self, dp_cp_group: dist.ProcessGroup, *, reset: bool) -> dict[str, Tensor]:
+    def _margin_quantiles(self, dp_cp_group: dist.ProcessGroup) -> dict[str, Tensor]:
         """Over the ranks of the stage with the output layer; empty where none were measured."""
         if not self._margins:
             return {}
@@ -266,8 +267,7 @@ class Metrics:
         for wanted, values in ((naming.QUANTILES, margins_of_all), (naming.RIGHT_QUANTILES, of_right)):
             quantiles = quantiles_over(values, list(wanted.values()), groups)
             found |= dict(zip(wanted, quantiles.unbind(), strict=True))
-        if reset:
-            self._margins.clear()
+        self._margins.clear()
         return found
 
     def _tell_oddities(self, sums: Tensor) -> None:

@@ -18,4 +18,5 @@ OF_PREDICTIONS = slice(RIGHT_NORMS.start, WRONG_NORMS.stop)
 MARGIN, RIGHT_MARGIN = slice(34, 36), slice(36, 38)  # sum and count of classification margins
 OF_MARGINS = slice(MARGIN.start, RIGHT_MARGIN.stop)
 NUMBER = 38
+MEASURED = slice(ONE_LABEL, NUMBER)  # in log steps alone; what is before it, and terms behind it, in every step
 ISOTROPY = 4  # whether it was measured, and its three numbers

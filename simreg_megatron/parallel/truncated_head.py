@@ -19,7 +19,7 @@ from torch import Tensor
 
 from simreg_megatron.parallel.collectives import gather
 
-_SLAB = 64 << 20  # bytes of a tile's logits
+_SLAB = {"cpu": 64 << 20, "cuda": 512 << 20}  # bytes of a tile's logits; each tile reads the whole weight
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TruncatedHead:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.scale
 
     def tiles(self, num_tokens: int) -> Iterator[slice]:
-        step = max(1, _SLAB // (4 * len(self.weight)))
+        step = max(1, _SLAB.get(self.weight.device.type, _SLAB["cuda"]) // (4 * len(self.weight)))
         return (slice(first, first + step) for first in range(0, num_tokens, step))
 
 

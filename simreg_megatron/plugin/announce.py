@@ -47,5 +47,5 @@ def _announce(config: SimRegConfig, model_chunks: Any) -> None:
         log_once(f"SimReg objective {config.objective}: {what}{chunk}{options}")
         return
     name = "SimReg" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}"
-    impl = fast_form(config, form_trial.rows_like(compat.unwrapped(model_chunks)[0])) or "reference"
+    impl = fast_form(config, form_trial.rows_like(config, compat.unwrapped(model_chunks)[0])) or "reference"
     log_once(f"{name}: {what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}")

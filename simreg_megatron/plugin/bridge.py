@@ -38,7 +38,7 @@ class SimRegCallback:
     def on_train_step_start(self, context: Any) -> None:
         """Tell the iteration: lambda may change with it, and the geometry is measured at log steps alone."""
         iteration = int(context.state.train_state.step)
-        measures = iteration == 0 or self._logs(context, iteration + 1)
+        measures = self._logs(context, iteration + 1)
         needs_length = installation.regularizer().config.schedule.needs_length
         length = context.state.cfg.train.train_iters if needs_length else None
         loop_hooks.begin_step(iteration, measures=measures, num_iterations=length)

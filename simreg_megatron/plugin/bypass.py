@@ -70,7 +70,7 @@ def _own_function(model: Any) -> str:
     for name in (compat.MODEL_SEAM.name, "forward"):
         if name in vars(model):
             return f", but has a {name} of its own"
-        owner = next(kind for kind in type(model).__mro__ if name in vars(kind))
-        if owner not in known:
+        owner = next((kind for kind in type(model).__mro__ if name in vars(kind)), None)
+        if owner is not None and owner not in known:
             return f", but {owner.__name__} overrides {name}"
     return ""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def settle(config: SimRegConfig, model_chunks: Any, micro_batch_size: int, seq_l
     """
     parts = [part for part in config.parts if part.is_simreg and part.impl == "auto"]
     models = compat.unwrapped(model_chunks)
-    device = next(models[0].parameters()).device
+    device = _device(models)
     if not parts or not _is_worth_trying(device):
         return
     if chosen_impl("auto", parts[0].similarity, parts[0].self_positive) == "reference":
@@ -46,24 +47,32 @@ def settle(config: SimRegConfig, model_chunks: Any, micro_batch_size: int, seq_l
     log_once(f"SimReg: {trial.sentence(trials, shape, taken)}")
 
 
-def rows_like(model: Any) -> torch.Tensor:
-    """None of the model's hidden states, but of their type and on their device."""
-    return torch.empty(0, dtype=_dtype(model), device=next(model.parameters()).device)
+def rows_like(config: SimRegConfig, model: Any) -> torch.Tensor:
+    """None of the hidden states that the term is made of, but of their type and on their device."""
+    return torch.empty(0, dtype=_dtype(config, model), device=_device([model]))
+
+
+def _device(models: Sequence[Any]) -> torch.device:
+    """Of their parameters; a part of a pipeline may have none."""
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _shape(config: SimRegConfig, model: Any, micro_batch_size: int, seq_length: int) -> Shape:
     """What one rank computes on: its part of the sequence, or the part of the work that tensor ranks share."""
     length = seq_length // (compat.context_group(model).size() * compat.tensor_group(model).size())
     return Shape(
-        micro_batch_size, max(length, 2), model.config.hidden_size, config.chunk_size, _dtype(model), config.tau
+        micro_batch_size, max(length, 2), model.config.hidden_size, config.chunk_size, _dtype(config, model), config.tau
     )
 
 
-def _dtype(model: Any) -> torch.dtype:
-    """Of the final hidden states."""
-    config = model.config
-    wide = getattr(config, "fp32_residual_connection", False)
-    return torch.float32 if wide else getattr(config, "params_dtype", torch.float32)
+def _dtype(config: SimRegConfig, model: Any) -> torch.dtype:
+    """Of the states: the final norm takes a float32 residual stream to the parameters' type, inside it stays wide."""
+    if config.looks_inside and getattr(model.config, "fp32_residual_connection", False):
+        return torch.float32
+    return getattr(model.config, "params_dtype", torch.float32)
 
 
 def _is_worth_trying(device: torch.device) -> bool:

@@ -54,7 +54,7 @@ class InnerStates:
         """Hooks on what follows each wanted layer, while the decoder runs."""
         final_norm = getattr(decoder, "final_layernorm", None)
         layers = list(decoder.layers)
-        for layer, following in zip(layers, [*layers[1:], final_norm], strict=True):
+        for layer, following in zip(layers, [*layers, final_norm][1:], strict=True):  # there may be no layer at all
             if layer.layer_number in self.config.layer_numbers and following is not None:
                 keep = functools.partial(_keep_input, caught, layer.layer_number)
                 yield following.register_forward_pre_hook(keep, with_kwargs=True)
@@ -160,6 +160,17 @@ def refuse_arguments(config: SimRegConfig, args: Any) -> None:
         raise NotImplementedError(
             "--distribute-saved-activations takes the states between layers apart before SimReg reads them: drop that "
             "flag, or --simreg-layers"
+        )
+    offloads = getattr(args, "fine_grained_activation_offloading", False) and (args.offload_modules or ())
+    if config.layer_numbers and offloads and "attn_norm" in offloads:
+        raise NotImplementedError(
+            "--offload-modules attn_norm frees what enters a layer before SimReg reads it: leave attn_norm out, or "
+            "drop --simreg-layers"
+        )
+    if config.layer_numbers and getattr(args, "enable_mhc_connections", False):
+        raise NotImplementedError(
+            "with --enable-mhc-connections several streams pass between layers, and no hidden state: drop that flag, "
+            "or --simreg-layers"
         )
     graphs = _cuda_graph_flag(args)
     if config.layer_numbers and graphs:

@@ -134,8 +134,8 @@ def tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
         given, settings = compat.named_arguments(signature, *args, **kwargs), compat.arguments()
         iteration = given.get("iteration")
         iteration = int(getattr(settings, "curr_iteration", 0)) if iteration is None else iteration
-        is_first = not regularizer.strength.follows_iterations  # Megatron prints a line after it, in a resumed run, too
-        measures = is_first or _is_log_step(iteration + 1)
+        is_first = not regularizer.strength.follows_iterations  # of this process: a resumed run has one, too
+        measures = (is_first and compat.logs_first_step()) or _is_log_step(iteration + 1)
         # Megatron counts the iterations of the whole training where it is given samples, too.
         begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
         result = train_step(*args, **kwargs)
@@ -159,9 +159,10 @@ def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
 
     def with_simreg(*args: Any, **kwargs: Any) -> Any:
         given = compat.named_arguments(signature, *args, **kwargs)
-        first, iteration = bool(given.get("is_first_iteration")), given["iteration"]
+        iteration, logs = given["iteration"], _is_log_step(given["iteration"])
+        first = bool(given.get("is_first_iteration")) and not logs  # a line of its own, in the middle of an interval
         adaptive = installation.clipping_in_force()
-        if not (installation.regularizer().config.active or adaptive) or not (first or _is_log_step(iteration)):
+        if not (installation.regularizer().config.active or adaptive) or not (first or logs):
             return training_log(*args, **kwargs)
         total_loss_dict = given["total_loss_dict"]
         means = reduced_means(reset=not first) if installation.regularizer().config.active else {}

@@ -100,6 +100,11 @@ def with_terms(
 def _labels(reader: _Reader | None, model: Any, output: Any) -> tuple[Tensor, Tensor]:
     """Labels and loss mask [B, S] of the micro-batch that just ran: read on tensor rank 0, and broadcast."""
     tp, cp = compat.tensor_group(model), compat.context_group(model)
+    if getattr(model, "mtp_process", False):  # what it sends on holds those states, too
+        raise NotImplementedError(
+            "--simreg-layers names a layer of a pipeline stage before the last that holds layers of multi-token "
+            "prediction, too: name layers of other stages, or move those to the last one"
+        )
     num_rows, num_sequences = output.shape[:2]
     shape = num_sequences, num_rows * (tp.size() if model.config.sequence_parallel else 1)
     if tp.rank() == 0:
@@ -111,7 +116,8 @@ def _labels(reader: _Reader | None, model: Any, output: Any) -> tuple[Tensor, Te
         if len(found) < 2:
             raise NotImplementedError(_OTHER_BATCHES)
         device = output.device
-        labels, loss_mask = (_of_context_rank(tensor, cp).to(device, non_blocking=True) for tensor in found)
+        # The loader's own memory may be pinned, and what is cut from it on the host is not.
+        labels, loss_mask = (_of_context_rank(tensor.to(device, non_blocking=True), cp) for tensor in found)
         labels, loss_mask = labels.long().contiguous(), loss_mask.float().contiguous()
     else:
         labels = torch.empty(shape, dtype=torch.long, device=output.device)

@@ -46,8 +46,8 @@ _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
+_REPEATABLE = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # below sm_90 attention over context ranks has no such kernel
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Run:
         connections: CUDA_DEVICE_MAX_CONNECTIONS.
         half: whether it computes in bf16; else in float32, and TensorFloat-32 is off.
         on_cpu: it leaves the GPUs idle.
+        repeatable: whether attention, too, must repeat itself bit for bit.
     """
 
     flags: tuple[str, ...]
@@ -71,6 +72,7 @@ class Run:
     connections: int = 1
     half: bool = True
     on_cpu: bool = False
+    repeatable: bool = False
 
     def with_flags(self, *flags: str) -> Run:
         return replace(self, flags=(*self.flags, *flags))
@@ -135,6 +137,7 @@ def observe(run: Run, data_flags: Sequence[str], out: Path) -> Observed:
         processes=run.processes,
         env={
             **_ENVIRONMENT,
+            **(_REPEATABLE if run.repeatable else {}),
             "CUDA_DEVICE_MAX_CONNECTIONS": str(run.connections),
             "SIMREG_CPU": "force" if run.on_cpu else "",
             **({} if run.half else {"NVIDIA_TF32_OVERRIDE": "0"}),

@@ -125,11 +125,11 @@ def _unit(name: str) -> float:
 
 @pytest.mark.parametrize("layers", ["local", "engine", "fp8", "graphs-local", "graphs-engine"])
 def test_lambda_zero_is_plain_megatron(layers: str, observed) -> None:
-    plain = observed(Run(LAYERS[layers], plugin=False))
+    plain = observed(Run(LAYERS[layers], plugin=False, repeatable=True))
     # The same run once more, under another description: are these kernels reproducible at all?
-    again = observed(Run((*LAYERS[layers], "--log-interval", "1"), plugin=False))
+    again = observed(Run((*LAYERS[layers], "--log-interval", "1"), plugin=False, repeatable=True))
     if (plain.losses, plain.digests) != (again.losses, again.digests):
         pytest.skip("plain Megatron does not repeat itself bit for bit on this GPU")
-    off = observed(Run((*LAYERS[layers], "--simreg-lambda", "0")))
+    off = observed(Run((*LAYERS[layers], "--simreg-lambda", "0"), repeatable=True))
     assert (plain.losses, plain.norms, plain.digests) == (off.losses, off.norms, off.digests)
     assert not off.simreg_losses()

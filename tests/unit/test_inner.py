@@ -39,11 +39,16 @@ def test_a_placement_without_effect_is_refused() -> None:
     assert not SimRegConfig().looks_inside
 
 
+OFFLOADS = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "attn_norm"]}
+
+
 @pytest.mark.parametrize(
     ("config", "flags", "sentence"),
     [
         ({"layers": 9}, {}, "--simreg-layers 9 is beyond the model, which has layers 1 to 8"),
         ({"layers": 2}, {"distribute_saved_activations": True}, "--distribute-saved-activations takes the states"),
+        ({"layers": 2}, OFFLOADS, "--offload-modules attn_norm frees what enters a layer"),
+        ({"layers": 2}, {"enable_mhc_connections": True}, "several streams pass between layers"),
         ({"layers": 2}, {"cuda_graph_impl": "local"}, "CUDA graphs replay layers .* drop --cuda-graph-impl, or"),
         ({"layers": 2}, {"enable_cuda_graph": True}, "CUDA graphs replay layers .* drop --enable-cuda-graph, or"),
         ({"layers": 2}, {"external_cuda_graph": True}, "CUDA graphs replay layers .* drop --external-cuda-graph, or"),
@@ -61,6 +66,7 @@ def test_what_cannot_be_caught_is_refused(config: dict, flags: dict, sentence: s
 
 def test_flags_that_leave_layers_alone_are_accepted() -> None:
     flags = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
+    flags |= {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
     for recompute in ("full", "selective"):
         args = SimpleNamespace(log_interval=1, num_layers=8, recompute_granularity=recompute, **flags)
         refusals.refuse_arguments(args, SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm"))
@@ -118,6 +124,18 @@ def test_a_layer_whose_hook_did_not_fire_is_not_taken_for_the_decoders_output() 
     states = inner.InnerStates(SimRegConfig(lambda_=1, layers="2,4"))
     states.catch(lambda decoder: torch.zeros(1), decoder)
     assert list(states._caught[decoder]) == [4]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("norm", [None, torch.nn.LayerNorm(3)], ids=["no-norm", "norm"])
+def test_a_last_stage_without_layers_has_its_norm_alone(norm: torch.nn.Module | None) -> None:
+    """As in the layouts of pipelines whose last stage holds the output layer alone."""
+    decoder = block()
+    decoder.layers, decoder.final_layernorm = torch.nn.ModuleList(), norm
+    states = inner.InnerStates(SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm" if norm else "post-norm"))
+    entered = torch.randn(2, 3)
+    states.catch(lambda decoder: norm(entered) if norm else entered, decoder)
+    assert list(states._caught[decoder]) == ([inner.BEFORE_NORM] if norm else [])
 
 
 @pytest.mark.megatron

@@ -57,6 +57,43 @@ def test_the_timer_shows_one_step(
     assert timers.logged == events == [1.0] * lines
 
 
+@pytest.mark.parametrize(
+    ("log_interval", "iteration", "resets", "written"),
+    [(4, 1, False, []), (4, 5, False, []), (1, 1, True, [1]), (4, 8, True, [8])],
+)
+def test_the_first_line_of_a_process(
+    log_interval: int, iteration: int, resets: bool, written: list[int], timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron prints one after any first step; only in the middle of an interval it is one beside the others."""
+    asked, points = [], []
+    monkeypatch.setattr(loop_hooks, "reduced_means", lambda reset: asked.append(reset) or {})
+    monkeypatch.setattr(loop_hooks, "write_scalars", lambda means, iteration: points.append(iteration))
+    monkeypatch.setattr(loop_hooks, "log_timer", lambda *_: None)
+    installation.keep(installation.Installation(SimRegConfig(lambda_=1, log_interval=log_interval), lambda config: ()))
+    log = loop_hooks.report(lambda total_loss_dict, iteration, skipped_iter, is_first_iteration=False: None)
+    log({}, iteration, 0, is_first_iteration=True)
+    assert asked == [resets] and points == written
+
+
+@pytest.mark.parametrize(("prints", "measured"), [(True, [0, 3, 7]), (False, [3, 7])])
+def test_the_geometry_is_measured_where_a_line_follows(
+    prints: bool, measured: list[int], timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installation.keep(installation.Installation(SimRegConfig(lambda_=1, log_interval=4), lambda config: ()))
+    monkeypatch.setattr(compat, "logs_first_step", lambda: prints)
+    monkeypatch.setattr(loop_hooks, "refuse_silence", lambda *_: None)
+    seen = []
+
+    def train_step(model: Any, iteration: int) -> None:
+        if installation.regularizer().metrics.wants_geometry:
+            seen.append(iteration)
+
+    step = loop_hooks.tell_iteration(train_step)
+    for iteration in range(8):
+        step(None, iteration)
+    assert seen == measured
+
+
 def megatrons_line(total_loss_dict: dict, iteration: int, skipped_iter: int) -> None:
     """As `training_log` prints it, from 0.12 on to 0.19."""
     total_loss_dict["advanced iterations"] = 5

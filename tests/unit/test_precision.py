@@ -171,3 +171,17 @@ def test_nothing_is_set_where_nothing_is_allowed() -> None:
 def test_products_that_broadcast_have_gradients_of_their_own_shape() -> None:
     left, right = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
     assert torch.autograd.gradcheck(product, (left.requires_grad_(), right.requires_grad_()))
+
+
+def test_half_precision_products_add_up_in_float32() -> None:
+    """A process that lets float16 add up in float16 had every fast form refused by cuBLAS."""
+    settings = torch.backends.cuda.matmul
+    if not hasattr(settings, "allow_fp16_accumulation"):
+        pytest.skip("this torch has no such setting")
+    settings.allow_fp16_accumulation = True
+    try:
+        with full_float32():
+            assert not settings.allow_fp16_accumulation
+        assert settings.allow_fp16_accumulation
+    finally:
+        settings.allow_fp16_accumulation = False

@@ -28,7 +28,7 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-13}
 
 @pytest.fixture(params=[64 << 20, 2 * 4 * VOCABULARY], ids=["one tile", "tiles of 2 tokens"])
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truncated_head, "_SLAB", request.param)
+    monkeypatch.setattr(truncated_head, "_SLAB", {"cpu": request.param, "cuda": request.param})
 
 
 def given(bias: bool = False) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_a_frozen_layer_gets_no_gradient() -> None:
 
 def test_no_logits_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between forward and backward a token keeps a number for each prefix, and a tile has its few tokens alone."""
-    monkeypatch.setattr(truncated_head, "_SLAB", 2 * 4 * VOCABULARY)
+    monkeypatch.setattr(truncated_head, "_SLAB", {"cpu": 2 * 4 * VOCABULARY, "cuda": 0})
     shapes, logits = [], TruncatedHead.logits
 
     def watched(self: TruncatedHead, rows: Tensor, prefix: int) -> Tensor:

@@ -14,7 +14,7 @@ from simreg_megatron import SimRegConfig, loop, notices
 from simreg_megatron.measures.charts import layout
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import loop_hooks, refusals
+from simreg_megatron.plugin import compat, loop_hooks, refusals
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
 from simreg_megatron.plugin.writers import write_scalars
 from simreg_megatron.weights import heads, learnable
@@ -208,6 +208,22 @@ def test_ranks_in_an_unknown_order_are_refused() -> None:
         shard_of(model, LABELS)
     groups.tp_cp = Ranked(4, 1)
     assert shard_of(model, LABELS).rank == (0, 1)
+
+
+@pytest.mark.parametrize(("shards", "whose"), [(1, "the model's"), (2, "Megatron's")])
+def test_ranks_that_share_a_weight_train_on_other_sequences(
+    shards: int, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = ModuleType("megatron.core.parallel_state")
+    state.get_data_parallel_group = lambda with_context_parallel: ("Megatron's", with_context_parallel)
+    core = ModuleType("megatron.core")
+    core.parallel_state = state
+    for name, module in (("megatron", ModuleType("megatron")), ("megatron.core", core), (state.__name__, state)):
+        monkeypatch.setitem(sys.modules, name, module)
+    groups = SimpleNamespace(dp=("the model's", False), dp_cp=("the model's", True), gtp_remat=Group(shards))
+    for with_context in (False, True):
+        found = compat.data_group(SimpleNamespace(pg_collection=groups), with_context=with_context)
+        assert found == (whose, with_context)
 
 
 @pytest.mark.parametrize("tokenizer", [SimpleNamespace(), SimpleNamespace(eod=None)])

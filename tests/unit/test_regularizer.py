@@ -531,11 +531,31 @@ def test_the_log_tells_how_much_of_the_gradient_changes_lengths(similarity: str)
     assert found == pytest.approx(share.item(), rel=1e-6) and found > 1e-2
 
 
+def test_the_line_after_a_first_step_leaves_no_geometry_behind() -> None:
+    """Megatron goes on adding up the loss of that step; what was measured in it is not of the next log step."""
+    hidden, labels, mask, loss = micro_batch()
+    other, found = torch.randn_like(hidden).requires_grad_(), {}
+    for reset in (False, True):
+        regularizer = measuring(SimRegConfig(lambda_=1))
+        add(regularizer, other, labels, mask, loss)
+        first = regularizer.metrics.reduce(One(), reset=reset)
+        add(regularizer, hidden, labels, mask, loss)
+        found[reset] = regularizer.metrics.reduce(One())
+    losses = {"simreg loss"}
+    assert found[False].keys() == found[True].keys() > losses
+    for name in found[True]:
+        is_same = torch.equal(found[False][name].nan_to_num(), found[True][name].nan_to_num())
+        assert is_same == (name not in losses), name
+    mean = (first["simreg loss"] + found[True]["simreg loss"]) / 2
+    assert found[False]["simreg loss"].item() == pytest.approx(mean.item(), rel=1e-6)
+
+
 def test_a_gradient_that_overflows_is_not_logged() -> None:
     hidden, labels, mask, loss = micro_batch()
     regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.5, similarity="dot"))
     add(regularizer, hidden, labels, mask, loss).sum().backward()
-    expected = regularizer.metrics.reduce(One(), reset=False)["simreg radial gradient"]
+    expected = regularizer.metrics.reduce(One())["simreg radial gradient"]
+    add(regularizer, hidden, labels, mask, loss).sum().backward()
     (add(regularizer, hidden, labels, mask, loss).sum() * float("inf")).backward()
     found = regularizer.metrics.reduce(One())["simreg radial gradient"]
     assert torch.equal(found, expected) and math.isfinite(found)

@@ -143,6 +143,13 @@ def reads_twice(data_iterator, model: Stage, more: str) -> tuple[Tensor, str]:
     return reads_and_cuts(data_iterator, model, more)
 
 
+def test_a_stage_that_predicts_further_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output holds those states, too, and its labels were looked for in twice as many rows."""
+    monkeypatch.setattr(Stage, "mtp_process", True, raising=False)
+    with pytest.raises(NotImplementedError, match="that holds layers of multi-token prediction, too: name layers of"):
+        run_step(iter([batch()]), reads_nothing)
+
+
 @pytest.mark.parametrize(
     ("iterator", "script", "sentence"),
     [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,7 +258,7 @@ def test_before_the_first_step(
     monkeypatch.setattr(trial, "try_forms", tried)
     config = SimRegConfig(lambda_=1, chunk_size=64)
     form_trial.settle(config, [model()], 4, 512)
-    assert not shapes and fast_form(config, form_trial.rows_like(model())) == "tiled", "nothing to try on a CPU"
+    assert not shapes and fast_form(config, form_trial.rows_like(config, model())) == "tiled", "nothing to try on a CPU"
     monkeypatch.setattr(form_trial, "_is_worth_trying", lambda device: True)
     form_trial.settle(SimRegConfig(lambda_=1, impl="gemm"), [model()], 4, 512)
     form_trial.settle(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
@@ -265,22 +266,27 @@ def test_before_the_first_step(
     assert not shapes
     form_trial.settle(config, [model()], 4, 512)
     assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)]
-    assert fast_form(config, form_trial.rows_like(model())) == "slow"
+    assert fast_form(config, form_trial.rows_like(config, model())) == "slow"
     assert fast_form(config, torch.empty(0)) == "tiled", "rows of another type were not tried"
     with monkeypatch.context() as patch:
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
         measured = [Trial("slow", 0, 0, seconds=2.0), Trial("tiled", 0, 0, seconds=1.0)]
         patch.setattr(trial, "try_forms", lambda *_: measured)
         form_trial.settle(config, [model()], 4, 512)
-        assert fast_form(config, form_trial.rows_like(model())) == "tiled", "the fastest"
+        assert fast_form(config, form_trial.rows_like(config, model())) == "tiled", "the fastest"
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         form_trial.settle(config, [model()], 4, 512)
-        assert fast_form(config, form_trial.rows_like(model())) == "slow", "a clock would decide otherwise another time"
+        taken = fast_form(config, form_trial.rows_like(config, model()))
+        assert taken == "slow", "a clock would decide otherwise another time"
     assert "> SimReg: impl auto is slow 0.00 ms a micro-batch of 4 x 128 x 16 (bfloat16, chunks of 64)" in (
         capsys.readouterr().out
     )
-    form_trial.settle(config, [model(fp32_residual_connection=True)], 4, 512)
-    assert shapes[-1].dtype == torch.float32
+    for inside, dtype in (({}, torch.bfloat16), ({"placement": "pre-norm"}, torch.float32)):
+        form_trial.settle(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
+        assert shapes[-1].dtype == dtype, "the final norm ends the wide residual stream"
+    empty = torch.nn.Module()
+    empty.config = model().config
+    form_trial.settle(config, [empty, model()], 4, 512)  # a stage without layers
 
 
 def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
