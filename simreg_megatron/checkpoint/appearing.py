@@ -25,9 +25,11 @@ def appearing(save: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the name is taken.
     """
+    save = save.resolve()  # what a link leads to: the folder must appear beside that
+    if os.path.ismount(save):
+        raise CheckpointError(f"{save} is a mount point, which no folder can replace: name a folder below it")
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise CheckpointError(f"{save} already exists: name a new folder, or remove it first")
-    save = save.absolute()
     save.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{save.name}.partial-"
     for left in save.parent.glob(f"{glob.escape(prefix)}*"):

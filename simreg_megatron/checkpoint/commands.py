@@ -57,11 +57,11 @@ def export_hf(
         words = open_tokenizer(tokenizer) if tokenizer else None
         plan = plan_export(checkpoint, tokenizer=words, dtype=dtype, vocabulary=vocab_size)
         for note in plan.notes:
-            console.print(f"note: {note}")
+            console.print(f"note: {note}", markup=False)
         with _progress("exporting") as progress:
             export(plan, save, progress=progress)
         number_type = str(plan.dtype).removeprefix("torch.")
-        console.print(f"{save}: {plan.architecture.family}, {number_type}, from {checkpoint.folder}")
+        console.print(f"{save}: {plan.architecture.family}, {number_type}, from {checkpoint.folder}", markup=False)
         if verify:
             _verify(checkpoint, save, words)
 
@@ -83,8 +83,8 @@ def import_hf(
         opened = open_model(model)
         with _progress("importing", counts="weights") as progress:
             import_model(opened, save, progress=progress)
-        console.print(f"{save}: {opened.architecture.family}, {opened.architecture.dtype}, from {model}")
-        console.print(f"train from it with: --load {save} {' '.join(flags(opened.architecture))}")
+        console.print(f"{save}: {opened.architecture.family}, {opened.architecture.dtype}, from {model}", markup=False)
+        console.print(f"train from it with: --load {save} {' '.join(flags(opened.architecture))}", markup=False)
 
 
 def _verify(checkpoint: Checkpoint, model: Path, tokenizer: Tokenizer | None) -> None:
@@ -92,7 +92,7 @@ def _verify(checkpoint: Checkpoint, model: Path, tokenizer: Tokenizer | None) ->
 
     with console.status("comparing with Megatron's own model"):
         report = verify(checkpoint, model, tokenizer=tokenizer)
-    console.print(str(report))
+    console.print(str(report), markup=False)
     if not report.agrees:
         raise typer.Exit(1)
 

@@ -6,6 +6,7 @@ Neither adds a token of its own where training added none: the exported tokenize
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from simreg_megatron.checkpoint.errors import CheckpointError
-from simreg_megatron.data.encoding import load_hugging_face, load_sentencepiece
+from simreg_megatron.data.encoding import load_hugging_face, load_sentencepiece, refuse_holes
 from simreg_megatron.data.indexed import DataError
 
 _FILES = (
@@ -80,6 +81,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
                 return open_tokenizer(path / "tokenizer.model")
             raise CheckpointError(f"{path} holds no tokenizer: give a folder with tokenizer.json, or a .model file")
         found = _hugging_face(path)
+        _loaded(functools.partial(refuse_holes, found), path)
         return Tokenizer(path, len(found), found.bos_token_id, found.eos_token_id)
     model = _sentencepiece(path)
     return Tokenizer(path, model.vocab_size(), _or_none(model.bos_id()), _or_none(model.eos_id()))

@@ -88,7 +88,7 @@ def verify(checkpoint: Checkpoint, model: Path, *, tokenizer: Tokenizer | None =
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(str(model), local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     # Both are cut to the exported vocabulary below, so a wrong one would agree on the tokens that it kept.
     check_size(checkpoint.args, config.vocab_size, checkpoint.weights[EMBEDDING].shape[0], f"the exported {model}")
     length = min(_LENGTH, config.max_position_embeddings)
@@ -157,7 +157,7 @@ def _exported_logits(folder: Path, tokens: Tensor) -> Tensor:
 
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(folder), local_files_only=True, use_safetensors=True, attn_implementation="eager"
+        str(folder), local_files_only=True, use_safetensors=True, attn_implementation="eager", trust_remote_code=False
     )
     model = model.float().eval()
     return torch.cat([model(sequence[None], use_cache=False).logits.float() for sequence in tokens])

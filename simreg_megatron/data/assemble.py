@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,11 @@ def assemble(folder: Path, *, budget: Mapping[str, int | None] | None = None) ->
     Raises:
         DataError: parts are missing or damaged; nothing is lost.
     """
+    with alone(folder, "assemble"):  # `prepare` and `merge` both come here, and a set that has just been made is done
+        return _joined(folder, budget)
+
+
+def _joined(folder: Path, budget: Mapping[str, int | None] | None) -> dict[str, Any]:
     done = read_json(folder / MANIFEST)
     settings = read_json(folder / SETTINGS)
     if done is not None:
@@ -88,6 +94,7 @@ def assemble(folder: Path, *, budget: Mapping[str, int | None] | None = None) ->
 
 def _assemble(folder: Path, settings: dict[str, Any], budget: Mapping[str, int | None] | None) -> dict[str, Any]:
     limits = settings["budget"] | _given(budget)
+    _remove_unfinished(folder)
     writers = {side: PairWriter(folder / side, settings["dtype"]) for side in SIDES}
     totals = _Totals()
     examples: list[str] = []
@@ -114,6 +121,33 @@ def _assemble(folder: Path, settings: dict[str, Any], budget: Mapping[str, int |
     write_json(folder / MANIFEST, manifest)
     remove_parts(folder)
     return manifest
+
+
+@contextmanager
+def alone(folder: Path, what: str) -> Iterator[None]:
+    """Nobody else does this in the folder meanwhile.
+
+    Raises:
+        DataError: somebody does.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(folder / f".prepare-{what}.lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise DataError(
+            f"another process is preparing this data set in {folder}: wait for it, or stop it; where none is at work "
+            f"on any machine, remove {error.lock_file}"
+        ) from None
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """What was written before a kill: without a manifest it counts for nothing, and takes the room of a set."""
+    for side in SIDES:
+        for ending in (".bin", ".idx"):
+            for path in (folder / f"{side}{ending}", *folder.glob(f"{side}{ending}.writing-*")):
+                path.unlink(missing_ok=True)
 
 
 def remove_parts(folder: Path) -> None:

@@ -13,11 +13,12 @@ from simreg_megatron.data.indexed import DataError
 
 
 class Record(NamedTuple):
-    """A document, or why it is none; `number` counts from the block's beginning."""
+    """A document, or why it is none; `number` counts from the block's beginning, `byte` from the file's, if known."""
 
     number: int
     text: str
     problem: str = ""
+    byte: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Block:
         """The place of a record, for a person who will look there."""
         raise NotImplementedError
 
+    def place(self, record: Record) -> str:
+        """The same of one among many: nothing is read for it."""
+        return self.where(record.number)
+
 
 @dataclass(frozen=True)
 class LinesBlock(Block):
@@ -48,24 +53,30 @@ class LinesBlock(Block):
     first_line: int = 0
 
     def records(self, key: str) -> Iterator[Record]:
-        data = self._read() if self.data is None else self.data
+        data, first = self._read() if self.data is None else (self.data, None)
         for index, line in enumerate(data.split(b"\n")):
             if line and not line.isspace():
-                yield Record(index, *_parse(line, key))
+                yield Record(index, *_parse(line, key), byte=first)
+            first = None if first is None else first + len(line) + 1
 
-    def _read(self) -> bytes:
+    def _read(self) -> tuple[bytes, int]:
+        """The lines, and where in the file they begin."""
         with open(self.path, "rb") as stream:
             if self.start:
                 stream.seek(self.start - 1)
                 stream.readline()  # the line that an earlier block began
-            data = stream.read(max(0, self.stop - stream.tell()))
-            return data if not data or data.endswith(b"\n") else data + stream.readline()
+            first = stream.tell()
+            data = stream.read(max(0, self.stop - first))
+            return data if not data or data.endswith(b"\n") else data + stream.readline(), first
 
     def where(self, index: int) -> str:
         return f"{self.path}, line {(self.first_line or self._count_lines()) + index}"
 
+    def place(self, record: Record) -> str:
+        return self.where(record.number) if record.byte is None else f"{self.path}, the line at byte {record.byte}"
+
     def _count_lines(self) -> int:
-        """The number of the block's first line: only who has something to complain of reads so much."""
+        """The number of the block's first line: only who stops there reads so much."""
         lines, left = 1, self.start
         with open(self.path, "rb") as stream:
             while left and (data := stream.read(min(left, 1 << 24))):

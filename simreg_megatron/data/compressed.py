@@ -10,7 +10,8 @@ from typing import Any
 
 from simreg_megatron.data.indexed import DataError
 
-_READ = 1 << 8  # zstandard gives at once all that its bytes stand for: 128 KiB for four of them, if those are zeros
+# Bytes at a time: each may stand for 1032 in gzip, and four of them in zstandard for 128 KiB, if those are zeros.
+_READ = {".gz": 1 << 14, ".zst": 1 << 8}
 _BUFFER = 1 << 18
 _WINDOW = 1 << 31  # as of zstd --long=31; only what a file uses of it takes memory
 
@@ -24,7 +25,7 @@ def decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
     open_frame = _gzip_frame if path.suffix == ".gz" else _zstd_frame(path)
     frame, position, begun = None, 0, False
     with path.open("rb", buffering=_BUFFER) as stream:
-        while data := stream.read(_READ):
+        while data := stream.read(_READ[".gz" if path.suffix == ".gz" else ".zst"]):
             position += len(data)
             while data := data if frame or not begun else data.lstrip(b"\0"):  # gzip files may be padded with zeros
                 frame, begun = frame or open_frame(), True

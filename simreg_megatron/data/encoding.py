@@ -76,9 +76,24 @@ def describe_tokenizer(source: str) -> TokenizerFacts:
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     _refuse_ids_beyond_reason(source, vocabulary[-1][1] if vocabulary else 0)
+    refuse_holes(tokenizer, source)
     probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
     return TokenizerFacts(HUGGING_FACE, source, digest, len(tokenizer), eos, bos, *_backend_of(tokenizer))
+
+
+def refuse_holes(tokenizer: Any, source: str | Path) -> None:
+    """Megatron makes a model of as many rows as a tokenizer has tokens.
+
+    Raises:
+        DataError: some of its tokens have larger numbers.
+    """
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= len(tokenizer):
+        raise DataError(
+            f"the tokenizer {source} has {len(tokenizer):,} tokens and gives one of them the number {largest:,}, for "
+            "which a model of that many has no row: fill the gaps of its vocabulary with unused tokens"
+        )
 
 
 def _backend_of(tokenizer: Any) -> tuple[str, bool]:

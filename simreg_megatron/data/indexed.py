@@ -71,7 +71,8 @@ class PairWriter:
 
     def __init__(self, prefix: Path, dtype: str) -> None:
         self._prefix, self._dtype = prefix, dtype
-        self._paths = {ending: Path(f"{prefix}{ending}.writing") for ending in (".bin", ".idx")}
+        mark = secrets.token_hex(8)  # two programs that write one pair never write one file
+        self._paths = {ending: Path(f"{prefix}{ending}.writing-{mark}") for ending in (".bin", ".idx")}
         self._bin = self._paths[".bin"].open("wb")
         self._sha256 = hashlib.sha256()
         self._lengths: list[np.ndarray] = []

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from simreg_megatron.data.assemble import SETS, assemble, store_of
+from simreg_megatron.data.assemble import SETS, alone, assemble, store_of
 from simreg_megatron.data.begin import begin, is_done, settings_of
 from simreg_megatron.data.blocks import Block
 from simreg_megatron.data.budget import Reckoning
@@ -28,7 +28,6 @@ from simreg_megatron.data.task import Progress, Silent, Task, inputs_of
 from simreg_megatron.data.work import Recipe, start_worker, work
 
 _PATIENCE = 60.0  # seconds for the settings: who holds them reads and writes a few lines
-_BUSY = "another process is preparing this data set in {}: wait for it, or stop it"
 
 
 def prepare(task: Task, progress: Progress | None = None) -> dict[str, Any] | None:
@@ -40,15 +39,11 @@ def prepare(task: Task, progress: Progress | None = None) -> dict[str, Any] | No
     Raises:
         DataError: one sentence with the cause and the fix; finished parts are kept, and the same call continues.
     """
-    from filelock import FileLock, Timeout
-
     try:
         task.output.mkdir(parents=True, exist_ok=True)
         index, count = task.shard
-        with FileLock(task.output / f".prepare-{index + 1}-of-{count}.lock", timeout=0):
+        with alone(task.output, f"{index + 1}-of-{count}"):
             return _prepare(task, progress or Silent())
-    except Timeout:
-        raise DataError(_BUSY.format(task.output)) from None
     except OSError as error:
         raise DataError(explain(error, task.output)) from error
 
@@ -63,15 +58,10 @@ def merge(folder: Path, budget: dict[str, int | None] | None = None) -> dict[str
     Raises:
         DataError: as of `assemble`.
     """
-    from filelock import FileLock, Timeout
-
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}: give the --out of the shards")
     try:
-        with FileLock(folder / ".prepare-merge.lock", timeout=0):
-            return assemble(folder, budget=budget)
-    except Timeout:
-        raise DataError(_BUSY.format(folder)) from None
+        return assemble(folder, budget=budget)
     except OSError as error:
         raise DataError(explain(error, folder)) from error
 

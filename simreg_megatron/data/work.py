@@ -104,7 +104,8 @@ class _Part:
 
 
 def _good_texts(block: Block, recipe: Recipe, header: PartHeader) -> Iterator[str]:
-    for index, text, problem in block.records(recipe.key):
+    for record in block.records(recipe.key):
+        text, problem = record.text, record.problem
         if not problem:
             try:
                 text.encode()
@@ -113,11 +114,11 @@ def _good_texts(block: Block, recipe: Recipe, header: PartHeader) -> Iterator[st
         if not problem:
             yield text
         elif recipe.on_error == "skip":
-            header.skip(f"{block.where(index)}: {problem}")
+            header.skip(f"{block.place(record)}: {problem}")
         else:
             raise DataError(
-                f"{block.where(index)}: {problem}; fix it and give the same command again (finished work on other "
-                "files is kept), or add --on-error skip, which leaves such records out and counts them"
+                f"{block.where(record.number)}: {problem}; fix it and give the same command again (finished work on "
+                "other files is kept), or add --on-error skip, which leaves such records out and counts them"
             )
 
 

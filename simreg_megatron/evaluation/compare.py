@@ -27,8 +27,9 @@ class HeldOut(NamedTuple):
     def shown(self) -> dict[str, Any]:
         if self.data is None:
             return {}
-        own = {} if self.seq_length is None else {"sequence length": self.seq_length}
-        return {"data": str(self.data), "features": list(self.features) or None, "data tokens": self.tokens, **own}
+        own: dict[str, Any] = {} if self.seq_length is None else {"sequence length": self.seq_length}
+        own |= {"data": str(self.data), "data files": _state_of_data(self.data)}
+        return {"features": list(self.features) or None, "data tokens": self.tokens, **own}
 
     def refuse_unfit(self, folder: Path) -> list[str]:
         """Before the tasks, which take hours; lines for the user."""
@@ -52,10 +53,21 @@ class HeldOut(NamedTuple):
             raise EvaluationError(str(error)) from None
 
 
+def _state_of_data(prefix: Path) -> str:
+    """Another set may be prepared under the same name between two models."""
+    from simreg_megatron.data.check import manifest_of
+
+    text = Path(f"{prefix}.bin")
+    if not text.is_file():
+        return ""  # which is told where it is opened
+    digest = ((manifest_of(text) or {}).get("files", {}).get(text.name) or {}).get("sha256")
+    return f"sha256 {digest}" if digest else sources.state_of(text.parent, {text.name, f"{prefix.name}.idx"})
+
+
 def _positions_of(folder: Path) -> int:
     from transformers import AutoConfig
 
-    positions = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", None)
+    positions = getattr(AutoConfig.from_pretrained(folder, trust_remote_code=False), "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise EvaluationError(f"{folder} does not say how many positions the model has: give --seq-length")
     return positions
@@ -73,15 +85,18 @@ def evaluate_all(
     paper_name: str,
 ) -> None:
     """What no earlier start has finished of each model; then results.json, .md and .png in `output`."""
-    settings = protocol.shown() | held_out.shown()
+    from filelock import FileLock
+
+    settings = protocol.shown() | _shown_files(protocol) | held_out.shown()
     if tokenizer is not None:
         settings["tokenizer"] = f"sha256 {sources.hash_of(tokenizer)}"
     output.mkdir(parents=True, exist_ok=True)
     known = _already_found(output / "results.json", settings)
 
     def store(done: results.ModelResults) -> None:
-        known[done.name] = done
-        results.write(output / "results.json", list(known.values()), settings)
+        with FileLock(output / ".results.lock"):  # others may add their models meanwhile
+            known.update(_already_found(output / "results.json", settings) | {done.name: done})
+            results.write(output / "results.json", list(known.values()), settings)
 
     for name, source in {name: sources.find(name, path) for name, path in models.items()}.items():
         done = _finished(known.get(name), source, choices)
@@ -101,6 +116,12 @@ def evaluate_all(
             paired.keep(_questions(output, name), paired.kept(_questions(output, name)) | documents)
             store(replace(done, perplexities=losses))
     _report([known[name] for name in models], output, settings, paper=paper, name=f"paper, {paper_name}")
+
+
+def _shown_files(protocol: Any) -> dict[str, str]:
+    """Which definitions and data of tasks were used, if the user brought some."""
+    given = {"task definitions": protocol.include, "task data": protocol.task_data}
+    return {name: f"{folder}, {sources.state_of(folder)}" for name, folder in given.items() if folder is not None}
 
 
 def _prepared(
@@ -123,7 +144,7 @@ def _report(found: list[results.ModelResults], output: Path, settings: dict[str,
     (output / "results.md").write_text(page)
     has_figure = draw(found, output / "results.png")
     console.print(page, markup=False)
-    console.print(f"{output}/results.md, .json" + (", .png" if has_figure else ""))
+    console.print(f"{output}/results.md, .json" + (", .png" if has_figure else ""), markup=False)
 
 
 def _already_found(path: Path, settings: dict[str, Any]) -> dict[str, results.ModelResults]:

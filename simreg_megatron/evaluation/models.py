@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ def find(name: str, path: Path) -> Source:
             raise EvaluationError(str(error)) from None
     else:
         _refuse_unreadable(name, path)
-    return Source(path, is_checkpoint, _state_of(path))
+    return Source(path, is_checkpoint, state_of(path, _OF_A_MODEL))
 
 
 def _refuse_unreadable(name: str, folder: Path) -> None:
@@ -53,16 +54,16 @@ def _refuse_unreadable(name: str, folder: Path) -> None:
             "read): copy it completely, or save it again with safetensors"
         )
     try:
-        AutoConfig.from_pretrained(folder)
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whichever of a dozen: all mean that transformers cannot load it
         raise EvaluationError(
             f"--model {name}: transformers cannot read {folder}/config.json ({error}): copy the folder again"
         ) from None
 
 
-def _state_of(folder: Path) -> str:
-    """Of its files: to read all weights would take minutes."""
-    files = sorted(path for path in folder.rglob("*") if {path.suffix, path.name} & _OF_A_MODEL)
+def state_of(folder: Path, only: Set[str] | None = None) -> str:
+    """Of its files, or of those of these names or endings: to read all weights would take minutes."""
+    files = sorted(path for path in folder.rglob("*") if only is None or only & {path.suffix, path.name})
     told = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return _digest(told)
 
@@ -129,7 +130,7 @@ def refuse_without_bos(folder: Path) -> None:
     """
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, add_bos_token=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, add_bos_token=True, trust_remote_code=False)
     ids = tokenizer("a", add_special_tokens=True)["input_ids"]
     if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]:
         return

@@ -9,11 +9,15 @@ scores would count it. w is 1 for questions, and the tokens or bytes of a docume
 
 from __future__ import annotations
 
+import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from simreg_megatron.data.indexed import whole_file
+from simreg_megatron.evaluation.errors import EvaluationError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,18 +100,27 @@ def keep(path: Path, arrays: dict[str, np.ndarray]) -> None:
     import numpy as np
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as stream:
+    with whole_file(path) as stream:
         np.savez_compressed(stream, **arrays)  # type: ignore[arg-type]
 
 
 def kept(path: Path) -> dict[str, np.ndarray]:
-    """All arrays that were kept; none where there is no such file."""
+    """All arrays that were kept; none where there is no such file.
+
+    Raises:
+        EvaluationError: the file is damaged.
+    """
     import numpy as np
 
     if not path.is_file():
         return {}
-    with np.load(path, allow_pickle=False) as arrays:
-        return dict(arrays)
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise EvaluationError(
+            f"{path} is damaged ({error}): copy it again from where it was made, or give another --output"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def refuse_unfit(
     from transformers import AutoConfig
 
     _count_windows(prefix, len(open_tokens(prefix)), seq_length, max_tokens)
-    width = AutoConfig.from_pretrained(model).hidden_size if features else 0
+    width = AutoConfig.from_pretrained(model, trust_remote_code=False).hidden_size if features else 0
     if not all(0 < number <= width for number in features):
         raise EvaluationError(f"--features: the model has {width} features, so give numbers from 1 to {width}")
     return _told_of_tokenizer(model, prefix)
@@ -117,7 +117,9 @@ def measure(
     tokens = open_tokens(prefix)
     windows = _count_windows(prefix, len(tokens), seq_length, max_tokens)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), use_safetensors=True)
+    network: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
+    )
     network = network.to(place).eval()
     _refuse_longer_than_positions(network, seq_length)
     widths = [network.config.hidden_size, *features]
@@ -201,7 +203,7 @@ def _bytes_of(model: Path, texts: Iterable[list[int]]) -> list[int] | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, TypeError):  # the last one of release 4, where a file is missing
         return None
     as_written = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}

@@ -150,12 +150,6 @@ SCHEDULER_SEAMS = tuple(
 TRAINING_SEAMS = (ARGUMENTS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
 
 
-def logs_first_step() -> bool:
-    """Whether Megatron prints a line after the first step of a process, too; from 0.16 on."""
-    log = inspect.unwrap(getattr(LOG_SEAM.holder(), LOG_SEAM.name))
-    return "is_first_iteration" in inspect.signature(log).parameters
-
-
 def named_arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by name, also those that a function takes as **kwargs."""
     named: dict[str, Any] = {}
@@ -288,13 +282,12 @@ def adds_up_tokens_of_context_ranks() -> bool:
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:
     """Ranks that train on other sequences, without those that share theirs, or with the context ranks among them.
 
-    The model's own, likewise; without a model, Megatron's global group. Ranks among which 0.19's
-    --tensor-parallel-num-weight-shards cuts a weight train on other sequences, too, and only the global one has them.
+    The model's own, likewise; without a model, Megatron's global group, which alone has the ranks among which 0.19's
+    --tensor-parallel-num-weight-shards cuts a weight: they train on other sequences, too.
     """
     options = {"with_context_parallel": with_context}
     weight_shards = getattr(getattr(model, "pg_collection", None), "gtp_remat", None)
-    if weight_shards is not None and weight_shards.size() > 1:
-        model = None
+    model = None if weight_shards is not None and weight_shards.size() > 1 else model
     return _group(model, "dp_cp" if with_context else "dp", "get_data_parallel_group", **options)
 
 

@@ -22,7 +22,7 @@ from simreg_megatron.plugin.before_training import make_ready
 from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer
-from simreg_megatron.plugin.writers import log_timer, write_scalars
+from simreg_megatron.plugin.writers import log_timer, logs_first_step, write_scalars
 from simreg_megatron.sentences import one_line
 from simreg_megatron.weights import learnable
 
@@ -135,7 +135,7 @@ def tell_iteration(train_step: Callable[..., Any]) -> Callable[..., Any]:
         iteration = given.get("iteration")
         iteration = int(getattr(settings, "curr_iteration", 0)) if iteration is None else iteration
         is_first = not regularizer.strength.follows_iterations  # of this process: a resumed run has one, too
-        measures = (is_first and compat.logs_first_step()) or _is_log_step(iteration + 1)
+        measures = (is_first and logs_first_step()) or _is_log_step(iteration + 1)
         # Megatron counts the iterations of the whole training where it is given samples, too.
         begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
         result = train_step(*args, **kwargs)

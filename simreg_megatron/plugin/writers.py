@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,12 @@ def _writers() -> tuple[Any, Any]:
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     return get_tensorboard_writer(), get_wandb_writer()
+
+
+def logs_first_step() -> bool:
+    """Whether Megatron prints a line after the first step of a process, too; from 0.16 on."""
+    log = inspect.unwrap(getattr(compat.LOG_SEAM.holder(), compat.LOG_SEAM.name))
+    return "is_first_iteration" in inspect.signature(log).parameters
 
 
 @contextmanager

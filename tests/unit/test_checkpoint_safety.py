@@ -413,3 +413,15 @@ def test_an_export_is_held_until_it_has_its_name(tmp_path: Path, monkeypatch: py
     with appearing(tmp_path / "export") as folder:
         (folder / "config.json").write_text("{}")
     assert seen == [True] and (tmp_path / "export" / "config.json").read_text() == "{}"
+
+
+def test_an_export_appears_where_a_link_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export of hours once ended in "Not a directory", and took all with it."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "scratch")
+    with appearing(tmp_path / "model") as partial:
+        (partial / "config.json").touch()
+    assert (tmp_path / "model").is_symlink() and (tmp_path / "scratch" / "config.json").is_file()
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    with pytest.raises(CheckpointError, match="is a mount point"), appearing(tmp_path / "out"):
+        pytest.fail("before anything is made")

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval")
 
+import simreg_megatron
 from simreg_megatron.checkpoint import dist_writer
 from simreg_megatron.checkpoint.dist_writer import write
 from simreg_megatron.checkpoint.export import export, plan_export
@@ -24,7 +28,7 @@ from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.cli import app
 from simreg_megatron.data.encoding import describe_tokenizer, write_dataset
 from simreg_megatron.data.tokenizer import train_tokenizer
-from simreg_megatron.evaluation import compare, harness, models, perplexity
+from simreg_megatron.evaluation import compare, harness, models, paired, perplexity
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.results import Score, read
 from tests.helpers.checkpoints import DENSE, as_weights, random_weights, transformers_release
@@ -242,3 +246,79 @@ def test_bytes_are_those_of_the_text_as_it_was_written(words: Path, tmp_path: Pa
     text = "one , two . three ! it 's"
     ids = open_tokenizer(words / "own.model").encode(text)
     assert perplexity._bytes_of(model, iter([ids, ids])) == [len(text)] * 2
+
+
+def test_code_in_a_model_s_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks on standard input, where the next line of a list may say y."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "unheard-of", "auto_map": {"AutoConfig": "own.Own"}, "vocab_size": 5})
+    )
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(EvaluationError, match="transformers cannot read"):
+        models.find("m", tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_model_is_loaded_without_its_code() -> None:
+    """Also by those calls that a test of one folder does not reach."""
+    calls = [
+        (path, call)
+        for path in (Path(simreg_megatron.__file__).parent).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "from_pretrained"
+    ]
+    assert len(calls) >= 9
+    for path, call in calls:
+        given = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
+        assert given.get("trust_remote_code") is False, f"{path}:{call.lineno}"
+
+
+def test_a_damaged_file_of_questions_is_named(tmp_path: Path) -> None:
+    paired.keep(tmp_path / "q" / "a.npz", {"task x": np.arange(3)})
+    assert paired.kept(tmp_path / "q" / "a.npz")["task x"].tolist() == [0, 1, 2]
+    (tmp_path / "q" / "a.npz").write_bytes((tmp_path / "q" / "a.npz").read_bytes()[:40])
+    with pytest.raises(EvaluationError, match=r"a\.npz is damaged"):
+        paired.kept(tmp_path / "q" / "a.npz")
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    paired.keep(tmp_path / "q" / "a.npz", {"task x": np.arange(3)})
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(np, "savez_compressed", fails)
+        paired.keep(tmp_path / "q" / "a.npz", {"task x": np.arange(9)})
+    assert len(paired.kept(tmp_path / "q" / "a.npz")["task x"]) == 3, "the old one or the new one"
+
+
+def test_two_programs_add_to_one_table(
+    words: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One model on each GPU: who ended last once wrote its own alone."""
+    for name, scale in (("A", 0.3), ("B", 0.6)):
+        trained(tmp_path / name, scale)
+    common = ["--output", tmp_path / "s", "--tokenizer", words / "own.model", "--data", data, *COMMON]
+    measure, inside = compare.HeldOut.measure, list[Any]()
+
+    def meanwhile(*given: Any) -> Any:
+        if not inside:
+            inside.append(None)
+            inside[0] = run("--model", f"b={tmp_path / 'B'}", *common)
+        return measure(*given)
+
+    monkeypatch.setattr(compare.HeldOut, "measure", meanwhile)
+    assert run("--model", f"a={tmp_path / 'A'}", *common).exit_code == 0
+    assert inside[0].exit_code == 0, inside[0].output
+    assert {model.name for model in read(tmp_path / "s" / "results.json")[0]} == {"a", "b"}
+
+
+def test_another_set_by_the_same_name_is_another_setting(words: Path, data: Path, tmp_path: Path) -> None:
+    trained(tmp_path / "A", 0.3)
+    for path in data.parent.iterdir():
+        shutil.copyfile(path, tmp_path / path.name)
+    common = ["--output", tmp_path / "s", "--tokenizer", words / "own.model", "--data", tmp_path / data.name, *COMMON]
+    assert run("--model", f"a={tmp_path / 'A'}", *common).exit_code == 0
+    os.utime(tmp_path / f"{data.name}.bin")
+    found = run("--model", f"c={tmp_path / 'A'}", *common)
+    assert found.exit_code == 2 and "was made with another data files: give another --output" in found.output

@@ -71,7 +71,7 @@ LAW = {
     ),
     "report": room(f"{TOP} geometry sentences", "matplotlib numpy scipy tensorboard rich torch"),
     "evaluation": room(
-        "data checkpoint sentences terminal", "lm_eval datasets transformers torch numpy matplotlib typer rich"
+        "data checkpoint sentences terminal", "lm_eval datasets transformers torch numpy matplotlib typer rich filelock"
     ),
     "reproduce": room(f"{TOP} data report sentences terminal", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} cpu plugin"),

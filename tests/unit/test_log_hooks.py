@@ -80,7 +80,7 @@ def test_the_geometry_is_measured_where_a_line_follows(
     prints: bool, measured: list[int], timers: Timers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installation.keep(installation.Installation(SimRegConfig(lambda_=1, log_interval=4), lambda config: ()))
-    monkeypatch.setattr(compat, "logs_first_step", lambda: prints)
+    monkeypatch.setattr(loop_hooks, "logs_first_step", lambda: prints)
     monkeypatch.setattr(loop_hooks, "refuse_silence", lambda *_: None)
     seen = []
 

@@ -20,9 +20,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from simreg_megatron.checkpoint.errors import CheckpointError
+from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.data import DataError, check_dataset, encoding, prepare, sample
+from simreg_megatron.data.blocks import LinesBlock
 from simreg_megatron.data.commands import app
 from simreg_megatron.data.encoding import Encoder, describe_tokenizer
 from simreg_megatron.data.prepare import Task, merge
@@ -538,7 +543,9 @@ def test_a_broken_line_is_named(line: bytes, reason: str, tokenizer: Path, tmp_p
         assert "\n" not in str(caught.value)
         manifest = make(tmp_path / f"{name}-skip", tmp_path / name, tokenizer=tokenizer, on_error="skip")
         assert manifest is not None and manifest["read"]["skipped"] == 1 and manifest["documents"]["train"] == 90
-        assert f"line {place}" in manifest["read"]["skipped_where"][0]
+        start = len(b"\n".join(text.split(b"\n")[: place - 1])) + 1
+        where = f"the line at byte {start}" if name == "plain.jsonl" else f"line {place}"
+        assert f"{where}: " in manifest["read"]["skipped_where"][0]
 
 
 def test_a_mended_line_goes_on(tokenizer: Path, tmp_path: Path, here: None) -> None:
@@ -662,3 +669,27 @@ def test_the_command_trains_a_tokenizer_and_prepares(folder: Path, tmp_path: Pat
     ):
         refused = run(*words)
         assert refused.returncode == 2 and sentence in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_skipping_reads_nothing_twice(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each skipped line once had the whole file before it counted: days for a large one."""
+    monkeypatch.setattr(LinesBlock, "_count_lines", lambda self: pytest.fail("the file is read again"))
+    block = LinesBlock(0, True, 1, "a", str(tmp_path / "a.jsonl"), 0, 1 << 20)
+    text = b'{"text": "one"}\n\n{"text": 2}\n{"tex'
+    (tmp_path / "a.jsonl").write_bytes(text)
+    places = [block.place(record) for record in block.records("text") if record.problem]
+    assert places == [f"{tmp_path}/a.jsonl, the line at byte {start}" for start in (17, 29)]
+    assert all(text[start:].startswith(b'{"tex') for start in (17, 29))
+
+
+@pytest.mark.parametrize("largest", [300, 70_000])
+def test_a_tokenizer_with_a_hole_is_refused(largest: int, tmp_path: Path) -> None:
+    """Megatron makes a model of as many rows as there are tokens."""
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "</s>": 1, "[UNK]": 2, "b": largest}, "[UNK]")
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=f"has 4 tokens and gives one of them the number {largest:,}"):
+        describe_tokenizer(str(tmp_path))
+    with pytest.raises(CheckpointError, match="fill the gaps"):
+        open_tokenizer(tmp_path)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from filelock import FileLock
 from typer.testing import CliRunner
 
-from simreg_megatron.data import DataError, begin, prepare
+from simreg_megatron.data import DataError, assemble, begin, prepare
 from simreg_megatron.data.commands import app
 from simreg_megatron.data.prepare import merge
 from simreg_megatron.data.settings import write_json
@@ -307,3 +308,34 @@ def test_temporary_names_never_meet(tmp_path: Path) -> None:
         second.write(b"22")
         assert len(list(tmp_path.iterdir())) == 2
     assert (tmp_path / "a").read_bytes() == b"1" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_join_meets_no_other(texts: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`merge` beside `prepare` once wrote the same train.bin, and the manifest spoke of what one of them had meant."""
+    for shard in ((0, 2), (1, 2)):
+        make(tmp_path / "out", texts, tokenizer=tokenizer, shard=shard)
+    append, told = assemble._append, []
+
+    def meanwhile(*given: Any) -> bool:
+        if not told:
+            with pytest.raises(DataError, match=r"another process .*remove .*\.prepare-assemble\.lock") as caught:
+                make(tmp_path / "out", texts, tokenizer=tokenizer)
+            told.append(caught)
+        return append(*given)
+
+    monkeypatch.setattr(assemble, "_append", meanwhile)
+    manifest = prepare.merge(tmp_path / "out")
+    assert told
+    for name, said in manifest["files"].items():
+        assert hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == said["sha256"]
+
+
+def test_what_a_kill_left_makes_room(texts: Path, tokenizer: Path, tmp_path: Path) -> None:
+    """Killed between the files' names and the manifest, a set was written again beside the old one."""
+    for shard in ((0, 2), (1, 2)):
+        make(tmp_path / "out", texts, tokenizer=tokenizer, shard=shard)
+    for name in ("train.bin", "train.idx.writing-12ab", "valid.bin"):
+        (tmp_path / "out" / name).write_bytes(b"of before")
+    manifest = prepare.merge(tmp_path / "out")
+    left = {path.name for path in (tmp_path / "out").iterdir() if path.is_file() and not path.name.startswith(".")}
+    assert left == {"manifest.json", *manifest["files"]}
