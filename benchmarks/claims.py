@@ -7,13 +7,13 @@ claim whose experiment breaks the protocol, or was not run, has no verdict.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from benchmarks import records
 from benchmarks.records import RESULTS, ROOT
 from simreg_megatron.reproduce.check import Table, read_tables, violations
-from simreg_megatron.reproduce.conclusion import verdicts_on
+from simreg_megatron.reproduce.conclusion import Together, verdicts_on
 from simreg_megatron.reproduce.verdict import HELD, NOT_SHOWN, OPPOSITE, Verdict
 
 FOLDER = RESULTS / "evidence"
@@ -89,15 +89,30 @@ def main() -> None:
 
 def table(tables: Mapping[str, Table]) -> list[str]:
     """A line for each claim; several lines of one cell where it has several parts, sizes or lengths."""
-    return [HEADS, "| --- | --- | --- | --- |", *(_line(each, tables) for each in (*OF_THE_PAPER, *BEYOND_THE_PAPER))]
+    sure = surest(tables)
+    lines = (_line(each, tables, sure) for each in (*OF_THE_PAPER, *BEYOND_THE_PAPER))
+    return [HEADS, "| --- | --- | --- | --- |", *lines]
 
 
-def _line(claimed: Claimed, tables: Mapping[str, Table]) -> str:
-    told, seen = _found(claimed, tables)
+def together(tables: Mapping[str, Table]) -> Together:
+    """All tests of all experiments that break no rule."""
+    return Together.of(
+        verdict for name in tables if not violations(name, dict(tables)) for verdict in verdicts_on(name, tables)
+    )
+
+
+def surest(tables: Mapping[str, Table]) -> set[object]:
+    """Those that are decided once the number of all counts."""
+    found = together(tables)
+    return {verdict.test for verdict in found.tests[: found.left]}
+
+
+def _line(claimed: Claimed, tables: Mapping[str, Table], sure: Set[object]) -> str:
+    told, seen = _found(claimed, tables, sure)
     return f"| {claimed.says} | {claimed.source} | {told} | {seen} |"
 
 
-def _found(claimed: Claimed, tables: Mapping[str, Table]) -> tuple[str, str]:
+def _found(claimed: Claimed, tables: Mapping[str, Table], sure: Set[object]) -> tuple[str, str]:
     if claimed.untestable:
         return "cannot be tested here", claimed.untestable
     if claimed.experiment not in tables:
@@ -105,7 +120,8 @@ def _found(claimed: Claimed, tables: Mapping[str, Table]) -> tuple[str, str]:
     if found := violations(claimed.experiment, dict(tables)):
         return "not tested yet", f"`{claimed.experiment}` is under way: {len(found)} of the protocol's conditions unmet"
     found = verdicts_of(claimed, tables)
-    return "; ".join(dict.fromkeys(word.lower() for word, _ in found)), "<br>".join(map(_seen, found))
+    words = dict.fromkeys(word.lower() for word, _ in found)
+    return "; ".join(words), "<br>".join(_seen(verdict, sure) for _, verdict in found)
 
 
 def verdicts_of(claimed: Claimed, tables: Mapping[str, Table]) -> list[tuple[str, Verdict]]:
@@ -130,9 +146,8 @@ def _where(verdict: Verdict) -> str:
     return f"width {size}" + ("" if float(length) == _USUAL else f", {float(length):g} tokens a parameter")
 
 
-def _seen(found: tuple[str, Verdict]) -> str:
-    """With what became of the plan's own claim, which may be the opposite of the line's."""
-    _, verdict = found
+def _seen(verdict: Verdict, sure: Set[object]) -> str:
+    """With what became of the plan's own claim, which may be the opposite of the line's; † marks the surest."""
     if any(verdict.diverged):
         return f"{verdict.claim.says}: {verdict.told}, {_where(verdict)}"
     low, high = verdict.interval
@@ -141,7 +156,7 @@ def _seen(found: tuple[str, Verdict]) -> str:
     multiple = "" if verdict.claim.times == 1 else f" against {verdict.claim.times:g} times the other's"
     return (
         f"{verdict.claim.says}: {verdict.word.lower()}, {verdict.difference:+.3f}{unit} "
-        f"({low:+.3f} to {high:+.3f}){multiple}, p {verdict.p_value:.2g}, "
+        f"({low:+.3f} to {high:+.3f}){multiple}, p {verdict.p_value:.2g}{'†' if verdict.test in sure else ''}, "
         f"{verdict.numbers[0]} and {verdict.numbers[1]} seeds, {_where(verdict)}"
         f"{saved}"
     )

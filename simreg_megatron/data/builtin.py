@@ -75,7 +75,7 @@ def ensure_builtin_corpus(
     """
     from filelock import FileLock
 
-    directory = Path(directory).absolute()
+    directory = Path(directory).resolve()  # what a link leads to is what is replaced
     roots = library_roots() if roots is None else [Path(root) for root in roots]
     fingerprint = _fingerprint(roots, vocab_size)
     found, why = _existing(directory, fingerprint)
