@@ -588,8 +588,8 @@ def launches_of_a_log_step() -> list[float]:
 TRIAL, LAUNCHES = "simreg_megatron/comparison.py", "tests/unit/test_launches.py"
 VERIFY = "simreg_megatron/checkpoint/verify.py"
 STATED = (
-    states(OBJECTIVES, "stay alive: {} MiB of them at a time (on a GPU {})", "simreg_megatron/parallel/truncated_head.py",
-           r'_SLAB = {"cpu": (\d+) << 20, "cuda": (\d+) << 20}'),
+    states(OBJECTIVES, "stay alive: {} MiB of them at a time (on a GPU {})",
+           "simreg_megatron/parallel/truncated_head.py", r'_SLAB = {"cpu": (\d+) << 20, "cuda": (\d+) << 20}'),
     states("docs/support.md", "logits of Megatron's model to {} |", VERIFY, r"LOGIT_TOLERANCE = ([\d.e-]+)"),
     states("docs/checkpoints.md", "further away than {} of the logits' standard deviation", VERIFY,
            r"LOGIT_TOLERANCE = ([\d.e-]+)"),
