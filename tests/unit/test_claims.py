@@ -66,7 +66,7 @@ def test_twice_the_tokens_with_a_lower_simreg_loss_refute_the_plateau() -> None:
     tables = {"plateau": table_where(plan, "cross-entropy", "cross-entropy-50", -0.08, "simreg_loss")}
     ((word, verdict),) = claims.verdicts_of(claimed, tables)
     assert word == "Did not hold, the opposite was seen"
-    assert claims._seen((word, verdict)).startswith(
+    assert claims._seen(verdict, set()).startswith(
         "cross-entropy with twice the tokens leaves a lower SimReg loss: held, -0.080 ("
     ), "the plan's own claim held"
 
@@ -74,5 +74,7 @@ def test_twice_the_tokens_with_a_lower_simreg_loss_refute_the_plateau() -> None:
 def test_the_line_of_an_experiment_under_way_says_so(tmp_path: Path) -> None:
     plan = read_plan("chunks")
     claimed = next(each for each in OF_THE_PAPER if each.experiment == "chunks")
-    told, seen = claims._found(claimed, {"chunks": table_where(plan, "chunk-64", "whole", -1.0, "validation_loss")})
+    told, seen = claims._found(
+        claimed, {"chunks": table_where(plan, "chunk-64", "whole", -1.0, "validation_loss")}, set()
+    )
     assert told == "not tested yet" and "conditions unmet" in seen
