@@ -137,7 +137,7 @@ def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool,
     dataset = open_dataset(plan.data)
     entries = _entries(plan, dataset, store, quick, dry_run=dry_run)
     runs = distinct(entries)
-    _introduce(plan)
+    _introduce(plan, quick=quick)
     if not dry_run:
         store.refuse_to_lose(plan.name, entries)
     left = [run for run in runs if store.result(run) is None]
@@ -168,7 +168,7 @@ def _submit_plan(plan: Plan, store: Store, site: Path, *, quick: bool) -> Standi
     dataset = open_dataset(plan.data)
     entries = _entries(plan, dataset, store, quick)
     runs = distinct(entries)
-    _introduce(plan)
+    _introduce(plan, quick=quick)
     console.print(f"{len(runs)} runs of {sum(map(tokens_of, runs)) / 1e6:.1f} million tokens in all")
     standing = run_on_cluster(runs, store, dataset, site=site.absolute())
     store.write_tables(plan, entries)
@@ -177,11 +177,20 @@ def _submit_plan(plan: Plan, store: Store, site: Path, *, quick: bool) -> Standi
     return standing
 
 
-def _introduce(plan: Plan) -> None:
+def _introduce(plan: Plan, *, quick: bool) -> None:
+    from simreg_megatron.reproduce.check import FEWEST_SEEDS
+
     console.print(f"[bold]{plan.name}[/bold]: {escape(plan.question)}")
     for claim in plan.claims:
         than = claim.than if claim.times == 1 else f"{claim.times:g} times {claim.than}"
         console.print(f"  claim: {claim.says} ({claim.metric} of {claim.arm} against {than})", markup=False)
+    few = [size for size in plan.sizes if plan.claims and plan.seeds_at(size) < FEWEST_SEEDS and not quick]
+    if few:
+        console.print(
+            f"Note: with fewer than {FEWEST_SEEDS} seeds there will be no verdict, and size {few[0]} has "
+            f"{plan.seeds_at(few[0])}",
+            markup=False,
+        )
 
 
 def _entries(plan: Plan, dataset: Dataset, store: Store, quick: bool, *, dry_run: bool = False) -> list[Entry]:

@@ -36,10 +36,11 @@ def search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for entry in entries:
         best = {"cross-entropy": 3, "simreg": 5}[entry.arm]
         loss = 4.0 + abs(entry.trial - best)
+        curve = [(entry.run.steps, loss)]
         store.run_folder(entry.run).mkdir(parents=True)
         store.keep(
             entry.run,
-            {"status": DONE, "validation_loss": loss, "curves": {"validation_loss": [(entry.run.steps, loss)]},
+            {"status": DONE, "validation_loss": loss, "curves": {"validation_loss": curve, "train_loss": curve},
              "version": "0", "commit": "0"},
         )  # fmt: skip
     store.write_tables(plan, entries)
@@ -77,6 +78,11 @@ def test_its_best_settings_are_taken_over(own_text: Dataset, search: Path, tmp_p
         for flag, value in plan.arm(name).trials_of(64)[best - 1].items():
             assert f"--{flag} {value} " in f"{runs[arm]} "
     assert not (tmp_path / "out").exists(), "a dry run writes nothing"
+    assert (
+        "fewer than 3 seeds there will be no verdict, and size tiny has 1"
+        in run_tiny(tmp_path / "out", "--seeds", "1", "--dry-run").output
+    )
+    assert "no verdict" not in run_tiny(tmp_path / "out", "--seeds", "3", "--dry-run").output
     assert "3 runs of 12.3 million tokens in all; 3 are left, and how long they take here is measured before" in said
 
 
