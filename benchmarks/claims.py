@@ -70,6 +70,8 @@ BEYOND_THE_PAPER = (
     Claimed("states of rare labels become longer or shorter", "ours", "histogram", (2,)),
     Claimed("SimReg is needed after the first half of the training", "ours", "schedule", (0,)),
     Claimed("SimReg in the first quarter alone is a gain", "ours", "schedule", (1,)),
+    Claimed("... also at width 96", "ours", "early", (0,)),
+    Claimed("... and a larger one there than SimReg throughout", "ours", "early", (1,)),
     Claimed("a lambda that falls to 0 ends like one that stays", "ours", "schedule", refuting=(2,)),
     Claimed("AdaGC is better than the global clip", "ours", "clipping", (0, 1)),
     Claimed("the plugin costs no time where it is off", "ours", "runtime", refuting=(2,)),
