@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -328,12 +329,21 @@ def _tell(settings: Settings, found: Findings, console: Console, seconds: float)
     console.print()
     say(console, report.compare_validation(*found.summaries), style="bold")
     say(console, "The baseline was not tuned. Tuned ones, with more seeds (docs/evidence.md):")
-    for verdict in headlines(EVIDENCE):
-        say(console, f"- {verdict.sentence}")
+    for claim, verdicts in groupby(headlines(EVIDENCE), key=lambda verdict: verdict.claim.says):
+        say(console, f"- {claim}: {'; '.join(map(_of_one_size, verdicts))}.")
     console.print()
     say(console, f"In {settings.output}: {PAGE} (all on one page), {CURVES}, {HEATMAPS}, {RESULT}, each run's log.")
     say(console, f"It took {duration(seconds)}. To see what SimReg would wrap in your own training:")
     console.print("  .venv/bin/simreg-megatron doctor --script pretrain_gpt.py", markup=False, highlight=False)
+
+
+def _of_one_size(verdict: Verdict) -> str:
+    low, high = verdict.interval
+    seeds = f"{verdict.numbers[0]} and {verdict.numbers[1]} seeds"
+    return (
+        f"{verdict.word[0].lower()}{verdict.word[1:]} at width {verdict.place.size} "
+        f"({verdict.difference:+.3f} {verdict.unit}, {low:+.3f} to {high:+.3f}, {seeds})"
+    )
 
 
 def headlines(folder: Path) -> Iterator[Verdict]:

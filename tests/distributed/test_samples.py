@@ -160,7 +160,7 @@ def check_predictions(number: int, layout: ShardLayout) -> None:
     kept.wants_geometry = True
     kept._sums = torch.zeros(slots.NUMBER, dtype=torch.float64)
     kept.observe_predictions(model, rows, 2 * rows, pick(given["labels"], held), pick(given["valid"], held), shard)
-    quantiles = kept._margin_quantiles(dist.group.WORLD, reset=True)
+    quantiles = kept._margin_quantiles(dist.group.WORLD)
     dist.all_reduce(kept._sums)
 
     places = torch.arange(0, LENGTH, 2)

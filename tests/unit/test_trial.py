@@ -285,7 +285,7 @@ def test_before_the_first_step(
         form_trial.settle(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
         assert shapes[-1].dtype == dtype, "the final norm ends the wide residual stream"
     empty = torch.nn.Module()
-    empty.config = model().config
+    empty.config, empty.pg_collection = model().config, model().pg_collection
     form_trial.settle(config, [empty, model()], 4, 512)  # a stage without layers
 
 
