@@ -279,10 +279,14 @@ def scatter_of_the_horizon() -> list[float]:
     ]
 
 
+def judged_at(size: int, experiment: str) -> list[verdict.Verdict]:
+    """The verdicts on an experiment's claims at a size, in their order."""
+    table = read_tables(claims.FOLDER)[experiment]
+    return [found for found in verdict.judge(table.plan, table.rows) if found.place.size == f"{size}"]
+
+
 def p_value_at(size: int, claim: int) -> list[float]:
-    table = read_tables(claims.FOLDER)["convergence"]
-    judged = [found for found in verdict.judge(table.plan, table.rows) if found.place.size == f"{size}"]
-    return [judged[claim].p_value]
+    return [judged_at(size, "convergence")[claim].p_value]
 
 
 def lead_half_way() -> list[float]:
@@ -314,8 +318,7 @@ def against_all_seeds(experiment: str, arm: str) -> list[float]:
 
 
 def p_values_of_labels() -> list[float]:
-    table = read_tables(claims.FOLDER)["labels"]
-    return [found.p_value for found in verdict.judge(table.plan, table.rows)[:2]]
+    return [found.p_value for found in judged_at(64, "labels")[:2]]
 
 
 def ends(experiment: str, arm: str, metric: str = "validation_loss", size: int = 64) -> list[float]:
@@ -379,8 +382,7 @@ def decided(page: str, sentence: str, experiment: str, *places: int, numbers: in
     first."""
 
     def values() -> list[float]:
-        table = read_tables(claims.FOLDER)[experiment]
-        judged = [found for found in verdict.judge(table.plan, table.rows) if found.place.size == f"{size}"]
+        judged = judged_at(size, experiment)
         return [number for place in places for number in size_of(judged[place])[:numbers]]
 
     return Figure(page, sentence, runs_of(experiment), values)
