@@ -30,3 +30,16 @@ def random_tokens(
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     return embeddings, torch.randint(num_labels, shape[:2], generator=generator)
+
+
+class One:
+    """A process group of one rank; or of more, where only their number matters."""
+
+    def __init__(self, size: int = 1) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0

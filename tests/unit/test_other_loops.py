@@ -15,23 +15,11 @@ from torch import Tensor, nn
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.plugin import compat, installation, model_hooks, other_loops, refusals
+from tests.helpers.fixtures import One
 
 pytestmark = pytest.mark.megatron
 
 WIDTH, LENGTH = 8, 6
-
-
-class One:
-    """A process group of so many ranks."""
-
-    def __init__(self, size: int = 1) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return 0
 
 
 class Model(nn.Module):

@@ -20,21 +20,9 @@ from simreg_megatron.plugin import regularizer as regularizer_module
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.learnable import Scalars
+from tests.helpers.fixtures import One
 
 BATCH, LENGTH, WIDTH = 2, 12, 8
-
-
-class One:
-    """A process group of one rank; or of more, where only their number matters."""
-
-    def __init__(self, size: int = 1) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return 0
 
 
 MODEL = SimpleNamespace(
