@@ -34,7 +34,7 @@ def prepare(
         list[str],
         typer.Argument(
             help=".jsonl, .jsonl.gz, .jsonl.zst, .parquet and .txt files (a .txt is one document), folders of them, "
-            "hf:NAME[:CONFIGURATION] of the Hub, or c4 (allenai/c4, en); the last two use the network"
+            "hf:NAME[:CONFIGURATION][@REVISION] of the Hub, or c4 (allenai/c4, en); the last two use the network"
         ),
     ],
     out: _Out,

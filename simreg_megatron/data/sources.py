@@ -167,10 +167,15 @@ class TextFiles:
 
 @dataclass(frozen=True)
 class HubFile:
-    """One file of a data set of the Hub, as `datasets` counts them: streamed, never stored whole."""
+    """One file of a data set of the Hub, as `datasets` counts them: streamed, never stored whole.
+
+    Attributes:
+        revision: the commit that all files of the set are read at, whatever happens to the set meanwhile.
+    """
 
     source: str
     split: str
+    revision: str
     index: int
     count: int
     size = 1
@@ -198,7 +203,8 @@ class HubFile:
 
     def _rows(self) -> Iterator[Any]:
         try:
-            yield from open_hub(self.source, self.split).shard(num_shards=self.count, index=self.index)
+            stream, _ = open_hub(self.source, self.split, self.revision)
+            yield from stream.shard(num_shards=self.count, index=self.index)
         except DataError:
             raise
         except Exception as error:  # the network's, of many kinds
@@ -208,20 +214,25 @@ class HubFile:
             ) from None
 
     def identity(self) -> dict[str, Any]:
-        return {"name": self.name}
+        return {"name": self.name, "revision": self.revision}
 
 
-def open_hub(source: str, split: str) -> Any:
-    """The stream of `hf:NAME` or `hf:NAME:CONFIGURATION`.
+def open_hub(source: str, split: str, revision: str = "") -> tuple[Any, str]:
+    """The stream of `hf:NAME` or `hf:NAME:CONFIGURATION`, and the commit of the Hub that it is read at.
+
+    Args:
+        revision: a commit, branch or tag; empty for the newest.
 
     Raises:
         DataError: it is not there, or cannot be reached.
     """
     name, _, configuration = source.removeprefix(HUB).partition(":")
     try:
-        from datasets import load_dataset
+        import datasets
 
-        return load_dataset(name, configuration or None, split=split, streaming=True)
+        datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # releases before 4 would ask whether to run a set's code
+        builder = datasets.load_dataset_builder(name, configuration or None, revision=revision or None)
+        return builder.as_streaming_dataset(split=split), str(builder.hash)
     except ImportError:
         raise DataError("data sets of the Hub need the datasets library: pip install datasets") from None
     except Exception as error:  # of many kinds: the network's, the Hub's, the library's own
@@ -249,8 +260,9 @@ def find_inputs(
         if source == C4 and not Path(source).exists():
             source = f"{HUB}allenai/c4:en"
         if source.startswith(HUB):
-            count = open_hub(source, split).num_shards
-            inputs += [HubFile(source, split, index, count) for index in range(count)]
+            source, _, revision = source.partition("@")
+            stream, commit = open_hub(source, split, revision)
+            inputs += [HubFile(source, split, commit, index, stream.num_shards) for index in range(stream.num_shards)]
             continue
         path = Path(source)
         if not path.is_dir() and not path.is_file():

@@ -22,7 +22,7 @@ class Task:
     """What is asked for.
 
     Args:
-        sources: words as on the command line: files, folders, `hf:NAME[:CONFIGURATION]`, `c4`.
+        sources: words as on the command line: files, folders, `hf:NAME[:CONFIGURATION][@REVISION]`, `c4`.
         output: folder of the set.
         tokenizer: a sentencepiece .model file, or a Hugging Face folder or name.
         valid_sources: for the validation set alone; without them it is `valid_share` of the documents.

@@ -35,6 +35,7 @@ def local_datasets(folder: Path | None, *, offline: bool) -> Iterator[None]:
     """
     import datasets
 
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # releases before 4 would ask whether to run a set's code
     original = datasets.load_dataset
 
     @functools.wraps(original)

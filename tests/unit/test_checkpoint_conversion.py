@@ -339,6 +339,14 @@ def test_symbols_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
         exported(replace(DENSE, vocabulary=500), tmp_path, tokenizer=open_tokenizer(tmp_path / "t.model"))
 
 
+def test_tokens_added_to_a_sentencepiece_model_are_not_dropped(sentencepiece_model: Path, tmp_path: Path) -> None:
+    shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
+    assert open_tokenizer(tmp_path).size == open_tokenizer(sentencepiece_model).size
+    (tmp_path / "added_tokens.json").write_text('{"<|turn|>": 500}')
+    with pytest.raises(CheckpointError, match=r"adds tokens \(added_tokens\.json\) to its tokenizer\.model"):
+        open_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("content", [None, b"", b"not a model"])
 def test_what_is_no_tokenizer_is_refused(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -372,6 +373,37 @@ def test_the_hub_is_streamed(folder: Path, tokenizer: Path, tmp_path: Path, here
     make(tmp_path / "files", folder / "a.jsonl", tokenizer=tokenizer)
     assert manifest is not None and manifest["documents"]["train"] == 100
     assert (tmp_path / "out" / "train.bin").read_bytes() == (tmp_path / "files" / "train.bin").read_bytes()
+
+
+def test_the_hub_is_read_at_one_commit(
+    tokenizer: Path, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hub's newest commit is found once; a later command is refused unless it names the one of the first."""
+    import datasets
+
+    hub, asked, newest = tmp_path / "hub", [], ["a" * 40]
+    hub.mkdir()
+    for number in range(2):
+        (hub / f"train-{number}.jsonl").write_bytes(lines(TEXTS[number * 50 : number * 50 + 50]))
+    build = datasets.load_dataset_builder
+
+    def at(name: str, *rest: Any, revision: str | None = None) -> Any:
+        asked.append(revision)
+        builder = build(name, *rest)
+        builder.hash = revision or newest[0]
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", at)
+    task = Task([f"hf:{hub}"], tmp_path / "out", str(tokenizer), block_bytes=BLOCK)
+    manifest = prepare.prepare(task)
+    assert manifest is not None
+    assert {one["revision"] for one in manifest["settings"]["train_sources"]} == {"a" * 40}
+    assert asked == [None, *["a" * 40] * (len(asked) - 1)] and len(asked) > 1
+    newest[0] = "b" * 40
+    with pytest.raises(DataError, match=f'"revision": "{"a" * 40}"}} then'):
+        prepare.prepare(task)
+    again = prepare.prepare(replace(task, sources=[f"hf:{hub}@{'a' * 40}"]))
+    assert again == manifest
 
 
 # --- Stopped at any moment -------------------------------------------------------------------------
