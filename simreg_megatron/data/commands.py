@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`simreg-megatron data`: prepare, merge, tokenizer, corpus-large, histogram."""
+"""`simreg-megatron data`: prepare, merge, tokenizer, corpus-builtin, corpus-large, histogram."""
 
 from __future__ import annotations
 
@@ -164,6 +164,18 @@ def make_tokenizer(
             raise DataError(f"{output} already exists: give another --output, or remove it")
         ensure_trained(find_inputs(sources), output, vocab_size=vocab_size, key=key, tell=_say)
         print(output)
+
+
+@app.command()
+def corpus_builtin(out: Annotated[Path, typer.Option(help="folder of the set")] = Path("data/builtin")) -> None:
+    """The documentation of the Python libraries on this machine, as the demo trains on it: another text elsewhere."""
+    with one_sentence(stopped=_STOPPED):
+        from simreg_megatron.data import ensure_builtin_corpus
+
+        corpus = ensure_builtin_corpus(out)
+        for side, tokens in corpus.manifest["tokens"].items():
+            print(f"{out / side}: {tokens:,} tokens")
+        print(f"{corpus.manifest_path} tells the rest.")
 
 
 @app.command()

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from functools import partial
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from simreg_megatron.data import DataError, check_dataset, ensure_builtin_corpus
+from simreg_megatron.data.commands import app
 from simreg_megatron.data.corpus import read_documents
 
 SENTENCE = "This function number {i} of module {m} returns the sorted list of words that it was given by the caller. "
@@ -154,6 +157,17 @@ def test_too_little_text_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="too little documentation"):
         ensure_builtin_corpus(tmp_path / "c", roots=[tmp_path / "empty"], progress=False)
     assert not (tmp_path / "c").exists()
+
+
+def test_the_command_builds_it(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = partial(ensure_builtin_corpus, vocab_size=400, roots=[library])
+    monkeypatch.setattr("simreg_megatron.data.ensure_builtin_corpus", small)
+    result = CliRunner().invoke(app, ["corpus-builtin", "--out", str(tmp_path / "c")])
+    tokens = json.loads((tmp_path / "c/manifest.json").read_text())["tokens"]
+    assert result.exit_code == 0 and f"train: {tokens['train']:,} tokens" in result.stdout
+    (tmp_path / "file").write_text("in the way")
+    refused = CliRunner().invoke(app, ["corpus-builtin", "--out", str(tmp_path / "file/c")])
+    assert refused.exit_code == 2 and refused.stderr.startswith("error: the built-in corpus cannot be written to")
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
