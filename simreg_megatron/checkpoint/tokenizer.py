@@ -80,8 +80,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
             if (path / "tokenizer.model").is_file():
                 if (path / "added_tokens.json").is_file():
                     raise CheckpointError(
-                        f"{path} adds tokens (added_tokens.json) to its tokenizer.model, and they would be lost: load and "
-                        "save it with transformers, and give the folder with the tokenizer.json that this writes"
+                        f"{path} adds tokens (added_tokens.json) to its tokenizer.model, and they would be lost: load "
+                        "and save it with transformers, and give the folder with the tokenizer.json that this writes"
                     )
                 return open_tokenizer(path / "tokenizer.model")
             raise CheckpointError(f"{path} holds no tokenizer: give a folder with tokenizer.json, or a .model file")

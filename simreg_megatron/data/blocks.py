@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from simreg_megatron.data.indexed import DataError
+
+Wanted = Callable[[int], bool]
+"""Whether the block of this number is asked for: those that are done already, or another's, are passed over."""
 
 
 class Record(NamedTuple):

@@ -15,20 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from simreg_megatron.data.blocks import Block, FilesBlock, LinesBlock, RowsBlock, TextsBlock, open_parquet
+from simreg_megatron.data.blocks import Block, FilesBlock, LinesBlock, RowsBlock, Wanted, open_parquet
 from simreg_megatron.data.compressed import decompressed
 from simreg_megatron.data.folders import hash_of_ends, kind_of, walk
+from simreg_megatron.data.hub import HUB, HubFile, open_hub
 from simreg_megatron.data.indexed import DataError
 from simreg_megatron.data.settings import ENDS
 
-HUB = "hf:"
 C4 = "c4"
 _MOST_READ = 64  # files of text whose ends tell a source from another
 _LINE, _RATIO = 8 << 20, 10  # a longer line may stand for so many times its bytes; English comes to 3 or 4
 _KINDS = "a .jsonl (also .jsonl.gz, .jsonl.zst), .parquet or .txt file, a folder of them, hf:NAME, or c4"
-
-Wanted = Callable[[int], bool]
-"""Whether the block of this number is asked for: those that are done already, or another's, are passed over."""
 
 
 class Input(Protocol):
@@ -163,83 +160,6 @@ class TextFiles:
         some = self.paths[:: -(-len(self.paths) // _MOST_READ)]
         facts = {"name": self.name, "files": len(self.paths), "bytes": self.size, "listing_sha256": digest}
         return facts | {ENDS: hash_of_ends(some)}
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """One file of a data set of the Hub, as `datasets` counts them: streamed, never stored whole.
-
-    Attributes:
-        revision: the commit that all files of the set are read at, whatever happens to the set meanwhile.
-    """
-
-    source: str
-    split: str
-    revision: str
-    index: int
-    count: int
-    size = 1
-    shared = False
-    files = ()
-
-    @property
-    def name(self) -> str:
-        return f"{self.source} {self.split} {self.index + 1}/{self.count}"
-
-    def blocks(self, size: int, wanted: Wanted) -> Iterator[Block]:
-        number = length = 0
-        rows: list[Any] = []
-        first = 1
-        for row in self._rows():
-            if length >= size:
-                if wanted(number):
-                    yield TextsBlock(number, False, 0, self.name, tuple(rows), first)
-                first += len(rows)
-                number, length, rows = number + 1, 0, []
-            rows.append(row)
-            length += sum(len(value) for value in row.values() if isinstance(value, str))
-        if wanted(number):
-            yield TextsBlock(number, True, self.size, self.name, tuple(rows), first)
-
-    def _rows(self) -> Iterator[Any]:
-        try:
-            stream, _ = open_hub(self.source, self.split, self.revision)
-            yield from stream.shard(num_shards=self.count, index=self.index)
-        except DataError:
-            raise
-        except Exception as error:  # the network's, of many kinds
-            raise DataError(
-                f"the stream of {self.name} broke off ({type(error).__name__}: {' '.join(str(error).split())}): give "
-                "the same command again, and it resumes in this file"
-            ) from None
-
-    def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "revision": self.revision}
-
-
-def open_hub(source: str, split: str, revision: str = "") -> tuple[Any, str]:
-    """The stream of `hf:NAME` or `hf:NAME:CONFIGURATION`, and the commit of the Hub that it is read at.
-
-    Args:
-        revision: a commit, branch or tag; empty for the newest.
-
-    Raises:
-        DataError: it is not there, or cannot be reached.
-    """
-    name, _, configuration = source.removeprefix(HUB).partition(":")
-    try:
-        import datasets
-
-        datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # releases before 4 would ask whether to run a set's code
-        builder = datasets.load_dataset_builder(name, configuration or None, revision=revision or None)
-        return builder.as_streaming_dataset(split=split), str(builder.hash)
-    except ImportError:
-        raise DataError("data sets of the Hub need the datasets library: pip install datasets") from None
-    except Exception as error:  # of many kinds: the network's, the Hub's, the library's own
-        raise DataError(
-            f"{source} ({split}) cannot be opened ({type(error).__name__}: {' '.join(str(error).split())}): check "
-            f"the name and the network, or download its files and name the folder"
-        ) from None
 
 
 def find_inputs(
