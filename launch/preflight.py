@@ -13,10 +13,12 @@ import difflib
 import io
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from simreg_megatron import SimRegConfig
 
 _OWN = ("--simreg-", "--adagc")
+_OLDEST = (0, 19)
 # With one of these, stages hold unequal numbers of layers, as Megatron itself shares them out.
 _UNEVEN_STAGES = {
     "--decoder-first-pipeline-num-layers",
@@ -221,8 +224,10 @@ def check_with_megatron(
         What Megatron says against flags that go together badly.
 
     Raises:
-        LaunchError: Megatron has no such flag, or the flag takes no such value.
+        LaunchError: Megatron has no such flag, or the flag takes no such value; or the installed one is too old.
     """
+    if tree is None:
+        _check_release()
     use_tree(tree)
     with contextlib.nullcontext() if trains else _silence():
         parser = _megatrons_parser()
@@ -241,6 +246,18 @@ def check_with_megatron(
     if objection is None:
         _check_own_combinations(flags, args)
     return objection
+
+
+def _check_release() -> None:
+    """See that the installed Megatron has the training loop that simreg_megatron/pretrain.py drives."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        version = metadata.version("megatron-core")
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
+            raise LaunchError(
+                f"the launch scripts drive the training loop of megatron-core 0.19, and {version} is installed: "
+                "pip install 'megatron-core>=0.19.2,<0.20', or set MEGATRON_PATH to a source tree of your release, "
+                "whose pretrain_gpt.py runs then"
+            )
 
 
 def use_tree(tree: Path | None) -> None:

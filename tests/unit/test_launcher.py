@@ -809,3 +809,14 @@ class TestRecordsKeepNoSecrets:
     )
     def test_by_shape(self, text: str, kept: str) -> None:
         assert record.masked(text) == kept
+
+
+def test_a_release_without_the_training_loop_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(preflight, "_megatrons_parser", lambda: None)
+    monkeypatch.setattr(preflight.metadata, "version", {"megatron-core": "0.16.1"}.get)
+    with pytest.raises(LaunchError, match=r"megatron-core 0\.19, and 0\.16\.1 is installed: .* or set MEGATRON_PATH"):
+        preflight.check_with_megatron((), options=(), tree=None, trains=False, world_size=1)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert preflight.check_with_megatron((), options=(), tree=tmp_path, trains=False, world_size=1) is None
+    monkeypatch.setattr(preflight.metadata, "version", {"megatron-core": "0.20.0rc1"}.get)
+    assert preflight.check_with_megatron((), options=(), tree=None, trains=False, world_size=1) is None
