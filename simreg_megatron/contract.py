@@ -10,7 +10,7 @@ The loss that the loop reports must be the same number in both cases, bit for bi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +50,9 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
 
     Args:
         models: the model, or the list of model chunks on this rank, with or without Megatron's wrappers around them.
-        forward_backward: runs both passes without an optimizer step and returns the loss that your log would show, or
-            None on a rank without a loss. It must use the same data each time; the random state is reset for it.
+        forward_backward: runs both passes without an optimizer step and returns the loss that your log would show,
+            also in lists and dictionaries as Megatron's schedules do, or None on a rank without a loss. It must use the
+            same data each time; the random state is reset for it.
 
     Raises:
         ContractError: SimReg changes the reported loss, or no gradient; or two runs without SimReg differ.
@@ -84,6 +85,10 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     with other_loops.paused():
         loss_again = _run(models, forward_backward)
     repeats = _num(models) == len(without) and all(map(torch.equal, without, _gradients(models)))
+    if not all(torch.isfinite(number).all() for number in _numbers(loss_without)):
+        raise ContractError(
+            f"the loop reports {loss_without} without SimReg, so nothing can be compared: mend that first"
+        )
     if not (repeats and _same(loss_without, loss_again)):
         raise ContractError(
             "two runs of the same step without SimReg gave different results: forward_backward must use the same data "
@@ -112,8 +117,7 @@ def _run(models: Any, forward_backward: Callable[[], Any]) -> Any:
     """The loss that the loop reports."""
     _clear(models)
     with other_loops.random_numbers_of_before():
-        loss = forward_backward()
-    return loss.detach().clone() if isinstance(loss, Tensor) else loss
+        return _kept(forward_backward())
 
 
 def _gradients(models: Any) -> Iterator[Tensor]:
@@ -146,7 +150,28 @@ def _norm(tensor: Tensor) -> float:
     return math.sqrt(sum(float(part.double().square().sum()) for part in tensor.flatten().split(_AT_ONCE)))
 
 
+def _kept(loss: Any) -> Any:
+    """A copy of what the loop reports: a number, a tensor, None, or any of these in lists and dictionaries."""
+    if isinstance(loss, Mapping):
+        return {name: _kept(part) for name, part in loss.items()}
+    if isinstance(loss, list | tuple):
+        return [_kept(part) for part in loss]
+    return loss.detach().clone() if isinstance(loss, Tensor) else loss
+
+
+def _numbers(loss: Any) -> Iterator[Tensor]:
+    if isinstance(loss, Mapping | list):
+        for part in loss.values() if isinstance(loss, Mapping) else loss:
+            yield from _numbers(part)
+    elif isinstance(loss, Tensor | int | float):
+        yield torch.as_tensor(loss)
+
+
 def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_same(first[name], second[name]) for name in first)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_same, first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.equal(first, second)
     return bool(first == second)

@@ -56,7 +56,7 @@ def parts_of(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
         temperature = own.pop("temperature", _shared_temperature(config, objective, list(weights)))
         record = objectives.find(objective)
         given: dict[str, Any] = {"objective": objective, "lambda_": weight}
-        given["objective_options"] = checked_options(record, own.items())
+        given["objective_options"] = checked_options(record, own)
         idle = record.idle_settings(dict(given["objective_options"]))
         rest = _defaults(config).keys() - given.keys() - {"temperature", *idle}
         shared: dict[str, Any] = {name: getattr(config, name) for name in rest}

@@ -89,4 +89,8 @@ def checked_layers(value: object) -> tuple[int | str, ...]:
             numbers.add(int(text))
         else:
             raise ValueError(f"SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not {text!r}")
+    if not (numbers or final):
+        raise ValueError(
+            "SimReg layers must name at least one state: final, or layer numbers from 1 such as 12,24,final"
+        )
     return (*sorted(numbers), *(("final",) if final else ()))

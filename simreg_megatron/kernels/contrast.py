@@ -40,8 +40,12 @@ it; the other one is here from the start, as torch.compile traces no import."""
 
 
 def form_named(impl: str) -> Form:
+    """ValueError where it needs a Triton that is not here."""
     if impl not in FORMS:
-        importlib.import_module(MODULES[impl])
+        try:
+            importlib.import_module(MODULES[impl])
+        except ModuleNotFoundError as error:
+            raise ValueError(f"impl {impl} needs {error.name}, which is not installed: use tiled") from error
     return FORMS[impl]
 
 

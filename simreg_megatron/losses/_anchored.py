@@ -47,7 +47,13 @@ def anchored_terms(
         for block in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
             # As in SimReg, a row that is not finite must show even where it meets nobody.
             doubt = block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
-            parts.append(by_sequence(block_terms(block) + doubt, labels.shape[0]))
+            terms = block_terms(block)
+            if terms.shape != doubt.shape:
+                raise ValueError(
+                    f"the terms of a block must be one for each anchor, {list(doubt.shape)}, not {list(terms.shape)}: "
+                    "spread a chunk's loss over its tokens"
+                )
+            parts.append(by_sequence(terms + doubt, labels.shape[0]))
     if not parts:
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
     return torch.cat(parts, dim=1)

@@ -185,7 +185,8 @@ def fold(tokens: Tensor, length: int, fill: float) -> Tensor:
 
 def unfold(tokens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
     """[m, p] -> [b, n]: undo `fold` and drop the filling."""
-    return by_sequence(tokens, num_sequences)[:, :num_tokens]
+    length = max(tokens.shape[1], 1)
+    return tokens.reshape(num_sequences, -(-num_tokens // length) * length)[:, :num_tokens]
 
 
 def joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from simreg_megatron.kernels.precision import no_autocast
+from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._chunks import as_batch, check_device, check_tokens
 from simreg_megatron.losses._prefixes import default_prefixes
 
@@ -50,10 +50,11 @@ def prefixes_ce_loss(
     if outside:
         raise ValueError(f"a prefix must be from 1 to {width} features of {width}, got {outside[0]}.")
     counts = (labels >= 0) if valid is None else valid & (labels >= 0)
-    rows, targets = embeddings.flatten(0, 1).to(weight.dtype), labels.masked_fill(~counts, -100).flatten()
+    rows = embeddings.masked_fill(~counts.unsqueeze(-1), 0.0).flatten(0, 1).to(weight.dtype)
+    targets = labels.long().masked_fill(~counts, -100).flatten()
     with no_autocast(rows.device.type):
         losses = [
-            _sum(functional.linear(rows[:, :prefix], weight[:, :prefix], bias), targets)
+            _sum(product(rows[:, :prefix], weight[:, :prefix].mT) + (0.0 if bias is None else bias), targets)
             for prefix in prefixes or default_prefixes(width)
         ]
     return torch.stack(losses).mean() / counts.sum().clamp(min=1)

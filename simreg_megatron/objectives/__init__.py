@@ -42,6 +42,17 @@ def _brought() -> dict[str, importlib.metadata.EntryPoint]:
     return {name: found[name] for name in sorted(found.keys() - BUILT_IN.keys())}
 
 
+def _refuse_namesakes(name: str) -> None:
+    """Which of two packages would be meant depends on the import path."""
+    points = [point for point in importlib.metadata.entry_points(group=GROUP) if point.name == name]
+    if len({point.value for point in points}) + (name in BUILT_IN) > 1:
+        packages = " and ".join(point.dist.name if point.dist else point.value for point in points)
+        raise ValueError(
+            f"SimReg objective {name} is brought by {packages}{', and is one of its own' if name in BUILT_IN else ''}: "
+            "uninstall one of these packages, or rename its objective"
+        )
+
+
 def names() -> tuple[str, ...]:
     """Of all objectives; "none" comes last."""
     return (*(name for name in BUILT_IN if name != "none"), *_brought(), "none")
@@ -54,6 +65,7 @@ def find(name: str) -> Objective:
     Raises:
         ValueError: there is none of this name, or a package's own is not what it should be.
     """
+    _refuse_namesakes(name)
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name not in _brought():
@@ -71,4 +83,8 @@ def find(name: str) -> Objective:
             f"SimReg objective {name} comes from {point.value}, which is not an Objective of that name but "
             f"{getattr(record, 'name', type(record).__name__)!r}"
         )
+    try:
+        record.refuse_faults()
+    except Exception as error:
+        raise ValueError(f"SimReg objective {name} comes from {point.value}, which is wrong: {error}") from error
     return record

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from simreg_megatron.objectives.record import Objective, OptionKind
 
@@ -13,9 +15,24 @@ Pairs = tuple[tuple[str, str | float], ...]
 
 
 def words(value: object) -> list[tuple[str, object]]:
-    """Options given as pairs, or as text: "form=supcon_out,self_positive=never"."""
-    found = [word.partition("=")[::2] for word in value.split(",") if word] if isinstance(value, str) else value
-    return [(_name(str(name)), setting) for name, setting in found]  # type: ignore[attr-defined]
+    """Options given as a mapping, as pairs, or as text: "form=supcon_out,self_positive=never".
+
+    Raises:
+        ValueError: they are none of these.
+    """
+    if isinstance(value, str):
+        found: list[Any] = [word.partition("=")[::2] for word in value.split(",") if word]
+    elif isinstance(value, Mapping):
+        found = list(value.items())
+    else:
+        found = list(value) if isinstance(value, list | tuple) else [value]
+    wrong = [pair for pair in found if not (isinstance(pair, list | tuple) and len(pair) == 2)]
+    if wrong:
+        raise ValueError(
+            'SimReg objective options must be a mapping, pairs, or text such as "form=supcon_out,self_positive=never", '
+            f"not {wrong[0]!r}"
+        )
+    return [(_name(str(name)), setting) for name, setting in found]
 
 
 def _name(word: str) -> str:

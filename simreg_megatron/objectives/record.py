@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -11,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 OptionKind = tuple[str, ...] | int | float | str
-"""A tuple of words to choose from, the default first; or the default number: an int takes whole numbers from 0 only,
-a float any number; or a default word that stands for whole numbers with slashes, such as 64/128."""
+"""A tuple of words to choose from, the default first, of which the terms are given the chosen one (True or False where
+they are "yes" and "no"); or the default number: an int takes whole numbers from 0 only, a float any number; or a
+default word that stands for whole numbers with slashes, such as 64/128."""
 Options = Mapping[str, str | float | bool]
 
 
@@ -163,6 +165,21 @@ class Objective:
         if kind is Kind.HEAD:
             names += ["layers", "placement"]
         return names if self.compares_in_chunks(options) else [*names, "chunk_size"]
+
+    def refuse_faults(self) -> None:
+        """Raise for what would end a run in its first step: terms that are not there, or do not take what they get."""
+        if not self.ways:
+            raise ValueError("it has no way to compute its terms (ways)")
+        for name, known in self.options.items():
+            if not (isinstance(known, str | int | float) or (isinstance(known, tuple) and known)):
+                raise ValueError(f"its option {name} has {known!r} where words or a default belong")
+        for kind, path in self.ways.items():
+            taken = inspect.signature(resolved(path)).parameters
+            given = {"temperature"} if self.temperature is not None else set()
+            given |= self.options.keys() - set(self.other_options)
+            anything = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+            if kind is Kind.PAIRS and not anything and given - taken.keys():
+                raise ValueError(f"{path} does not take {', '.join(sorted(given - taken.keys()))}")
 
     def terms(self, options: Options) -> Callable[..., Any]:
         """What computes them, imported."""

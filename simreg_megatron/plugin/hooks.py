@@ -29,7 +29,12 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
             refuse_idle_settings(config)
         _install(config)
     if models is not None:
-        other_loops.begin_run(models)
+        try:
+            other_loops.begin_run(models)
+        except BaseException:  # all of it or nothing
+            if before is None:
+                uninstall()
+            raise
 
 
 def _install(config: SimRegConfig | None) -> None:
@@ -38,6 +43,11 @@ def _install(config: SimRegConfig | None) -> None:
         raise compat.MegatronSeamError(
             f"megatron-core {compat.megatron_version()} has no megatron.training to parse the --simreg-* flags: call "
             "install(config=SimRegConfig(lambda_=...)), or put a Megatron-LM source tree on PYTHONPATH"
+        )
+    if config is None and compat.has_parsed_arguments() and not hasattr(compat.arguments(), "simreg_lambda"):
+        raise RuntimeError(
+            "Megatron has parsed its flags already, without those of SimReg: call install() before, or pass the "
+            "settings, install(config=SimRegConfig(lambda_=...))"
         )
     models = compat.model_seams()
     wrappers = _around_models(models) + (_around_loop(parses_flags=config is None) if has_loop else [])
@@ -66,6 +76,8 @@ def uninstall() -> None:
     before = installation.installed()
     if before is not None:
         before.unwrap_all()
+        if before.clipping is not None:
+            before.clipping.detach()
         installation.keep(None)
         notices.forget()
 
@@ -85,6 +97,10 @@ def wrap_model(model_class: type) -> None:
             f"let it call Megatron's, {bypass.WAY_OUT}"
         )
     here.wrap(model_class, name, model_hooks.regularize)
+    if not issubclass(model_class, here.model_classes):
+        here.model_classes += (model_class,)
+        if "__init__" in vars(model_class):
+            here.wrap(model_class, "__init__", model_hooks.prepare)
 
 
 def _around_models(models: Any) -> Wrapped:

@@ -39,6 +39,7 @@ class Installation:
         """Handles of the hooks on models."""
         self._originals: list[tuple[Any, str, Any, Any]] = []
         self.model_classes: tuple[Any, ...] = ()
+        self._over = False
 
     def regularizer(self) -> Regularizer:
         """Made at first use: Megatron's flags are parsed by then."""
@@ -60,11 +61,17 @@ class Installation:
             self.wrap(seam.holder(), seam.name, wrapper)
 
     def wrap(self, holder: Any, name: str, wrapper: Wrapper) -> None:
-        """Once: nothing is done where it is wrapped already."""
+        """Once: nothing is done where it is wrapped already. Whoever keeps the wrapper has the original after
+        `uninstall()`."""
         if any(holder is known and name == of_it for known, of_it, _, _ in self._originals):
             return
         original = getattr(holder, name)
-        wrapped = functools.wraps(original)(wrapper(original))
+        with_simreg = wrapper(original)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return (original if self._over else with_simreg)(*args, **kwargs)
+
         setattr(holder, name, wrapped)
         self._originals.append((holder, name, original, wrapped))
 
@@ -78,6 +85,7 @@ class Installation:
         while self._originals:
             holder, name, original, _ = self._originals.pop()
             setattr(holder, name, original)
+        self._over = True
         while self.watches:
             self.watches.pop().remove()
 

@@ -14,6 +14,7 @@ from simreg_megatron.plugin import bypass, compat, installation
 from simreg_megatron.plugin.before_training import make_ready
 from simreg_megatron.plugin.loop_hooks import reduced_means
 from simreg_megatron.plugin.refusals import num_data_ranks, refuse_models, refuse_rows, refuse_settings, refuse_silence
+from simreg_megatron.weights import learnable
 
 
 def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
@@ -33,6 +34,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
             num_sequences=micro_batch_size,
             num_data_ranks=functools.partial(num_data_ranks, model),
         )
+        learnable.refuse_without(config, model)
         bypass.watch(model)
     make_ready(regularizer, chunks, compat.unwrapped(chunks)[0].config, micro_batch_size, seq_length)
 

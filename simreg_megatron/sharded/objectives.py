@@ -15,6 +15,7 @@ from torch import Tensor
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._anchored import anchored_terms
 from simreg_megatron.losses.sigmoid import with_heads
+from simreg_megatron.objectives.record import OptionKind
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.samples import Replicas
 from simreg_megatron.sharded.sequence import terms_of
@@ -54,7 +55,7 @@ def objective_terms(
 def _options(config: SimRegConfig) -> dict[str, Any]:
     """Those that the terms of pairs are given."""
     options: dict[str, Any] = {
-        name: _SWITCH.get(str(value), value)
+        name: _SWITCH.get(str(value), value) if _is_switch(config.record.options[name]) else value
         for name, value in config.options.items()
         if name not in config.record.other_options
     }
@@ -63,6 +64,10 @@ def _options(config: SimRegConfig) -> dict[str, Any]:
     if config.record.temperature is not None:
         options["temperature"] = config.tau
     return options
+
+
+def _is_switch(known: OptionKind) -> bool:
+    return isinstance(known, tuple) and set(known) == set(_SWITCH)
 
 
 def _of_pairs(config: SimRegConfig, views: list[View], block_terms: Any) -> Tensor:

@@ -66,17 +66,22 @@ def add_to(model: Any, modules: dict[str, dict[str, float]]) -> None:
             setattr(model, PREFIX + name, Scalars(start))
 
 
-def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """By name, in float32. Tensor-parallel ranks compute different anchors, so their gradients are summed."""
-    found = {}
+def refuse_without(config: SimRegConfig, model: Any) -> None:
+    """RuntimeError for a model of the last pipeline stage that lacks what the settings train."""
     for module, start in wanted(config).items():
-        own: Scalars | None = getattr(model, PREFIX + module, None)
-        if own is None:
+        if getattr(model, "post_process", True) and not hasattr(model, PREFIX + module):
             raise RuntimeError(
                 f"SimReg's {module} trains {' and '.join(start)}, but the model was built before SimReg was installed: "
                 "call install() earlier, or choose settings that train no scalars"
             )
-        scalars = own()
+
+
+def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """By name, in float32. Tensor-parallel ranks compute different anchors, so their gradients are summed."""
+    refuse_without(config, model)
+    found = {}
+    for module, start in wanted(config).items():
+        scalars = getattr(model, PREFIX + module)()
         for name in start:
             scalar = scalars[name]
             found[name] = scalar.float() if tensor_group is None else share_work(scalar, tensor_group)

@@ -73,12 +73,22 @@ def test_it_is_the_same_function_in_every_layout(package: Path) -> None:
 
 
 def test_a_record_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("broken", "no_such_module:X"), ("other", "os:sep"), ("named", "toy_named:TOY")):
+    brought = {
+        "broken": "no_such_module:X", "other": "os:sep", "named": "toy_named:TOY", "empty": "toy_named:EMPTY",
+        "lost": "toy_named:LOST", "cold": "toy_named:COLD", "creg": "toy_named:TOY",
+    }  # fmt: skip
+    for name, value in brought.items():
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[{objectives.GROUP}]\n{name} = {value}\n")
-    (tmp_path / "toy_named.py").write_text("from simreg_megatron.objectives import BUILT_IN\nTOY = BUILT_IN['creg']\n")
+    (tmp_path / "toy_named.py").write_text(
+        "from simreg_megatron.objectives import BUILT_IN, Kind, Objective\nTOY = BUILT_IN['creg']\n"
+        "EMPTY = Objective(name='empty', ways={}, asks='')\n"
+        "LOST = Objective(name='lost', ways={Kind.PAIRS: 'nope:terms'}, asks='')\n"
+        "COLD = Objective(name='cold', ways={Kind.PAIRS: 'toy_named:terms'}, asks='', temperature=0.1)\n"
+        "def terms(*, power): ...\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     for cached in (objectives.find, objectives._brought):
         cached.cache_clear()
@@ -89,6 +99,14 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             objectives.find("other")
         with pytest.raises(ValueError, match="which is not an Objective of that name but 'creg'"):
             objectives.find("named")
+        with pytest.raises(ValueError, match="which is wrong: it has no way to compute its terms"):
+            objectives.find("empty")
+        with pytest.raises(ValueError, match="which is wrong: No module named 'nope'"):
+            objectives.find("lost")
+        with pytest.raises(ValueError, match="toy_named:terms does not take temperature"):
+            objectives.find("cold")
+        with pytest.raises(ValueError, match="creg is brought by creg, and is one of its own: uninstall one"):
+            objectives.find("creg")
     finally:
         monkeypatch.undo()
         for cached in (objectives.find, objectives._brought):

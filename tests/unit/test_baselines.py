@@ -14,6 +14,7 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import cpretrain_loss, creg_loss, sce_loss, simcse_loss
+from simreg_megatron.losses._anchored import anchored_terms
 from simreg_megatron.losses._sequences import Pooled, pooled, two_views, whole_sequences
 from simreg_megatron.losses.similarity import unit_rows
 from simreg_megatron.objectives.cpretrain import LARGEST_SCALE
@@ -429,3 +430,15 @@ def test_settings_of_an_objective() -> None:
 def test_settings_without_effect_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         SimRegConfig(lambda_=1, **settings)
+
+
+def test_no_sequences_are_no_error() -> None:
+    loss = creg_loss(torch.zeros(0, 48, 32), torch.zeros(0, 48, dtype=torch.long))
+    assert loss == 0
+
+
+def test_terms_must_be_one_for_each_anchor() -> None:
+    """A single number would be added to every anchor, masked ones included."""
+    rows, labels = torch.randn(1, 6, 4), torch.arange(6)[None]
+    with pytest.raises(ValueError, match=r"one for each anchor, \[1, 6\], not \[\]"):
+        anchored_terms(lambda block: block.rows.sum(), rows, labels, labels >= 0)

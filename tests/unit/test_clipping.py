@@ -260,3 +260,12 @@ def test_the_schedulers_state_is_left_alone_without_adagc(capsys: pytest.Capture
     assert seen == [state] and not capsys.readouterr().out
     load(None, {**state, clipping.STATE_KEY: {}})
     assert "written with --adagc, and this run continues without it" in capsys.readouterr().out
+
+
+def test_megatron_clips_again_after_the_end() -> None:
+    made, optimizer = attached(["a"]), SimpleNamespace(get_grad_norm=lambda: 1.0, step_with_ready_grads=lambda: True)
+    before = dict(vars(optimizer))
+    made._wrap(optimizer)
+    assert vars(optimizer) != before
+    made.detach()
+    assert vars(optimizer) == before

@@ -38,6 +38,15 @@ from simreg_megatron.weights.learnable import wanted
         ({"temperature": "0.1"}, "SimReg temperature must be a number, not '0.1'"),
         ({"lambda_": 1, "off_after": "late"}, "SimReg off after must be a number, not 'late'"),
         ({"objective": 3}, "SimReg objective must be a word, not 3"),
+        ({"lambda_": 1, "layers": ()}, "SimReg layers must name at least one state"),
+        (
+            {"objective": "creg", "lambda_": 1, "objective_options": ("form",)},
+            "must be a mapping, pairs, or text .*'form'",
+        ),
+        (
+            {"objective": "creg", "lambda_": 1, "objective_options": None},
+            "must be a mapping, pairs, or text .* not None",
+        ),
         ({"objective": "simclr"}, "unknown SimReg objective 'simclr': choose from simreg, simcse, cpretrain"),
         ({"scope": "global"}, "unknown SimReg scope"),
         ({"similarity": "euclid"}, "unknown SimReg similarity"),
@@ -177,3 +186,8 @@ def test_numbers_of_numpy_are_taken_as_pythons() -> None:
     config = SimRegConfig(lambda_=1, chunk_size=np.int64(4), temperature=np.float64(0.25))
     assert (config.chunk_size, config.temperature) == (4, 0.25)
     assert (type(config.chunk_size), type(config.temperature)) == (int, float)
+
+
+def test_options_may_be_a_mapping() -> None:
+    by_text = SimRegConfig(objective="creg", lambda_=1, objective_options="form=supcon_out")
+    assert SimRegConfig(objective="creg", lambda_=1, objective_options={"form": "supcon_out"}) == by_text

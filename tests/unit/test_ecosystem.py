@@ -328,6 +328,56 @@ def a_class_that_has_nothing_to_wrap_is_refused() -> None:
 
 
 @contract(ranks=1)
+def a_class_of_its_own_that_is_wrapped_is_known() -> None:
+    """Beside GPTModel, not below it: whoever wraps it can log and check, too."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.models.gpt import GPTModel
+
+    from simreg_megatron.contract import ContractError, check
+    from simreg_megatron.loop import begin_run, wrap_model
+
+    class Own(LanguageModule):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(config=arguments[0])
+            made = GPTModel(*arguments, **settings)
+            self.embedding, self.decoder, self.output_layer = made.embedding, made.decoder, made.output_layer
+            self.post_process, self.prepared = True, made._preprocess
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            decoder_input, rotary, *_ = self.prepared(input_ids=tokens, position_ids=None)
+            hidden_states = self.decoder(hidden_states=decoder_input, attention_mask=causal(), rotary_pos_emb=rotary)
+            return self._postprocess(hidden_states, labels)
+
+        def _postprocess(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+            return self.compute_language_model_loss(labels, self.output_layer(hidden_states)[0])
+
+    install(config=CONFIG)
+    model = build(Own)
+    with pytest.raises(NotImplementedError, match=r"supports only .*, and this run builds Own"):
+        begin_run(model)
+    wrap_model(Own)
+
+    def step() -> list[dict[str, Tensor]]:
+        loss = model(row()[0], row()[1].clamp(min=0)).sum()
+        loss.backward()
+        return [{"lm loss": torch.stack([loss.detach(), torch.ones(())])}]
+
+    assert check(model, step).change > 0.1
+    with pytest.raises(ContractError, match="the loop reports nan without SimReg, so nothing can be compared"):
+        check(model, lambda: step() and float("nan"))
+
+
+@contract(ranks=1)
+def a_model_that_lacks_what_is_trained_is_refused_at_once() -> None:
+    from simreg_megatron.plugin import installation
+
+    model = build()
+    with pytest.raises(RuntimeError, match="the model was built before SimReg was installed"):
+        install(config=SimRegConfig(lambda_=1, similarity="learnable"), models=[model])
+    assert installation.installed() is None, "all of it or nothing"
+
+
+@contract(ranks=1)
 def a_model_that_trains_may_be_asked_for_logits() -> None:
     model = build()
     install(config=CONFIG)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import launcher, progress, record, sizes
+from launch import launcher, preflight, progress, record, sizes
 from launch.dry_run import command, describe
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags, read_preset
 from launch.launcher import make_parser

@@ -348,3 +348,38 @@ def test_how_much_of_the_layer_is_used() -> None:
     assert not heads._truncated(config, built, None).fuses, "nobody reduces a main_grad here"
     layer.main_grad = torch.zeros_like(layer)
     assert heads._truncated(config, built, None) == replace(found, fuses=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_labels_of_any_integer_type(dtype: torch.dtype) -> None:
+    """-100 in the place of a masked label would be 156 in a byte."""
+    made = given()
+    labels, valid = made["labels"][None], torch.arange(TOKENS)[None] > 2
+    wanted = prefixes_ce_loss(made["rows"][None], labels, made["weight"], prefixes=PREFIXES, valid=valid)
+    found = prefixes_ce_loss(made["rows"][None], labels.to(dtype), made["weight"], prefixes=PREFIXES, valid=valid)
+    assert torch.equal(found, wanted)
+
+
+def test_a_masked_row_may_hold_anything() -> None:
+    made = given()
+    labels = made["labels"].masked_fill(torch.arange(TOKENS) == 3, -100)
+    rows = made["rows"].detach().clone()
+    rows[3] = torch.nan
+    rows.requires_grad_()
+    prefixes_ce_loss(rows, labels, made["weight"], prefixes=PREFIXES).backward()
+    assert rows.grad.isfinite().all() and made["weight"].grad.isfinite().all() and rows.grad[3].eq(0).all()
+
+
+def test_a_backward_inside_autocast_is_as_exact() -> None:
+    def gradient(inside: bool) -> Tensor:
+        made = given()
+        rows = made["rows"].detach().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = prefixes_ce_loss(rows, made["labels"], made["weight"].detach().float(), prefixes=PREFIXES)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return rows.grad
+
+    torch.testing.assert_close(gradient(True), gradient(False), rtol=1e-6, atol=1e-8)

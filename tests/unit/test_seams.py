@@ -7,7 +7,7 @@ import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -77,8 +77,10 @@ def test_wrapped_functions_come_back(module: ModuleType) -> None:
         lambda inner: lambda *args, **kwargs: "wrapped " + inner(*args, **kwargs),
     )
     assert FitModel()._postprocess(None, None) == "wrapped own"
+    kept = FitModel._postprocess
     installation.unwrap_all()
     assert FitModel._postprocess is original
+    assert kept(FitModel(), None, None) == "own", "whoever keeps the wrapper has the original"
 
 
 def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,3 +163,22 @@ def test_the_next_installation_says_again_what_is_on(capsys: pytest.CaptureFixtu
         log_once("SimReg: lambda 10")
         uninstall()
     assert capsys.readouterr().out == 2 * "> SimReg: lambda 10\n"
+
+
+def test_flags_that_were_parsed_before_are_no_silent_lambda_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "training_loop", lambda: ModuleType("loop"))
+    monkeypatch.setattr(compat, "has_parsed_arguments", lambda: True)
+    monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(lr=1.0))
+    with pytest.raises(
+        RuntimeError, match=r"parsed its flags already, without those of SimReg: call install\(\) before"
+    ):
+        install()
+    assert state.installed() is None
+
+
+def test_a_training_loop_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = replace(compat.STEP_SEAM, module="no_such_loop")
+    monkeypatch.setattr(compat, "STEP_SEAM", broken)
+    monkeypatch.setattr(compat.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(compat.MegatronSeamError, match="cannot import no_such_loop"):
+        compat.training_loop()

@@ -7,6 +7,7 @@ all-reduce makes the norms whole, so all ranks find the same coefficients.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,7 @@ class Clipping:
         self._norms: tuple[Any, ...] = ()  # Megatron's, of this step
         self._counted, self._own = _Places(), _Places()
         self._metrics = _Metrics()
+        self._undo: list[Callable[[], None]] = []
 
     # The optimizer
 
@@ -95,7 +97,9 @@ class Clipping:
             device=device,
         )
         for member in all_members:
-            member.optimizer.config.clip_grad = 0.0
+            settings = member.optimizer.config
+            self._undo.append(functools.partial(setattr, settings, "clip_grad", settings.clip_grad))
+            settings.clip_grad = 0.0
         self._restore()
         if self._loaded is None and getattr(args, "no_load_optim", None) and getattr(args, "load", None):
             log_once("AdaGC: --no-load-optim leaves the checkpoint's averages out, so its warm-up starts now")
@@ -126,6 +130,13 @@ class Clipping:
             return step_with_ready_grads()
 
         optimizer.get_grad_norm, optimizer.step_with_ready_grads = remembered, clipped
+        for name, before in (("get_grad_norm", get_grad_norm), ("step_with_ready_grads", step_with_ready_grads)):
+            self._undo.append(functools.partial(setattr, optimizer, name, before))
+
+    def detach(self) -> None:
+        """Megatron clips again as it would without AdaGC."""
+        while self._undo:
+            self._undo.pop()()
 
     @torch.no_grad()
     def clip(self) -> Clipped:
