@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from launch import preflight, sizes
-from launch.flags import flag_number, flag_value
+from launch.flags import flag_names, flag_number, flag_value
 from launch.plan import ROOT, Machine, Plan
 
 BUILTIN_VOCABULARY = 4096
@@ -30,11 +30,10 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resume
     vocabulary = flag_number(plan.flags, "--vocab-size", assumed)
     parameters = sizes.count_parameters(plan.flags, vocabulary=vocabulary)
     tokens = flag_number(plan.flags, "--global-batch-size", 1) * flag_number(plan.flags, "--seq-length", 1)
-    steps = flag_number(plan.flags, "--train-iters", 0)
     implementation = flag_value(plan.flags, "--transformer-impl")
     facts = {
         "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
-        "tokens": f"{tokens:,} per step, {steps:,} steps, {tokens * steps:,} in all",
+        "tokens": f"{tokens:,} per step, {_length(plan)}",
         "data": "the built-in corpus (the run builds it, a dry run does not)" if plan.builtin_corpus else "yours",
         "simreg": _simreg(plan),
         "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
@@ -49,6 +48,15 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resume
     return "\n".join([*lines, command(plan, machine, environ=environ)])
 
 
+def _length(plan: Plan) -> str:
+    sequence = flag_number(plan.flags, "--seq-length", 1)
+    if "--train-samples" in flag_names(plan.flags):
+        samples = flag_number(plan.flags, "--train-samples", 1)
+        return f"{samples:,} samples, {samples * sequence:,} in all"
+    steps, batch = flag_number(plan.flags, "--train-iters", 0), flag_number(plan.flags, "--global-batch-size", 1)
+    return f"{steps:,} steps, {steps * batch * sequence:,} in all"
+
+
 def _simreg(plan: Plan) -> str:
     """What it will do here, with the number that auto stands for."""
     if plan.plain:
@@ -60,7 +68,10 @@ def _simreg(plan: Plan) -> str:
         return "measured, not trained on"
     hidden = flag_number(plan.flags, "--hidden-size", 1)
     auto = {part: " (auto)" if part.lambda_ == "auto" else "" for part in config.parts}
-    return ", ".join(f"{part.objective}, lambda {part.weight(hidden):g}{auto[part]}" for part in config.parts)
+    found = ", ".join(f"{part.objective}, lambda {part.weight(hidden):g}{auto[part]}" for part in config.parts)
+    if not any(part.record.compares_in_chunks(part.options) for part in config.parts):
+        return found
+    return f"{found}, {f'chunks of {config.chunk_size} tokens' if config.chunk_size else 'whole sequences'}"
 
 
 def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:

@@ -154,6 +154,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"put the table there, between {_BEGIN} and {_END}")
     options = parser.parse_args()
     models = [path.stem for path in (LAYOUTS / options.layout).glob("*.args")]
+    if not models:
+        known = ", ".join(sorted(path.name for path in LAYOUTS.iterdir() if any(path.glob("*.args"))))
+        parser.error(f"there is no layout {options.layout}: choose from {known}")
     found = sorted((estimate(options.layout, model) for model in models), key=lambda one: one.flops / one.step_tokens)
     lines = [f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *map(row, found))]
     print("\n".join(lines))

@@ -358,6 +358,8 @@ def _say_off(options: argparse.Namespace, asked: Sequence[Flag]) -> list[str]:
     """Whoever starts these scripts most likely wants it; who says 0, or baseline, has chosen."""
     if options.recipe or options.plain or flag_names(asked) & {"--simreg-lambda", "--simreg-objective"}:
         return []
+    if options.model in (None, TINY):
+        return ["SimReg is off: add --simreg-lambda 1 to train with it"]
     return ["SimReg is off: add --simreg-lambda auto or --recipe paper to train with it"]
 
 
@@ -385,7 +387,7 @@ def _fit_preset(
     preflight.check_counts(user)
     preset = _fit_ffn(preset, user, ffn, notes)
     preset = _fit_batch(preset, user, machine, notes, strict=strict)
-    preset = _fit_warmup(preset, user, notes)
+    preset = _fit_warmup(_in_samples(preset, user, notes), user, notes)
     sequence = flag_value([*preset, *user], "--seq-length") or ""
     return [*preset, ("--max-position-embeddings", sequence)], notes
 
@@ -453,6 +455,19 @@ def _other_ranks(batch: int, replicas: int, machine: Machine) -> str:
     if machine.world_size == machine.local_world_size or not nodes:  # of one node, some of the GPUs will do
         return f", or start {' or '.join(map(str, ranks))} ranks"
     return f", or start {' or '.join(map(str, nodes))} ranks, {' or '.join(map(str, nodes.values()))} nodes"
+
+
+def _in_samples(preset: list[Flag], user: Sequence[Flag], notes: list[str]) -> list[Flag]:
+    """The preset's length and warm-up give way to a length in samples, beside which Megatron takes no iterations."""
+    if "--train-samples" not in flag_names(user):
+        return preset
+    batch, samples = flag_number([*preset, *user], "--global-batch-size", 1), flag_number(user, "--train-samples", 1)
+    warmup = min(batch * flag_number(preset, "--lr-warmup-iters", 1), samples // 10)
+    preset = without(preset, {"--train-iters", "--lr-decay-iters", "--lr-warmup-iters"})
+    if flag_names(user) & {"--lr-warmup-samples", "--lr-warmup-fraction", "--lr-warmup-iters"}:
+        return preset
+    notes.append(f"--train-samples: warming up for {warmup} of {samples} samples (set --lr-warmup-samples to choose)")
+    return [*preset, ("--lr-warmup-samples", str(warmup))]
 
 
 def _fit_warmup(preset: list[Flag], user: Sequence[Flag], notes: list[str]) -> list[Flag]:
@@ -582,9 +597,20 @@ def _data_flags(options: argparse.Namespace, corpus: Corpus, *, builtin: bool) -
 
 def _default_output(family: str, model: str, user: Sequence[Flag], stamp: str) -> Path:
     """Where checkpoints go, ranks must agree: no clock in it. A tiny run only logs, from one rank."""
-    simreg = f"simreg-{flag_value(user, '--simreg-lambda') or 'log'}" if _simreg_asked(user) else "ce"
-    output = Path("runs") / f"{family}-{model}-{re.sub(r'[^A-Za-z0-9.-]', '_', simreg)}"
+    output = Path("runs") / f"{family}-{model}-{re.sub(r'[^A-Za-z0-9.-]', '_', _named_objective(user))}"
     return output / stamp if model == TINY else output
+
+
+def _named_objective(user: Sequence[Flag]) -> str:
+    """Such as ce, simreg-10, simreg-auto-whole, sce-0.1: runs that train on something else have another folder."""
+    if not _simreg_asked(user):
+        return "ce"
+    objective = flag_value(user, "--simreg-objective") or "simreg"
+    if objective == "none":
+        return "simreg-log"
+    weight = flag_value(user, "--simreg-lambda")
+    whole = "-whole" if flag_value(user, "--simreg-chunk-size") == "0" else ""
+    return f"{objective}{f'-{weight}' if weight else ''}{whole}"
 
 
 def _output_flags(output: Path, *, saves: bool) -> list[Flag]:

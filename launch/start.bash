@@ -36,12 +36,16 @@ split_words() {
     case ${name//_/-} in
       --nproc-per-node | --nnodes | --node-rank | --master-addr | --master-port | --rdzv-*)
         if [[ $word != *=* ]]; then
-          if ((!$#)); then
+          if ((!$#)) || [[ $1 == --* ]]; then
             echo "error: $word needs a value" >&2
             exit 2
           fi
           word+="=$1"
           shift
+        fi
+        if [[ $word =~ ^--n(proc.per.node|nodes)=[0-9]+$ && ! $word =~ =[1-9][0-9]*$ ]]; then
+          echo "error: ${word%%=*} takes a positive number, not ${word#*=}" >&2
+          exit 2
         fi
         TORCHRUN+=("$word")
         ;;

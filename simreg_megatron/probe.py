@@ -60,6 +60,11 @@ def hidden_states(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def main() -> None:
     args = parse_and_validate_args(add_probe_arguments, args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
+    if args.load is None:
+        raise SystemExit("error: the probe reads a checkpoint: give --load CHECKPOINTS, what the run had as --save")
+    if args.probe_sample < 0:
+        raise SystemExit(f"error: --probe-sample must be 0 or more, not {args.probe_sample}")
+    args.exit_on_missing_checkpoint = True  # never the states of a model that nothing has trained
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     initialize_megatron()
     if torch.distributed.get_world_size() > 1:
@@ -97,6 +102,7 @@ def write_probe(model: Any, args: Any, output: Path) -> None:
     sample = validation[args.probe_sample]
     sample = {name: torch.as_tensor(value) for name, value in sample.items() if value is not None}
     tokenizer = build_tokenizer(args)
+    output = output if output.suffix == ".npz" else output.with_name(f"{output.name}.npz")  # as numpy calls it
     output.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
         output,

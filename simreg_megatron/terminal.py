@@ -15,6 +15,13 @@ from simreg_megatron.sentences import SentenceError
 console = Console(soft_wrap=True, highlight=False)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
+# What a command needs beyond the package itself, and the extra of setup.py that brings it.
+_EXTRAS = {
+    "matplotlib": "report", "tensorboard": "report", "scipy": "reproduce", "yaml": "reproduce", "lm_eval": "eval",
+    "transformers": "hf", "safetensors": "hf", "sentencepiece": "data", "datasets": "data", "pyarrow": "data",
+    "zstandard": "data", "filelock": "data", "lxml": "data",
+}  # fmt: skip
+
 
 @contextmanager
 def one_sentence(
@@ -30,6 +37,11 @@ def one_sentence(
         yield
     except SentenceError as error:
         _fail(str(error))
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _EXTRAS:
+            raise
+        _fail(f"{name} is not installed: in the clone's folder, pip install '.[{_EXTRAS[name]}]'")
     except BrokenPipeError:  # of `| head`, which nobody needs to be told of
         raise
     except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -295,9 +296,9 @@ def _check(
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"--{name} must be at least 1, not {getattr(options, name)}")
-    if options.step_seconds is not None and options.step_seconds <= 0:
-        raise LaunchError(f"--step-seconds must be above 0, not {options.step_seconds:g}")
-    if options.reserve < 0.5:
+    if options.step_seconds is not None and not 0 < options.step_seconds < math.inf:
+        raise LaunchError(f"--step-seconds must be a number above 0, not {options.step_seconds:g}")
+    if not 0.5 <= options.reserve < math.inf:
         raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
     if re.search(r"[\s%#\"'\\]", str(plan.output.absolute())):
         raise LaunchError(

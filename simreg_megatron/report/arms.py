@@ -40,6 +40,12 @@ class Arm:
         return [loss for loss in found if loss is not None]
 
     @property
+    def ends(self) -> list[int]:
+        """The step of the last validation of each run that has one."""
+        found = (run.scalars.get(runs.VALIDATION_LOSS) for run in self.runs)
+        return [int(series.steps[-1]) for series in found if series is not None]
+
+    @property
     def diverged(self) -> str:
         """Which of its runs ended with a validation loss that is no number, as a sentence begins; "" for none."""
         count = sum(not math.isfinite(loss) for loss in self.losses)
@@ -89,12 +95,17 @@ def read_arms(words: Sequence[str]) -> list[Arm]:
         ReportError: a path holds no run.
     """
     found: dict[str, list[tuple[Run, Path]]] = {}
-    pairs = [_name_and_path(word) for word in words]
+    pairs = [name_and_path(word) for word in words]
     places = [path.resolve() for _, path in pairs]
     for place, count in Counter(places).items():
         if count > 1:
             raise ReportError(f"{place} is given {count} times, and counts once: a run is no seed beside itself")
+    given = {named for named, _ in pairs if named}
     for (named, path), own in zip(pairs, _own_names(places), strict=True):
+        if not named and own in given:
+            raise ReportError(
+                f"{path} has no name here and would be called {own}, as others are: give {own}={path}, or another"
+            )
         for run in _read(path, own):
             found.setdefault(named or run.name, []).append((run, path))
     for name, members in found.items():
@@ -102,7 +113,7 @@ def read_arms(words: Sequence[str]) -> list[Arm]:
     return [Arm(name, *(tuple(part) for part in zip(*members, strict=True))) for name, members in found.items()]
 
 
-def _name_and_path(word: str) -> tuple[str, Path]:
+def name_and_path(word: str) -> tuple[str, Path]:
     """A folder may have = in its name."""
     name, _, path = word.partition("=")
     return ("", Path(word)) if not path or Path(word).exists() else (name, Path(path))

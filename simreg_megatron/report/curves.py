@@ -106,7 +106,7 @@ def _draw_panel(axes: Axes, panel: Panel, several: Sequence[Run]) -> None:
     plain_axes(axes)
     drawn = [(index, run, run.scalars[panel.tag]) for index, run in enumerate(several) if panel.tag in run.scalars]
     for index, run, series in drawn:
-        _draw_series(axes, series, run.name, index)
+        _draw_series(axes, series, run.name, index, smooths=panel.tag != runs.VALIDATION_LOSS)
     if not drawn:
         axes.text(0.5, 0.5, f'"{panel.tag}" was not logged', transform=axes.transAxes, ha="center", color="0.4")
         return
@@ -126,10 +126,11 @@ def plain_axes(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_series(axes: Axes, series: Series, name: str, index: int) -> None:
+def _draw_series(axes: Axes, series: Series, name: str, index: int, *, smooths: bool) -> None:
+    """A validation loss is drawn as it is, however often it was measured: its end is what runs are compared by."""
     colour = COLOURS[index % len(COLOURS)]
     steps, values = series
-    smooth = len(values) > SMOOTHED_POINTS
+    smooth = smooths and len(values) > SMOOTHED_POINTS
     if smooth:
         axes.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8, gid="raw")
         values = running_mean(values, len(values) // 20)
@@ -167,9 +168,8 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
 
 
 def leave_out_the_start(axes: Axes, drawn: Sequence[Series]) -> None:
-    """The loss falls steeply at first; the axis shows what differs later, from the first twentieth of the run on."""
-    last = max(series.steps[-1] for series in drawn)
-    values = np.concatenate([series.values[series.steps >= last / 20] for series in drawn])
+    """The loss falls steeply at first; the axis shows what differs later, from the first twentieth of each run on."""
+    values = np.concatenate([series.values[series.steps >= series.steps[-1] / 20] for series in drawn])
     values = values[np.isfinite(values)]
     if values.size and np.ptp(values) > 0:
         margin = 0.05 * np.ptp(values)
@@ -206,7 +206,8 @@ def label_ends(figure: Figure, told: Callable[[Line2D], str] | None = None, *, c
 
 
 def _last_value(line: Line2D, *, is_log: bool) -> str:
-    return format(_end(line)[1], ".3g" if is_log else ".3f")
+    value = _end(line)[1]
+    return format(value, ".3g" if is_log else ".3f" if abs(value) < 1e4 else ".4g")
 
 
 def _end(line: Line2D) -> tuple[float, float]:

@@ -85,10 +85,10 @@ def read_hidden_states(path: str | Path, *, name: str) -> HiddenStates:
 
 
 def cosine_matrix(hidden: NDArray[np.float32]) -> NDArray[np.float64]:
-    """C_ij = h_i . h_j / (|h_i| |h_j|), 0 where a norm is 0. hidden [n, d] to [n, n]."""
+    """C_ij = h_i . h_j / (|h_i| |h_j|), 0 where a norm is 0, NaN where one is no number. hidden [n, d] to [n, n]."""
     hidden = hidden.astype(np.float64)
     norms = np.linalg.norm(hidden, axis=1, keepdims=True)
-    units = np.divide(hidden, norms, out=np.zeros_like(hidden), where=norms > 0)
+    units = np.divide(hidden, norms, out=np.zeros_like(hidden), where=norms != 0)
     return units @ units.T
 
 

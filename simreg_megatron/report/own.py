@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -49,7 +49,14 @@ def _ends(arms: Sequence[Arm]) -> Section:
         "curves",
         f"Which of {names} ended lower, and with how many tokens would it have reached the first one's loss?",
         verdicts=[_verdict(arm, arms[0]) for arm in arms[1:]],
-        pictures=[Picture("all", figure, "Each panel: one value over the training steps; beside each line, its end.")],
+        pictures=[
+            Picture(
+                "all",
+                figure,
+                "Each panel: one value over the training steps; beside each line its end, which for a curve that is "
+                "smoothed is the mean of its last twentieth.",
+            )
+        ],
         grids=[_table_of_ends(arms), *([_table_of_savings(arms)] if len(arms) > 1 else [])],
     )
 
@@ -64,11 +71,32 @@ def _unlike(arm: Arm, first: Arm) -> str:
     here, there = (each.curve.scalars.get(runs.VALIDATION_LOSS) for each in (arm, first))
     if here is not None and there is not None and here.steps[-1] != there.steps[-1]:
         told += f" But {arm.name} was read at step {here.steps[-1]}, and {first.name} at step {there.steps[-1]}."
+    told += "".join(map(_unlike_each_other, (first, arm)))
     settings = [each.runs[0].settings for each in (arm, first)]
     other = [name for name in _OF_THE_TEXT if len({each.get(name) for each in settings}) > 1 and all(settings)]
     if other:
         told += f" But their text is not the same by {', '.join(other)}."
     return told
+
+
+def _unlike_each_other(arm: Arm) -> str:
+    """What makes its runs more than seeds of one arm, as further sentences."""
+    told, ends = "", arm.ends
+    if len(set(ends)) > 1:
+        told += f" But the runs of {arm.name} end at steps {' and '.join(map(str, sorted(set(ends))))}."
+    if other := _differing([run.settings for run in arm.runs if run.settings]):
+        told += f" But the runs of {arm.name} differ by {', '.join(other)}."
+    return told
+
+
+def _differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Names of Megatron's arguments that are not the same in all of them, and say what was trained."""
+    names = sorted(set().union(*settings))
+    return [
+        name
+        for name in names
+        if len({each.get(name) for each in settings}) > 1 and not any(word in name for word in _WHERE)
+    ]
 
 
 def _compared(arm: Arm, first: Arm) -> str:
@@ -98,8 +126,7 @@ def _table_of_ends(arms: Sequence[Arm]) -> Grid:
     rows = []
     for arm in arms:
         loss = arm.diverged or (f"{np.mean(arm.losses):.4f}" if arm.losses else "not logged")
-        ends = arm.curve.scalars.get(runs.VALIDATION_LOSS)
-        row = [arm.name, str(len(arm.runs)), "-" if ends is None else str(ends.steps[-1]), loss]
+        row = [arm.name, str(len(arm.runs)), " and ".join(map(str, sorted(set(arm.ends)))) or "-", loss]
         if arm is arms[0]:
             rows.append([*row, "", "", ""])
             continue
@@ -208,13 +235,7 @@ def _step_of(path: Path) -> int:
 def _settings(arms: Sequence[Arm]) -> Section:
     """What differs between the arms, and how each run was started."""
     settings = [arm.runs[0].settings for arm in arms]
-    names = sorted(set().union(*settings))
-    differing = [
-        name
-        for name in names
-        if len({each.get(name) for each in settings}) > 1 and not any(word in name for word in _WHERE)
-    ]
-    rows = [(name, *(each.get(name, "-") for each in settings)) for name in differing]
+    rows = [(name, *(each.get(name, "-") for each in settings)) for name in _differing(settings)]
     commands = [line for arm in arms for folder in arm.folders for line in _commands(arm.name, folder)]
     grids = [Grid(("setting", *(arm.name for arm in arms)), rows, "Megatron's arguments that differ.")] if rows else []
     return Section("settings", "What was run, and in what do the runs differ?", grids=grids, commands=commands)

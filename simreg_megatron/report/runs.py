@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +29,7 @@ ISOTROPY = "simreg isotropy"
 MARGIN = "simreg margin"  # what the tags of all margins begin with
 
 
+_BY_SAMPLES = " vs samples"
 TEXT = "/text_summary"  # what TensorBoard adds to the tags of texts
 
 
@@ -52,7 +56,7 @@ class Run:
     def tokens_per_step(self) -> int | None:
         """None where the run does not tell, or where its batch grew on the way."""
         length, batch = self.settings.get("seq_length", ""), self.settings.get("global_batch_size", "")
-        grows = self.settings.get("rampup_batch_size", "None") != "None"
+        grows = self.settings.get("rampup_batch_size", "None") not in ("", "None")
         numbers = all(text.isdecimal() and len(text) < 19 for text in (length, batch))
         return int(length) * int(batch) if numbers and not grows else None
 
@@ -97,20 +101,27 @@ def read_run(folder: str | Path, *, name: str | None = None) -> Run:
         raise ReportError(f"{folder} cannot be read ({error.strerror}): mend the rights there") from None
     if not is_there:
         raise ReportError(f"{folder} is not a folder: give the run's output folder or its --tensorboard-dir")
-    try:
+    with readable(folder):
         events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})  # 0 keeps every point
         events.Reload()
         tags = events.Tags()
-        scalars = {tag: _one_value_per_step(events.Scalars(tag)) for tag in tags["scalars"]}
+        scalars = _by_step({tag: events.Scalars(tag) for tag in tags["scalars"]})
         settings = {tag.removesuffix(TEXT): last_text(events, tag) for tag in tags["tensors"] if tag.endswith(TEXT)}
-    except Exception as error:  # TensorBoard reads a damaged record as far as it goes, and raises what it meets there
+    if not scalars:
+        raise ReportError(f"{folder} holds no TensorBoard scalars: the run logged nothing yet, or elsewhere")
+    return Run(name=name or folder.name, scalars=scalars, settings=settings)
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """TensorBoard reads a damaged record as far as it goes, and raises what it meets there: a sentence of it."""
+    try:
+        yield
+    except Exception as error:
         raise ReportError(
             f"{folder} holds a damaged TensorBoard file ({type(error).__name__}: {error}): copy it again from where "
             "the run wrote it"
         ) from None
-    if not scalars:
-        raise ReportError(f"{folder} holds no TensorBoard scalars: the run logged nothing yet, or elsewhere")
-    return Run(name=name or folder.name, scalars=scalars, settings=settings)
 
 
 def own_name(path: Path) -> str:
@@ -125,9 +136,30 @@ def last_text(events: Any, tag: str) -> str:
     return words[0].decode(errors="replace") if words else ""
 
 
-def _one_value_per_step(events: list) -> Series:
-    """The last value written for each step: Megatron evaluates twice at its final step, a resumed run goes over
-    old steps again."""
+def _by_step(events: dict[str, list[Any]]) -> dict[str, Series]:
+    """What a run logged before it was stopped, and has not reached again since it was resumed, counts no more."""
+    in_order = {tag: sorted(values, key=lambda event: event.wall_time) for tag, values in events.items()}
+    found = {}
+    for counts_samples in (True, False):  # Megatron logs some values by step and again by samples
+        tags = [tag for tag in events if tag.endswith(_BY_SAMPLES) is counts_samples]
+        restarts = sorted(restart for tag in tags for restart in _restarts(in_order[tag]))
+        times = np.array([time for time, _ in restarts])
+        first_steps = np.array([step for _, step in restarts], dtype=np.float64)
+        smallest_from = np.append(np.minimum.accumulate(first_steps[::-1])[::-1], np.inf)  # of this restart and later
+        for tag in tags:
+            later = np.searchsorted(times, [event.wall_time for event in in_order[tag]], side="right")
+            pairs = zip(in_order[tag], smallest_from[later], strict=True)
+            found[tag] = _one_value_per_step([event for event, step in pairs if event.step <= step])
+    return {tag: found[tag] for tag in events if len(found[tag].steps)}
+
+
+def _restarts(events: list[Any]) -> Iterator[tuple[float, int]]:
+    """When a tag's steps went back, and to which."""
+    yield from ((after.wall_time, after.step) for before, after in pairwise(events) if after.step < before.step)
+
+
+def _one_value_per_step(events: list[Any]) -> Series:
+    """The last value written for each step: Megatron evaluates twice at its final one."""
     latest = {event.step: event.value for event in events}
     steps = sorted(latest)
     return Series(np.array(steps, dtype=np.int64), np.array([latest[step] for step in steps], dtype=np.float64))

@@ -19,10 +19,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from simreg_megatron.report import runs
+from simreg_megatron.report.arms import name_and_path
 from simreg_megatron.report.runs import ReportError
 
 _RECENT = 20  # log lines whose pace counts
 _LATE = 5  # log intervals of silence after which a run is told to be silent
+_SETTINGS = ("train_iters", "seq_length", "global_batch_size", "rampup_batch_size")
 _VALUES = (
     ("lm loss", (runs.TRAIN_LOSS,), ".4f"),
     ("validation loss", (runs.VALIDATION_LOSS, runs.FIRST_OF_SEVERAL), ".4f"),
@@ -46,6 +48,7 @@ class State(NamedTuple):
     seconds_per_step: float | None = None
     tokens_per_step: int | None = None
     silent_for: float = 0.0  # seconds since the last line of its log
+    seconds_per_line: float | None = None
 
     @property
     def is_done(self) -> bool:
@@ -64,41 +67,42 @@ class Watched:
     def __init__(self, word: str) -> None:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-        name, _, given = word.rpartition("=")
-        folder = events_of(Path(given))
-        self.name = name or runs.own_name(Path(given))
+        name, path = name_and_path(word)
+        folder = events_of(path)
+        self.name = name or runs.own_name(path)
+        self._folder = folder
         self._events: Any = EventAccumulator(str(folder), size_guidance={SCALARS: 0})  # 0 keeps every point
 
     def look(self, now: float) -> State:
-        self._events.Reload()
+        with runs.readable(self._folder):
+            self._events.Reload()
         tags = self._events.Tags()
         lines = self._in_order(runs.TRAIN_LOSS) if runs.TRAIN_LOSS in tags["scalars"] else []
-        steps, length, batch = (
-            self._setting(name, tags["tensors"]) for name in ("train_iters", "seq_length", "global_batch_size")
-        )
-        values = {tag: self._in_order(tag)[-1].value for tag in tags["scalars"]}
+        settings = {name: self._setting(name, tags["tensors"]) for name in _SETTINGS}
+        newest = {tag: self._in_order(tag)[-1] for tag in tags["scalars"]}
         pace = _pace([(line.step, line.wall_time) for line in lines])
+        lasts = [newest[tag] for tag in (runs.TRAIN_LOSS, runs.VALIDATION_LOSS, runs.FIRST_OF_SEVERAL) if tag in newest]
+        last = max(lasts, key=lambda event: event.wall_time, default=None)
+        length = settings["train_iters"]
         return State(
             self.name,
-            step=lines[-1].step if lines else 0,
-            steps=steps,
-            values=values,
+            step=last.step if last else 0,
+            steps=int(length) if length.isdecimal() else None,
+            values={tag: event.value for tag, event in newest.items()},
             seconds_per_step=pace,
-            tokens_per_step=length * batch if length and batch else None,
-            silent_for=now - lines[-1].wall_time if lines else 0.0,
+            tokens_per_step=runs.Run(self.name, settings=settings).tokens_per_step,
+            silent_for=now - last.wall_time if last else 0.0,
+            seconds_per_line=_median_apart([line.wall_time for line in lines]),
         )
 
     def _in_order(self, tag: str) -> list[Any]:
         """Values of a tag as they were logged: TensorBoard reads several files of a run in the order of their names."""
         return sorted(self._events.Scalars(tag), key=lambda event: event.wall_time)
 
-    def _setting(self, name: str, texts: Sequence[str]) -> int | None:
-        """One of Megatron's arguments, which it writes beside its scalars."""
+    def _setting(self, name: str, texts: Sequence[str]) -> str:
+        """One of Megatron's arguments, which it writes beside its scalars; "" where it did not."""
         tag = name + runs.TEXT
-        if tag not in texts:
-            return None
-        text = runs.last_text(self._events, tag)
-        return int(text) if text.isdecimal() else None
+        return runs.last_text(self._events, tag) if tag in texts else ""
 
 
 def events_of(path: Path) -> Path:
@@ -159,6 +163,12 @@ def _pace(lines: Sequence[tuple[int, float]]) -> float | None:
     return float(np.median(found)) if found else None
 
 
+def _median_apart(times: Sequence[float]) -> float | None:
+    """Seconds between the last log lines."""
+    found = np.diff(times[-_RECENT - 1 :])
+    return float(np.median(found)) if len(found) else None
+
+
 def _tokens_per_second(state: State) -> float | None:
     if not (state.tokens_per_step and state.seconds_per_step):
         return None
@@ -174,7 +184,7 @@ def _left(state: State) -> str:
         return "done"
     if not state.step:
         return "nothing logged yet"
-    interval = max(60.0, _LATE * (state.seconds_per_step or 0.0))
+    interval = max(60.0, _LATE * (state.seconds_per_line or 0.0))
     if state.silent_for > interval:
         return f"silent for {duration(state.silent_for)}"
     return "" if state.seconds_left is None else duration(state.seconds_left)

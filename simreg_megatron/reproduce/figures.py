@@ -20,7 +20,7 @@ _UNITS = {
     "negative_cosine": "mean cosine, different labels",
     "positive_cosine": "mean cosine, same label",
     "isotropy": "isotropy (0 to 1)",
-    "simreg_loss": "SimReg loss (per token)",
+    "simreg_loss": "SimReg loss (nats per token)",
     "margin_10": "margin, 10 % quantile (nats)",
     "margin_50": "margin, median (nats)",
     "margin_90": "margin, 90 % quantile (nats)",

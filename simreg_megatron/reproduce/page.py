@@ -13,6 +13,7 @@ from simreg_megatron.reproduce import authors, figures
 from simreg_megatron.reproduce.check import Table, measured_steps, violations
 from simreg_megatron.reproduce.conclusion import notes, verdicts_on
 from simreg_megatron.reproduce.pace import pace
+from simreg_megatron.reproduce.store import DIVERGED
 from simreg_megatron.reproduce.verdict import Row, Verdict
 
 _MEASURES = {
@@ -97,7 +98,9 @@ def _means(table: Table) -> Grid:
         own = [row for row in table.rows if (row["arm"], row["size"], row["tokens_per_parameter"], row["steps"]) == key]
         arm, size, ratio, steps = key
         means = (_mean([row[name] for row in own]) for name in _MEASURES)
-        rows.append((arm, size, ratio, str(len(own)), steps, *means))
+        failed = sum(row.get("status") == DIVERGED for row in own)
+        runs = f"{len(own)}, of which {failed} diverged" if failed else str(len(own))
+        rows.append((arm, size, ratio, runs, steps, *means))
     over = "trials" if table.plan.is_search else "seeds"
     return Grid(heads, rows, f"Means over the {over}, and in brackets their standard deviation.")
 

@@ -58,10 +58,10 @@ def runs(
 
     One HTML file that needs no network, and Markdown with its pictures.
     """
-    from simreg_megatron.report import own
-    from simreg_megatron.report.arms import read_arms
-
     with one_sentence():
+        from simreg_megatron.report import own
+        from simreg_megatron.report.arms import read_arms
+
         arms = read_arms(run)
         page = own.page_of(arms)
         _write(page, output)
@@ -71,13 +71,13 @@ def runs(
 
 def watch(
     run: Annotated[list[str], typer.Argument(help="an output folder or a TensorBoard folder, each PATH or NAME=PATH")],
-    every: Annotated[float, typer.Option(help="seconds between two looks", min=0.1)] = 10.0,
+    every: Annotated[float, typer.Option(help="seconds between two looks", min=0.1, max=86400)] = 10.0,
     once: Annotated[bool, typer.Option("--once", help="look once and stop")] = False,
 ) -> None:
     """Show runs side by side while they train: losses, cosines, pace, time left. Ctrl-C ends it, not the runs."""
-    from simreg_megatron.report.watch import watch as show
-
     with one_sentence():
+        from simreg_megatron.report.watch import watch as show
+
         try:
             show(run, every=every, once=once, console=Console())
         except KeyboardInterrupt:
@@ -92,10 +92,10 @@ def check(
 
     Exit status 1 where a table breaks the protocol, whatever its claims.
     """
-    from simreg_megatron.reproduce.check import read_tables
-    from simreg_megatron.reproduce.conclusion import Together
-
     with one_sentence():
+        from simreg_megatron.reproduce.check import read_tables
+        from simreg_megatron.reproduce.conclusion import Together
+
         tables = read_tables(results)
     found = [_print_conclusion(name, tables) for name in tables]
     if told := Together.of(verdict for _, verdicts in found for verdict in verdicts).sentence:
@@ -113,10 +113,10 @@ def page(
 
     Question, verdicts, figures, numbers beside the authors', commands, versions.
     """
-    from simreg_megatron.reproduce.check import read_tables
-    from simreg_megatron.reproduce.page import page_of
-
     with one_sentence():
+        from simreg_megatron.reproduce.check import read_tables
+        from simreg_megatron.reproduce.page import page_of
+
         _write(page_of(read_tables(results)), output)
 
 
@@ -167,7 +167,7 @@ def _print_verdicts(name: str, tables: dict[str, Table]) -> list[Verdict]:
             console.print(f"    {_noise(verdict)}", markup=False)
         if verdict.worth is not None:
             found = pace(tables[name].rows, claim.arm, claim.than, verdict.place, measured_steps(tables))
-            console.print(f"    {_saved(verdict.worth, found)}", markup=False)
+            console.print(f"    {_saved(verdict, verdict.worth, found)}", markup=False)
     return verdicts
 
 
@@ -179,13 +179,14 @@ def _noise(verdict: Verdict) -> str:
     )
 
 
-def _saved(worth: Saving, measured: Pace | None) -> str:
+def _saved(verdict: Verdict, worth: Saving, measured: Pace | None) -> str:
     from simreg_megatron.reproduce.pace import EXPERIMENT
 
     low, high = worth.exchange_interval
+    unit = f" {verdict.unit}" if verdict.unit else ""
     told = (
-        f"100 more steps are worth {worth.exchange:.4f} ({low:.4f} to {high:.4f}, from {worth.shorter}), so what is "
-        f"saved is {worth.told}"
+        f"100 more steps are worth {worth.exchange:.4f}{unit} ({low:.4f} to {high:.4f}, from {worth.shorter}), so what "
+        f"is saved is {worth.told}"
     )
     if measured is None:
         return f"{told}; how much of the time, the experiment {EXPERIMENT} in the same folder tells"

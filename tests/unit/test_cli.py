@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 from typer.testing import CliRunner
 
-from simreg_megatron import __version__, cli
+from simreg_megatron import __version__, cli, doctor
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from tests.helpers import jobs
 from tests.megatron import runs
@@ -26,8 +28,8 @@ def test_doctor_finds_the_seams() -> None:
 
 
 def test_doctor_without_torch_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(cli, "_version", lambda package: None)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
     done = CliRunner().invoke(cli.app, ["doctor"])
     assert done.exit_code == 1 and "missing: SimReg needs it" in done.output and "Traceback" not in done.output
 
@@ -55,8 +57,8 @@ def test_doctor_fails_where_a_seam_is_missing(tmp_path: Path) -> None:
     ],
 )
 def test_which_apex(present: set[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object() if name in present else None)
-    assert cli._apex_sentence().startswith(sentence)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if name in present else None)
+    assert doctor._apex_sentence().startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_doctor_reads_the_script(text: str, sentences: list[str], tmp_path, monk
     monkeypatch.setattr(sys, "path", list(sys.path))
     script = tmp_path / "train.py"
     script.write_text(text)
-    _, *said = cli._look_at_script(script)
+    _, *said = doctor._look_at_script(script)
     assert len(said) == len(sentences), said
     assert all(got.startswith(wanted) for got, wanted in zip(said, sentences, strict=True))
     assert sys.path[0] == str(tmp_path), "the Megatron beside the script comes first"
@@ -83,7 +85,7 @@ def test_doctor_says_which_tree_a_script_would_use(tmp_path, monkeypatch: pytest
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "train.py").write_text("")
-    first, *_ = cli._look_at_script(tmp_path / "train.py")
+    first, *_ = doctor._look_at_script(tmp_path / "train.py")
     assert str(tmp_path) in first.partition("with Megatron from")[2]
 
 
@@ -138,3 +140,27 @@ def test_missing_packages_are_named_as_pip_takes_them(monkeypatch: pytest.Monkey
         conversion._need_transformers()
     with pytest.raises(ValueError, match=r"pip install 'lm-eval\[hf\]>=0.4.13' transformers$"):
         evaluation._need_packages()
+
+
+def test_doctors_last_word_goes_with_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(doctor, "_seams", lambda: (Table(), True))
+    (folder := tmp_path / "x[red]").mkdir()
+    for text, last in (("from simreg_megatron import install", "into this Megatron."), ("pretrain()", "lambda auto.")):
+        (folder / "train.py").write_text(text)
+        said = " ".join(CliRunner().invoke(cli.app, ["doctor", str(folder / "train.py")]).stdout.split())
+        assert "x[red]" in said and said.endswith(last)
+
+
+def test_doctor_takes_one_question(tmp_path: Path) -> None:
+    for words in (["--gpu", "a.py"], ["--script", "a.py", "b.py"]):
+        done = CliRunner().invoke(cli.app, ["doctor", *words])
+        assert done.exit_code == 2 and "give one script, or --gpu alone" in done.stderr
+
+
+def test_letters_that_the_terminal_lacks_end_nothing() -> None:
+    done = jobs.run(
+        [sys.executable, "-m", "simreg_megatron.cli", "report", "\u00e9=none.csv"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr

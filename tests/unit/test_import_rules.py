@@ -76,10 +76,8 @@ LAW = {
     "reproduce": room(f"{TOP} data report sentences terminal", "yaml sentencepiece scipy numpy matplotlib typer rich"),
     "__main__": room(f"{TOP} cpu plugin"),
     "installed": room(packages="transformer_engine"),
-    "cli": room(
-        f"{TOP} cpu config plugin data checkpoint comparison evaluation installed report probe reproduce trial",
-        "typer rich torch",
-    ),
+    "doctor": room(f"{TOP} comparison cpu installed plugin trial", "typer rich torch"),
+    "cli": room(f"{TOP} checkpoint config data doctor evaluation plugin reproduce", "typer rich"),
 }
 
 

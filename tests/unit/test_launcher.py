@@ -40,7 +40,7 @@ GPU = Machine(gpus=8, transformer_engine=True, world_size=8, local_world_size=8)
 WHOLE_NODES = replace(GPU, world_size=48)
 WHOLE = replace(GPU, apex_gradient_kernel=True)
 OWN = ("--data", "text", "--tokenizer", "tokenizer.model")
-OFF = ("SimReg is off: add --simreg-lambda auto or --recipe paper to train with it",)
+OFF = ("SimReg is off: add --simreg-lambda 1 to train with it",)
 
 # layers, heads, hidden, FFN, global batch, peak, end, steps, experts, parameters in millions with 32,000 ids
 PAPER = {
@@ -535,7 +535,9 @@ def test_the_papers_two_arms_differ_by_their_chunks_alone() -> None:
     """And the tiny preset's own chunk size makes way."""
     for model in (["--model", "350m", *OWN], []):
         machine = GPU if model else Machine()
-        chunks, whole = (plan(*model, "--recipe", name, machine=machine) for name in ("paper", "paper-full"))
+        chunks, whole = (
+            plan(*model, "--recipe", name, "--output", "out", machine=machine) for name in ("paper", "paper-full")
+        )
         assert set(chunks.flags) ^ set(whole.flags) == {
             ("--simreg-chunk-size", values(chunks, "--simreg-chunk-size")[0]), ("--simreg-chunk-size", "0")
         }  # fmt: skip
@@ -651,6 +653,17 @@ class TestGoingOn:
         progress.mark_ended(done)
         assert progress.has_ended(done) and progress.length(done) == "9 iterations"
         assert not progress.has_ended(self.asked("--output", str(tmp_path), "--train-iters", "10"))
+
+    def test_another_run_that_has_ended_there_is_not_taken_for_this_one(self, tmp_path: Path) -> None:
+        words = ("--output", str(tmp_path), "--train-iters", "9", "--recipe")
+        progress.mark_ended(self.asked(*words, "sce"))
+        assert progress.has_ended(self.asked(*words, "sce", "--log-interval", "3", "--simreg-log-interval", "3"))
+        for other, sentence in (
+            (("creg",), "--simreg-objective sce then, --simreg-objective creg now"),
+            (("sce", "--seed", "7"), "--seed 1234 then, --seed 7 now"),
+        ):
+            with pytest.raises(LaunchError, match=f"has ended, and was another one \\({sentence}\\): give another"):
+                progress.has_ended(self.asked(*words, *other))
 
     def test_a_dry_run_goes_on_where_the_run_would(self, tmp_path: Path, monkeypatch, capsys) -> None:
         """What it printed once began at step 0, over the checkpoints that are there."""
@@ -820,3 +833,43 @@ def test_a_release_without_the_training_loop_is_named(monkeypatch: pytest.Monkey
     assert preflight.check_with_megatron((), options=(), tree=tmp_path, trains=False, world_size=1) is None
     monkeypatch.setattr(preflight.metadata, "version", {"megatron-core": "0.20.0rc1"}.get)
     assert preflight.check_with_megatron((), options=(), tree=None, trains=False, world_size=1) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("", "ce"),
+        ("--simreg-lambda 10", "simreg-10"),
+        ("--simreg-objective none", "simreg-log"),
+        ("--recipe paper", "simreg-auto"),
+        ("--recipe paper-full", "simreg-auto-whole"),
+        ("--recipe sce", "sce-0.1"),
+        ("--simreg-objective simreg:auto,sigreg:0.05", "simreg_auto_sigreg_0.05"),
+    ],
+)
+def test_runs_that_train_on_something_else_have_another_folder(words: str, name: str) -> None:
+    made = plan("--model", "350m", *OWN, *words.split(), machine=GPU)
+    assert str(made.output) == f"runs/llama-350m-{name}"
+
+
+def test_a_length_in_samples_replaces_the_presets_iterations() -> None:
+    made = plan("--train-samples", "1000")
+    assert not {"--train-iters", "--lr-warmup-iters"} & flag_names(made.flags)
+    assert flag_value(made.flags, "--lr-warmup-samples") == "100", "a tenth: the preset's 40 steps of 8 are more"
+    assert "1,000 samples, 256,000 in all" in describe(made, CPU, environ={})
+    chosen = plan("--train-samples", "1000", "--lr-warmup-samples", "7")
+    assert flag_value(chosen.flags, "--lr-warmup-samples") == "7"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--nproc-per-node", "0"), "--nproc-per-node takes a positive number, not 0"),
+        (("--nproc_per_node=08",), "--nproc_per_node takes a positive number, not 08"),
+        (("--nnodes=0",), "--nnodes takes a positive number, not 0"),
+        (("--nproc-per-node",), "--nproc-per-node needs a value"),
+    ],
+)
+def test_what_torchrun_would_end_in_a_traceback_with(words: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    done = jobs.run(["bash", str(SCRIPTS[0]), *words, "--dry-run"])
+    assert done.returncode == 2 and done.stderr.strip() == f"error: {sentence}"

@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 from simreg_megatron.cli import app
 from simreg_megatron.report import own, runs
 from simreg_megatron.report.arms import Arm, read_arms
+from simreg_megatron.report.curves import draw_curves
+from simreg_megatron.report.heatmap import cosine_matrix
 from simreg_megatron.report.page import Grid, Page, Section, as_html, as_markdown
 from simreg_megatron.report.runs import ReportError, Run, Series
 from simreg_megatron.report.welch import welch
@@ -356,3 +358,43 @@ def test_text_of_a_user_is_escaped() -> None:
     )
     lines = as_markdown(Page("t", [section], ["v"]), "p").splitlines()
     assert r"\# a heading - and \<b>bold\</b>" in lines and r"- 1\. first second" in lines and "| a b |" in lines
+
+
+def test_seeds_that_are_none_are_told() -> None:
+    def arm(name: str, *ends: int, **settings: str) -> Arm:
+        made = [
+            Run(name, {runs.VALIDATION_LOSS: curve(*([4.0 + number / 100] * (end // 100)))}, {"seed": str(number)})
+            for number, end in enumerate(ends)
+        ]
+        made[0].settings.update(settings)
+        return Arm(name, tuple(made), tuple(Path(name) for _ in ends))
+
+    page = own.page_of([arm("ce", 400, 400), arm("sr", 400, 100, lr="1")])
+    (verdict,) = page.sections[0].verdicts
+    assert "But the runs of sr end at steps 100 and 400. But the runs of sr differ by lr." in verdict
+    assert "runs of ce" not in verdict and page.sections[0].grids[0].rows[1][2] == "100 and 400"
+
+
+def test_an_unnamed_run_is_no_seed_of_a_named_one(tmp_path: Path) -> None:
+    for name in ("ce", "baseline"):
+        (tmp_path / f"{name}.csv").write_text("tag,step,value\nlm loss validation,1,4\n")
+    with pytest.raises(ReportError, match=r"baseline\.csv has no name here and would be called baseline"):
+        read_arms([f"baseline={tmp_path / 'ce.csv'}", str(tmp_path / "baseline.csv")])
+
+
+def test_a_validation_loss_is_drawn_as_it_is_and_short_runs_are_seen() -> None:
+    """A running mean lags behind, the more the more often a run was validated."""
+    falling = Series(np.arange(1, 401) * 10, np.linspace(6.0, 3.0, 400))
+    tags = (runs.VALIDATION_LOSS, runs.TRAIN_LOSS)
+    long, short = (Run(name, dict.fromkeys(tags, part)) for name, part in (
+        ("long", falling), ("short", Series(falling.steps[:10], falling.values[:10] + 2)),
+    ))  # fmt: skip
+    figure = draw_curves([long, short], None)
+    validation, training = figure.axes[:2]
+    assert {text.get_text() for text in validation.texts} >= {"3.000"}
+    assert training.get_ylim()[1] > 7.9, "the short one's values"
+
+
+def test_states_that_are_no_numbers_are_not_isotropic() -> None:
+    assert np.isnan(cosine_matrix(np.full((2, 3), np.nan, dtype=np.float32))).all()
+    assert cosine_matrix(np.zeros((2, 3), dtype=np.float32)).tolist() == [[0.0, 0.0], [0.0, 0.0]]

@@ -66,8 +66,21 @@ def test_a_step_written_twice_counts_once_with_its_later_value(tmp_path):
             for step, value in values.items():
                 writer.add_scalar("lm loss", value, step)
     steps, values = report.read_run(tmp_path).scalars["lm loss"]
-    assert steps.tolist() == sorted(set(steps.tolist()))
-    assert dict(zip(steps.tolist(), values.tolist(), strict=True))[20] == 5.0
+    assert steps.tolist() == [10, 20, 25], "30 is of the branch that ended"
+    assert values.tolist() == [1.0, 5.0, 6.0]
+
+
+def test_a_validation_of_the_branch_that_ended_is_not_the_runs(tmp_path):
+    """Killed at 390, resumed from 300, now at 320: nothing was validated since, and the validation at 350 is gone."""
+    with SummaryWriter(str(tmp_path)) as writer:
+        for time, step in enumerate([*range(10, 391, 10), 310, 320]):
+            writer.add_scalar("lm loss", 5.0, step, walltime=float(time))
+            writer.add_scalar("lm loss vs samples", 5.0, 8 * step, walltime=float(time))
+            if step in (250, 350):
+                writer.add_scalar("lm loss validation", step / 100, step, walltime=float(time))
+    run = report.read_run(tmp_path)
+    assert run.scalars["lm loss"].steps[-1] == 320 and run.scalars["lm loss vs samples"].steps[-1] == 2560
+    assert run.scalars["lm loss validation"].steps.tolist() == [250]
 
 
 def test_a_folder_without_events_is_one_sentence(tmp_path):

@@ -39,3 +39,11 @@ def test_an_error_that_no_sentence_mends_passes(error: Exception, capsys: pytest
     with pytest.raises(type(error)), one_sentence():
         raise error
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_package_of_an_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), one_sentence():
+        raise ModuleNotFoundError("No module named 'scipy.stats'", name="scipy.stats")
+    assert "scipy is not installed: in the clone's folder, pip install '.[reproduce]'" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError), one_sentence():
+        raise ModuleNotFoundError("No module named 'own'", name="own")

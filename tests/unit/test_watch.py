@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 from typer.testing import CliRunner
 
@@ -119,3 +120,37 @@ def test_the_command(tmp_path: Path) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_rare_lines_are_no_silence(tmp_path: Path) -> None:
+    now = time.time()
+    log(tmp_path / "a", range(100, 301, 100), start=now - 1250 - 2, seconds=5.0)
+    state = Watched(str(tmp_path / "a")).look(now)
+    assert state.silent_for > 60 and shown([state])[-1][1:] == ["8 min"]
+
+
+def test_the_last_validation_ends_a_run_whose_log_interval_does_not_divide_it(tmp_path: Path) -> None:
+    now = time.time()
+    log(tmp_path / "a", range(100, 351, 50), start=now - 900, seconds=1.0)
+    with SummaryWriter(str(tmp_path / "a" / "tensorboard"), filename_suffix=".z") as writer:
+        writer.add_scalar(runs.VALIDATION_LOSS, 5.0, 400, walltime=now - 600)
+    assert Watched(str(tmp_path / "a")).look(now).is_done
+
+
+def test_a_batch_that_grows_has_no_tokens_a_step(tmp_path: Path) -> None:
+    log(tmp_path / "a", range(10, 51, 10), start=time.time() - 50, seconds=1.0)
+    with SummaryWriter(str(tmp_path / "a" / "tensorboard"), filename_suffix=".z") as writer:
+        writer.add_text("rampup_batch_size", "[4, 4, 100]", 0)
+    assert Watched(str(tmp_path / "a")).look(time.time()).tokens_per_step is None
+
+
+def test_names_and_damage_are_those_of_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log(tmp_path / "lr=1e-3", range(10, 51, 10), start=time.time() - 50, seconds=1.0)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["watch", "--once", "lr=1e-3"]).exit_code == 0
+    (folder := tmp_path / "bad" / "tensorboard").mkdir(parents=True)
+    with (folder / "events.out.tfevents.1.a").open("wb") as file:
+        RecordWriter(file).write(b"\xff no event")
+    damaged = CliRunner().invoke(app, ["watch", "--once", "bad"])
+    assert damaged.exit_code == 2 and "holds a damaged TensorBoard file" in damaged.stderr
+    assert CliRunner().invoke(app, ["watch", "--every", "inf", "lr=1e-3"]).exit_code == 2

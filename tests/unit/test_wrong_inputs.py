@@ -164,6 +164,8 @@ def test_prefixes(command: str, path: str, sentence: str, ask: Ask) -> None:
         ("llama --save-interval 2", "--save-interval needs --output DIR"),
         (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
          "needs --save-interval N"),
+        (SUBMIT.replace("launch", "--reserve nan launch"), "--reserve must be at least half a minute, not nan"),
+        (SUBMIT.replace("launch", "--step-seconds inf launch"), "--step-seconds must be a number above 0, not inf"),
         (SUBMIT.replace("launch", "--reserve 60 launch"), "TIME in cpu.env, 60 leaves less than a minute besides"),
     ],
 )  # fmt: skip
@@ -182,7 +184,7 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     said: list[str] = []
     monkeypatch.setattr(launcher, "_say", said.append)
     assert ask("llama --dry-run --data data/mine/trian --tokenizer data/mine/tokenizer.model")[0] == 0
-    assert "--train-iters" in said[0] and "SimReg is off: add --simreg-lambda auto" in said[0]
+    assert "--train-iters" in said[0] and "SimReg is off: add --simreg-lambda 1" in said[0]
     assert said[1].startswith(
         "# note      the run itself would be refused on this machine: there is no data/mine/trian"
     )
@@ -201,8 +203,12 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
         ("", "off"),
         ("--plain", "left out, as is the whole plugin"),
         ("--simreg-objective none", "measured, not trained on"),
-        ("--simreg-lambda auto", "simreg, lambda 4.33013 (auto)"),  # 10 * sqrt(192 / 1024)
-        ("--simreg-objective simreg:auto,sigreg:0.05", "simreg, lambda 4.33013 (auto), sigreg, lambda 0.05"),
+        ("--simreg-lambda auto", "simreg, lambda 4.33013 (auto), chunks of 64 tokens"),  # 10 * sqrt(192 / 1024)
+        (
+            "--simreg-objective simreg:auto,sigreg:0.05",
+            "simreg, lambda 4.33013 (auto), sigreg, lambda 0.05, chunks of 64 tokens",
+        ),
+        ("--recipe paper-full", "simreg, lambda 4.33013 (auto), whole sequences"),
     ],
 )
 def test_a_dry_run_says_what_lambda_comes_to(words: str, sentence: str, ask: Ask, monkeypatch) -> None:
@@ -213,7 +219,7 @@ def test_a_dry_run_says_what_lambda_comes_to(words: str, sentence: str, ask: Ask
 
 
 def test_submitting_without_simreg_is_said(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
-    off = "> SimReg is off: add --simreg-lambda auto or --recipe paper to train with it"
+    off = "> SimReg is off: add --simreg-lambda 1 to train with it"
     dry = SUBMIT.replace("launch/", "--dry-run launch/", 1)
     assert ask(dry) == (0, off)
     assert ask(f"{dry} --simreg-lambda 1")[1] != off != ask(f"{dry} --recipe baseline")[1]
