@@ -4,8 +4,8 @@
 Copies the experiments whose runs are complete and pass the protocol to benchmarks/results/evidence, with curves of few
 points, and a search also to where the package ships it; the others to its folder `unfinished`, where they have no
 verdict, but are not lost with the machine: a folder with the files of both is a queue that can go on. Then it makes
-again what the pages say of the complete ones: the tables of the search and of the claims in docs/evidence.md, and
-docs/experiments.html. Without a folder it does only that.
+again what the pages say of the complete ones: the tables of the search, of the neighbouring objectives and of the
+claims in docs/evidence.md, and docs/experiments.html. Without a folder it does only that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import csv
 import shutil
 from pathlib import Path
 
-from benchmarks import claims, search
+from benchmarks import claims, neighbours, search
 from benchmarks.claims import FOLDER as KEPT
 from benchmarks.records import ROOT
 from simreg_megatron.report.page import as_html
@@ -42,6 +42,7 @@ def main() -> None:
     if options.folder:
         keep(options.folder)
     search.main()
+    neighbours.main()
     claims.main()
     PAGE.write_text(as_html(page_of(read_tables(KEPT))), encoding="utf-8")
     print(f"Written: {PAGE}")

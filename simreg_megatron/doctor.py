@@ -106,7 +106,7 @@ def _place_of_megatron() -> str:
     if found is None or not found.submodule_search_locations:
         return "none: it is not installed"
     folder = Path(next(iter(found.submodule_search_locations))).parents[1]
-    return "the installed megatron-core" if folder.name == "site-packages" else str(folder)
+    return "the installed megatron-core" if folder.name in ("site-packages", "dist-packages") else str(folder)
 
 
 def _packages() -> Table:
