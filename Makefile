@@ -81,16 +81,16 @@ lint: setup ## ruff (rules, bandit's among them, and format), mypy, shellcheck, 
 
 audit: setup ## known vulnerabilities of the packages in .venv, by pip-audit (asks the package index)
 	$(or $(PYTHON),python3) -m venv --clear build/audit-venv
-	build/audit-venv/bin/pip install --quiet --disable-pip-version-check "pip-audit>=2.7,<3"
+	PIP_USER=0 build/audit-venv/bin/pip install --quiet --disable-pip-version-check "pip-audit>=2.7,<3"
 	build/audit-venv/bin/pip-audit --path "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" --skip-editable
 
 docs: build/docs-venv/stamp ## build the documentation as a site into build/site (first: 190 MB of tools, no torch)
-	build/docs-venv/bin/mkdocs build --strict
+	build/docs-venv/bin/python -m mkdocs build --strict
 
 build/docs-venv/stamp: setup.py tools/extra.py
 	$(or $(PYTHON),python3) -m venv --clear build/docs-venv
 	build/docs-venv/bin/python tools/extra.py DOCS >build/docs-venv/requirements.txt
-	build/docs-venv/bin/pip install --quiet --disable-pip-version-check -r build/docs-venv/requirements.txt
+	PIP_USER=0 build/docs-venv/bin/python -m pip install --quiet --disable-pip-version-check -r build/docs-venv/requirements.txt
 	touch $@
 
 bench: setup ## what SimReg costs, as ratios of one run

@@ -97,7 +97,7 @@ setup(
         "simreg_megatron": ["py.typed", "reproduce/plans/*.yaml", "reproduce/results/*", "data/large/lock.json"]
     },
     python_requires=">=3.10",
-    install_requires=["torch>=2.6", "typer>=0.15,<1", "rich>=13,<16"],
+    install_requires=["torch>=2.6", "numpy>=1.26", "typer>=0.16,<1", "rich>=13,<16"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["simreg-megatron = simreg_megatron.cli:main"]},
     classifiers=[

@@ -39,8 +39,10 @@ def _machine() -> str:
 def _commit() -> str:
     """Short, with a + where files that git knows were changed since."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:  # there is no git
+        return "unknown"
 
 
 def add_options(parser: argparse.ArgumentParser, default: Path | None = None) -> None:

@@ -172,7 +172,7 @@ make_venv() {
 by_uv() {
   local given name value
   [ "${INSTALLER:-uv}" = uv ] || return 1
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv 2>/dev/null || return 1
+  PIP_USER=0 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv 2>/dev/null || return 1
   given=$(PIP_USER=0 "$venv/bin/python" -m pip config list | "$venv/bin/python" "$root/tools/uv_settings.py") || {
     say "pip has a setting that uv does not know, so pip installs"
     return 1

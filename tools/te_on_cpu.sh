@@ -96,17 +96,19 @@ install_bridge() {
 
 make_environment() {
   [ -e "$root/.venv/simreg-stamp" ] || fail "there is no .venv to start from: run 'make setup' first."
-  recipe=$(sha256sum "$root/.venv/simreg-stamp" "${BASH_SOURCE[0]}" | cut -c1-64 | tr '\n' ' ')
+  # A moved checkout, or another Python in .venv, needs another environment.
+  recipe="$root $("$root/.venv/bin/python" -V || true)"
+  recipe+=" $(sha256sum "$root/.venv/simreg-stamp" "${BASH_SOURCE[0]}" | cut -c1-64 | tr '\n' ' ')"
   if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$recipe" ]; then return 0; fi
   if [ -e "$venv" ] && [ ! -e "$origin" ]; then
     fail "$venv was not made by this script and will not be overwritten: name another folder with TE_VENV=."
   fi
   command -v g++ >/dev/null || skip "there is no g++, which compiles Transformer Engine's bindings to torch"
-  copy_environment
-  case "$(ask torch.version.cuda)" in
+  case "$("$root/.venv/bin/python" -c 'import torch; print(torch.version.cuda)')" in
     13.*) ;;
     *) skip "the torch in .venv is not built for CUDA 13, for which Transformer Engine $te is tried here" ;;
   esac
+  copy_environment
   install_transformer_engine
   compile_extension
   install_bridge

@@ -65,7 +65,7 @@ def reproduce(
 
     After a stop or a kill the same command continues; finished runs are never repeated.
     """
-    from simreg_megatron.reproduce.local import give_way
+    from simreg_megatron.reproduce.local import give_way, launcher_of
     from simreg_megatron.reproduce.plan_file import read_plan
     from simreg_megatron.reproduce.report_commands import conclude
     from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c
@@ -81,6 +81,7 @@ def reproduce(
         for name, given in (("model", model), ("sizes", sizes), ("data", data)):
             if given == "":
                 raise ReproduceError(f"--{name} is empty: give it a value, or leave it out")
+        launcher_of("llama")  # before a corpus is built, or a preset looked for, where there is no clone
         chosen = [_chosen(read_plan(name), model or "", sizes or "", seeds, data or "") for name in plans]
         store = Store((output / "quick" if quick else output).absolute())  # runs start in another folder
         if low_priority:

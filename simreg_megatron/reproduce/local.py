@@ -59,10 +59,15 @@ def command_of(run: Run, folder: Path, dataset: Dataset) -> list[str]:
     if run.steps >= _FEWEST_STEPS_TO_SAVE:
         flags |= {"auto-resume": "", "save-interval": str(run.steps // _SAVES)}
     words = [word for name, value in flags.items() for word in (f"--{name}", value) if word]
-    return [sys.executable, str(_script(run.family)), *words]
+    return [sys.executable, str(launcher_of(run.family)), *words]
 
 
-def _script(family: str) -> Path:
+def launcher_of(family: str) -> Path:
+    """The launch script of a family of models.
+
+    Raises:
+        ReproduceError: there is none here.
+    """
     script = ROOT / "launch" / f"pretrain_{family}.sh"
     if not script.is_file():
         raise ReproduceError(

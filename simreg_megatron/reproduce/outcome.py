@@ -91,8 +91,8 @@ def log_tail(folder: Path) -> str:
 @cache
 def commit() -> str:
     """Of the source that runs: a hash, with a plus sign where files differ from it; "" where there is no git."""
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stdout.strip()
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""

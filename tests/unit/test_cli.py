@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from rich.table import Table
 from typer.testing import CliRunner
 
@@ -164,3 +165,13 @@ def test_letters_that_the_terminal_lacks_end_nothing() -> None:
         env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_every_command_has_its_help() -> None:
+    """Whatever click the lowest typer meets."""
+    commands = [(["--help"], typer.main.get_command(cli.app))]
+    for words, command in commands:
+        said = CliRunner().invoke(cli.app, words)
+        assert said.exit_code == 0 and "Usage" in said.stdout, words
+        commands += [([*words[:-1], name, "--help"], part) for name, part in getattr(command, "commands", {}).items()]
+    assert len(commands) > 15

@@ -44,7 +44,7 @@ class Site:
         (folder / "bin" / "squeue").write_text(f"#!/bin/sh\ncat {self.queue}\n")
         (folder / "bin" / "squeue").chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
-        monkeypatch.setattr(local, "_script", lambda family: self.trainer)
+        monkeypatch.setattr(local, "launcher_of", lambda family: self.trainer)
         monkeypatch.setattr(cluster, "_SUBMIT", (str(folder / "submit.py"),))
 
     def lose(self, run: Run) -> None:

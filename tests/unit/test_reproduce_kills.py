@@ -29,7 +29,7 @@ from tests.unit.test_reproduce_local import TRAINER, plan, run_all, starts
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     """Its runs are stand-ins, which take a moment."""
     (tmp_path / "train.py").write_text(TRAINER)
-    monkeypatch.setattr(local, "_script", lambda family: tmp_path / "train.py")
+    monkeypatch.setattr(local, "launcher_of", lambda family: tmp_path / "train.py")
     monkeypatch.setattr(local, "_POLL_SECONDS", 0.02)
     found = Dataset(tmp_path, digest="0" * 64, bytes_per_token=4.0, validation_tokens=20_481)
     monkeypatch.setattr(datasets, "open_dataset", lambda name: found)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from simreg_megatron.reproduce import local, pace, screen, speed
+from simreg_megatron.cli import app
+from simreg_megatron.reproduce import local, outcome, pace, screen, speed
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.heap import KEPT
@@ -73,7 +75,7 @@ def dataset(tmp_path) -> Dataset:
 def trainer(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text(TRAINER)
-    monkeypatch.setattr(local, "_script", lambda family: script)
+    monkeypatch.setattr(local, "launcher_of", lambda family: script)
     monkeypatch.setattr(local, "_POLL_SECONDS", 0.02)
 
 
@@ -231,7 +233,7 @@ from pathlib import Path
 sys.path.insert(0, {here!r})
 import test_reproduce_local as t
 from simreg_megatron.reproduce import local, stopping
-local._script = lambda family: Path({trainer!r})
+local.launcher_of = lambda family: Path({trainer!r})
 folder = Path({folder!r})
 dataset = t.Dataset(folder, digest="0" * 64, bytes_per_token=4.0, validation_tokens=20_481)
 entries = t.entries_of(t.plan(nap=1), dataset, t.untuned)
@@ -342,7 +344,7 @@ def test_no_best_among_some_of_the_trials(tmp_path, dataset):
 def test_without_the_launch_scripts_it_says_where_they_are(tmp_path, dataset, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ReproduceError, match="run this from a clone"):
-        local._script("nobodys-family")
+        local.launcher_of("nobodys-family")
 
 
 @pytest.mark.parametrize(
@@ -392,3 +394,19 @@ def test_long_curves_are_thinned_and_end_where_they_ended():
     steps = [step for step, _ in few]
     assert steps == sorted(set(steps))
     assert thinned(points[:200]) == points[:200] and thinned([]) == []
+
+
+def test_a_machine_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert outcome.commit.__wrapped__() == ""
+
+
+def test_an_installed_package_makes_no_corpus_before_it_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(local, "ROOT", tmp_path)
+    for words in (["tuning", "--data", "builtin"], ["moe"], ["tuning", "--model", "350m"]):
+        done = CliRunner().invoke(app, ["reproduce", *words, "--dry-run"])
+        assert done.exit_code == 2 and "run this from a clone" in done.stderr
+    assert not (tmp_path / "data").exists()

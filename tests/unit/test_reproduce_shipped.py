@@ -51,7 +51,7 @@ def search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(TRAINER)
-    monkeypatch.setattr(local, "_script", lambda family: tmp_path / "train.py")
+    monkeypatch.setattr(local, "launcher_of", lambda family: tmp_path / "train.py")
     monkeypatch.setattr(local, "_POLL_SECONDS", 0.02)
     return tmp_path / "train.py"
 
