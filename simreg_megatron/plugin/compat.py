@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -45,13 +46,7 @@ class Seam:
         Raises:
             MegatronSeamError: the module, the class or the function is missing, or takes other parameters.
         """
-        try:
-            holder: Any = importlib.import_module(self.module)
-        except ImportError as error:
-            lacks = (error.name or "").partition(".")[0]  # up to 0.16 a source tree needs packages it never names
-            of_others = lacks not in ("", self.module.partition(".")[0])
-            mend = f"install {lacks}" if of_others else _USE_ANOTHER
-            raise self._missing(f"cannot import {self.module}: {error}", mend) from error
+        holder: Any = self.imported()
         if self.owner is not None:
             holder = getattr(holder, self.owner, None)
         function = getattr(holder, self.name, None)
@@ -63,6 +58,15 @@ class Seam:
         if absent and not (self.called_by_keyword and passes_on):
             raise self._missing(f"{self.path} does not take {', '.join(sorted(absent))}")
         return holder
+
+    def imported(self) -> ModuleType:
+        """Its module; MegatronSeamError where there is none."""
+        try:
+            return importlib.import_module(self.module)
+        except ImportError as error:
+            lacks = (error.name or "").partition(".")[0]  # up to 0.16 a source tree needs packages it never names
+            mend = _USE_ANOTHER if lacks in ("", self.module.partition(".")[0]) else f"install {lacks}"
+            raise self._missing(f"cannot import {self.module}: {error}", mend) from error
 
     def _missing(self, what: str, mend: str = _USE_ANOTHER) -> MegatronSeamError:
         return MegatronSeamError(
@@ -170,11 +174,8 @@ def model_seams() -> tuple[Seam, ...]:
     found = [MODEL_SEAM if hasattr(holder, MODEL_SEAM.name) else gpt]
     found[0].holder()
     for seam in others:  # not in every release, and MambaModel may inherit HybridModel's
-        try:
-            if seam.name in vars(seam.holder()):
-                found.append(seam)
-        except MegatronSeamError:
-            continue
+        with suppress(MegatronSeamError):
+            found += [seam] if seam.name in vars(seam.holder()) else []
     return tuple(found)
 
 
@@ -244,11 +245,10 @@ def wrappers(model: Any) -> list[Any]:
 
 def training_loop() -> ModuleType | None:
     """`megatron.training.training`, or None where only megatron-core is installed (its wheels before 0.17)."""
-    try:
-        found = importlib.util.find_spec("megatron.training") is not None
-    except ModuleNotFoundError:
-        found = False
-    return STEP_SEAM.holder() if found else None
+    found = None
+    with suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec("megatron.training")
+    return STEP_SEAM.imported() if found else None
 
 
 def tensor_group(model: Any) -> Any:

@@ -41,6 +41,7 @@ WHOLE_NODES = replace(GPU, world_size=48)
 WHOLE = replace(GPU, apex_gradient_kernel=True)
 OWN = ("--data", "text", "--tokenizer", "tokenizer.model")
 OFF = ("SimReg is off: add --simreg-lambda 1 to train with it",)
+OFF_OF_A_SIZE = ("SimReg is off: add --simreg-lambda auto or --recipe paper to train with it",)
 
 # layers, heads, hidden, FFN, global batch, peak, end, steps, experts, parameters in millions with 32,000 ids
 PAPER = {
@@ -194,14 +195,14 @@ def test_ffn_sizes_that_do_not_split_name_those_that_do() -> None:
         plan("--model", "350m", *OWN, *split, machine=WHOLE)
     assert values(plan("--model", "350m", *OWN, *split, "--ffn", "2736", machine=GPU), "--ffn-hidden-size") == ["2736"]
     aligned = plan("--model", "1.3b", *OWN, *split, "--ffn", "aligned", machine=WHOLE)
-    assert values(aligned, "--ffn-hidden-size") == ["5504"] and aligned.notes == OFF
+    assert values(aligned, "--ffn-hidden-size") == ["5504"] and aligned.notes == OFF_OF_A_SIZE
 
 
 def test_ffn_sizes_off_the_tensor_cores_grid_are_kept_and_said() -> None:
     made = plan("--model", "1.3b", *OWN, machine=WHOLE)
     assert values(made, "--ffn-hidden-size") == ["5461"]
     assert len(made.notes) == 2 and "--ffn aligned takes 5504" in made.notes[1]
-    assert plan("--model", "7b", *OWN, machine=WHOLE).notes == OFF
+    assert plan("--model", "7b", *OWN, machine=WHOLE).notes == OFF_OF_A_SIZE
 
 
 @pytest.mark.parametrize("words", [(), ("--ffn", "5461"), ("--ffn-hidden-size", "5461")])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typer.testing import CliRunner
 
-from simreg_megatron import SimRegConfig, cli, comparison, trial
+from simreg_megatron import SimRegConfig, cli, comparison, doctor, trial
 from simreg_megatron.comparison import Comparison, Shape
 from simreg_megatron.kernels import contrast, halves, walk
 from simreg_megatron.kernels.tiled import TorchTiles
@@ -295,7 +295,7 @@ def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.exit_code == 1 and "torch sees no GPU here" in found.output
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cli, "_device_sentence", lambda: "Device: one")
+    monkeypatch.setattr(doctor, "_device_sentence", lambda: "Device: one")
     plant("bad", WrongGradient)
 
     try_forms = trial.try_forms
