@@ -19,7 +19,10 @@ _MEASURED = {"isotropy": ".3f", "negative_cosine": ".3f"}
 
 
 def main() -> None:
-    text = "\n".join(table(read_tables(FOLDER)["objectives"])) + "\n"
+    tables = read_tables(FOLDER)
+    if "objectives" not in tables:  # not complete yet
+        return
+    text = "\n".join(table(tables["objectives"])) + "\n"
     path = RESULTS / "neighbours.md"
     path.write_text(text, encoding="utf-8")
     records.quote(path, text, PAGE)
