@@ -54,13 +54,14 @@ def prefixes_ce_loss(
     targets = labels.long().masked_fill(~counts, -100).flatten()
     with no_autocast(rows.device.type):
         losses = [
-            _sum(product(rows[:, :prefix], weight[:, :prefix].mT) + (0.0 if bias is None else bias), targets)
+            _sum(product(rows[:, :prefix], weight[:, :prefix].mT), bias, targets)
             for prefix in prefixes or default_prefixes(width)
         ]
     return torch.stack(losses).mean() / counts.sum().clamp(min=1)
 
 
-def _sum(logits: Tensor, targets: Tensor) -> Tensor:
+def _sum(logits: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    logits = logits if bias is None else logits + bias
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     try:
         return functional.cross_entropy(logits, targets, reduction="sum")

@@ -37,14 +37,17 @@ BUILT_IN = {
 
 
 @functools.cache
-def _brought() -> dict[str, importlib.metadata.EntryPoint]:
-    found = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
-    return {name: found[name] for name in sorted(found.keys() - BUILT_IN.keys())}
+def _brought() -> dict[str, list[importlib.metadata.EntryPoint]]:
+    """By name; several packages may bring one of the same name, or of a name of this package."""
+    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    for point in importlib.metadata.entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
 
 
 def _refuse_namesakes(name: str) -> None:
     """Which of two packages would be meant depends on the import path."""
-    points = [point for point in importlib.metadata.entry_points(group=GROUP) if point.name == name]
+    points = _brought().get(name, [])
     if len({point.value for point in points}) + (name in BUILT_IN) > 1:
         packages = " and ".join(point.dist.name if point.dist else point.value for point in points)
         raise ValueError(
@@ -55,7 +58,7 @@ def _refuse_namesakes(name: str) -> None:
 
 def names() -> tuple[str, ...]:
     """Of all objectives; "none" comes last."""
-    return (*(name for name in BUILT_IN if name != "none"), *_brought(), "none")
+    return (*(name for name in BUILT_IN if name != "none"), *sorted(_brought().keys() - BUILT_IN.keys()), "none")
 
 
 @functools.cache
@@ -70,7 +73,7 @@ def find(name: str) -> Objective:
         return BUILT_IN[name]
     if name not in _brought():
         raise ValueError(f"unknown SimReg objective {name!r}: choose from {', '.join(names())}")
-    point = _brought()[name]
+    point = _brought()[name][0]
     try:
         record = point.load()
     except Exception as error:

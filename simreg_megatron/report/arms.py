@@ -41,9 +41,9 @@ class Arm:
 
     @property
     def ends(self) -> list[int]:
-        """The step of the last validation of each run that has one."""
+        """The steps at which its runs were validated last, each once."""
         found = (run.scalars.get(runs.VALIDATION_LOSS) for run in self.runs)
-        return [int(series.steps[-1]) for series in found if series is not None]
+        return sorted({int(series.steps[-1]) for series in found if series is not None})
 
     @property
     def diverged(self) -> str:

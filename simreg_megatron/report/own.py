@@ -81,9 +81,9 @@ def _unlike(arm: Arm, first: Arm) -> str:
 
 def _unlike_each_other(arm: Arm) -> str:
     """What makes its runs more than seeds of one arm, as further sentences."""
-    told, ends = "", arm.ends
-    if len(set(ends)) > 1:
-        told += f" But the runs of {arm.name} end at steps {' and '.join(map(str, sorted(set(ends))))}."
+    told = ""
+    if len(arm.ends) > 1:
+        told += f" But the runs of {arm.name} end at steps {' and '.join(map(str, arm.ends))}."
     if other := _differing([run.settings for run in arm.runs if run.settings]):
         told += f" But the runs of {arm.name} differ by {', '.join(other)}."
     return told
@@ -126,7 +126,7 @@ def _table_of_ends(arms: Sequence[Arm]) -> Grid:
     rows = []
     for arm in arms:
         loss = arm.diverged or (f"{np.mean(arm.losses):.4f}" if arm.losses else "not logged")
-        row = [arm.name, str(len(arm.runs)), " and ".join(map(str, sorted(set(arm.ends)))) or "-", loss]
+        row = [arm.name, str(len(arm.runs)), " and ".join(map(str, arm.ends)) or "-", loss]
         if arm is arms[0]:
             rows.append([*row, "", "", ""])
             continue

@@ -93,20 +93,17 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     for cached in (objectives.find, objectives._brought):
         cached.cache_clear()
     try:
-        with pytest.raises(ValueError, match="comes from no_such_module:X, which cannot be imported: ModuleNotFound"):
-            objectives.find("broken")
-        with pytest.raises(ValueError, match="which is not an Objective of that name but 'str'"):
-            objectives.find("other")
-        with pytest.raises(ValueError, match="which is not an Objective of that name but 'creg'"):
-            objectives.find("named")
-        with pytest.raises(ValueError, match="which is wrong: it has no way to compute its terms"):
-            objectives.find("empty")
-        with pytest.raises(ValueError, match="which is wrong: No module named 'nope'"):
-            objectives.find("lost")
-        with pytest.raises(ValueError, match="toy_named:terms does not take temperature"):
-            objectives.find("cold")
-        with pytest.raises(ValueError, match="creg is brought by creg, and is one of its own: uninstall one"):
-            objectives.find("creg")
+        for name, sentence in (
+            ("broken", "comes from no_such_module:X, which cannot be imported: ModuleNotFound"),
+            ("other", "which is not an Objective of that name but 'str'"),
+            ("named", "which is not an Objective of that name but 'creg'"),
+            ("empty", "which is wrong: it has no way to compute its terms"),
+            ("lost", "which is wrong: No module named 'nope'"),
+            ("cold", "toy_named:terms does not take temperature"),
+            ("creg", "creg is brought by creg, and is one of its own: uninstall one"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                objectives.find(name)
     finally:
         monkeypatch.undo()
         for cached in (objectives.find, objectives._brought):
