@@ -14,6 +14,7 @@ import pytest
 from benchmarks import (
     claims,
     evidence,
+    neighbours,
     objective_cost,
     objectives,
     plot,
@@ -153,6 +154,19 @@ def test_the_table_of_the_search_is_of_its_runs() -> None:
     for arm in search.SECOND:
         best = min(float(line["validation_loss"]) for line in lines if line["arm"] == arm and line["size"] == "64")
         assert f"**{best:.3f}**" in text
+
+
+def test_the_table_of_the_neighbours_is_of_their_runs() -> None:
+    found = read_tables(claims.FOLDER)["objectives"]
+    text = "\n".join(neighbours.table(found)) + "\n"
+    page = neighbours.PAGE.read_text(encoding="utf-8")
+    assert (RESULTS / "neighbours.md").read_text() == text == records.quoted(page, "neighbours")
+    losses = {row["arm"]: [] for row in found.rows}
+    for row in found.rows:
+        losses[row["arm"]].append(float(row["validation_loss"]))
+    assert set(losses) == {arm.name for arm in found.plan.arms}
+    for arm, ends in losses.items():
+        assert len(ends) == 3 and re.search(rf"^\| {arm} \|.* \| {sum(ends) / 3:.4f} \(", text, flags=re.MULTILINE)
 
 
 def test_a_page_is_changed_between_its_marks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
