@@ -34,7 +34,7 @@ def table(found: Table) -> list[str]:
     heads = (
         "arm",
         "flags",
-        "validation loss",
+        "validation loss (standard deviation)",
         "than cross-entropy (95 % interval)",
         "isotropy",
         "cosine, other labels",
