@@ -49,7 +49,7 @@ def main() -> None:
         raise SystemExit(0 if argv else 2)
     plain = argv[0] == PLAIN
     argv = argv[1:] if plain else argv
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):  # it came with Python 3.11
         del sys.path[0]  # the working directory, which `-m` put there and `python SCRIPT` would not
     if not argv or not os.path.isfile(argv[0]):
         cause = f"there is no script {argv[0]}" if argv else f"{PLAIN} needs a script"

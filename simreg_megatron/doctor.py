@@ -53,12 +53,14 @@ def doctor(
     broken = broken_transformer_engine()
     if broken:
         console.print(broken, soft_wrap=True)
-    table, complete = _seams()
+    table, complete, has_loop = _seams()
     console.print(table)
     if not complete:
         console.print("SimReg cannot be installed into this Megatron: see the rows marked missing.")
         raise typer.Exit(1)
-    if _INSTALLS in told or _PARSES_NOTHING in told:
+    if not has_loop:
+        console.print(_NO_LOOP)
+    elif _INSTALLS in told or _PARSES_NOTHING in told:
         console.print("SimReg can be installed into this Megatron.")
     else:
         console.print("SimReg can be installed: add `-m simreg_megatron` before your script, and --simreg-lambda auto.")
@@ -95,6 +97,11 @@ def _look_at_script(script: Path) -> Iterator[str]:
 
 _INSTALLS = "It installs SimReg itself."
 _PARSES_NOTHING = "It never parses Megatron's flags: pass install(config=SimRegConfig(lambda_=...))."
+_NO_LOOP = (
+    "SimReg can be installed into training loops of your own, by install(config=SimRegConfig(lambda_=...)). Megatron's "
+    "own loop is not here (the wheels before 0.17 have no megatron.training): for that, for the --simreg-* flags and "
+    "for the launch scripts put the Megatron-LM source tree of this release on PYTHONPATH."
+)
 
 
 def _place_of_megatron() -> str:
@@ -174,7 +181,8 @@ def _apex_sentence() -> str:
     return "apex: NVIDIA's."
 
 
-def _seams() -> tuple[Table, bool]:
+def _seams() -> tuple[Table, bool, bool]:
+    """The table, whether all is there that SimReg needs, and whether Megatron's own training loop is."""
     from simreg_megatron.plugin import compat
 
     _use_cpu_if_alone()
@@ -188,7 +196,9 @@ def _seams() -> tuple[Table, bool]:
     except compat.MegatronSeamError:
         models = (compat.MODEL_SEAM,)
     constructors = [compat.built(seam) for seam in models]
-    for seam in (*models, *constructors, *compat.TRAINING_SEAMS, *compat.SCHEDULER_SEAMS):
+    has_loop = compat.has_training_loop()
+    of_the_loop = compat.TRAINING_SEAMS if has_loop else ()
+    for seam in (*models, *constructors, *of_the_loop, *compat.SCHEDULER_SEAMS):
         try:
             seam.holder()
             found = "yes"
@@ -196,7 +206,7 @@ def _seams() -> tuple[Table, bool]:
             found = f"missing: {error}"
             complete = False
         table.add_row(f"{seam.module}\n  {seam.path.removeprefix(seam.module)[1:]}", found, seam.purpose)
-    return table, complete
+    return table, complete, has_loop
 
 
 def _use_cpu_if_alone() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import re
 import struct
 import threading
 import zipfile
@@ -46,6 +47,8 @@ _RECORDS = {
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
 }
+# Megatron's arguments hold one (--exit-signal), which Python 3.10 writes by its name and not as signal.Signals(15).
+_SIGNAL = re.compile(r"signal\.SIG[A-Z0-9]+")
 
 
 class Inert:
@@ -71,7 +74,7 @@ _inert: dict[str, type[Inert]] = {}
 
 def _stand_in(name: str) -> type[Inert] | None:
     """An inert class for a name of the list; None for any other."""
-    if name not in _RECORDS and not name.startswith(_FAMILIES):
+    if name not in _RECORDS and not name.startswith(_FAMILIES) and not _SIGNAL.fullmatch(name):
         return None
     return _inert.setdefault(name, type(name.rpartition(".")[2], (Inert,), {}))
 

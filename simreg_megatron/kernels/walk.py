@@ -258,7 +258,8 @@ def pair_gradient(
     shelf = _Shelf(kept)
     for slab in _slabs(given.rows, way.together):
         pairs = tiles(given, slab, temperature, way.side)
-        of_slab = pull[(slice(None), *slab)].flatten(1, 2)
+        of_both = (slice(None), *slab)
+        of_slab = pull[of_both].flatten(1, 2)
         if way.shares:
             _both_sides(pairs, grad[slab], of_slab, shelf, anchors, reach)
         else:

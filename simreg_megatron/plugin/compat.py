@@ -228,11 +228,7 @@ def unwrapped(model_chunks: Any) -> list[Any]:
     Megatron's own `unwrap_model` is not in `megatron.core.utils` before 0.14, and stops at the wrapper inside its FSDP.
     """
     chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
-    return [_unwrapped(chunk) for chunk in chunks]
-
-
-def _unwrapped(model: Any) -> Any:
-    return wrappers(model)[-1]
+    return [wrappers(chunk)[-1] for chunk in chunks]
 
 
 def wrappers(model: Any) -> list[Any]:
@@ -245,10 +241,14 @@ def wrappers(model: Any) -> list[Any]:
 
 def training_loop() -> ModuleType | None:
     """`megatron.training.training`, or None where only megatron-core is installed (its wheels before 0.17)."""
-    found = None
+    return STEP_SEAM.imported() if has_training_loop() else None
+
+
+def has_training_loop() -> bool:
+    """Whether it is there, be it to be imported or not."""
     with suppress(ModuleNotFoundError):
-        found = importlib.util.find_spec("megatron.training")
-    return STEP_SEAM.imported() if found else None
+        return importlib.util.find_spec("megatron.training") is not None
+    return False
 
 
 def tensor_group(model: Any) -> Any:

@@ -14,6 +14,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from simreg_megatron import __version__, cli, doctor
+from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from tests.helpers import jobs
 from tests.megatron import runs
@@ -47,6 +48,16 @@ def test_doctor_fails_where_a_seam_is_missing(tmp_path: Path) -> None:
     done = runs.forked(doctor_without_a_seam, folder=tmp_path)
     assert done.status == 1
     assert "missing" in done.output and "SimReg cannot be installed" in done.output
+
+
+@pytest.mark.megatron
+def test_doctor_of_wheels_without_a_training_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before 0.17: loops of one's own can have SimReg there."""
+    monkeypatch.setattr(compat, "has_training_loop", lambda: False)
+    done = CliRunner().invoke(cli.app, ["doctor"])
+    said = " ".join(done.stdout.split())
+    assert done.exit_code == 0 and "missing" not in said and "megatron.training.arguments" not in said
+    assert "install(config=" in said and said.endswith("put the Megatron-LM source tree of this release on PYTHONPATH.")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +156,7 @@ def test_missing_packages_are_named_as_pip_takes_them(monkeypatch: pytest.Monkey
 
 def test_doctors_last_word_goes_with_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(doctor, "_seams", lambda: (Table(), True))
+    monkeypatch.setattr(doctor, "_seams", lambda: (Table(), True, True))
     (folder := tmp_path / "x[red]").mkdir()
     for text, last in (("from simreg_megatron import install", "into this Megatron."), ("pretrain()", "lambda auto.")):
         (folder / "train.py").write_text(text)

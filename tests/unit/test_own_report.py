@@ -336,7 +336,8 @@ def test_any_name_is_drawn(name: str) -> None:
 
 def test_an_evaluation_before_the_first_step_is_no_saving() -> None:
     start = Arm("a", (Run("a", {runs.VALIDATION_LOSS: Series(np.array([0]), np.array([9.0]))}),), (Path(),))
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert own._saving(start, start, 9.0)[1:3] == ["0", "-"]
         start.runs[0].scalars[runs.ITERATION_TIME] = Series(np.array([1]), np.array([0.0]))
         assert own._saving(start, start, 9.0)[4] == "not logged", "a step that took no time"
