@@ -233,8 +233,9 @@ def margins_of_modalities() -> list[float]:
     ]
 
 
-def runs_of(experiment: str, folder: str = "evidence") -> Source:
-    return Source(f"benchmarks/results/{folder}/{experiment}.csv", f"simreg-megatron reproduce {experiment} --sizes 64")
+def runs_of(experiment: str, folder: str = "evidence", *, size: int | str = 64) -> Source:
+    made_by = f"simreg-megatron reproduce {experiment} --sizes {size}"
+    return Source(f"benchmarks/results/{folder}/{experiment}.csv", made_by)
 
 
 SEARCH = runs_of("tuning")
@@ -279,7 +280,7 @@ def scatter_of_the_horizon() -> list[float]:
     ]
 
 
-def judged_at(size: int, experiment: str) -> list[verdict.Verdict]:
+def judged_at(size: int | str, experiment: str) -> list[verdict.Verdict]:
     """The verdicts on an experiment's claims at a size, in their order."""
     table = read_tables(claims.FOLDER)[experiment]
     return [found for found in verdict.judge(table.plan, table.rows) if found.place.size == f"{size}"]
@@ -377,7 +378,7 @@ def size_of(found: verdict.Verdict) -> list[float]:
     return _nearer_first(found.difference, *found.interval)
 
 
-def decided(page: str, sentence: str, experiment: str, *places: int, numbers: int = 3, size: int = 64) -> Figure:
+def decided(page: str, sentence: str, experiment: str, *places: int, numbers: int = 3, size: int | str = 64) -> Figure:
     """Of each of these verdicts at a size, the size of the difference and of the ends of its interval, the nearer end
     first."""
 
@@ -385,7 +386,7 @@ def decided(page: str, sentence: str, experiment: str, *places: int, numbers: in
         judged = judged_at(size, experiment)
         return [number for place in places for number in size_of(judged[place])[:numbers]]
 
-    return Figure(page, sentence, runs_of(experiment), values)
+    return Figure(page, sentence, runs_of(experiment, size=size), values)
 
 
 def seconds_against_plain(arm: str) -> list[float]:
@@ -459,6 +460,7 @@ OF_OBJECTIVES = (
     decided("docs/evidence.md", "SimReg ends {} lower ({} to\n{}) than cross-entropy, ", "horizon", 0),
     decided("docs/evidence.md", "{} lower ({} to {}) with twice the tokens, and", "horizon", 1),
     decided("docs/evidence.md", "and {} lower ({} to {}) with four\ntimes the tokens", "horizon", 2),
+    decided("docs/evidence.md", "the demo's text, ends {} lower\n({} to {}) with SimReg (`moe`", "moe", 0, size="tiny"),
     decided("docs/evidence.md", "cross-entropy ends\n{} lower ({} to {}), and", "clipping", 0),
     decided("docs/evidence.md", "SimReg {} lower ({} to {}; `clipping`", "clipping", 1),
     decided("docs/evidence.md", "states SimReg ends {} higher\n({} to {}) than on the final", "layers", 0),

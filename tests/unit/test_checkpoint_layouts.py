@@ -300,5 +300,5 @@ def test_a_signal_that_python_3_10_wrote(tmp_path: Path, monkeypatch: pytest.Mon
             check(folder, truth)
             assert open_checkpoint(folder).args["num_layers"] == 2
         else:
-            with pytest.raises(CheckpointError, match="asks for signal.raise_signal to be called"):
+            with pytest.raises(CheckpointError, match=r"asks for signal\.raise_signal to be called"):
                 open_checkpoint(folder)
