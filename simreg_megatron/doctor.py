@@ -99,8 +99,8 @@ _INSTALLS = "It installs SimReg itself."
 _PARSES_NOTHING = "It never parses Megatron's flags: pass install(config=SimRegConfig(lambda_=...))."
 _NO_LOOP = (
     "SimReg can be installed into training loops of your own, by install(config=SimRegConfig(lambda_=...)). Megatron's "
-    "own loop is not here (the wheels before 0.17 have no megatron.training): for that, for the --simreg-* flags and "
-    "for the launch scripts put the Megatron-LM source tree of this release on PYTHONPATH."
+    "own loop is not here (the wheels before 0.17 have no megatron.training): for that, and for the --simreg-* flags, "
+    "put the Megatron-LM source tree of this release on PYTHONPATH; the launch scripts take it as MEGATRON_PATH."
 )
 
 
