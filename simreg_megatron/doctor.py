@@ -53,12 +53,12 @@ def doctor(
     broken = broken_transformer_engine()
     if broken:
         console.print(broken, soft_wrap=True)
-    table, complete, has_loop = _seams()
+    table, complete = _seams()
     console.print(table)
     if not complete:
         console.print("SimReg cannot be installed into this Megatron: see the rows marked missing.")
         raise typer.Exit(1)
-    if not has_loop:
+    if not _has_loop():
         console.print(_NO_LOOP)
     elif _INSTALLS in told or _PARSES_NOTHING in told:
         console.print("SimReg can be installed into this Megatron.")
@@ -181,8 +181,14 @@ def _apex_sentence() -> str:
     return "apex: NVIDIA's."
 
 
-def _seams() -> tuple[Table, bool, bool]:
-    """The table, whether all is there that SimReg needs, and whether Megatron's own training loop is."""
+def _has_loop() -> bool:
+    from simreg_megatron.plugin import compat
+
+    return compat.has_training_loop()
+
+
+def _seams() -> tuple[Table, bool]:
+    """What SimReg needs of this Megatron, and whether all of it is there."""
     from simreg_megatron.plugin import compat
 
     _use_cpu_if_alone()
@@ -196,8 +202,7 @@ def _seams() -> tuple[Table, bool, bool]:
     except compat.MegatronSeamError:
         models = (compat.MODEL_SEAM,)
     constructors = [compat.built(seam) for seam in models]
-    has_loop = compat.has_training_loop()
-    of_the_loop = compat.TRAINING_SEAMS if has_loop else ()
+    of_the_loop = compat.TRAINING_SEAMS if _has_loop() else ()
     for seam in (*models, *constructors, *of_the_loop, *compat.SCHEDULER_SEAMS):
         try:
             seam.holder()
@@ -206,7 +211,7 @@ def _seams() -> tuple[Table, bool, bool]:
             found = f"missing: {error}"
             complete = False
         table.add_row(f"{seam.module}\n  {seam.path.removeprefix(seam.module)[1:]}", found, seam.purpose)
-    return table, complete, has_loop
+    return table, complete
 
 
 def _use_cpu_if_alone() -> None:

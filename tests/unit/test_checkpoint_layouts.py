@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import enum
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -284,9 +283,7 @@ def test_arguments_of_classes_that_are_not_plain_are_inert(tmp_path: Path) -> No
     finally:
         Backend.__module__, Backend.__qualname__ = __name__, "Backend"
     args = open_checkpoint(folder).args
-    if sys.version_info >= (3, 11):
-        assert args["exit_signal"].arguments == (15,)
-    assert args["num_layers"] == 2
+    assert args["exit_signal"].arguments == (15,) and args["num_layers"] == 2
 
 
 def test_a_signal_that_python_3_10_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

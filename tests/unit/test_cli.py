@@ -160,7 +160,7 @@ def test_missing_packages_are_named_as_pip_takes_them(monkeypatch: pytest.Monkey
 
 def test_doctors_last_word_goes_with_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(doctor, "_seams", lambda: (Table(), True, True))
+    monkeypatch.setattr(doctor, "_seams", lambda: (Table(), True))
     (folder := tmp_path / "x[red]").mkdir()
     for text, last in (("from simreg_megatron import install", "into this Megatron."), ("pretrain()", "lambda auto.")):
         (folder / "train.py").write_text(text)
