@@ -74,7 +74,7 @@ def _evaluate(folder: Path, corpus: BuiltinCorpus, questions: int) -> list[Model
         *("--features", ",".join(map(str, FEATURES)), "--tasks", NAME, "--include", folder / "task"),
         *("--dtype", "float32", "--offline", "--output", folder / "scores"),
     ]
-    subprocess.run([sys.executable, "-m", "simreg_megatron", "evaluate", *map(str, words)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "simreg_megatron.cli", "evaluate", *map(str, words)], cwd=ROOT, check=True)
     return read(folder / "scores" / "results.json")[0]
 
 

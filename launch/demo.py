@@ -47,6 +47,7 @@ from simreg_megatron.reproduce.verdict import Verdict, judge  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
 PROBE_SCRIPT = ROOT / "simreg_megatron" / "probe.py"
+CORPUS = (sys.executable, "-m", "simreg_megatron.cli", "data", "corpus-builtin")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 ONE_CORE = {**KEPT, "OMP_NUM_THREADS": "1"}
 MARK = "demo.json"  # says that a folder is the demo's own and may be replaced
@@ -237,7 +238,7 @@ def _ensure_corpus(settings: Settings, console: Console) -> None:
     _headline(console, 1, "The text: documentation of the Python libraries on this machine")
     job = Job(
         name="text",
-        command=[sys.executable, "-m", "simreg_megatron.data", str(ROOT / "data" / "builtin")],
+        command=[*CORPUS, "--out", str(ROOT / "data" / "builtin")],
         log=settings.output / "text.txt",
         environment={"PYTHONPATH": str(ROOT)},
     )

@@ -302,6 +302,12 @@ def test_the_demo_ends_with_table_sentence_and_figures(stand_ins, tmp_path, monk
     assert [path.name for path in (output / "simreg" / "checkpoints").iterdir()] == ["iter_0000004"]
 
 
+def test_the_command_of_the_text_is_one():
+    """The tests above put a stand-in in its place."""
+    done = jobs.run([*demo.CORPUS, "--help"])
+    assert done.returncode == 0 and "corpus-builtin" in done.stdout and "--out" in done.stdout
+
+
 def test_a_second_demo_replaces_the_first_only(tmp_path):
     settings = Settings(output=tmp_path / "out")
     demo.make_room(settings)
