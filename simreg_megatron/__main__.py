@@ -16,13 +16,18 @@ PLAIN = "--plain"  # before the script: leave the plugin out, to compare with Me
 def run(argv: list[str], *, plain: bool = False) -> None:
     """Run `argv[0]` as __main__ with `argv[1:]`, with SimReg in Megatron, or with Megatron alone where `plain`.
 
-    The CPU backend comes first if `--simreg-cpu` or SIMREG_CPU asks for it: it must precede Megatron's import.
+    Megatron is that of the script's folder, if it has one, as under `python SCRIPT`. The CPU backend comes first if
+    `--simreg-cpu` or SIMREG_CPU asks for it: it must precede Megatron's import.
     """
     from simreg_megatron import install
     from simreg_megatron.cpu import backend as cpu_backend
+    from simreg_megatron.installed import without_make
     from simreg_megatron.plugin.compat import MegatronSeamError
 
     script = argv[0]
+    folder = os.path.dirname(os.path.abspath(script))
+    if folder != os.path.dirname(os.path.abspath(__file__)):  # pretrain.py imports nothing from its folder
+        sys.path.insert(0, folder)  # runpy does not; before Megatron is imported
     try:
         mode = cpu_backend.requested(argv[1:])
         if mode is not None:
@@ -34,12 +39,36 @@ def run(argv: list[str], *, plain: bool = False) -> None:
         elif mode is not None:  # no parser of ours is there, which knows the flag and has the defaults that go with it
             rest = [word for word in argv[1:] if word.partition("=")[0] != "--simreg-cpu"]
             argv = [script, *cpu_backend.MEGATRON_FLAGS, *rest]
+        else:
+            from megatron.core.datasets import utils
+
+            utils.compile_helpers = without_make(utils.compile_helpers)
+        _check_place_of_megatron(folder)
     except (cpu_backend.CpuBackendError, MegatronSeamError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     sys.argv = argv
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python SCRIPT` would; runpy does not
     runpy.run_path(script, run_name="__main__")
+
+
+def _check_place_of_megatron(folder: str) -> None:
+    """Print which Megatron was imported.
+
+    Raises:
+        MegatronSeamError: the script's folder has a Megatron, and another one was imported before it could be.
+    """
+    import megatron.core
+
+    from simreg_megatron.plugin.compat import MegatronSeamError, megatron_version
+
+    place = os.path.abspath(os.path.join(megatron.core.__path__[0], os.pardir, os.pardir))
+    if os.path.isdir(os.path.join(folder, "megatron", "core")) and not os.path.samefile(place, folder):
+        raise MegatronSeamError(
+            f"expected Megatron from the script's folder {folder}, but the one in {place} was imported first: remove "
+            "what imports it when Python starts (a .pth file, sitecustomize)"
+        )
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"> Megatron {megatron_version()} from {place}", flush=True)
 
 
 def main() -> None:

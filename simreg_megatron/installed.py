@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what is installed beside Megatron can be used: a package that is found may still fail to import."""
+"""Work around two ways in which installed packages do not fit: cuDNN under Transformer Engine, Megatron's helpers."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
+import shutil
+from collections.abc import Callable
 from importlib import util
+from pathlib import Path
 
 _NEWER_CUBLAS = (
     "it needs a newer cuBLAS than this torch brings: pip install --no-deps 'nvidia-cublas>=13.2,<13.3', or use a "
     "container that has both"
+)
+_ANOTHER_CUDNN = (
+    "it loaded another cuDNN than torch: set CUDNN_HOME to the folder that torch's cuDNN was installed into (python -c "
+    "'import nvidia.cudnn as c; print(*c.__path__)'), and put its lib folder first in LD_LIBRARY_PATH"
 )
 _BUILT_FOR_ANOTHER = (
     "it was built for another torch or CUDA: pip install --no-build-isolation --no-deps --force-reinstall "
@@ -17,16 +26,47 @@ _BUILT_FOR_ANOTHER = (
 
 
 def broken_transformer_engine() -> str | None:
-    """Why Transformer Engine, which is there, cannot be imported, and the way out; None where nothing is wrong.
+    """Import Transformer Engine where it is installed; return why that failed and the way out, None if it did not.
 
-    Megatron expects an ImportError of it and nothing else, so a library that is missing a symbol ends Megatron too.
+    Megatron catches an ImportError of it and nothing else, so a library that is missing a symbol ends Megatron too.
     """
     if util.find_spec("transformer_engine") is None:
         return None
+    _use_cudnn_of_torch()
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError) as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        cure = _NEWER_CUBLAS if "cublas" in cause.lower() else _BUILT_FOR_ANOTHER
+        library = cause.lower()
+        cure = _NEWER_CUBLAS if "cublas" in library else _ANOTHER_CUDNN if "cudnn" in library else _BUILT_FOR_ANOTHER
         return f"Transformer Engine is installed and cannot be imported ({cause}): {cure}"
     return None
+
+
+def _use_cudnn_of_torch() -> None:
+    """Set CUDNN_HOME to the cuDNN of torch's wheel, unless the user names one.
+
+    Transformer Engine takes the system's cuDNN first. Two releases of cuDNN in one process do not load.
+    """
+    if "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ or util.find_spec("nvidia") is None:
+        return
+    cudnn = util.find_spec("nvidia.cudnn")
+    if cudnn is not None and cudnn.submodule_search_locations:
+        os.environ["CUDNN_HOME"] = next(iter(cudnn.submodule_search_locations))
+
+
+def without_make(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """Wrap Megatron's `compile_helpers`: do not run `make` where it cannot work and the dataset helpers are compiled.
+
+    Megatron runs `make` in megatron/core/datasets before the first step of every run. Its wheels have the compiled
+    module there, but no Makefile; a source tree has a Makefile.
+    """
+
+    @functools.wraps(compile_helpers)
+    def compile_if_needed() -> None:
+        helpers = util.find_spec("megatron.core.datasets.helpers_cpp")
+        can_make = shutil.which("make") and (Path(str(helpers and helpers.origin)).parent / "Makefile").exists()
+        if helpers is None or can_make:
+            compile_helpers()
+
+    return compile_if_needed

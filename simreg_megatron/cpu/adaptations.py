@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import sysconfig
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,10 @@ def adapt_megatron() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     from simreg_megatron.cpu import attention as cpu_attention
+    from simreg_megatron.installed import without_make
 
-    has_helpers = find_spec("megatron.core.datasets.helpers_cpp")  # as wheels do; a fresh source tree has to build them
-    build = dataset_utils.compile_helpers
-    dataset_utils.compile_helpers = (lambda: None) if has_helpers else (lambda: _build_for_this_python(build))
+    build = functools.partial(_build_for_this_python, dataset_utils.compile_helpers)
+    dataset_utils.compile_helpers = without_make(build)
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_to_host
     _allow_sequence_parallelism(WrappedTorchNorm)
     _gather_tensors_of_unequal_sizes()

@@ -136,6 +136,12 @@ LOG_SEAM = Seam(
     "SimReg's values join Megatron's log",
     frozenset({"total_loss_dict", "iteration", "skipped_iter"}),
 )
+HELPERS_SEAM = Seam(
+    "megatron.core.datasets.utils",
+    None,
+    "compile_helpers",
+    "wheels bring the dataset helpers compiled, without a Makefile",
+)
 RESUME_SEAM = Seam(
     "megatron.training.checkpointing",
     None,
@@ -151,7 +157,7 @@ SCHEDULER_SEAMS = tuple(
     )
     for name in ("state_dict", "load_state_dict")
 )
-TRAINING_SEAMS = (ARGUMENTS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
+TRAINING_SEAMS = (ARGUMENTS_SEAM, HELPERS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
 
 
 def named_arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from simreg_megatron import notices
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import refuse_idle_settings
+from simreg_megatron.installed import without_make
 from simreg_megatron.plugin import bypass, compat, installation, loop_hooks, model_hooks, other_loops
 from simreg_megatron.plugin.clip import clipping
 from simreg_megatron.plugin.installation import Installation, Wrapper
@@ -116,6 +117,7 @@ def _around_models(models: Any) -> Wrapped:
 
 def _around_loop(*, parses_flags: bool) -> Wrapped:
     wrappers: Wrapped = [
+        (compat.HELPERS_SEAM, without_make),
         (compat.SETUP_SEAM, loop_hooks.set_up),
         (compat.STEP_SEAM, loop_hooks.tell_iteration),
         (compat.LOG_SEAM, loop_hooks.report),

@@ -50,10 +50,10 @@ LAW = {
     "weights": room("config objectives losses parallel", "torch"),
     "measures": room("config geometry losses magnitude notices parallel sharded weights", "torch"),
     "strength": room("config notices weights", "torch"),
-    "cpu": room(packages="torch megatron"),
+    "cpu": room("installed", "torch megatron"),
     "plugin": room(
         "cpu config objectives losses kernels adagc parallel sharded weights strength measures comparison trial "
-        "notices sentences",
+        "installed notices sentences",
         "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),
@@ -74,7 +74,7 @@ LAW = {
         "data checkpoint sentences terminal", "lm_eval datasets transformers torch numpy matplotlib typer rich filelock"
     ),
     "reproduce": room(f"{TOP} data report sentences terminal", "yaml sentencepiece scipy numpy matplotlib typer rich"),
-    "__main__": room(f"{TOP} cpu plugin"),
+    "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),
     "doctor": room(f"{TOP} comparison cpu installed plugin trial", "typer rich torch"),
     "cli": room(f"{TOP} checkpoint config data doctor evaluation plugin reproduce", "typer rich"),
