@@ -8,6 +8,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,18 +29,24 @@ def doctor(
     ] = None,
     file: Annotated[Path | None, typer.Argument(metavar="[SCRIPT]", help="the same as --script SCRIPT")] = None,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="try every form of SimReg on the first GPU: is it right, and how fast?")
+        bool,
+        typer.Option(
+            "--gpu", help="try every form of SimReg on the first GPU (is it right, and how fast?), then train a step there"
+        ),
     ] = False,
 ) -> None:
     """Show what is installed, where training would run, and which Megatron functions the plugin would wrap.
 
-    Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU or no fast form is correct on it.
+    Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU, no fast form is correct on it, or
+    the step fails.
     """
     console = Console(markup=False)  # a path may hold brackets
     if (gpu and (script or file)) or (script and file):
         raise typer.BadParameter("give one script, or --gpu alone")
     if gpu:
         _try_forms(console)
+        if _has_loop():
+            _train_one_step(console)
         return
     script = script or file
     told: list[str] = []
@@ -144,7 +151,7 @@ def _device_sentence() -> str:
     import torch
 
     if torch.cuda.is_available():
-        return f"Device: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}; training runs there."
+        return f"Device: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}; `simreg-megatron doctor --gpu` tries a step there."
     return "Device: no GPU; the launch scripts train on the CPU by themselves, your own script does with --simreg-cpu."
 
 
@@ -170,6 +177,27 @@ def _try_forms(console: Console) -> None:
         is_right &= any(not one.failure for one in trials)
     if not is_right:
         raise typer.Exit(1)
+
+
+_ONE_STEP = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-layers 1 --hidden-size 64 "
+    "--num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 2 "
+    "--train-iters 1 --lr 1e-3 --eval-iters 0 --eval-interval 9 --log-interval 1 --transformer-impl local --no-persist-layer-norm "
+    "--no-masked-softmax-fusion --no-rope-fusion --no-gradient-accumulation-fusion --simreg-lambda 1"
+).split()
+
+
+def _train_one_step(console: Console) -> None:
+    """Train a tiny model for one step, started as a user's run is, and print Megatron's log line of it."""
+    script = Path(__file__).with_name("pretrain.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "simreg_megatron", str(script)]
+    done = subprocess.run([*command, *_ONE_STEP], capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if "simreg loss" in line]
+    if done.returncode or not lines:
+        cause = done.stderr.partition("torch/distributed/elastic/")[0]  # before torchrun's own traceback
+        console.print(f"A step of a tiny model failed:\n{done.stdout[-1000:]}{cause[-4000:]}", soft_wrap=True)
+        raise typer.Exit(1)
+    console.print(f"A step of a tiny model: {lines[-1].strip()}", soft_wrap=True)
 
 
 def _apex_sentence() -> str:

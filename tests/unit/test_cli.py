@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
@@ -62,6 +63,20 @@ def test_doctor_of_wheels_without_a_training_loop(tmp_path: Path) -> None:
     said = " ".join(done.output.split())
     assert done.status == 0 and "missing" not in said and "megatron.training.arguments" not in said
     assert "install(config=" in said and "put the Megatron-LM source tree of this release on PYTHONPATH" in said
+
+
+@pytest.mark.megatron
+def test_doctor_trains_a_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run what `doctor --gpu` starts on a GPU, here on the CPU; then with a fault of its own."""
+    monkeypatch.setenv("SIMREG_CPU", "1")
+    doctor._train_one_step(Console(markup=False))
+    said = capsys.readouterr().out
+    assert said.startswith("A step of a tiny model: ") and "simreg loss: " in said and "lm loss: " in said
+    monkeypatch.setattr(doctor, "_ONE_STEP", [*doctor._ONE_STEP, "--num-attention-heads", "3"])
+    with pytest.raises(typer.Exit):
+        doctor._train_one_step(Console(markup=False))
+    said = capsys.readouterr().out
+    assert "A step of a tiny model failed" in said and "hidden_size" in said and "ChildFailedError" not in said
 
 
 @pytest.mark.parametrize(
