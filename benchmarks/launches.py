@@ -159,7 +159,7 @@ def trace(case: Case) -> Trace:
         model.output_layer = SimpleNamespace(weight=head)  # of which a log step takes margins
         regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
         with trace as counted:
-            result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+            result = regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
             backward(result, torch.ones_like(result))
         counted.names["aten.ones_like.default"] -= 1  # the gradient that Megatron brings
     return counted

@@ -16,7 +16,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -135,7 +134,7 @@ def _regularized(case: Case, rank: Rank, groups: SimpleNamespace) -> Callable[[]
     regularizer.metrics.wants_geometry = case.logs
     regularizer.metrics._sums = regularizer.metrics._nothing(hidden.device)  # made once a run
     model = _model(case, groups)
-    return partial(regularizer.add_to, loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+    return lambda: regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
 
 
 def _micro_batch(case: Case, rank: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -31,7 +31,8 @@ def doctor(
     gpu: Annotated[
         bool,
         typer.Option(
-            "--gpu", help="try every form of SimReg on the first GPU (is it right, and how fast?), then train a step there"
+            "--gpu",
+            help="try every form of SimReg on the first GPU (is it right, and how fast?), then train a step there",
         ),
     ] = False,
 ) -> None:
@@ -151,7 +152,8 @@ def _device_sentence() -> str:
     import torch
 
     if torch.cuda.is_available():
-        return f"Device: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}; `simreg-megatron doctor --gpu` tries a step there."
+        found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        return f"Device: {found}; `simreg-megatron doctor --gpu` tries a step there."
     return "Device: no GPU; the launch scripts train on the CPU by themselves, your own script does with --simreg-cpu."
 
 
@@ -180,11 +182,12 @@ def _try_forms(console: Console) -> None:
 
 
 _ONE_STEP = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-layers 1 --hidden-size 64 "
-    "--num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 2 "
-    "--train-iters 1 --lr 1e-3 --eval-iters 0 --eval-interval 9 --log-interval 1 --transformer-impl local --no-persist-layer-norm "
-    "--no-masked-softmax-fusion --no-rope-fusion --no-gradient-accumulation-fusion --simreg-lambda 1"
-).split()
+    "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--num-layers", "1",
+    "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "64", "--max-position-embeddings", "64",
+    "--micro-batch-size", "2", "--global-batch-size", "2", "--train-iters", "1", "--lr", "1e-3", "--eval-iters", "0",
+    "--eval-interval", "9", "--log-interval", "1", "--transformer-impl", "local", "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion", "--no-rope-fusion", "--no-gradient-accumulation-fusion", "--simreg-lambda", "1",
+)  # fmt: skip
 
 
 def _train_one_step(console: Console) -> None:

@@ -95,7 +95,7 @@ def _digests(given: dict[str, Any], dtype: str) -> tuple[str, str]:
     with mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
         regularizer.set_iteration(ITERATION, 100)
     regularizer.metrics.wants_geometry = True
-    result = regularizer.add_to(loss, model, hidden_states=hidden_states, labels=labels, loss_mask=mask)
+    result = regularizer.add_to(loss, regularizer.terms(model, hidden_states, labels, mask))
     (result * mask).sum().backward()
     parts = [result, loss.grad, hidden_states.grad, *(parameter.grad for parameter in model.parameters())]
     log = [torch.as_tensor(value) for _, value in sorted(regularizer.metrics.reduce(_Alone()).items())]

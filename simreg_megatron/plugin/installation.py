@@ -35,6 +35,8 @@ class Installation:
         """Models whose loss came by."""
         self.passed: weakref.WeakSet[Any] = weakref.WeakSet()
         """Models whose forward pass, the one that runs or the last, passed a wrapped function."""
+        self.entered: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Models that are inside a wrapped function now."""
         self.watches: list[Any] = []
         """Handles of the hooks on models."""
         self._originals: list[tuple[Any, str, Any, Any]] = []

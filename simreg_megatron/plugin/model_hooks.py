@@ -13,7 +13,8 @@ import torch
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.plugin import bypass, compat, inner, installation, stages
 from simreg_megatron.plugin.installation import Wrapper
-from simreg_megatron.plugin.refusals import num_data_ranks, refuse_rows, refuse_unknown_loss
+from simreg_megatron.plugin.refusals import num_data_ranks, refuse_rows, refuse_shape, refuse_unknown_loss
+from simreg_megatron.plugin.regularizer import Terms
 from simreg_megatron.weights import learnable
 
 
@@ -27,44 +28,50 @@ def inside(config: SimRegConfig) -> Iterator[tuple[compat.Seam, Wrapper]]:
 
 
 def regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
-    """For models that are handed their final hidden states and the labels in one call."""
+    """Wrap the function of a model that is given its final hidden states and the labels, and returns the loss."""
     signature = inspect.signature(postprocess)
 
     @functools.wraps(postprocess)
     def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
         here = installation.installed()
-        if here is None:  # uninstalled since, where someone else keeps this wrapper
+        # SimReg was uninstalled, but this wrapper is still referenced; or a parent class has a wrapped one, too.
+        if here is None or model in here.entered:
             return postprocess(model, *args, **kwargs)
-        here.passed.discard(model)
-        loss = postprocess(model, *args, **kwargs)
-        if model in here.passed:  # by way of a function that is wrapped, too, such as that of the parent class
-            return loss
         here.passed.add(model)
-        if not _trains(model):
-            return loss
+        if not is_on(model):
+            return postprocess(model, *args, **kwargs)
         given = compat.named_arguments(signature, model, *args, **kwargs)
-        return _add_to(loss, model, given, given["hidden_states"])
+        terms = _terms(model, given, given["hidden_states"])
+        here.entered.add(model)
+        try:
+            loss = postprocess(model, *args, **kwargs)
+        finally:
+            here.entered.discard(model)
+        return _add_to(loss, terms)
 
     return with_simreg
 
 
 def regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """For models that compute their loss inside `forward`: the decoder's output is caught on the way."""
+    """Wrap the `forward` of a model that computes its loss there: hook its decoder, whose output is hidden states."""
     signature = inspect.signature(forward)
 
     def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
         installation.current().passed.add(model)
         if not is_on(model):
             return forward(model, *args, **kwargs)
-        caught: list[Any] = []
-        handle = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
+        given = compat.named_arguments(signature, model, *args, **kwargs)
+        terms: list[Terms | None] = []
+
+        def compute(_: Any, __: Any, output: Any) -> None:
+            terms.append(_terms(model, given, output[0] if isinstance(output, tuple) else output))
+
+        handle = model.decoder.register_forward_hook(compute)
         try:
             loss = forward(model, *args, **kwargs)
         finally:
             handle.remove()
-        given = compat.named_arguments(signature, model, *args, **kwargs)
-        hidden_states = caught[-1]
-        return _add_to(loss, model, given, hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states)
+        return _add_to(loss, terms[-1])
 
     return with_simreg
 
@@ -83,38 +90,37 @@ def prepare(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_on(model: Any) -> bool:
-    """Whether this model's loss is to get a term, as far as a model itself can tell."""
-    return _trains(model) and installation.regularizer().config.active
+    """Return whether this forward pass trains, on the stage that computes the loss, with SimReg on."""
+    trains = model.post_process and model.training and torch.is_grad_enabled()
+    return bool(trains and not installation.current().paused and installation.regularizer().config.active)
 
 
-def _trains(model: Any) -> bool:
-    return bool(model.post_process and model.training and torch.is_grad_enabled()) and not installation.current().paused
-
-
-def _add_to(loss: Any, model: Any, given: dict[str, Any], hidden_states: Any) -> Any:
-    if given.get("inference_context") is not None or not installation.regularizer().config.active:
-        return loss
+def _terms(model: Any, given: dict[str, Any], hidden_states: Any) -> Terms | None:
+    """Compute the terms of a micro-batch from its hidden states [S, B, D]; `given` has the call's other arguments."""
+    if given.get("inference_context") is not None:
+        return None
     labels = given.get("labels")
     if labels is None:
         _refuse_unlabelled(model)
-        return loss
+        return None
     installation.current().met.add(model)
-    refuse_unknown_loss(model, given, loss)
+    refuse_unknown_loss(model, given)
+    regularizer, packing = installation.regularizer(), given.get("packed_seq_params")
     refuse_rows(
-        installation.regularizer().config,
+        regularizer.config,
         width=hidden_states.shape[-1],
         num_sequences=len(labels),
         num_data_ranks=functools.partial(num_data_ranks, model),
-        packed=given.get("packed_seq_params") is not None,
+        packed=packing is not None,
     )
-    return installation.regularizer().add_to(
-        loss,
-        model,
-        hidden_states=hidden_states,
-        labels=labels,
-        loss_mask=given.get("loss_mask"),
-        packed_seq_params=given.get("packed_seq_params"),
-    )
+    return regularizer.terms(model, hidden_states, labels, given.get("loss_mask"), packing)
+
+
+def _add_to(loss: Any, terms: Terms | None) -> Any:
+    if terms is None:
+        return loss
+    refuse_shape(loss, terms.labels)
+    return installation.regularizer().add_to(loss, terms)
 
 
 def _refuse_unlabelled(model: Any) -> None:

@@ -186,15 +186,24 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
                 _refuse_scattered(config, "--tensor-parallel-num-weight-shards")
 
 
-def refuse_unknown_loss(model: Any, given: dict[str, Any], loss: Any) -> None:
-    """SimReg needs Megatron's own per-token loss, and rows that lie over the ranks as it knows."""
+def refuse_unknown_loss(model: Any, given: dict[str, Any]) -> None:
+    """Refuse a call that packs rows under context parallelism, or hands the loss to an output processor."""
     if given.get("packed_seq_params") is not None and compat.context_group(model).size() > 1:
         raise NotImplementedError(PACKED_AND_SPLIT)
-    if given.get("output_processor") is not None or loss.shape != given["labels"].shape:
-        raise NotImplementedError(
-            "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
-            "drop the processor, or set --simreg-lambda 0"
-        )
+    if given.get("output_processor") is not None:
+        raise NotImplementedError(_OTHER_LOSS)
+
+
+def refuse_shape(loss: Any, labels: Any) -> None:
+    """Refuse a loss that is not Megatron's per-token loss, [B, S] like the labels."""
+    if loss.shape != labels.shape:
+        raise NotImplementedError(_OTHER_LOSS)
+
+
+_OTHER_LOSS = (
+    "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
+    "drop the processor, or set --simreg-lambda 0"
+)
 
 
 def num_data_ranks(model: Any) -> int:

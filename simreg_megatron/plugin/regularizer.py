@@ -42,11 +42,20 @@ from simreg_megatron.weights.learnable import learned_scalars
 
 
 class _Part(NamedTuple):
-    """What one objective came to."""
+    """One objective's result for a micro-batch."""
 
     terms: Tensor  # [B, anchors of this rank]
     views: list[View]  # of the last states; whole chunks in log steps alone where an objective has others
     learned: dict[str, Tensor]
+
+
+class Terms(NamedTuple):
+    """SimReg's terms of one micro-batch, one part an objective, until its language-model loss is there."""
+
+    parts: list[_Part]
+    model: Any
+    labels: Tensor  # [B, S]
+    start: int  # first column of the loss that they belong to
 
 
 _STOPPED = (
@@ -100,23 +109,16 @@ class Regularizer:
         """The weight of each objective in this step, under the names of the log; empty while all are constant."""
         return self.strength.lambdas(self._hidden_size)
 
-    def add_to(
-        self,
-        loss_BS: Tensor,
-        model: Any,
-        *,
-        hidden_states: Tensor,
-        labels: Tensor,
-        loss_mask: Any,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        """Return `loss_BS` with SimReg in its gradient; the value is untouched.
+    def terms(
+        self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packed_seq_params: Any = None
+    ) -> Terms | None:
+        """Compute SimReg's terms of a micro-batch; None in steps in which it neither trains nor measures.
 
-        Where SimReg only measures, and not in this step, the model is plain Megatron's.
+        Call it before the output layer and the loss: autograd runs the newest node first, so that the terms' backward
+        follows the output layer's, which keeps the device busy while the host prepares the terms'.
 
         Args:
-            loss_BS: Megatron's per-token language-model loss.
-            model: the GPTModel that computed it.
+            model: the GPTModel.
             hidden_states: [S, B, D], what enters the output layer (or, with multi-token prediction, its stack).
             labels: [B, S] target ids; negative ids are ignored.
             loss_mask: [B, S], 0 where a token does not count; None counts every token with a label.
@@ -125,34 +127,34 @@ class Regularizer:
         self.has_met_model, self._hidden_size = True, model.config.hidden_size
         self._refuse_idleness()
         if not self.computes:
+            return None
+        with timed():
+            shard = shard_of(model, labels)
+            main_states = main_hidden_states(hidden_states, shard)
+            tokens = self._tokens(model, labels, loss_mask, shard, main_states, packed_seq_params)
+            states = self.inner_states.take(model, main_states)
+            parts = self._parts(model, tokens, states)
+            self.strength.count_by_itself()
+            last = states.get(self.config.layers[-1])
+            self.metrics.observe_predictions(
+                model, main_states.detach(), None if last is None else last.detach(), tokens.labels, tokens.valid, shard
+            )
+            if last is not None:
+                # Hook the tensor that was given: a part of it would get only its own share of the gradient.
+                self.metrics.watch_gradient(hidden_states if last is main_states else last, tokens.valid, shard)
+        return Terms(parts, model, labels, shard.start)
+
+    def add_to(self, loss_BS: Tensor, terms: Terms | None) -> Tensor:
+        """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched."""
+        if terms is None or not self.trains:
             return loss_BS
         with timed():
-            return self._add_to(loss_BS, model, hidden_states, labels, loss_mask, packed_seq_params)
-
-    def _add_to(
-        self, loss_BS: Tensor, model: Any, given: Tensor, labels: Tensor, loss_mask: Any, packed_seq_params: Any
-    ) -> Tensor:
-        shard = shard_of(model, labels)
-        hidden_states = main_hidden_states(given, shard)
-        tokens = self._tokens(model, labels, loss_mask, shard, hidden_states, packed_seq_params)
-        states = self.inner_states.take(model, hidden_states)
-        parts = self._parts(model, tokens, states)
-        self.strength.count_by_itself()
-        last = states.get(self.config.layers[-1])
-        self.metrics.observe_predictions(
-            model, hidden_states.detach(), None if last is None else last.detach(), tokens.labels, tokens.valid, shard
-        )
-        if last is not None:
-            # The gradient of all that hangs on them arrives at what was given, not at a part of it.
-            self.metrics.watch_gradient(given if last is hidden_states else last, tokens.valid, shard)
-        if not self.trains:
-            return loss_BS
-        if parts:
-            term = self._weighted(parts, model, loss_BS)
-            self.returns.expect(term, loss_BS)
-            loss_BS = add_gradient(loss_BS, term, start=shard.start)
-        if self.config.layer_numbers and compat.pipeline_group(model).size() > 1:
-            loss_BS.register_hook(functools.partial(self.agreement.add, model, labels))
+            if terms.parts:
+                term = self._weighted(terms.parts, terms.model, loss_BS)
+                self.returns.expect(term, loss_BS)
+                loss_BS = add_gradient(loss_BS, term, start=terms.start)
+            if self.config.layer_numbers and compat.pipeline_group(terms.model).size() > 1:
+                loss_BS.register_hook(functools.partial(self.agreement.add, terms.model, terms.labels))
         return loss_BS
 
     def add_to_stage(self, output_SBD: Tensor, model: Any, given: MicroBatch) -> Tensor:

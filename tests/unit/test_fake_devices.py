@@ -107,7 +107,7 @@ def step(case: Case, *, replaces_kernels: bool = True) -> Found:
         regularizer.metrics.wants_geometry = case.logs
         regularizer.set_iteration(3, 10)
         with HostTensors() as host, counted:
-            result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+            result = regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
             gradients = backward(result, torch.ones_like(result)) if config.trains else []
     return Found(gradients, hidden, host.names, counted.syncs, counted.launches)
 

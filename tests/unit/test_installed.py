@@ -33,7 +33,10 @@ def not_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("raise OSError('lib.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal')", "nvidia-cublas>=13.2"),
         ("raise ImportError('libcudart.so.12: cannot open shared object file')", "built for another torch or CUDA"),
         ("raise RuntimeError", "built for another torch or CUDA"),
-        ("raise OSError('te.so: undefined symbol: x, version libcudnn_graph.so.9')", "another cuDNN than torch: set CUDNN"),
+        (
+            "raise OSError('te.so: undefined symbol: x, version libcudnn_graph.so.9')",
+            "another cuDNN than torch: set CUDNN",
+        ),
     ],
 )
 def test_why(text: str, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ def test_it_joins_the_loss_like_any_other_objective(mup: bool) -> None:
     built = model(layer, use_mup=mup, mup_output_mult=0.25)
     upstream = torch.rand(BATCH, LENGTH, dtype=torch.float64)
     regularizer = measuring(config)
-    result = regularizer.add_to(loss, built, hidden_states=hidden, labels=labels, loss_mask=mask)
+    result = regularizer.add_to(loss, regularizer.terms(built, hidden, labels, mask))
     assert torch.equal(result, loss)
     (result * upstream).sum().backward()
 
@@ -253,7 +253,7 @@ def test_the_squared_normalizer() -> None:
     layer = nn.Parameter(given()["weight"].detach().clone())
     built, upstream = model(layer, use_mup=True, mup_output_mult=0.25), torch.rand(BATCH, LENGTH, dtype=torch.float64)
     regularizer = Regularizer(SimRegConfig(lambda_=0.5, objective="z-loss"))
-    result = regularizer.add_to(loss, built, hidden_states=hidden, labels=labels, loss_mask=mask)
+    result = regularizer.add_to(loss, regularizer.terms(built, hidden, labels, mask))
     assert torch.equal(result, loss)
     (result * upstream).sum().backward()
 
@@ -275,7 +275,8 @@ def test_beside_another_objective() -> None:
     def gradient(**settings: Any) -> Tensor:
         hidden.grad = None
         config = SimRegConfig(chunk_size=6, **settings)
-        Regularizer(config).add_to(loss, built, hidden_states=hidden, labels=labels, loss_mask=mask).sum().backward()
+        regularizer = Regularizer(config)
+        regularizer.add_to(loss, regularizer.terms(built, hidden, labels, mask)).sum().backward()
         return hidden.grad.clone()
 
     options = "prefixes-ce.prefixes=2/5,simreg.prefixes=4"
@@ -283,7 +284,8 @@ def test_beside_another_objective() -> None:
     simreg = gradient(objective="simreg:2", objective_options="simreg.prefixes=4", temperature=0.1)
     hidden.grad = None
     config = SimRegConfig(lambda_=0.5, objective="prefixes-ce", objective_options="prefixes=2/5")
-    Regularizer(config).add_to(loss, built, hidden_states=hidden, labels=labels, loss_mask=mask).sum().backward()
+    regularizer = Regularizer(config)
+    regularizer.add_to(loss, regularizer.terms(built, hidden, labels, mask)).sum().backward()
     torch.testing.assert_close(both, simreg + hidden.grad, **TIGHT)
     assert hidden.grad.norm() > 1e-2 and simreg.norm() > 1e-2
 

@@ -48,10 +48,12 @@ def test_another_loss_than_megatrons_is_refused(
     context_ranks: int, given: dict, loss: torch.Tensor, sentence: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=sentence) as caught:
-        refusals.refuse_unknown_loss(model_on(context_ranks), {"labels": LABELS, **given}, loss)
+        refusals.refuse_unknown_loss(model_on(context_ranks), given)
+        refusals.refuse_shape(loss, LABELS)
     assert "--simreg-lambda 0" in str(caught.value), "the way out"
-    refusals.refuse_unknown_loss(model_on(2), {"labels": LABELS}, torch.zeros(2, 8))
-    refusals.refuse_unknown_loss(model_on(1), {"labels": LABELS, "packed_seq_params": object()}, torch.zeros(2, 8))
+    refusals.refuse_unknown_loss(model_on(2), {})
+    refusals.refuse_unknown_loss(model_on(1), {"packed_seq_params": object()})
+    refusals.refuse_shape(torch.zeros(2, 8), LABELS)
 
 
 @pytest.mark.parametrize(

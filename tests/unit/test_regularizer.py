@@ -46,7 +46,7 @@ def micro_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def add(regularizer: Regularizer, hidden, labels, mask, loss) -> torch.Tensor:
-    return regularizer.add_to(loss, MODEL, hidden_states=hidden, labels=labels, loss_mask=mask)
+    return regularizer.add_to(loss, regularizer.terms(MODEL, hidden, labels, mask))
 
 
 def measuring(config: SimRegConfig) -> Regularizer:
@@ -394,7 +394,7 @@ def test_scalars_get_a_gradient_of_zero_when_the_term_is_off(monkeypatch: pytest
     for iteration in (0, 7):
         regularizer.set_iteration(iteration, 10)
         scalars.query.grad = None
-        result = regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+        result = regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
         result.sum().backward()
         assert (scalars.query.grad.abs().item() > 0) == (iteration == 0)
 
@@ -454,9 +454,8 @@ def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None
         tokens_per_sample=LENGTH,
     )
     row = [part.reshape(1, -1) for part in (labels, mask, loss)]
-    result = Regularizer(config).add_to(
-        row[2], MODEL, hidden_states=flat, labels=row[0], loss_mask=row[1], packed_seq_params=packing
-    )
+    regularizer = Regularizer(config)
+    result = regularizer.add_to(row[2], regularizer.terms(MODEL, flat, row[0], row[1], packing))
     result.sum().backward()
 
     expected = hidden.detach().transpose(0, 1).clone().requires_grad_()
@@ -578,7 +577,7 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
     def logged(model: SimpleNamespace) -> dict[str, torch.Tensor]:
         regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.1))
         for _ in range(2):  # micro-batches
-            regularizer.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+            regularizer.add_to(loss, regularizer.terms(model, hidden, labels, mask))
         return regularizer.metrics.reduce(One())
 
     right = (hidden @ table.T).argmax(dim=-1) == labels.T
@@ -617,7 +616,7 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
     monkeypatch.setattr(metrics, "_KEPT_MICRO_BATCHES", 3)
     unread = measuring(SimRegConfig(lambda_=1, temperature=0.1))
     for _ in range(5):
-        unread.add_to(loss, model, hidden_states=hidden, labels=labels, loss_mask=mask)
+        unread.add_to(loss, unread.terms(model, hidden, labels, mask))
     assert len(unread.metrics._margins) == 3, "in a loop that never asks they must not pile up"
 
     nowhere = logged(MODEL)
