@@ -7,7 +7,7 @@ the machine code of every Triton kernel for sm_90, without its line numbers. Exi
 anything differs.
 
 The commit is put into a worktree of its own and asked for the same cases by this very file, so it must offer what is
-used here: `SimRegConfig`, `Regularizer.add_to`, and `learnable.add_to`.
+used here: `SimRegConfig`, `Regularizer.terms` and `add_to`, and `learnable.add_to`.
 """
 
 from __future__ import annotations
