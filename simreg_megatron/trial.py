@@ -5,7 +5,7 @@ A form that is right on one GPU, one driver and one release of Triton may not be
 depends on the shape. So both are found out where the run is, once, before its first step:
 
 * right: see `comparison`;
-* fast: forward and backward of the whole shape, the best of a few.
+* fast: forward and backward of the whole shape, by the device's clock.
 
 A form that fails, or does not fit into memory, is excluded and named in the log. All ranks agree on one form.
 """
@@ -25,6 +25,7 @@ from simreg_megatron.kernels.contrast import MODULES
 from simreg_megatron.losses.simreg import AUTO
 
 _ROUNDS = 5
+_HEAD_START = 200_000_000  # cycles of the device, about 100 ms, in which the host queues all rounds
 
 
 class Trial(NamedTuple):
@@ -129,16 +130,27 @@ def _trial(impl: str, shape: Shape, device: torch.device) -> Trial:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of the best of a few rounds, after one that does not count."""
-    best = math.inf
-    for number in range(_ROUNDS + 1):
-        _wait(device)
-        start = time.perf_counter()
+    """Time one call: on a GPU the device's mean of some queued calls, on a CPU the least of some.
+
+    In a training step the host prepares SimReg while the GPU is busy with the layers, so its time does not count.
+    """
+    run()
+    _wait(device)
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START)
+        start.record()
+        for _ in range(_ROUNDS):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / _ROUNDS
+    times = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
         run()
-        _wait(device)
-        if number:
-            best = min(best, time.perf_counter() - start)
-    return best
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def _wait(device: torch.device) -> None:

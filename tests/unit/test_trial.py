@@ -296,12 +296,13 @@ def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(doctor, "_device_sentence", lambda: "Device: one")
+    monkeypatch.setattr(doctor, "_train_one_step", lambda console: console.print("a step"))
     plant("bad", WrongGradient)
 
     try_forms = trial.try_forms
     monkeypatch.setattr(trial, "try_forms", lambda shape, device: try_forms(SHAPE, CPU, ("tiled", "bad")))
     found = CliRunner().invoke(cli.app, ["doctor", "--gpu"], env={"COLUMNS": "200"})
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == 0 and found.output.endswith("a step\n"), found.output
     assert "LLaMA 350M: 16 x 2048 x 1024 (bfloat16, chunks of 1024)" in found.output and "is wrong" in found.output
     monkeypatch.setattr(trial, "try_forms", lambda shape, device: try_forms(SHAPE, CPU, ("bad",)))
     assert CliRunner().invoke(cli.app, ["doctor", "--gpu"]).exit_code == 1
