@@ -101,10 +101,11 @@ def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, bac
     computed = both = 0
     per_token = torch.empty(rows.shape[:3], dtype=torch.promote_types(dtype, torch.float32), device=device)
     given = walk.Given(rows, per_token, per_token, None)
-    for one, others in walk.panels(anchors, rows, walk.way_through(tiles, given).side):
+    for one, others in walk.panels(anchors, size.length, walk.way_through(tiles, given).side):
         for other in others:
             pairs = (one[1] - one[0]) * (other[1] - other[0])
             both += pairs if one == other else 2 * pairs
             computed += pairs // 2 if name == "triton" and one == other else pairs
-    again = 0 if walk.keeps_pairs(tiles, given, anchors) else computed
+    keeps = 0 < walk.kept_bytes(tiles, given, anchors) <= walk.limits(rows).kept
+    again = 0 if keeps else computed
     return size.batch * size.width * (computed + (again + both if backward else 0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 from simreg_megatron import objectives
 from simreg_megatron.config.together import checked_together, parts_of
@@ -178,17 +179,21 @@ class SimRegConfig:
                 "compute it in every step, or choose settings that train no scalars"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the settings alone: what is cached of them may hold functions."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @property
     def idle_settings(self) -> list[str]:
         """What has no effect on the objective, whatever it is set to."""
         return self.record.idle_settings(self.options)
 
-    @property
+    @functools.cached_property
     def has_chunks(self) -> bool:
         """Whether the objective compares the tokens of a chunk."""
         return self.record.compares_in_chunks(self.options)
 
-    @property
+    @functools.cached_property
     def combines(self) -> bool:
         """Whether the objective names several ones with their weights; then `parts` are what is computed."""
         return ":" in self.objective or "," in self.objective
@@ -198,16 +203,16 @@ class SimRegConfig:
         """The settings of each objective; most often of one."""
         return parts_of(self) if self.combines else (self,)
 
-    @property
+    @functools.cached_property
     def record(self) -> Objective:
         """What is known of the objective, of which there is one."""
         return objectives.find(self.objective)
 
-    @property
+    @functools.cached_property
     def _kind(self) -> Kind | None:
         return None if self.combines else self.record.kind(self.options)
 
-    @property
+    @functools.cached_property
     def is_simreg(self) -> bool:
         """Whether the term is SimReg's, whatever its labels, and even if it is only measured."""
         return self._kind is Kind.SIMREG
@@ -227,12 +232,12 @@ class SimRegConfig:
         """Whether each token has a term by itself, through the output layer: then that layer is trained, too."""
         return self._kind is Kind.HEAD
 
-    @property
+    @functools.cached_property
     def sends_no_rows(self) -> bool:
         """Whether hidden states stay where they are, however chunks lie over the ranks."""
         return self._kind in STAY
 
-    @property
+    @functools.cached_property
     def meets_heads(self) -> bool:
         """Whether hidden states are compared with rows of the output layer."""
         return self.record.meets_heads(self.options)
@@ -242,12 +247,12 @@ class SimRegConfig:
         """The temperature in force."""
         return 1.0 if self.temperature is None else self.temperature
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, str | float | bool]:
         """Every option of the objective's own, by name."""
         return dict(self.objective_options)
 
-    @property
+    @functools.cached_property
     def prefixes(self) -> tuple[int, ...]:
         """How many of the first features count, each number by itself, ascending; empty: the objective's default."""
         text = str(self.options.get("prefixes", ""))
@@ -258,12 +263,12 @@ class SimRegConfig:
         """Whether the objective has parameters of its own."""
         return self.similarity == "learnable" or bool(self.record.scalars(self))
 
-    @property
+    @functools.cached_property
     def trains(self) -> bool:
         """Whether the term adds to the gradient."""
         return self.combines or (self.record.trains and self.lambda_ != 0)
 
-    @property
+    @functools.cached_property
     def active(self) -> bool:
         """Whether anything is computed at all. False means plain Megatron, bit for bit."""
         return self.trains or not self.record.trains
@@ -273,12 +278,12 @@ class SimRegConfig:
         """How lambda, or the weight of each objective, changes over the training."""
         return parsed(self.lambda_schedule, self.warmup_iters, self.off_after, self.start_iter)
 
-    @property
+    @functools.cached_property
     def layer_numbers(self) -> tuple[int, ...]:
         """The numbered layers, from 1, ascending."""
         return tuple(layer for layer in self.layers if isinstance(layer, int))
 
-    @property
+    @functools.cached_property
     def looks_inside(self) -> bool:
         """Whether states inside the decoder are needed, beside what it returns."""
         return bool(self.layer_numbers) or self.placement == "pre-norm"

@@ -13,6 +13,7 @@ tiles of r rows and s columns.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -180,10 +181,10 @@ def anchor_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(S_pos, S_neg / S_pos) of the anchors, both [b, c, p], and the exponentials that were kept, flat or empty."""
     way = way_through(tiles, given)
-    shelf = _Shelf.new(tiles, given, anchors) if keep else _Shelf(given.rows.new_empty(0))
+    shelf = _Shelf.new(tiles, given, anchors, way) if keep else _Shelf(given.rows.new_empty(0))
     steps = [
         (one, [(other, one != other and anchors[0] <= other[0] < anchors[1]) for other in others])
-        for one, others in panels(anchors, given.rows, way.side)
+        for one, others in panels(anchors, given.rows.shape[2], way.side)
     ]
     sums = _sums(tiles, given, way, steps, temperature, shelf)
     own = slice(*anchors)
@@ -267,7 +268,7 @@ def pair_gradient(
 
 
 def _both_sides(pairs: Tiles, grad: Tensor, pull: Tensor, shelf: _Shelf, anchors: Span, reach: Span) -> None:
-    steps = list(panels(anchors, pairs.rows, pairs.side))
+    steps = panels(anchors, pairs.rows.shape[2], pairs.side)
     fresh = len(steps) == len(steps[0][1]) == 1 and steps[0][0] == reach  # one tile is all there is
     of_unit, in_place = _room_for(grad, pairs.scale.dtype, zeros=not fresh)
 
@@ -294,25 +295,22 @@ def _panel_by_panel(pairs: Tiles, grad: Tensor, pull: Tensor, reach: Span) -> No
         pairs.project(of_unit, one, None if in_place else part)
 
 
-def keeps_pairs(tiles: type[Tiles], given: Given, anchors: Span) -> bool:
-    """Whether the exponentials of all tiles stay between forward and backward."""
-    return 0 < kept_bytes(tiles, given, anchors) <= limits(given.rows).kept
-
-
 def kept_bytes(tiles: type[Tiles], given: Given, anchors: Span) -> int:
     """What the exponentials of all tiles take; 0 where they are better computed again."""
+    return _kept(tiles, given, anchors, way_through(tiles, given))[0]
+
+
+def _kept(tiles: type[Tiles], given: Given, anchors: Span, way: Way) -> tuple[int, torch.dtype]:
+    """The bytes of all exponentials, and their type."""
     dtype = tiles.kept_dtype(given.rows, given.rows.shape[2], given.documents is not None)
-    way = way_through(tiles, given)
     if dtype is None or not way.shares:
-        return 0
-    return dtype.itemsize * _kept_numbers(tiles, given.rows, anchors, way.side)
-
-
-def _kept_numbers(tiles: type[Tiles], rows: Tensor, anchors: Span, side: int) -> int:
+        return 0, torch.float32
     of_chunk = sum(
-        tiles.kept_numbers(rows, one, other) for one, others in panels(anchors, rows, side) for other in others
+        tiles.kept_numbers(given.rows, one, other)
+        for one, others in panels(anchors, given.rows.shape[2], way.side)
+        for other in others
     )
-    return rows.shape[0] * rows.shape[1] * of_chunk
+    return given.rows.shape[0] * given.rows.shape[1] * of_chunk * dtype.itemsize, dtype
 
 
 class _Shelf:
@@ -323,13 +321,11 @@ class _Shelf:
         self._position = 0
 
     @classmethod
-    def new(cls, tiles: type[Tiles], given: Given, anchors: Span) -> _Shelf:
+    def new(cls, tiles: type[Tiles], given: Given, anchors: Span, way: Way) -> _Shelf:
         """Room for every tile of the walk, or none where that would be too much."""
-        if not keeps_pairs(tiles, given, anchors):
-            return cls(given.rows.new_empty(0))
-        dtype = tiles.kept_dtype(given.rows, given.rows.shape[2], given.documents is not None)
-        side = way_through(tiles, given).side
-        return cls(given.rows.new_empty(_kept_numbers(tiles, given.rows, anchors, side), dtype=dtype))
+        takes, dtype = _kept(tiles, given, anchors, way)
+        fits = takes <= limits(given.rows).kept
+        return cls(given.rows.new_empty(takes // dtype.itemsize if fits else 0, dtype=dtype))
 
     @property
     def holds(self) -> bool:
@@ -368,12 +364,12 @@ def _slabs(rows: Tensor, together: int) -> Iterator[Slab]:
             yield slice(sequence, sequence + sequences), slice(chunk, chunk + chunks)
 
 
-def panels(anchors: Span, rows: Tensor, side: int) -> Iterator[tuple[Span, list[Span]]]:
+@functools.lru_cache(maxsize=256)
+def panels(anchors: Span, length: int, side: int) -> list[tuple[Span, list[Span]]]:
     """Each span of anchors with those it meets: anchors in the upper triangle, then all other tokens."""
     own = list(cut(anchors, side))
-    others = [*cut((0, anchors[0]), side), *cut((anchors[1], rows.shape[2]), side)]
-    for number, one in enumerate(own):
-        yield one, [*own[number:], *others]
+    others = [*cut((0, anchors[0]), side), *cut((anchors[1], length), side)]
+    return [(one, [*own[number:], *others]) for number, one in enumerate(own)]
 
 
 def cut(span: Span, size: int) -> Iterator[Span]:
@@ -433,7 +429,11 @@ def plain_form(tiles: type[Tiles]) -> Form:
 
 
 def add_form(name: str, tiles: type[Tiles]) -> None:
-    """Put the two walks over `tiles` into FORMS, registered as simreg_megatron::NAME_sums and ::NAME_gradient."""
+    """Put the two walks over `tiles` into FORMS.
+
+    torch.compile sees them as the operators simreg_megatron::NAME_sums and ::NAME_gradient; eager code calls them
+    directly, as an operator written in Python costs the host 0.1 ms a call.
+    """
     plain = plain_form(tiles)
     sums = torch.library.custom_op(f"simreg_megatron::{name}_sums", plain.anchor_sums, mutates_args=())
     gradient = torch.library.custom_op(f"simreg_megatron::{name}_gradient", plain.pair_gradient, mutates_args=("grad",))
@@ -445,10 +445,16 @@ def add_form(name: str, tiles: type[Tiles]) -> None:
         scale = names.new_empty(names.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
         found = scale.new_empty(*scale.shape[:2], last - first)
         given = Given(rows, names, scale, documents)
-        shelf = _Shelf.new(tiles, given, (first, last)) if keep else _Shelf(rows.new_empty(0))
+        shelf = (
+            _Shelf.new(tiles, given, (first, last), way_through(tiles, given)) if keep else _Shelf(rows.new_empty(0))
+        )
         return scale, found, torch.empty_like(found), shelf.flat
 
     @gradient.register_fake
     def _(*_: object) -> None: ...
 
-    FORMS[name] = Form(tiles, sums, gradient)
+    FORMS[name] = Form(
+        tiles,
+        lambda *given: (sums if torch.compiler.is_compiling() else plain.anchor_sums)(*given),
+        lambda *given: (gradient if torch.compiler.is_compiling() else plain.pair_gradient)(*given),
+    )

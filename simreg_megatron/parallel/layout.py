@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 Run = tuple[int, int]  # first position and one past the last, contiguous on the sequence
 Rank = tuple[int, int]  # (context rank, tensor rank)
@@ -41,17 +41,19 @@ class ShardLayout:
                 "use longer sequences or a smaller tensor-parallel size"
             )
 
-    @property
+    @cached_property
     def context_tokens(self) -> int:
         """Tokens of each context rank."""
         return self.length // self.context_size
 
+    @lru_cache(maxsize=256)  # noqa: B019  (few layouts, and as small as their key)
     def held(self, rank: Rank) -> tuple[Run, ...]:
         """The runs whose hidden states a rank holds, in the order of its rows."""
         if self.rows_split:
             return self.anchors(rank)
         return self._context_part(rank[0], 0, self.context_tokens)
 
+    @lru_cache(maxsize=256)  # noqa: B019  (few layouts, and as small as their key)
     def anchors(self, rank: Rank) -> tuple[Run, ...]:
         """The runs whose terms a rank computes, in the order of its rows; every token is on one rank."""
         return self._context_part(rank[0], self.part_start(rank[1]), self.part_start(rank[1] + 1))
@@ -60,6 +62,7 @@ class ShardLayout:
         """First of the context rank's tokens that belongs to this tensor rank."""
         return tensor_rank * self.context_tokens // self.tensor_size
 
+    @lru_cache(maxsize=256)  # noqa: B019  (few layouts, and as small as their key)
     def exchange_members(self, rank: Rank) -> tuple[Rank, ...]:
         """The ranks among which rows travel, in the order of their process group."""
         tensor_ranks = range(self.tensor_size) if self.rows_split else (rank[1],)

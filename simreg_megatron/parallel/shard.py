@@ -7,6 +7,7 @@ Shapes: S rows of this rank, T tokens of the whole sequence, N tokens in view, B
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
@@ -54,11 +55,11 @@ class SequenceShard:
     row_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return sum(last - first for first, last in self.layout.held(self.rank))
 
-    @property
+    @cached_property
     def start(self) -> int:
         """First of this rank's anchors among the tokens of its context rank."""
         return self.layout.part_start(self.rank[1])

@@ -148,13 +148,12 @@ class Regularizer:
         """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched."""
         if terms is None or not self.trains:
             return loss_BS
-        with timed():
-            if terms.parts:
-                term = self._weighted(terms.parts, terms.model, loss_BS)
-                self.returns.expect(term, loss_BS)
-                loss_BS = add_gradient(loss_BS, term, start=terms.start)
-            if self.config.layer_numbers and compat.pipeline_group(terms.model).size() > 1:
-                loss_BS.register_hook(functools.partial(self.agreement.add, terms.model, terms.labels))
+        if terms.parts:
+            term = self._weighted(terms.parts, terms.model, loss_BS)
+            self.returns.expect(term, loss_BS)
+            loss_BS = add_gradient(loss_BS, term, start=terms.start)
+        if self.config.layer_numbers and compat.pipeline_group(terms.model).size() > 1:
+            loss_BS.register_hook(functools.partial(self.agreement.add, terms.model, terms.labels))
         return loss_BS
 
     def add_to_stage(self, output_SBD: Tensor, model: Any, given: MicroBatch) -> Tensor:

@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -191,3 +192,9 @@ def test_numbers_of_numpy_are_taken_as_pythons() -> None:
 def test_options_may_be_a_mapping() -> None:
     by_text = SimRegConfig(objective="creg", lambda_=1, objective_options="form=supcon_out")
     assert SimRegConfig(objective="creg", lambda_=1, objective_options={"form": "supcon_out"}) == by_text
+
+
+def test_a_used_config_can_be_pickled() -> None:
+    config = SimRegConfig(lambda_=1, objective="creg")
+    assert config.is_simreg is False and config.options
+    assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301

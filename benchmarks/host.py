@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.host`: what SimReg costs the host in a micro-batch, measured without a GPU.
+
+The path of a training step, from the hidden states to their gradient, on so few rows that the CPU's own arithmetic is
+small, and with Triton's kernels replaced by functions that do nothing: what is left is Python and torch's dispatch.
+Triton's launcher and the CUDA driver come on top. The time is the first decile, as other processes only add to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import records
+from benchmarks.records import ROOT, Record
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.kernels import fused, gemm
+from simreg_megatron.kernels import rows as row_kernels
+from simreg_megatron.plugin.regularizer import Regularizer
+
+BATCH, LENGTH, WIDTH, CHUNK = 2, 64, 16, 32
+CALLS = 1000
+FORMS = ("gemm", "triton", "tiled")
+PACKAGE = str(ROOT / "simreg_megatron")
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    torch.set_num_threads(1)
+    torch.autograd.set_multithreading_enabled(False)  # count the backward's calls, too
+    for form in FORMS:
+        with _kernels_that_do_nothing():
+            step = _step(form)
+            step()
+            functions = _package_calls(step)
+            times = sorted(_seconds(step) for _ in range(CALLS))
+        yield {
+            "impl": form, "host_ms": f"{1e3 * times[CALLS // 10]:.3f}", "calls": functions.total(),
+            "functions": len(functions), "files": len({file for file, _ in functions}),
+        }  # fmt: skip
+
+
+def table(lines: list[Record]) -> Iterator[str]:
+    yield f"{records.described(lines)}. `python -m benchmarks.host`"
+    yield ""
+    yield "| impl | host, ms a micro-batch | calls of package functions | functions | files |"
+    yield "| --- | --- | --- | --- | --- |"
+    for line in lines:
+        yield f"| {line['impl']} | {line['host_ms']} | {line['calls']} | {line['functions']} | {line['files']} |"
+
+
+def _step(form: str) -> Callable[[], None]:
+    """SimReg's part of a training step on one rank, forward and backward."""
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    model = SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=False, hidden_size=WIDTH),
+        pg_collection=SimpleNamespace(tp=group, cp=group, dp_cp=group),
+    )
+    regularizer = Regularizer(SimRegConfig(lambda_=1, chunk_size=CHUNK, impl=form))
+    hidden_states = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    labels, mask = torch.randint(0, 9, (BATCH, LENGTH)), torch.ones(BATCH, LENGTH)
+    loss, of_loss = torch.rand(BATCH, LENGTH, requires_grad=True), torch.ones(BATCH, LENGTH)
+    regularizer.metrics._sums = regularizer.metrics._nothing(hidden_states.device)  # made once a run
+
+    def step() -> None:
+        regularizer.add_to(loss, regularizer.terms(model, hidden_states, labels, mask)).backward(of_loss)
+
+    return step
+
+
+@contextlib.contextmanager
+def _kernels_that_do_nothing() -> Iterator[None]:
+    """What they would compute is whatever memory holds, so that it may not be finite."""
+    with contextlib.ExitStack() as patches:
+        for module in (row_kernels, gemm, fused):
+            patches.enter_context(mock.patch.object(module, "run", lambda *_, **__: None))
+        patches.enter_context(mock.patch.object(row_kernels, "INTERPRETS", True))
+        patches.enter_context(mock.patch.object(torch, "_assert_async", lambda *_: None))
+        yield
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def _package_calls(step: Callable[[], None]) -> Counter[tuple[str, str]]:
+    """By file and name."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE):
+            found[file, frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    threading.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return found
+
+
+if __name__ == "__main__":
+    records.command("host", __doc__, rows, table, page="performance.md")
