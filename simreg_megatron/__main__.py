@@ -39,7 +39,12 @@ def run(argv: list[str], *, plain: bool = False) -> None:
         raise SystemExit(2) from None
     sys.argv = argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python SCRIPT` would; runpy does not
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:  # Megatron itself flushes TensorBoard before the last validation, and finishes W&B after it
+        megatron = sys.modules.get("megatron.training.global_vars")
+        if megatron and (writer := megatron.get_tensorboard_writer()):
+            writer.flush()
 
 
 def main() -> None:

@@ -6,12 +6,15 @@ from __future__ import annotations
 import math
 import re
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from simreg_megatron import __version__
-from simreg_megatron.report.runs import ReportError, Run, read_run
+from simreg_megatron.report.runs import TRAIN_LOSS, ReportError, Run, Series, read_run
 from simreg_megatron.reproduce.dataset import ROOT, Dataset
 from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED
 
@@ -35,6 +38,7 @@ _CURVES = {
     "simreg norm difference of rare labels": "rare_norm_difference",
 }
 _NOT_FINITE = re.compile(r"\b(found (NaN|Inf)|not finite)\b", re.IGNORECASE)
+_VALIDATED = re.compile(r"^ validation loss at iteration (\d+) on validation set \|.*? lm loss value: (\S+)", re.M)
 _TAIL = 4000  # bytes of a log
 
 
@@ -61,7 +65,7 @@ def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> dict[str
 def _read(folder: Path, steps: int) -> tuple[Run | None, str]:
     """A run that was validated after its last step; else None, and what it lacks."""
     try:
-        run = read_run(folder / "tensorboard")
+        run = _with_loss_of_log(read_run(folder / "tensorboard"), folder, steps)
     except ReportError as error:
         return None, str(error)
     if VALIDATION not in run.scalars:
@@ -72,20 +76,37 @@ def _read(folder: Path, steps: int) -> tuple[Run | None, str]:
     return (run, "") if step == steps else (None, f"its last validation loss is of step {step}, and it has {steps}")
 
 
+def _with_loss_of_log(run: Run, folder: Path, steps: int) -> Run:
+    """Take the last validation loss from the log if the process ended before TensorBoard's thread wrote it.
+
+    The training curve must reach the last step: else a resumed run has yet to repeat what its log says.
+    """
+    losses = {int(step): float(loss) for step, loss in _VALIDATED.findall(log_of(folder))}
+    trained = run.scalars.get(TRAIN_LOSS)
+    if VALIDATION in run.scalars or steps not in losses or trained is None or trained.steps[-1] != steps:
+        return run
+    return replace(run, scalars={**run.scalars, VALIDATION: Series(np.array([steps]), np.array([losses[steps]]))})
+
+
 def _points(run: Run, tag: str) -> list[tuple[int, float]]:
     steps, values = run.scalars[tag]
     return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
 
 
-def log_tail(folder: Path) -> str:
-    """The last words of a run's log."""
+def log_of(folder: Path, last: int = 0) -> str:
+    """A run's log, or its last bytes; "" if there is none."""
     try:
         with (folder / "log.txt").open("rb") as stream:
-            stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - _TAIL))
+            if last:
+                stream.seek(max(0, stream.seek(0, 2) - last))
             return stream.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+def log_tail(folder: Path) -> str:
+    """The last words of a run's log."""
+    return log_of(folder, _TAIL)
 
 
 @cache
