@@ -78,7 +78,7 @@ def _collect(run: Run, store: Store, dataset: Dataset) -> None:
         return
     logs = sorted((folder / "slurm").glob("*.log"), key=lambda path: path.stat().st_mtime)
     if logs:
-        (folder / "log.txt").write_bytes(logs[-1].read_bytes())
+        (folder / "log.txt").write_bytes(b"".join(path.read_bytes() for path in logs))
     conclude(run, store, dataset, 0 if (folder / _ENDED).is_file() else 1)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from simreg_megatron import __version__
 from simreg_megatron.report.runs import TRAIN_LOSS, ReportError, Run, Series, read_run
 from simreg_megatron.reproduce.dataset import ROOT, Dataset
-from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED
+from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, MACHINE
 
 VALIDATION = "lm loss validation"
 _CURVES = {
@@ -39,12 +39,14 @@ _CURVES = {
 }
 _NOT_FINITE = re.compile(r"\b(found (NaN|Inf)|not finite)\b", re.IGNORECASE)
 _VALIDATED = re.compile(r"^ validation loss at iteration (\d+) on validation set \|.*? lm loss value: (\S+)", re.M)
-_TAIL = 4000  # bytes of a log
+_TRAINS = re.compile(r"^> Trains on (.+) in (\w+)$", re.M)  # of launch/launcher.py
+_LOG = 1 << 28  # bytes, more than any log has
 
 
 def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> dict[str, Any]:
     """The result of the run of `steps` steps in `folder`, which ended with exit status `status`."""
-    kept = {"version": __version__, "commit": commit(), "curves": {}}
+    *_, machine = ("unknown", "unknown"), *_TRAINS.findall(log_tail(folder, _LOG))
+    kept = {"version": __version__, "commit": commit(), **dict(zip(MACHINE, machine, strict=True)), "curves": {}}
     tail = log_tail(folder)
     run, lacks = (None, tail) if status else _read(folder, steps)
     if run is None:
@@ -77,14 +79,11 @@ def _read(folder: Path, steps: int) -> tuple[Run | None, str]:
 
 
 def _with_loss_of_log(run: Run, folder: Path, steps: int) -> Run:
-    """Take the last validation loss from the log if the process ended before TensorBoard's thread wrote it.
-
-    The training curve must reach the last step: else a resumed run has yet to repeat what its log says.
-    """
-    losses = {int(step): float(loss) for step, loss in _VALIDATED.findall(log_of(folder))}
+    """Take the last validation loss from the log if the process ended before TensorBoard's thread wrote it."""
+    losses = {int(step): float(loss) for step, loss in _VALIDATED.findall(log_tail(folder, _LOG))}
     trained = run.scalars.get(TRAIN_LOSS)
     if VALIDATION in run.scalars or steps not in losses or trained is None or trained.steps[-1] != steps:
-        return run
+        return run  # with a curve that ends before, it was resumed, and has yet to repeat what its log says
     return replace(run, scalars={**run.scalars, VALIDATION: Series(np.array([steps]), np.array([losses[steps]]))})
 
 
@@ -93,20 +92,14 @@ def _points(run: Run, tag: str) -> list[tuple[int, float]]:
     return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
 
 
-def log_of(folder: Path, last: int = 0) -> str:
-    """A run's log, or its last bytes; "" if there is none."""
+def log_tail(folder: Path, most: int = 4000) -> str:
+    """The last bytes of a run's log; "" if there is none."""
     try:
         with (folder / "log.txt").open("rb") as stream:
-            if last:
-                stream.seek(max(0, stream.seek(0, 2) - last))
+            stream.seek(max(0, stream.seek(0, 2) - most))
             return stream.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def log_tail(folder: Path) -> str:
-    """The last words of a run's log."""
-    return log_of(folder, _TAIL)
 
 
 @cache

@@ -52,6 +52,7 @@ def test_torchrun_starts_the_script(start: str, text: BuiltinCorpus, tmp_path: P
     done = runs.torchrun(command, processes=processes)
     check_that_it_trained(done)
     assert "Megatron runs on the CPU" in done.output
+    assert f"\n> Trains on cpu in {'bf16' if '--bf16' in command else 'fp32'}\n" in done.output
 
 
 @pytest.mark.parametrize("start", quick(STARTS, lambda start: start not in ("llama-bf16", "llama-dp2")))

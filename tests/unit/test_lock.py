@@ -277,6 +277,7 @@ def test_a_disk_that_fills_up_while_training_is_one_sentence(
         raise OSError(number, os.strerror(number), str(tmp_path / "x"))
 
     monkeypatch.setattr("simreg_megatron.__main__.run", full)
+    monkeypatch.setenv("RANK", "0")
     options, rest = launcher.make_parser("llama").parse_known_args(["--output", str(tmp_path)])
     plan = launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
     with pytest.raises(LaunchError if is_told else OSError) as caught:
@@ -309,6 +310,7 @@ def test_a_forbidden_folder_is_not_a_full_disk(
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "text.bin").touch()
     monkeypatch.setattr("simreg_megatron.__main__.run", refuse)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(launcher.os, "access", lambda *_: False)  # root may read everything
     with pytest.raises(LaunchError) as caught:
         launcher._train(planned(tmp_path / "out", "--data-path", str(tmp_path / "data" / "text"), *OWN), verbose=True)
@@ -329,4 +331,5 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(launcher.checkpoints, "newest_whole", lambda _, newest=newest: newest)
         with pytest.raises(SystemExit) as ended:
             launcher._train(plan, verbose=True)
-        assert ended.value.code == 130 and capsys.readouterr().out == f"Stopped. Last checkpoint: {last}\n"
+        said = capsys.readouterr().out
+        assert ended.value.code == 130 and said == f"> Trains on cpu in fp32\nStopped. Last checkpoint: {last}\n"
