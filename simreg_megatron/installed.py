@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Mapping
 from importlib import util
+from pathlib import Path
 
 _NEWER_CUBLAS = (
     "it needs a newer cuBLAS than this torch brings: pip install --no-deps 'nvidia-cublas>=13.2,<13.3', or use a "
@@ -30,3 +33,8 @@ def broken_transformer_engine() -> str | None:
         cure = _NEWER_CUBLAS if "cublas" in cause.lower() else _BUILT_FOR_ANOTHER
         return f"Transformer Engine is installed and cannot be imported ({cause}): {cure}"
     return None
+
+
+def python_path(*folders: Path | str, environ: Mapping[str, str] = os.environ) -> str:
+    """A PYTHONPATH with the folders in front of what it names already: packages may be installed there alone."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [environ.get("PYTHONPATH")])])

@@ -18,6 +18,7 @@ from launch import launcher, lock
 from launch.demo import Settings, _run_demo
 from launch.flags import LaunchError
 from launch.lock import NAME, Holder, held
+from simreg_megatron.installed import python_path
 from tests.helpers import jobs
 
 
@@ -56,7 +57,9 @@ def test_a_second_run_is_refused_and_takes_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_process_of_this_machine_is_seen_at_once(tmp_path: Path) -> None:
     script = "import os, sys; from pathlib import Path; from launch import lock\nwith lock.held(Path('.')): os._exit(9)"
-    done = jobs.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    done = jobs.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path(os.getcwd())}
+    )
     assert done.returncode == 9 and (tmp_path / NAME).is_file()
     with held(tmp_path, wait=never):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
