@@ -108,7 +108,7 @@ stress: setup ## compare SimReg's numbers with float64 on hard random inputs (10
 flags: setup ## our flags in combination with Megatron's: a step runs, or one sentence refuses it (600 combinations; FLAGS_ARGS for more)
 	$(PY) -m tests.flags $(FLAGS_ARGS)
 
-gpu: setup ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (GPU_ARGS=--quick is shorter)
+gpu: $(if $(filter command,$(origin PY)),,setup) ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (GPU_ARGS=--quick is shorter)
 	$(PY) -m benchmarks.gpu $(GPU_ARGS)
 
 cost: setup ## what SimReg launches on a GPU, counted without one (10 seconds)

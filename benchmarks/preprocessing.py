@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.records import RESULTS, ROOT, Record
+from simreg_megatron.installed import python_path
 
 TOOLS = {"theirs": "Megatron's tool", "ours": "data prepare"}
 
@@ -97,7 +98,7 @@ def run(who: str, tree: Path, text: Path, tokenizer: str, output: Path) -> float
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = dict(os.environ)
     if who == "theirs":
-        environment["PYTHONPATH"] = str(tree)
+        environment["PYTHONPATH"] = python_path(tree)
         sentencepiece = tokenizer.endswith(".model")
         words = [
             *(str(tree / "tools" / "preprocess_data.py"), "--input", str(text), "--output-prefix", str(output)),

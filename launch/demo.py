@@ -36,6 +36,7 @@ from launch.screen import Screen, duration, say  # noqa: E402
 from launch.side_by_side import Job, JobFailed, Notes, Trainings, Turns, run_side_by_side  # noqa: E402
 from launch.timing import interval_milliseconds  # noqa: E402
 from simreg_megatron import report  # noqa: E402
+from simreg_megatron.installed import python_path  # noqa: E402
 from simreg_megatron.report import own  # noqa: E402
 from simreg_megatron.report.arms import Arm, read_arms  # noqa: E402
 from simreg_megatron.report.page import Grid, Section  # noqa: E402
@@ -240,7 +241,7 @@ def _ensure_corpus(settings: Settings, console: Console) -> None:
         name="text",
         command=[*CORPUS, "--out", str(ROOT / "data" / "builtin")],
         log=settings.output / "text.txt",
-        environment={"PYTHONPATH": str(ROOT)},
+        environment={"PYTHONPATH": python_path(ROOT)},
     )
     with Screen(console, "text", SECONDS_OF_TEXT) as screen:
         run_side_by_side([job], Notes(screen, mark="> corpus: "))
@@ -391,7 +392,7 @@ def probe_job(settings: Settings, name: str) -> Job:
         name=f"{name} probe",
         command=[*TORCHRUN, "-m", "simreg_megatron", str(PROBE_SCRIPT), *plan.arguments, *own],
         log=settings.output / name / "probe.txt",
-        environment={**plan.environment, **ONE_CORE, "PYTHONPATH": str(ROOT)},
+        environment={**plan.environment, **ONE_CORE, "PYTHONPATH": python_path(ROOT)},
     )
 
 

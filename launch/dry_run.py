@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from launch import preflight, sizes
 from launch.flags import flag_names, flag_number, flag_value
 from launch.plan import ROOT, Machine, Plan
+from simreg_megatron.installed import python_path
 
 BUILTIN_VOCABULARY = 4096
 # torchrun's own names for its rendezvous; launch/start.bash fills them in for a dry run, which has no torchrun.
@@ -77,7 +77,7 @@ def _simreg(plan: Plan) -> str:
 def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:
     """The command that starts the same run without this launcher, one flag per line."""
     paths = [str(ROOT), *([environ["MEGATRON_PATH"]] if environ.get("MEGATRON_PATH") else [])]
-    variables = {"PYTHONPATH": os.pathsep.join(reversed(paths)), **plan.environment}
+    variables = {"PYTHONPATH": python_path(*reversed(paths), environ=environ), **plan.environment}
     variables.update({name: environ[name] for name in plan.environment if name in environ})
     start = [sys.executable, "-m", "torch.distributed.run", *_rendezvous(machine, environ)]
     parts = [

@@ -193,10 +193,14 @@ def _alone(plan: Plan) -> AbstractContextManager[None]:
 
 
 def _train(plan: Plan, *, verbose: bool) -> None:
+    import torch
     from torch.distributed.checkpoint.api import CheckpointException
 
     from simreg_megatron.__main__ import run
 
+    number = next((name for name in ("bf16", "fp16") if f"--{name}" in flag_names(plan.flags)), "fp32")
+    device = "cpu" if plan.on_cpu else torch.cuda.get_device_name()
+    _say(f"> Trains on {device} in {number}")  # `reproduce` reads this line
     try:
         with quiet.quiet_output(verbose=verbose or plan.model != TINY):
             run([str(plan.script), *plan.arguments], plain=plan.plain)

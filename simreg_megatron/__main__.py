@@ -48,7 +48,12 @@ def run(argv: list[str], *, plain: bool = False) -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     sys.argv = argv
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:  # Megatron itself flushes TensorBoard before the last validation, and finishes W&B after it
+        megatron = sys.modules.get("megatron.training.global_vars")
+        if megatron and (writer := megatron.get_tensorboard_writer()):
+            writer.flush()
 
 
 def _check_place_of_megatron(folder: str) -> None:

@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import util
 from pathlib import Path
 
@@ -70,3 +70,8 @@ def without_make(compile_helpers: Callable[[], None]) -> Callable[[], None]:
             compile_helpers()
 
     return compile_if_needed
+
+
+def python_path(*folders: Path | str, environ: Mapping[str, str] = os.environ) -> str:
+    """A PYTHONPATH with the folders in front of what it names already: packages may be installed there alone."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [environ.get("PYTHONPATH")])])

@@ -148,7 +148,9 @@ def at_commit(ref: str, cases: list[dict[str, Any]], *, with_kernels: bool) -> d
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, ref], cwd=ROOT, check=True)
         try:
             command = [sys.executable, __file__, _HERE, *(["--kernels"] if with_kernels else [])]
-            environment = {**os.environ, "PYTHONPATH": str(tree)}
+            from simreg_megatron.installed import python_path  # not in that worktree, where this file runs, too
+
+            environment = {**os.environ, "PYTHONPATH": python_path(tree)}
             done = subprocess.run(
                 command,
                 cwd=tree,

@@ -35,7 +35,7 @@ from simreg_megatron.reproduce.tuned import (
     settings_of_paper,
     untuned,
 )
-from simreg_megatron.reproduce.verdict import FEWEST_SEEDS_OF_A_HEADLINE, Row
+from simreg_megatron.reproduce.verdict import FEWEST_SEEDS_OF_A_HEADLINE, Row, machines_of
 from simreg_megatron.sentences import one_line
 
 FEWEST_SEEDS = 3
@@ -122,7 +122,8 @@ def _violations(name: str, tables: dict[str, Table]) -> list[str]:
     if of_search := _about_the_search(table.plan.tuned_in, tables):
         return [f"{name}: its settings come from a search that allows no conclusion: {of_search[0]}"]
     try:
-        expected = entries_of(table.plan, _dataset(table), settings_of(table.plan, tables))
+        dataset = Dataset(Path(), digest=table.rows[0]["data"], bytes_per_token=1.0, validation_tokens=1)  # any place
+        expected = entries_of(table.plan, dataset, settings_of(table.plan, tables))
     except ReproduceError as error:
         return [f"{name}: {error}"]
     claimed = {claim.metric for claim in table.plan.claims}
@@ -163,6 +164,8 @@ def _about_rows(table: Table) -> Iterator[str]:
             yield f"{name}: {arm} at size {size} has seed {seed} {count} times: each seed counts once"
     if len({row["data"] for row in rows}) > 1:
         yield f"{name}: its runs were trained on {len({row['data'] for row in rows})} different texts: compare on one"
+    if len(machines := machines_of(rows)) > 1:
+        yield f"{name}: its runs were trained on {' and on '.join(sorted(machines))}: compare runs of one of these"
     yield from _about_ends(name, rows)
     yield from _about_ranges(name, rows)
     for row in rows:
@@ -248,11 +251,6 @@ def _about_the_set(table: Table, expected: Sequence[Entry]) -> Iterator[str]:
             yield f"{name}: {who} was not run with the settings that the plan and its search call for"
     for arm, size, _, seed, _ in rows:
         yield f"{name}: {arm} at size {size}, seed {seed}, is not in the plan: add it to the plan, or remove it"
-
-
-def _dataset(table: Table) -> Dataset:
-    """Where the text lies is of no account, which text it is decides."""
-    return Dataset(Path(), digest=table.rows[0]["data"], bytes_per_token=1.0, validation_tokens=1)
 
 
 def sizes_of(search: Table) -> list[int | str]:

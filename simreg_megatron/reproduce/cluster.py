@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from simreg_megatron.installed import python_path
 from simreg_megatron.reproduce.dataset import ROOT, Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.local import clear, command_of, conclude
@@ -78,7 +79,7 @@ def _collect(run: Run, store: Store, dataset: Dataset) -> None:
         return
     logs = sorted((folder / "slurm").glob("*.log"), key=lambda path: path.stat().st_mtime)
     if logs:
-        (folder / "log.txt").write_bytes(logs[-1].read_bytes())
+        (folder / "log.txt").write_bytes(b"".join(path.read_bytes() for path in logs))
     conclude(run, store, dataset, 0 if (folder / _ENDED).is_file() else 1)
 
 
@@ -108,11 +109,10 @@ def _names_in_queue() -> set[str]:
 
 
 def _answer(command: Sequence[str]) -> str:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, errors="replace",
-            check=True,
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path(ROOT)}, capture_output=True, text=True,
+            errors="replace", check=True,
         )  # fmt: skip
     except FileNotFoundError:
         raise ReproduceError(f"{command[0]} is not on this machine: submit from a login node of the cluster") from None

@@ -111,7 +111,9 @@ def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
         wanted = [size.strip() for size in sizes.split(",") if size.strip()]
         unknown = [size for size in wanted if size not in map(str, plan.sizes)]
         if unknown:
-            raise ReproduceError(f"{plan.name} has no size {unknown[0]}: its sizes are {_listed(plan.sizes)}")
+            raise ReproduceError(
+                f"{plan.name} has no size {unknown[0]}: its sizes are {', '.join(map(str, plan.sizes))}"
+            )
         plan = replace(plan, sizes=tuple(size for size in plan.sizes if str(size) in wanted))
     if model:
         preset(plan.family, model)
@@ -121,10 +123,6 @@ def _chosen(plan: Plan, model: str, sizes: str, seeds: int, data: str) -> Plan:
     plan = replace(plan, seeds=seeds or plan.seeds, data=data or plan.data)
     refuse_too_many(plan, plan.name)
     return plan
-
-
-def _listed(values: Sequence[object] | object) -> str:
-    return ", ".join(map(str, values))  # type: ignore[arg-type]
 
 
 def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool, dry_run: bool) -> int:
@@ -146,7 +144,8 @@ def _run_plan(plan: Plan, store: Store, *, jobs: int, threads: int, quick: bool,
         speed.measure(left, store, dataset, jobs=jobs, threads=threads, say=console.print)
     costs = speed.costs(left, dataset, speed.known(left, store, jobs=jobs, threads=threads))
     hours = speed.until_all_end(costs.values(), jobs) / 3600
-    told = f"about {_duration(hours)} here with {jobs} at a time"
+    duration = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+    told = f"about {duration} here with {jobs} at a time"
     console.print(
         f"{len(runs)} runs of {sum(map(tokens_of, runs)) / 1e6:.1f} million tokens in all; {len(left)} are left, "
         f"{told if len(costs) == len(left) else 'and how long they take here is measured before the first one'}"
@@ -262,7 +261,3 @@ def _report_failures(runs: Sequence, store: Store) -> int:
         where = f"its log is {log}" if log.is_file() else "it left no log"
         print_error(f"{run.name} {how}: {where}")
     return len(failures)
-
-
-def _duration(hours: float) -> str:
-    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"

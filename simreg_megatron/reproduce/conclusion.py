@@ -12,7 +12,7 @@ from simreg_megatron.reproduce.check import Table, sizes_of, violations
 from simreg_megatron.reproduce.plan import Arm, Flags, Plan, as_content
 from simreg_megatron.reproduce.plan_file import plan_names, read_plan
 from simreg_megatron.reproduce.tuned import borrowed, lenders
-from simreg_megatron.reproduce.verdict import Runs, Verdict, judge
+from simreg_megatron.reproduce.verdict import Runs, Verdict, judge, machines_of
 
 _OF_THE_METHOD = ("simreg-", "adagc")
 _MEASURING = {("simreg-objective", "none")}
@@ -101,6 +101,7 @@ def _comparable(name: str, tables: Mapping[str, Table]) -> Iterator[Runs]:
             and any(arm.length < 1 for arm in table.plan.arms)
             and (table.plan.tuned_in, table.plan.family) == (own.plan.tuned_in, own.plan.family)
             and {row["data"] for row in table.rows} == {row["data"] for row in own.rows}
+            and machines_of(table.rows) == machines_of(own.rows)
             and not violations(other, dict(tables))
         ):
             yield table.plan, table.rows

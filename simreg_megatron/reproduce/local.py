@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from simreg_megatron.cpu.backend import requested
 from simreg_megatron.reproduce.dataset import ROOT, Dataset
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.heap import KEPT
@@ -87,10 +88,17 @@ def run_here(
 
     Raises:
         KeyboardInterrupt: stopped, with all that was running; the same call resumes.
+        ReproduceError: some have ended, on another device than this machine's.
     """
     waiting: list[Run] = []
     for run in runs:
         (progress.ended if store.result(run) else waiting).append(run)
+    devices = {result["device"] for run in progress.ended if (result := store.result(run))}
+    if waiting and devices and devices != {here := _device()}:
+        raise ReproduceError(
+            f"runs of this experiment were trained on {' and '.join(devices)}, and the rest would be on {here}: they "
+            "could not be compared, so continue there, or give another --output"
+        )
     workers: list[_Worker] = []
     progress.orphans = store.orphans()
     progress.seen(progress)
@@ -115,6 +123,13 @@ def run_here(
             progress.seen(progress)
     finally:
         _stop(workers)
+
+
+def _device() -> str:
+    """Where the launcher would train on this machine."""
+    import torch
+
+    return "cpu" if requested([]) or not torch.cuda.is_available() else torch.cuda.get_device_name()
 
 
 def _start(run: Run, store: Store, dataset: Dataset, threads: int) -> _Worker | None:

@@ -6,14 +6,17 @@ from __future__ import annotations
 import math
 import re
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from simreg_megatron import __version__
-from simreg_megatron.report.runs import ReportError, Run, read_run
+from simreg_megatron.report.runs import TRAIN_LOSS, ReportError, Run, Series, read_run
 from simreg_megatron.reproduce.dataset import ROOT, Dataset
-from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED
+from simreg_megatron.reproduce.store import DIVERGED, DONE, FAILED, MACHINE
 
 VALIDATION = "lm loss validation"
 _CURVES = {
@@ -35,12 +38,15 @@ _CURVES = {
     "simreg norm difference of rare labels": "rare_norm_difference",
 }
 _NOT_FINITE = re.compile(r"\b(found (NaN|Inf)|not finite)\b", re.IGNORECASE)
-_TAIL = 4000  # bytes of a log
+_VALIDATED = re.compile(r"^ validation loss at iteration (\d+) on validation set \|.*? lm loss value: (\S+)", re.M)
+_TRAINS = re.compile(r"^> Trains on (.+) in (\w+)$", re.M)  # of launch/launcher.py
+_LOG = 1 << 28  # bytes, more than any log has
 
 
 def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> dict[str, Any]:
     """The result of the run of `steps` steps in `folder`, which ended with exit status `status`."""
-    kept = {"version": __version__, "commit": commit(), "curves": {}}
+    *_, machine = ("unknown", "unknown"), *_TRAINS.findall(log_tail(folder, _LOG))
+    kept = {"version": __version__, "commit": commit(), **dict(zip(MACHINE, machine, strict=True)), "curves": {}}
     tail = log_tail(folder)
     run, lacks = (None, tail) if status else _read(folder, steps)
     if run is None:
@@ -61,7 +67,7 @@ def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> dict[str
 def _read(folder: Path, steps: int) -> tuple[Run | None, str]:
     """A run that was validated after its last step; else None, and what it lacks."""
     try:
-        run = read_run(folder / "tensorboard")
+        run = _with_loss_of_log(read_run(folder / "tensorboard"), folder, steps)
     except ReportError as error:
         return None, str(error)
     if VALIDATION not in run.scalars:
@@ -72,17 +78,25 @@ def _read(folder: Path, steps: int) -> tuple[Run | None, str]:
     return (run, "") if step == steps else (None, f"its last validation loss is of step {step}, and it has {steps}")
 
 
+def _with_loss_of_log(run: Run, folder: Path, steps: int) -> Run:
+    """Take the last validation loss from the log if the process ended before TensorBoard's thread wrote it."""
+    losses = {int(step): float(loss) for step, loss in _VALIDATED.findall(log_tail(folder, _LOG))}
+    trained = run.scalars.get(TRAIN_LOSS)
+    if VALIDATION in run.scalars or steps not in losses or trained is None or trained.steps[-1] != steps:
+        return run  # with a curve that ends before, it was resumed, and has yet to repeat what its log says
+    return replace(run, scalars={**run.scalars, VALIDATION: Series(np.array([steps]), np.array([losses[steps]]))})
+
+
 def _points(run: Run, tag: str) -> list[tuple[int, float]]:
     steps, values = run.scalars[tag]
     return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
 
 
-def log_tail(folder: Path) -> str:
-    """The last words of a run's log."""
+def log_tail(folder: Path, most: int = 4000) -> str:
+    """The last bytes of a run's log; "" if there is none."""
     try:
         with (folder / "log.txt").open("rb") as stream:
-            stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - _TAIL))
+            stream.seek(max(0, stream.seek(0, 2) - most))
             return stream.read().decode(errors="replace")
     except OSError:
         return ""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from simreg_megatron.report.welch import mean, welch
-from simreg_megatron.reproduce.verdict import Place, Row
+from simreg_megatron.reproduce.verdict import Place, Row, machines_of
 
 EXPERIMENT = "runtime"
 _OFF = "off"
@@ -41,14 +41,15 @@ class Pace(NamedTuple):
 
 
 def pace(rows: Sequence[Row], arm: str, than: str, place: Place, measured: Sequence[Row]) -> Pace | None:
-    """How long the arm's step takes beside the other's; None where nobody measured both kinds at that size.
+    """How long the arm's step takes beside the other's; None where nobody measured both kinds at that size there.
 
     Args:
         rows: of the experiment judged.
         measured: of `runtime`.
     """
     kinds = [{_kind(row) for row in _of(rows, name, place)} for name in (arm, than)]
-    at_size = [row for row in measured if row["size"] == place.size and not _idles(row)]
+    of_machine = [row for row in measured if machines_of([row]) == machines_of(rows)]
+    at_size = [row for row in of_machine if row["size"] == place.size and not _idles(row)]
     long, base = (_log_seconds([row for row in at_size if {_kind(row)} == kind]) for kind in kinds)
     if min(len(long), len(base)) < 2:
         return None

@@ -96,9 +96,7 @@ def _read_yaml(path: Path) -> Any:
         return yaml.safe_load(text)
     except ReproduceError:
         raise
-    except (
-        Exception
-    ) as error:  # beside its own errors, whatever a number or date that is none makes of its constructors
+    except Exception as error:  # its own, and any that a malformed number or date causes in its constructors
         raise ReproduceError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
 
 

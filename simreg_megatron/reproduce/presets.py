@@ -17,10 +17,6 @@ def is_real(size: int | str) -> bool:
     return isinstance(size, str) and size != _TINY
 
 
-def preset_names(family: str) -> list[str]:
-    return sorted(path.stem.removeprefix(f"{family}-") for path in _MODELS.glob(f"{family}-*.args"))
-
-
 @cache
 def preset(family: str, name: str) -> dict[str, str]:
     """The preset's flags, without their dashes.
@@ -30,6 +26,7 @@ def preset(family: str, name: str) -> dict[str, str]:
     """
     path = _MODELS / f"{family}-{name}.args"
     if not path.is_file():
-        raise ReproduceError(f"there is no preset {name} of {family}: choose from {', '.join(preset_names(family))}")
+        names = sorted(path.stem.removeprefix(f"{family}-") for path in _MODELS.glob(f"{family}-*.args"))
+        raise ReproduceError(f"there is no preset {name} of {family}: choose from {', '.join(names)}")
     lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines())
     return {words[0].removeprefix("--"): " ".join(words[1:]) for words in lines if words}

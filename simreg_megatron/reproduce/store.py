@@ -27,9 +27,10 @@ from simreg_megatron.reproduce.runs import Entry, Run, tokens_of
 PLAN = ".plan.json"
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
+MACHINE = {"device": "cpu", "number_type": "fp32"}  # what compared runs share; these of results that do not name it
 COLUMNS = (
     "experiment", "arm", "size", "tokens_per_parameter", "seed", "trial", "steps", "tokens", "status", *METRICS,
-    "flags", "version", "commit", "data", "run",
+    "flags", "version", "commit", *MACHINE, "data", "run",
 )  # fmt: skip
 CURVE_COLUMNS = ("run", "tag", "step", "value")
 
@@ -72,7 +73,7 @@ class Store:
         found = read_kept(path, "status", "version", "commit", "curves")
         if found is not None and not isinstance(found["curves"], dict):
             raise ReproduceError(f"{path} is damaged: remove it, and the same command makes it again")
-        return found
+        return None if found is None else MACHINE | found
 
     def keep(self, run: Run, result: Mapping[str, Any]) -> None:
         write_json(self.run_folder(run) / "result.json", result)
@@ -180,6 +181,8 @@ def _results_of_tables(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _fuller(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """What two tables tell of one run: each may lack a number, or have fewer points of what it makes no claim about."""
+    if differing := [name for name in MACHINE if one[name] != other[name]]:
+        raise ValueError(f"they have one run with another {differing[0]} each")
     curves = dict(one["curves"])
     for tag, points in other["curves"].items():
         curves[tag] = max(curves.get(tag, []), points, key=len)
@@ -195,7 +198,7 @@ def _results_of_table(table: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{len(points)} points of curves, and no run that they belong to")
     for row in rows:
         measured = {name: float(row[name]) if row.get(name) else None for name in METRICS}
-        found[row["run"]] = {name: row[name] for name in ("status", "version", "commit")} | measured
+        found[row["run"]] = {name: row[name] for name in ("status", "version", "commit", *MACHINE)} | measured
         found[row["run"]]["curves"] = {}
     for point in points:
         if point["run"] in found:
@@ -212,7 +215,7 @@ def _row(entry: Entry, result: Mapping[str, Any]) -> dict[str, Any]:
         "steps": run.steps, "tokens": tokens_of(run), "status": result["status"],
         **{name: _number(result.get(name)) for name in METRICS},
         "flags": run.words,
-        "version": result["version"], "commit": result["commit"], "data": run.data, "run": run.digest[:16],
+        **{name: result[name] for name in ("version", "commit", *MACHINE)}, "data": run.data, "run": run.digest[:16],
     }  # fmt: skip
 
 
@@ -250,4 +253,4 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, A
 
 def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8-sig", newline="") as stream:  # spreadsheets begin with a mark
-        return list(csv.DictReader(stream))
+        return [MACHINE | row if "arm" in row else row for row in csv.DictReader(stream)]

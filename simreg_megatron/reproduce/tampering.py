@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from simreg_megatron.reproduce.plan import METRICS
-from simreg_megatron.reproduce.store import DIVERGED, DONE
+from simreg_megatron.reproduce.store import DIVERGED, DONE, MACHINE
 from simreg_megatron.reproduce.verdict import Row
 
 LOSS = "validation_loss"
+_OF_A_RUN = (*MACHINE, "status", "steps", *METRICS)
 WITH_CURVES = set(METRICS) - {LOSS, "bits_per_byte", "seconds_per_step"}  # by the mean of their end
 
 
@@ -32,7 +33,7 @@ def across_tables(name: str, tables: Mapping[str, Sequence[Row]]) -> Iterator[st
     for other, rows in tables.items():
         for row in rows if other != name else ():
             mine = own.get(row["run"], row)
-            both = [column for column in ("status", "steps", *METRICS) if mine.get(column) and row.get(column)]
+            both = [column for column in _OF_A_RUN if mine.get(column) and row.get(column)]
             if changed := [column for column in both if mine[column] != row[column]]:
                 yield (
                     f"{name}: {mine['arm']}, seed {mine['seed']}, has another {changed[0]} ({mine[changed[0]]}) than "

@@ -9,7 +9,7 @@ What a difference of losses is worth in tokens is said in `saving`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,6 +28,11 @@ _UNITS = {
     "simreg_loss": "nats per token", "seconds_per_step": "seconds",
 }  # fmt: skip
 _WORTH_TOKENS = ("validation_loss", "bits_per_byte")
+
+
+def machines_of(rows: Iterable[Row]) -> set[str]:
+    """The devices, each with a number type, that runs were trained on."""
+    return {f"{row['device']} in {row['number_type']}" for row in rows}
 
 
 class Place(NamedTuple):

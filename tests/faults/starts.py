@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from simreg_megatron.installed import python_path
 from tests.faults import strike
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +106,7 @@ def _with_children(pids: list[int]) -> list[int]:
 
 def _by_command(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     processes, script, *rest = words
-    paths = {"PYTHONPATH": f"{INSIDE}:{ROOT}"}
+    paths = {"PYTHONPATH": python_path(INSIDE, ROOT)}
     with log.open("ab") as output:
         return subprocess.Popen(
             ["bash", script, processes, *rest],

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.gpu import runs
-from tests.gpu.runs import ENGINE, LOCAL, SIMREG, Run
+from tests.gpu.runs import ANOTHER_NORM, ENGINE, LOCAL, SIMREG, Run
 
 GRADIENT_BOUND = 0.03  # relative; SimReg's part of the gradient is the larger one
 MANY = 32  # connections, where FSDP refuses a single one
@@ -100,7 +100,7 @@ def test_the_log_is_the_cpus(observed, checkpoints) -> None:
     """Every value that SimReg logs, in float32, from one checkpoint; later steps drift apart."""
     weights_alone = ("--simreg-lambda", "0", "--no-save-optim", "--no-save-rng")
     start = checkpoints(Run((*LOCAL, *weights_alone), half=False, on_cpu=True))
-    run = Run((*LOCAL, *SIMREG, *start), half=False)
+    run = Run((*LOCAL, *SIMREG, *start, *ANOTHER_NORM), half=False)
     here, on_cpu = observed(run), observed(replace(run, on_cpu=True))
     assert len(here.logged) == len(on_cpu.logged) == runs.STEPS
     assert len(here.logged[0]) > 15 and here.logged[0].keys() == on_cpu.logged[0].keys()

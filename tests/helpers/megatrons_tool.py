@@ -18,6 +18,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from simreg_megatron.installed import python_path
 from tests.helpers.preparation import TEXTS, lines, save_hugging_face
 
 REMEMBERED = Path(__file__).with_suffix(".json")
@@ -35,7 +36,7 @@ def written_by(tree: Path, kind: str, tokenizer: Path, texts: list[str], folder:
     """The tool's files for these texts, by ending."""
     (folder / "text.jsonl").write_bytes(lines(texts))
     words = command(tree, kind, tokenizer, folder)
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True)
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": python_path(tree)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {ending: (folder / f"megatron_text_document{ending}").read_bytes() for ending in ENDINGS}
 

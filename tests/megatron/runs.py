@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.cpu.backend import MEGATRON_FLAGS
+from simreg_megatron.installed import python_path
 from tests.helpers import jobs
 from tests.megatron import forks
 from tests.megatron.parameters import Shard
@@ -81,7 +82,7 @@ def torchrun(
 ) -> Finished:
     """`torchrun RENDEZVOUS --nproc-per-node N COMMAND`, one thread each."""
     launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), **(env or {})}
     done = jobs.run([*launcher, *command], cwd=ROOT, env=environment, timeout=TIMEOUT, merged=True)
     return Finished(done.returncode, done.stdout)
 

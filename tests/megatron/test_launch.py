@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils import tensorboard
+from torch.utils.tensorboard import SummaryWriter
 
 from simreg_megatron.data import BuiltinCorpus
+from simreg_megatron.report.runs import VALIDATION_LOSS, read_run
 from tests.helpers import jobs
 from tests.helpers.quick import quick
 from tests.megatron import runs
@@ -47,12 +52,41 @@ def test_torchrun_starts_the_script(start: str, text: BuiltinCorpus, tmp_path: P
     done = runs.torchrun(command, processes=processes)
     check_that_it_trained(done)
     assert "Megatron runs on the CPU" in done.output
+    assert f"\n> Trains on cpu in {'bf16' if '--bf16' in command else 'fp32'}\n" in done.output
 
 
 @pytest.mark.parametrize("start", quick(STARTS, lambda start: start not in ("llama-bf16", "llama-dp2")))
 def test_the_script_trains_in_every_layout(start: str, text: BuiltinCorpus, tmp_path: Path) -> None:
     command, processes = command_of(start, text, tmp_path)
     check_that_it_trained(runs.launched(command, tmp_path, processes=processes))
+
+
+class LateWriter(SummaryWriter):
+    """A writer whose thread has written nothing until it is flushed."""
+
+    def add_scalar(self, *scalar: Any, **options: Any) -> None:
+        self.__dict__.setdefault("queue", []).append((scalar, options))
+
+    def flush(self) -> None:
+        for scalar, options in self.__dict__.pop("queue", []):
+            super().add_scalar(*scalar, **options)
+        super().flush()
+
+
+def _end_at_once(words: list[str]) -> None:
+    tensorboard.SummaryWriter = LateWriter
+    runs._launch(words)
+    os._exit(0)
+
+
+def test_the_last_validation_is_written_when_training_ends(text: BuiltinCorpus, tmp_path: Path) -> None:
+    command, _ = command_of("llama-bf16", text, tmp_path)
+    done = runs.forked(_end_at_once, command, folder=tmp_path)
+    assert done.status == 0, done.output[-4000:]
+    logged = re.search(r" validation loss at iteration 2 on validation set \| lm loss value: (\S+) \|", done.output)
+    validation = read_run(tmp_path / "tensorboard").scalars[VALIDATION_LOSS]
+    assert logged and validation.steps[-1] == 2
+    assert validation.values[-1] == pytest.approx(float(logged[1]), rel=1e-6)
 
 
 @pytest.mark.parametrize("recipe", quick(["paper", "creg"], lambda recipe: recipe == "paper"))

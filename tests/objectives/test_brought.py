@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from simreg_megatron import objectives
+from simreg_megatron.installed import python_path
 from tests.helpers import jobs
 from tests.helpers.pages import ROOT, blocks
 
@@ -38,8 +39,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *arguments: str) -> str:
     """Of Python, in an environment that has the package."""
-    path = os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = jobs.run([sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, merged=True)
+    done = jobs.run(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path(folder, ROOT)}, merged=True
+    )
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simreg_megatron.installed import python_path
 from simreg_megatron.report.runs import read_run
 from tests.megatron import runs
 from tests.slurm.cluster import Cluster
@@ -118,7 +119,9 @@ def submit(cluster: Cluster, output: Path, run: Sequence[str], *options: str) ->
     settings = output.parent / "cluster.env"
     settings.write_text(SITE)
     command = ["bash", str(SUBMIT), "--cluster", str(settings), "--nodes", "2", "--reserve", "0.5", *options]
-    answer = cluster.ask(*command, SCRIPT, *run, "--output", str(output), environment={"PYTHONPATH": str(runs.ROOT)})
+    answer = cluster.ask(
+        *command, SCRIPT, *run, "--output", str(output), environment={"PYTHONPATH": python_path(runs.ROOT)}
+    )
     match = re.search(r"as job (\d+)", answer)
     assert match, answer
     return Chain(cluster, output, match[1])

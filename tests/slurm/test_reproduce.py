@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from simreg_megatron.installed import python_path
 from tests.megatron.runs import ROOT
 from tests.slurm.chains import SITE
 
@@ -31,7 +32,7 @@ def test_submitted_by_one_call_and_collected_by_another(cluster, text, tmp_path:
     command += ["--data", str(text.folder), "--slurm", str(tmp_path / "my.env"), "--output", str(tmp_path / "out")]
 
     def call() -> str:
-        return cluster.ask(*command, environment={"PYTHONPATH": str(ROOT)})
+        return cluster.ask(*command, environment={"PYTHONPATH": python_path(ROOT)})
 
     assert "0 ended, 0 in the queue, 2 submitted now" in call()
     end = time.monotonic() + 300

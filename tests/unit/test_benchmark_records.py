@@ -29,7 +29,7 @@ from benchmarks.cases import Size
 from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
 from simreg_megatron.reproduce.check import read_tables, violations
-from simreg_megatron.reproduce.verdict import judge
+from simreg_megatron.reproduce.verdict import judge, machines_of
 
 WHERE = {
     "date": "2026-11-22", "commit": "abc", "machine": "x86_64 CPU", "cores": "2", "threads": "2", "python": "3.12.1",
@@ -112,6 +112,7 @@ def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None
 def test_the_evidence_that_is_kept_passes_its_own_protocol() -> None:
     tables = read_tables(claims.FOLDER)
     assert [told for name in tables for told in violations(name, tables)] == []
+    assert {machine for table in tables.values() for machine in machines_of(table.rows)} == {"cpu in fp32"}
 
 
 def test_the_page_of_experiments_tells_every_verdict_of_the_runs_that_are_kept() -> None:

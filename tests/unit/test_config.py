@@ -197,4 +197,4 @@ def test_options_may_be_a_mapping() -> None:
 def test_a_used_config_can_be_pickled() -> None:
     config = SimRegConfig(lambda_=1, objective="creg")
     assert config.is_simreg is False and config.options
-    assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
+    assert pickle.loads(pickle.dumps(config)) == config

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from simreg_megatron.cpu import backend as cpu_backend
+from simreg_megatron.installed import python_path
 from tests.helpers import jobs
 from tests.helpers.processes import run_processes
 
@@ -144,7 +145,7 @@ def test_a_script_finds_its_own_folder_first_and_not_the_working_directory(tmp_p
     script = tmp_path / "scripts" / "script.py"
     script.write_text("import os, sys; print([os.path.abspath(folder) for folder in sys.path])")
     command = [sys.executable, "-m", "simreg_megatron", "--plain", str(script), "--simreg-cpu=force"]
-    done = jobs.run(command, cwd=tmp_path / "elsewhere", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = jobs.run(command, cwd=tmp_path / "elsewhere", env={**os.environ, "PYTHONPATH": python_path(ROOT)})
     folders = ast.literal_eval(done.stdout.splitlines()[-1])
     assert folders[0] == str(script.parent) and str(tmp_path / "elsewhere") not in folders, done.stderr
 
@@ -177,7 +178,7 @@ def test_transformer_engine_stays_out_of_it(tmp_path: Path) -> None:
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('undefined symbol: cublasLt')")
     imported = "from megatron.core.models.gpt import gpt_model; print('whole')"
-    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    path = python_path(tmp_path, ROOT)
     hidden = python(f"from simreg_megatron.cpu import backend as c; c.activate(); {imported}", PYTHONPATH=path)
     assert hidden.stdout.splitlines()[-1:] == ["whole"], hidden.stderr
     seen = python(imported, PYTHONPATH=path)

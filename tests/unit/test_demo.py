@@ -411,9 +411,12 @@ def test_a_short_run_that_says_no_time_is_an_error(stand_ins, tmp_path, words, c
     assert words in said and status == bool(changed)
 
 
-def test_the_probe_reads_the_model_that_its_run_saved(tmp_path):
+def test_the_probe_reads_the_model_that_its_run_saved(tmp_path, monkeypatch):
     settings = Settings(output=tmp_path)
-    command = demo.probe_job(settings, demo.SIMREG).command
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    job = demo.probe_job(settings, demo.SIMREG)
+    assert job.environment["PYTHONPATH"] == f"{ROOT}:/site", "packages may be there alone"
+    command = job.command
     assert command[command.index("--load") + 1] == str(tmp_path / "simreg" / "checkpoints")
     assert command[command.index("--probe-output") + 1] == str(tmp_path / "simreg" / "hidden.npz")
     assert command[command.index("--probe-steps") + 1] == "50,400"

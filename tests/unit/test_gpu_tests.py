@@ -10,9 +10,10 @@ import torch
 
 from simreg_megatron.losses import simreg_loss
 from tests.gpu import runs, tf32
-from tests.gpu.runs import LOCAL, SIMREG, Run
+from tests.gpu.runs import ANOTHER_NORM, LOCAL, SIMREG, Run
 from tests.gpu.test_forms import beyond_rounding, exactly
 from tests.gpu.test_several_gpus import LAYOUTS
+from tests.megatron import runs as tiny
 from tests.megatron import text
 
 
@@ -55,3 +56,25 @@ def test_a_rank_observes_and_compares(tmp_path: Path) -> None:
     assert [line["simreg loss"] for line in seen.logged] == pytest.approx(seen.simreg_losses(), rel=1e-5)
     wrong = runs.observe(run.with_flags("--simreg-lambda", "20"), data, tmp_path / "wrong")
     assert runs.largest_gap(seen.norms, wrong.norms) > 0.5
+
+
+@pytest.mark.slow
+def test_norms_with_a_state_start_from_a_checkpoint_of_norms_without_one(tmp_path: Path) -> None:
+    """As on a GPU with Transformer Engine, from a checkpoint that a CPU has saved."""
+    pytest.importorskip("megatron.training")
+    data = text.flags(text.make_corpus(tmp_path / "corpus"), tmp_path / "cache")
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--train-iters", "2")
+    tiny.train(tmp_path / "first", (*data, *save))
+    load = ("--load", str(tmp_path / "saved"), "--finetune", "--no-load-optim", "--no-load-rng", "--train-iters", "1")
+    start = (*data, *load)
+    expected = tiny.train(tmp_path / "usual", start).losses
+    patch = "breakage:norms_with_state"
+    refused = tiny.attempt(tmp_path / "refused", start, patch=patch)
+    assert refused.status != 0 and "_extra_state" in refused.output
+    assert tiny.train(tmp_path / "other", (*start, *ANOTHER_NORM), patch=patch).losses == expected
+
+
+def test_ranks_find_packages_that_only_pythonpath_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    done = tiny.torchrun(["--no-python", "printenv", "PYTHONPATH"])
+    assert done.status == 0 and f"{tiny.ROOT}:/site\n" in done.output

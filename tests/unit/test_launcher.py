@@ -266,6 +266,8 @@ def test_dry_run_prints_a_command_that_reads_back_as_the_plan() -> None:
     words = shlex.split(command(made, CPU, environ={}).replace("\\\n", ""))
     assert words[-len(made.arguments) :] == made.arguments
     assert words[: words.index("-m")][0] == "env" and "SIMREG_CPU=1" in words
+    environ = {"PYTHONPATH": "/site", "MEGATRON_PATH": "/megatron"}
+    assert f"PYTHONPATH=/megatron:{ROOT}:/site" in command(made, CPU, environ=environ).split()
     across = command(made, Machine(world_size=4, local_world_size=2), environ={"MASTER_ADDR": "first"})
     assert "--nnodes 2" in across and "--master-addr first" in across and "--standalone" not in across
 

@@ -18,6 +18,7 @@ from launch import launcher, lock
 from launch.demo import Settings, _run_demo
 from launch.flags import LaunchError
 from launch.lock import NAME, Holder, held
+from simreg_megatron.installed import python_path
 from tests.helpers import jobs
 
 
@@ -56,7 +57,9 @@ def test_a_second_run_is_refused_and_takes_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_process_of_this_machine_is_seen_at_once(tmp_path: Path) -> None:
     script = "import os, sys; from pathlib import Path; from launch import lock\nwith lock.held(Path('.')): os._exit(9)"
-    done = jobs.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    done = jobs.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path(os.getcwd())}
+    )
     assert done.returncode == 9 and (tmp_path / NAME).is_file()
     with held(tmp_path, wait=never):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
@@ -277,6 +280,7 @@ def test_a_disk_that_fills_up_while_training_is_one_sentence(
         raise OSError(number, os.strerror(number), str(tmp_path / "x"))
 
     monkeypatch.setattr("simreg_megatron.__main__.run", full)
+    monkeypatch.setenv("RANK", "0")
     options, rest = launcher.make_parser("llama").parse_known_args(["--output", str(tmp_path)])
     plan = launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
     with pytest.raises(LaunchError if is_told else OSError) as caught:
@@ -309,6 +313,7 @@ def test_a_forbidden_folder_is_not_a_full_disk(
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "text.bin").touch()
     monkeypatch.setattr("simreg_megatron.__main__.run", refuse)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(launcher.os, "access", lambda *_: False)  # root may read everything
     with pytest.raises(LaunchError) as caught:
         launcher._train(planned(tmp_path / "out", "--data-path", str(tmp_path / "data" / "text"), *OWN), verbose=True)
@@ -329,4 +334,5 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(launcher.checkpoints, "newest_whole", lambda _, newest=newest: newest)
         with pytest.raises(SystemExit) as ended:
             launcher._train(plan, verbose=True)
-        assert ended.value.code == 130 and capsys.readouterr().out == f"Stopped. Last checkpoint: {last}\n"
+        said = capsys.readouterr().out
+        assert ended.value.code == 130 and said == f"> Trains on cpu in fp32\nStopped. Last checkpoint: {last}\n"

@@ -42,6 +42,10 @@ class TestMake:
     def test_the_demo_takes_its_options(self, words: tuple[str, ...], command: str) -> None:
         assert made("demo", *words).stdout.split("\n")[-2].strip().endswith(command)
 
+    def test_a_python_that_is_given_is_taken_as_it_is(self) -> None:
+        assert made("gpu", "PY=python3").stdout.split("\n") == ["python3 -m benchmarks.gpu ", ""]
+        assert made("gpu").stdout.startswith("bash tools/setup.sh\n")
+
 
 @pytest.mark.skipif(shutil.which("dash") is None, reason="no other shell here")
 @pytest.mark.parametrize("script", ["pretrain_llama.sh", "pretrain_mixtral.sh"])

@@ -34,6 +34,7 @@ from simreg_megatron.data.encoding import Encoder, describe_tokenizer
 from simreg_megatron.data.prepare import Task, merge
 from simreg_megatron.data.sources import find_inputs
 from simreg_megatron.data.tokenizer import train_tokenizer
+from simreg_megatron.installed import python_path
 from tests.helpers import jobs, megatrons_tool
 from tests.helpers.preparation import BLOCK, NUM_TEXTS, TEXTS, content, lines, make, train_hugging_face
 
@@ -459,7 +460,7 @@ def test_killed_at_random_moments(
     random, quiet = np.random.default_rng(7), subprocess.DEVNULL
     late = tmp_path_factory.mktemp("late")
     (late / "sitecustomize.py").write_text(LATE)  # which the workers, too, find at their start
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(late), os.environ.get("PYTHONPATH"))))}
+    environ = {**os.environ, "PYTHONPATH": python_path(late)}
     seen = set()
     for _ in range(3):
         with jobs.started(command, cwd=ROOT, env=environ, stdout=quiet, stderr=quiet) as process:

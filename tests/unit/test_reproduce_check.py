@@ -19,12 +19,13 @@ from simreg_megatron.report.welch import holm, welch
 from simreg_megatron.reproduce.check import Table, measured_steps, read_tables, settings_of, violations
 from simreg_megatron.reproduce.conclusion import Together, notes, verdicts_on
 from simreg_megatron.reproduce.dataset import Dataset
+from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.pace import Pace, pace
 from simreg_megatron.reproduce.plan_file import plan_names, plan_of, read_plan
 from simreg_megatron.reproduce.runs import entries_of
-from simreg_megatron.reproduce.store import DIVERGED, DONE, Store
+from simreg_megatron.reproduce.store import DIVERGED, DONE, MACHINE, Store
 from simreg_megatron.reproduce.tuned import tuned_in, untuned
-from simreg_megatron.reproduce.verdict import Place, judge
+from simreg_megatron.reproduce.verdict import Place, judge, machines_of
 
 SEARCH = {
     "name": "search", "question": "Which settings?", "sizes": [64], "seeds": 1,
@@ -200,6 +201,8 @@ def _further_run(rows):
         (_without_seeds, "seed 4 is missing"),
         (_repeated_seed, "has seed 2 2 times"),
         (_other_text, "2 different texts"),
+        (_with(device="NVIDIA H100"), "mine: its runs were trained on NVIDIA H100 in fp32 and on cpu in fp32"),
+        (_with(number_type="bf16"), "mine: its runs were trained on cpu in bf16 and on cpu in fp32"),
         (_before_the_end, "before the end of the decay"),
         (_longer_decay, "before the end of the decay"),
         (_without_the_worst, "selects among results"),
@@ -344,6 +347,31 @@ def test_a_run_with_other_numbers_in_another_table_is_refused(results):
     assert "mine: simreg, seed 1, has another validation_loss (3.934) than the same run in twin (3.954)" in (
         check(results).output
     )
+
+
+def test_a_run_on_another_device_in_another_table_is_refused(results):
+    for path in results.glob("mine*"):
+        twin = path.with_name(path.name.replace("mine", "twin"))
+        twin.write_text(path.read_text().replace('"name": "mine"', '"name": "twin"'))
+    rewrite(results / "twin.csv", lambda rows: [{**row, "device": "NVIDIA H100"} for row in rows])
+    assert "mine: plain, seed 1, has another device (cpu) than the same run in twin (NVIDIA H100)" in (
+        check(results).output
+    )
+    with pytest.raises(ReproduceError, match="they have one run with another device each"):
+        Store(results)
+
+
+def test_tables_that_name_no_device_were_made_on_a_cpu(results):
+    """Those of before go on: their runs are known by the same digests."""
+    (results / "mine.csv").rename(results / "new.csv")
+    with (results / "new.csv").open(newline="") as new, (results / "mine.csv").open("w", newline="") as old:
+        rows = list(csv.DictReader(new))
+        writer = csv.DictWriter(old, [name for name in rows[0] if name not in MACHINE], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    (results / "new.csv").unlink()
+    assert check(results).exit_code == 0
+    assert machines_of(read_tables(results)["mine"].rows) == {"cpu in fp32"}
 
 
 def _noted(results, tmp_path, **changes):
@@ -624,6 +652,8 @@ def test_the_seconds_of_the_experiment_runtime_count_before_those_of_the_runs(re
     other = [{**row, "flags": f"{row['flags']} --simreg-objective creg"} for row in weighted]
     assert pace([*other, *off], "simreg", "plain", place, measured) is None, "nobody measured it"
     assert pace([*weighted, *off], "simreg", "plain", place, ()) is None, "what the runs logged is no measure"
+    elsewhere = [{**row, "device": "NVIDIA H100"} for row in measured]
+    assert pace([*weighted, *off], "simreg", "plain", place, elsewhere) is None, "steps take other times there"
     rewrite(results / "runtime.csv", lambda rows: rows[1:])
     assert measured_steps(read_tables(results)) == (), "a refused table measures nothing"
 
@@ -703,6 +733,9 @@ def test_a_shorter_baseline_of_another_table_tells_what_steps_are_worth(results,
     assert alone.worth.shorter == "plain-70" and alone.worth.exchange == pytest.approx(
         own.worth.exchange * 6 / 5, rel=1e-3
     )
+    there = tuple({**row, "device": "NVIDIA H100"} for row in tables["other"].rows)
+    elsewhere = {name: tables[name] for name in ("long", "search")} | {"other": replace(tables["other"], rows=there)}
+    assert verdicts_on("long", elsewhere)[0].worth is None, "steps of runs on another device"
     rewrite(results / "other.csv", lambda rows: rows[1:])
     tables = read_tables(results)
     assert verdicts_on("long", tables)[0].worth.shorter == "plain-70 of mine", "a refused table tells nothing"

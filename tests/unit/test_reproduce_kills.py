@@ -116,6 +116,31 @@ def test_an_end_without_the_last_loss_is_a_failure_and_tried_again(
     assert starts(kept, run) == 2 and kept.result(run) is not None
 
 
+@pytest.mark.parametrize(("trained", "status"), [(6, DONE), (4, FAILED)])
+def test_a_loss_that_stands_in_the_log_alone_counts_after_the_last_step(
+    trained: int, status: str, text: Dataset, tmp_path: Path
+) -> None:
+    """The process ends at once, as it may before TensorBoard's thread has written its last events."""
+    end = f"""
+for step in range(1, {trained} + 1):
+    log(step, "lm loss", 4.5)
+writer.close()
+print("-" * 9)
+print(" validation loss at iteration 6 on validation set | lm loss value: 4.250000E+00 | lm loss PPL: 7.0E+01 | ")
+sys.stdout.flush()
+__import__("os")._exit(0)
+"""
+    (tmp_path / "train.py").write_text(TRAINER.replace("loss = 4 +", f"{end}loss = 4 +"))
+    kept, entries = Store(tmp_path / "out"), entries_of(plan(), text, untuned)[:1]
+    run_all(entries, kept, text)
+    found = outcome(kept.run_folder(entries[0].run), 0, 6, text)
+    assert found["status"] == status
+    if status == DONE:
+        assert kept.result(entries[0].run) == json.loads(json.dumps(found))
+        assert found["validation_loss"] == 4.25 and found["curves"]["validation_loss"] == [(6, 4.25)]
+        assert found["train_loss"] == 4.5
+
+
 @pytest.mark.parametrize(
     ("log", "status", "kind"),
     [

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from launch import launcher
 from simreg_megatron.cli import app
 from simreg_megatron.reproduce import local, outcome, pace, screen, speed
 from simreg_megatron.reproduce.dataset import Dataset
@@ -37,6 +38,7 @@ with (folder / "starts").open("a") as stream, (folder.parent / "work").open("a")
     stream.write("x")
     work.write("+")
 (folder / "environment.json").write_text(__import__("json").dumps(dict(__import__("os").environ)))
+print("> Trains on cpu in fp32")
 print(" [now] iteration        3/      6 | lm loss: 5.0 |", flush=True)
 time.sleep(float(value("--nap", "0")))
 if value("--lr") == "0.5":
@@ -188,6 +190,46 @@ def test_a_table_that_came_alone_is_enough_to_continue(tmp_path, dataset):
     assert (tmp_path / "clone" / "mine.csv").read_text().startswith(before)
     curves = (tmp_path / "clone" / "mine-curves.csv").read_text()
     assert curves.startswith((tmp_path / "out" / "mine-curves.csv").read_text())
+
+
+def test_runs_of_another_device_are_not_continued_here(tmp_path, dataset, monkeypatch):
+    store, entries = Store(tmp_path / "out"), entries_of(plan(), dataset, untuned)
+    run_all(entries[:3], store, dataset)
+    assert {store.result(entry.run)["device"] for entry in entries[:3]} == {"cpu"}
+    monkeypatch.setattr(local, "_device", lambda: "NVIDIA H100")
+    with pytest.raises(ReproduceError, match="were trained on cpu, and the rest would be on NVIDIA H100: they could"):
+        run_all(entries, store, dataset)
+    assert not store.run_folder(entries[3].run).exists()
+    run_all(entries[:3], store, dataset)  # nothing is left to train
+
+
+def test_what_trained_a_run_is_read_from_its_log(tmp_path, dataset):
+    store, entries = Store(tmp_path / "out"), entries_of(plan(lr=0.5), dataset, untuned)
+    (tmp_path / "train.py").write_text(TRAINER.replace("on cpu in fp32", "on NVIDIA H100 80GB HBM3 in bf16"))
+    run_all(entries[:1], store, dataset)
+    with (tmp_path / "out" / "mine.csv").open() as stream:
+        (row,) = csv.DictReader(stream)
+    assert (row["status"], row["device"], row["number_type"]) == (DIVERGED, "NVIDIA H100 80GB HBM3", "bf16")
+    (store.run_folder(entries[0].run) / "log.txt").unlink()
+    found = outcome.outcome(store.run_folder(entries[0].run), 1, 6, dataset)
+    assert (found["device"], found["number_type"]) == ("unknown", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("machine", "words", "number_type"),
+    [(launcher.Machine(), (), "fp32"), (launcher.Machine(), ("--bf16",), "bf16"),
+     (launcher.Machine(gpus=1), (), "bf16"), (launcher.Machine(gpus=1), ("--fp16",), "fp16")],
+)  # fmt: skip
+def test_the_launcher_says_what_trains(machine, words, number_type, tmp_path, dataset, monkeypatch, capsys):
+    monkeypatch.setattr("simreg_megatron.__main__.run", lambda *_, **__: None)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setenv("RANK", "0")
+    options, rest = launcher.make_parser("llama").parse_known_args([*words, "--output", str(tmp_path)])
+    launcher._train(launcher.build_plan("llama", options, rest, machine, environ={}), verbose=True)
+    (tmp_path / "log.txt").write_text(capsys.readouterr().out)
+    found = outcome.outcome(tmp_path, 1, 6, dataset)
+    device = "NVIDIA H100 80GB HBM3" if machine.gpus else "cpu"
+    assert (found["device"], found["number_type"]) == (device, number_type)
 
 
 def test_a_diverged_run_has_ended_and_a_failed_one_is_tried_again(tmp_path, dataset):

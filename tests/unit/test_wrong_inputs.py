@@ -18,6 +18,7 @@ from launch.slurm import submit
 from simreg_megatron.cli import app
 from simreg_megatron.data.encoding import write_dataset
 from simreg_megatron.data.tokenizer import train_tokenizer
+from simreg_megatron.installed import python_path
 from tests.helpers import jobs
 from tests.helpers.preparation import TEXTS, lines
 
@@ -503,7 +504,7 @@ for words in sys.stdin.read().splitlines():
     found = rows(TOGETHER)
     asked = "\n".join([*(words for words, _ in found), "--simreg-lambda 1"])
     done = jobs.run(
-        [sys.executable, "-c", script], input=asked, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", script], input=asked, cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path(ROOT)}
     )
     answers = [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")]
     assert len(answers) == len(found) + 1, done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from simreg_megatron.installed import python_path
 from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ def run(
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # the kernel's port: no race for it
     shared = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(folder) for folder in (ROOT, *path)),
+        "PYTHONPATH": python_path(ROOT, *path),
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
