@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -192,7 +193,7 @@ def build_plan(
     preset, size_notes = _fit_preset(preset, user, options.ffn, machine, strict=model != TINY)
     output = options.output or _default_output(family, model, user, stamp)
     chosen = [
-        *_without_idle_simreg(preset, user),
+        *_without_idle_chunks(preset, user),
         *_hardware_flags([*preset, *user], machine, on_cpu=on_cpu, large=model != TINY),
         *_data_flags(options, corpus or PlannedCorpus(), builtin=builtin),
         *_output_flags(output, saves=_saves(options, [*preset, *user], user, model)),
@@ -492,18 +493,6 @@ def _replace(flags: list[Flag], name: str, value: str) -> list[Flag]:
     return [(name, value) if flag_name(flag) == name else flag for flag in flags]
 
 
-_OWN_TEMPERATURE = {"--simreg-temperature"}  # the presets' is SimReg's
-_NOT_OF_OBJECTIVE = {
-    "simcse": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
-    **dict.fromkeys(("cpretrain", "creg", "sce", "sigreg", "sigmoid", "mic"), _OWN_TEMPERATURE),
-    "prefixes-ce": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
-    "z-loss": {*_OWN_TEMPERATURE, "--simreg-chunk-size"},
-}
-
-
-_NO_CHUNKS = re.compile(r"(^|,)([a-z-]+\.)?(level=sequence|sample=(micro-batch|replicas)|pool=(sequence|token))(,|$)")
-
-
 def _simreg_asked(user: Sequence[Flag]) -> bool:
     objective = flag_value(user, "--simreg-objective") or ""
     return not _is_zero(flag_value(user, "--simreg-lambda") or "0") or objective == "none" or ":" in objective
@@ -513,15 +502,18 @@ def _is_zero(weight: str) -> bool:
     return re.fullmatch(r"0*\.?0*(e[+-]?\d+)?", weight, re.IGNORECASE) is not None
 
 
-def _without_idle_simreg(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]:
-    """Settings of SimReg without SimReg would be flags without effect, which the plugin refuses."""
-    if not _simreg_asked(user):
-        return [flag for flag in preset if not flag_name(flag).startswith("--simreg-")]
-    objectives = (flag_value(user, "--simreg-objective") or "simreg").split(",")
-    idle = set.intersection(*(_NOT_OF_OBJECTIVE.get(word.partition(":")[0], set()) for word in objectives))
-    if len(objectives) == 1 and _NO_CHUNKS.search(flag_value(user, "--simreg-objective-options") or ""):
-        idle = idle | {"--simreg-chunk-size"}
-    return without(preset, idle)
+def _without_idle_chunks(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]:
+    """Drop the tiny presets' chunk size if no objective has chunks: the plugin refuses settings without effect."""
+    from simreg_megatron.config import SimRegConfig  # not where a cluster's own Python keeps the books of a chain
+
+    has_chunks = _simreg_asked(user)
+    if has_chunks:
+        objective = flag_value(user, "--simreg-objective") or "simreg"
+        options = flag_value(user, "--simreg-objective-options") or ""
+        with suppress(ValueError):  # the plugin says later what is wrong with them
+            parts = SimRegConfig(objective=objective, objective_options=options).parts
+            has_chunks = any(part.has_chunks for part in parts)
+    return preset if has_chunks else without(preset, {"--simreg-chunk-size"})
 
 
 _OF_LONG_RUNS = (

@@ -64,6 +64,9 @@ def test_it_is_in_the_flags_and_in_combinations_and_not_imported_before(package:
     with pytest.raises(AssertionError, match="unknown option 'force' of SimReg objective toy: it has power"):
         run(package, "-c", ask)
     assert "{'power': 3.0} 0.1" in run(package, "-c", ask.rpartition(";")[0])
+    words = ("--simreg-objective", "toy", "--simreg-lambda", "1", "--dry-run")
+    said = run(package, "launch/pretrain_llama.sh", *words)
+    assert "--simreg-chunk-size 64" in said and "--simreg-temperature" not in said, "it has its own"
     assert "z-loss, placebo, toy, none" in run(package, "-m", "simreg_megatron.cli", "flags")
 
 

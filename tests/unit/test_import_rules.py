@@ -73,7 +73,10 @@ LAW = {
     "evaluation": room(
         "data checkpoint sentences terminal", "lm_eval datasets transformers torch numpy matplotlib typer rich filelock"
     ),
-    "reproduce": room(f"{TOP} data report sentences terminal", "yaml sentencepiece scipy numpy matplotlib typer rich"),
+    "reproduce": room(
+        f"{TOP} cpu data installed report sentences terminal",
+        "torch yaml sentencepiece scipy numpy matplotlib typer rich",
+    ),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),
     "doctor": room(f"{TOP} comparison cpu installed plugin trial", "typer rich torch"),

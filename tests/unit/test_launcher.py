@@ -520,13 +520,12 @@ def test_a_recipe_is_adagc_and_one_objective(recipe: str) -> None:
         ["1.04"],
         ["0.99"],
     ]
-    is_simreg = recipe in ("paper", "paper-full")
-    assert values(made, "--simreg-objective") == ([] if is_simreg or recipe == "baseline" else [recipe])
+    own_name = [] if recipe in ("paper", "paper-full", "baseline") else [recipe]
+    assert values(made, "--simreg-objective") == own_name
     weights = {"baseline": [], "paper": ["auto"], "paper-full": ["auto"]}
     assert values(made, "--simreg-lambda") == weights.get(recipe, ["0.1"])
-    assert values(made, "--simreg-temperature") == (["0.01"] if is_simreg else []), "the preset's is SimReg's"
-    sizes = {"baseline": [], "simcse": [], "paper-full": ["0"]}
-    assert values(made, "--simreg-chunk-size") == sizes.get(recipe, ["1024"])
+    assert values(made, "--simreg-temperature") == [], "each objective has its own"
+    assert values(made, "--simreg-chunk-size") == (["0"] if recipe == "paper-full" else [])
     plain = plan("--model", "350m", *OWN, machine=GPU)
     own = [flag for flag in made.flags if not flag_name(flag).startswith(("--adagc", "--simreg"))]
     assert own[: own.index(("--save-interval", "500"))] == list(
@@ -541,9 +540,8 @@ def test_the_papers_two_arms_differ_by_their_chunks_alone() -> None:
         chunks, whole = (
             plan(*model, "--recipe", name, "--output", "out", machine=machine) for name in ("paper", "paper-full")
         )
-        assert set(chunks.flags) ^ set(whole.flags) == {
-            ("--simreg-chunk-size", values(chunks, "--simreg-chunk-size")[0]), ("--simreg-chunk-size", "0")
-        }  # fmt: skip
+        of_preset = [] if model else [("--simreg-chunk-size", "64")]
+        assert set(chunks.flags) ^ set(whole.flags) == {*of_preset, ("--simreg-chunk-size", "0")}
 
 
 @pytest.mark.parametrize(
@@ -601,23 +599,26 @@ def test_the_users_flags_win_over_a_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "options", "kept"),
+    ("objective", "options", "has_chunks"),
     [
-        ("simreg:auto,sigreg:0.05", "", ["--simreg-temperature", "--simreg-chunk-size"]),
-        ("sigreg:1,simcse:0.1", "", ["--simreg-chunk-size"]),
-        ("sigreg:1", "sigreg.sample=replicas", []),
-        ("mic:1", "mic.pool=token,mic.t=1", []),
-        ("mic:1", "mic.pool=chunk", ["--simreg-chunk-size"]),
-        ("prefixes-ce:1", "", []),
-        ("z-loss:1e-4", "", []),
-        ("placebo:1", "", ["--simreg-temperature", "--simreg-chunk-size"]),
-        ("prefixes-ce:1,mic:1", "", ["--simreg-chunk-size"]),
+        ("simreg:auto,sigreg:0.05", "", True),
+        ("sigreg:1,simcse:0.1", "", True),
+        ("simcse", "", False),
+        ("sigreg:1", "sigreg.sample=replicas", False),
+        ("mic:1", "mic.pool=token,mic.t=1", False),
+        ("mic:1", "mic.pool=chunk", True),
+        ("prefixes-ce:1", "", False),
+        ("z-loss:1e-4", "", False),
+        ("placebo:1", "", True),
+        ("prefixes-ce:1,mic:1", "", True),
     ],
 )
-def test_a_preset_keeps_what_some_objective_knows(objective: str, options: str, kept: list[str]) -> None:
-    made = plan("--simreg-objective", objective, *(["--simreg-objective-options", options] if options else []))
-    names = ("--simreg-temperature", "--simreg-chunk-size")
-    assert [name for name in names if values(made, name)] == kept
+def test_the_tiny_preset_has_chunks_for_objectives_with_chunks(objective: str, options: str, has_chunks: bool) -> None:
+    weight = () if ":" in objective else ("--simreg-lambda", "1")
+    words = ("--simreg-objective-options", options) if options else ()
+    made = plan("--simreg-objective", objective, *weight, *words)
+    assert values(made, "--simreg-chunk-size") == (["64"] if has_chunks else [])
+    assert values(made, "--simreg-temperature") == []
 
 
 class TestGoingOn:
