@@ -47,7 +47,7 @@ from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c  # noqa: E
 from simreg_megatron.reproduce.verdict import Verdict, judge  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
-PROBE_SCRIPT = ROOT / "simreg_megatron" / "probe.py"
+PROBE_SCRIPT = ROOT / "simreg_megatron" / "tools" / "probe.py"
 CORPUS = (sys.executable, "-m", "simreg_megatron.cli", "data", "corpus-builtin")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 ONE_CORE = {**KEPT, "OMP_NUM_THREADS": "1"}

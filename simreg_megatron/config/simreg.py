@@ -30,7 +30,7 @@ SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "gemm", "triton")
 
 _REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
-_RAREST = 10_000  # steps from one with the term to the next, which has so many times the weight
+_MOST_EVERY = 10_000  # the weight of the term is scaled by the same factor
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,10 @@ class SimRegConfig:
             )
         if self.start_iter < 0:
             raise ValueError(f"SimReg must start at iteration 0 or later, not {self.start_iter}")
-        if self.warmup_iters < 0:
-            raise ValueError(f"the SimReg warm-up must be 0 or more iterations, not {self.warmup_iters}")
-        if self.warmup_iters == 1:
-            raise ValueError("a SimReg warm-up of 1 iteration has no effect, as it begins at its end: give 2 or more")
-        if self.every < 1:
-            raise ValueError(
-                f"SimReg every {self.every} steps cannot be: give 1, for every step, or N, for every N-th one"
-            )
-        if self.every > _RAREST:
-            raise ValueError(f"SimReg every {self.every} steps is too rare: give at most {_RAREST:,}")
+        if self.warmup_iters < 0 or self.warmup_iters == 1:  # a ramp of one step begins at its end
+            raise ValueError(f"--simreg-warmup-iters must be 0, or at least 2, got {self.warmup_iters}")
+        if not 1 <= self.every <= _MOST_EVERY:
+            raise ValueError(f"--simreg-every must be between 1 and {_MOST_EVERY:,}, got {self.every}")
         if self.log_interval is not None and self.log_interval < 1:
             raise ValueError(f"the SimReg log interval must be 1 or more iterations, not {self.log_interval}")
         for name in ("chunk_size", "start_iter", "warmup_iters", "log_interval"):
@@ -179,8 +173,7 @@ class SimRegConfig:
                 "compute it in every step, or choose settings that train no scalars"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle the settings alone: what is cached of them may hold functions."""
+    def __getstate__(self) -> dict[str, Any]:  # without what is cached, which may hold functions
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
@@ -299,11 +292,6 @@ _DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}
 
 
 _CHOICES = {
-    "scope": SCOPES,
-    "placement": PLACEMENTS,
-    "similarity": SIMILARITIES,
-    "group_reduce": GROUP_REDUCTIONS,
-    "self_positive": SELF_POSITIVES,
-    "chunk_weight": CHUNK_WEIGHTS,
-    "impl": IMPLEMENTATIONS,
-}
+    "scope": SCOPES, "placement": PLACEMENTS, "similarity": SIMILARITIES, "group_reduce": GROUP_REDUCTIONS,
+    "self_positive": SELF_POSITIVES, "chunk_weight": CHUNK_WEIGHTS, "impl": IMPLEMENTATIONS,
+}  # fmt: skip

@@ -111,16 +111,10 @@ DATA_SEAM = Seam(
     "earlier pipeline stages with layers of SimReg read labels",
 )
 ARGUMENTS_SEAM = Seam(
-    "megatron.training.arguments",
-    None,
-    "add_megatron_arguments",
-    "the --simreg-* flags join Megatron's parser",
+    "megatron.training.arguments", None, "add_megatron_arguments", "the --simreg-* flags join Megatron's parser"
 )
 SETUP_SEAM = Seam(
-    "megatron.training.training",
-    None,
-    "setup_model_and_optimizer",
-    "what cannot work is refused before step one",
+    "megatron.training.training", None, "setup_model_and_optimizer", "what cannot work is refused before step one"
 )
 STEP_SEAM = Seam(
     "megatron.training.training",

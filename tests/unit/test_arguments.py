@@ -111,7 +111,7 @@ def test_adding_twice_is_adding_once() -> None:
         ("--simreg-objective sigmoid:1e30,creg:1", "SimReg lambda 1e+30 is beyond"),
         ("--simreg-lambda 1 --simreg-temperature 1e-30", "SimReg temperature 1e-30 is beyond"),
         ("--simreg-lambda 1 --simreg-temperature 1e30", "give a number from 0.0001 to 10000"),
-        ("--simreg-lambda 1 --simreg-every 99999", "SimReg every 99999 steps is too rare: give at most 10,000"),
+        ("--simreg-lambda 1 --simreg-every 99999", "--simreg-every must be between 1 and 10,000, got 99999"),
         ("--simreg-lambda 1 --simreg-chunk-size 99999999999", "SimReg chunk size must be at most 1,000,000,000"),
         ("--simreg-lambda 1 --simreg-warmup-iters 99999999999", "SimReg warmup iters must be at most 1,000,000,000"),
         ("--simreg-lambda 1 --simreg-lambda-schedule linear:1e308", "ends at a share of at most 1,000, not '1e308'"),

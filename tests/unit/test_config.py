@@ -25,7 +25,7 @@ from simreg_megatron.weights.learnable import wanted
         ({"temperature": math.nan}, "temperature must be"),
         ({"chunk_size": 1}, "chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1"),
         ({"chunk_size": -64}, "chunk size must be"),
-        ({"warmup_iters": -1, "lambda_": 1}, "warm-up must be"),
+        ({"warmup_iters": -1, "lambda_": 1}, "--simreg-warmup-iters must be 0, or at least 2, got -1"),
         ({"log_interval": 0}, "log interval must be"),
         ({"lambda_": 1, "every": 2.5}, "SimReg every must be a whole number, not 2.5"),
         ({"lambda_": 1, "every": True}, "SimReg every must be a whole number, not True"),
@@ -61,7 +61,7 @@ from simreg_megatron.weights.learnable import wanted
         ({"lambda_schedule": "linear:0"}, "SimReg lambda schedule has no effect while lambda is 0"),
         (
             {"lambda_": 1, "every": 0},
-            "SimReg every 0 steps cannot be: give 1, for every step, or N, for every N-th one",
+            "--simreg-every must be between 1 and 10,000, got 0",
         ),
         ({"objective": "none", "every": 2}, "every 2 steps has no effect while lambda is 0"),
         ({"lambda_": 1, "every": 2, "similarity": "learnable"}, "leaves scalars that it trains without a gradient"),

@@ -30,7 +30,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-# Only cpu, plugin, pretrain, checkpoint and probe may name megatron; triton lives in kernels alone.
+# Only cpu, plugin, pretrain, checkpoint and tools may name megatron; triton lives in kernels alone.
 LAW = {
     "schedule": room(),
     "sentences": room(),
@@ -64,7 +64,7 @@ LAW = {
         "datasets sentencepiece transformers tokenizers pyarrow zstandard numpy rich typer filelock lxml",
     ),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
-    "probe": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
+    "tools": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
     "checkpoint": room(
         f"{TOP} cpu config plugin data sentences terminal",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",

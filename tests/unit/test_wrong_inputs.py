@@ -340,13 +340,13 @@ OF_SIMREG = """
 --simreg-chunk-weight foo | unknown SimReg chunk weight 'foo': choose from
 --simreg-chunk-size 1 | the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1
 --simreg-chunk-size 1.5 | --simreg-chunk-size takes a whole number, not '1.5'
---simreg-warmup-iters -5 | the SimReg warm-up must be 0 or more iterations, not -5
---simreg-warmup-iters 1 | a SimReg warm-up of 1 iteration has no effect
+--simreg-warmup-iters -5 | --simreg-warmup-iters must be 0, or at least 2, got -5
+--simreg-warmup-iters 1 | --simreg-warmup-iters must be 0, or at least 2, got 1
 --simreg-lambda-schedule quadratic | the SimReg lambda schedule must be constant, or linear or cosine
 --simreg-lambda-schedule linear | the SimReg lambda schedule must be constant, or linear or cosine
 --simreg-lambda-schedule linear:x | the SimReg lambda schedule linear ends at a finite share of 0 or more, not 'x'
 --simreg-lambda-schedule cosine:-1 | the SimReg lambda schedule cosine ends at a finite share of 0 or more, not '-1'
---simreg-every 0 | SimReg every 0 steps cannot be: give 1, for every step, or N, for every N-th one
+--simreg-every 0 | --simreg-every must be between 1 and 10,000, got 0
 --simreg-every 2 --simreg-similarity learnable | SimReg every 2 steps leaves scalars that it trains without a gradient
 --simreg-off-after 2 | SimReg is off after a share of the training above 0 and below 1, not 2
 --simreg-off-after 0 | SimReg is off after a share of the training above 0 and below 1, not 0
