@@ -161,13 +161,17 @@ def _tiles_open() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.dict(walk.FORMS, {"tiled": walk.plain_form(form_named("tiled").tiles)})
 
 
-def _tiles_shut() -> contextlib.AbstractContextManager[Any]:
-    """Sums that ranks share come from nowhere; all other tiles are inside one operator already."""
+@contextlib.contextmanager
+def _tiles_shut() -> Iterator[None]:
+    """Sums that ranks share come from nowhere; all other tiles are inside the operators that torch.compile sees."""
 
     def sums(tiles: Any, given: walk.Given, *rest: Any) -> Tensor:
         return given.names.new_zeros(2, *given.names.shape, dtype=torch.float64)
 
-    return mock.patch.object(contrast, "shared_sums", sums)
+    operators = torch.ops.simreg_megatron
+    form = walk.Form(form_named("tiled").tiles, operators.tiled_sums, operators.tiled_gradient)
+    with mock.patch.object(contrast, "shared_sums", sums), mock.patch.dict(walk.FORMS, {"tiled": form}):
+        yield
 
 
 def cases() -> Iterator[Case]:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simreg_megatron.kernels import halves
-from simreg_megatron.kernels.rows import INTERPRETS, TritonTiles, bytes_of_factor, run, weights_of
+from simreg_megatron.kernels.rows import INTERPRETS, TritonTiles, bytes_of_factor, cdiv, run, weights_of
 from simreg_megatron.kernels.walk import Given, Slab, Span, add_form
 
 TILE = {
@@ -219,14 +219,14 @@ class FusedTiles(TritonTiles):
         element, per_weight = weights_of(given)
         tile = TILE[given.rows.dtype.itemsize]["SIDE"]
         # Weights, and four partial sums for each side of a multiprocessor's tile: float32 for two kinds of pairs.
-        filled = triton.cdiv(side, tile) * tile
+        filled = cdiv(side, tile) * tile
         of_pairs = filled**2 * per_weight * element.itemsize + 2 * 2 * 4 * side * (filled // tile)
         return of_pairs + (2 if given.rows.shape[2] > side else 1) * side * bytes_of_factor(given)
 
     @staticmethod
     def kept_numbers(rows: Tensor, one: Span, other: Span) -> int:
         side = TILE[rows.dtype.itemsize]["SIDE"]
-        tiles_i, tiles_j = (triton.cdiv(last - first, side) for first, last in (one, other))
+        tiles_i, tiles_j = (cdiv(last - first, side) for first, last in (one, other))
         return _num_tiles(tiles_i, None if one == other else tiles_j) * side**2
 
     def sums(self, other: Span, keep: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -272,7 +272,7 @@ class FusedTiles(TritonTiles):
 
     def _filled(self, length: int) -> int:
         """Of whole tiles."""
-        return triton.cdiv(length, self._tile["SIDE"]) * self._tile["SIDE"]
+        return cdiv(length, self._tile["SIDE"]) * self._tile["SIDE"]
 
     def _tokens(self) -> tuple[Any, ...]:
         """What both kernels of pairs are given first."""

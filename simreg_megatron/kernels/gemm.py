@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simreg_megatron.kernels import halves
-from simreg_megatron.kernels.rows import TritonTiles, bytes_of_factor, run, weights_of
+from simreg_megatron.kernels.rows import TritonTiles, bytes_of_factor, cdiv, run, weights_of
 from simreg_megatron.kernels.walk import Given, Span, add_form
 
 LONGEST_TILE = 4096
@@ -148,7 +148,7 @@ class GemmTiles(TritonTiles):
         num_chunks, height, breadth = products.shape
         sums = products.new_empty(2, num_chunks, height, dtype=torch.float64)
         run(
-            _sums_kernel, (triton.cdiv(height, BLOCK["ROWS"]), num_chunks),
+            _sums_kernel, (cdiv(height, BLOCK["ROWS"]), num_chunks),
             products, *products.stride()[1:], *self._tokens(), one[0], height, other[0], breadth, self._to_exponent,
             sums, products if keep is None else keep, KEEP=keep is not None, **self._constants(),
         )  # fmt: skip
@@ -162,7 +162,7 @@ class GemmTiles(TritonTiles):
         weights = self._new_weights(self.side**2, height, breadth)
         run(
             _weights_kernel,
-            (triton.cdiv(breadth, BLOCK["COLUMNS"]), triton.cdiv(height, BLOCK["ROWS"]), self.names.shape[0]),
+            (cdiv(breadth, BLOCK["COLUMNS"]), cdiv(height, BLOCK["ROWS"]), self.names.shape[0]),
             source, *self._tokens(pull.contiguous()), self.one[0], height, other[0], breadth, self._to_exponent,
             weights, IS_KEPT=kept is not None, SPLIT=self._per_weight == 2, **self._constants(),
         )  # fmt: skip

@@ -429,11 +429,8 @@ def plain_form(tiles: type[Tiles]) -> Form:
 
 
 def add_form(name: str, tiles: type[Tiles]) -> None:
-    """Put the two walks over `tiles` into FORMS.
-
-    torch.compile sees them as the operators simreg_megatron::NAME_sums and ::NAME_gradient; eager code calls them
-    directly, as an operator written in Python costs the host 0.1 ms a call.
-    """
+    """Put the two walks over `tiles` into FORMS, and register them as operators simreg_megatron::NAME_sums and
+    ::NAME_gradient for torch.compile: eager code calls them directly, as an operator costs the host 0.1 ms a call."""
     plain = plain_form(tiles)
     sums = torch.library.custom_op(f"simreg_megatron::{name}_sums", plain.anchor_sums, mutates_args=())
     gradient = torch.library.custom_op(f"simreg_megatron::{name}_gradient", plain.pair_gradient, mutates_args=("grad",))
