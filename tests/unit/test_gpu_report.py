@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from benchmarks import launched, records
-from benchmarks.alternating_run import is_plain
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import report, results, run
 from benchmarks.gpu.parts import FORMS, MACHINE, Part, all_parts
 from benchmarks.gpu.results import FAIL, PASS, SKIP, Case
 from benchmarks.gpu.run import ENDED, FAILED, TOO_LONG, Outcome
+from benchmarks.train import is_plain
 from launch.launcher import make_parser
 from launch.plan import Machine, build_plan
 from simreg_megatron.kernels.contrast import MODULES
