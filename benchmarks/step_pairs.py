@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks import launched, records
 from benchmarks.records import RESULTS, ROOT, Record
 from benchmarks.train import LOG_INTERVAL, PROFILE, PROFILED, TIMES
-from simreg_megatron.report.steps import Overhead, overhead
+from simreg_megatron.report.steps import overhead
 
 KINDS = {
     "SimReg, chunks": ("--simreg-lambda", "1"),
@@ -80,17 +80,12 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in dict.fromkeys(line["kind"] for line in lines):
         for title, (column, logged) in MEASURES.items():
-            steps = [line for line in lines if line["kind"] == name]
-            found = over_plain(steps, column, logged)
+            plain, other = windows_of([line for line in lines if line["kind"] == name], column, logged)
+            found = overhead(plain, other)
             yield (
                 f"| {name} | {title} | {found.base:.1f} | {found.percent:+.1f} % | {found.low:+.1f} to "
-                f"{found.high:+.1f} % | {len(steps) // WINDOW} |"
+                f"{found.high:+.1f} % | {len(plain)} |"
             )
-
-
-def over_plain(lines: list[Record], column: str, logged: bool) -> Overhead:
-    """What the steps with SimReg take over the plain ones of their window; the arguments are those of `windows_of`."""
-    return overhead(*windows_of(lines, column, logged))
 
 
 def windows_of(lines: list[Record], column: str, logged: bool) -> tuple[list[list[float]], list[list[float]]]:

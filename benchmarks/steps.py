@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,10 @@ def table(lines: list[Record]) -> Iterator[str]:
         yield f"| {PAPER}, {name} | {ms} | {over} | not stated | not stated | {megabytes} |"
 
 
-def _turns(lines: Iterable[Record], kind: str) -> list[list[float]]:
-    found: dict[int, list[float]] = {}
-    for line in lines:
-        if line["kind"] == kind:
-            found.setdefault(int(line["turn"]), []).append(float(line["ms"]))
-    return [found[turn] for turn in sorted(found)]
+def _turns(lines: list[Record], kind: str) -> list[list[float]]:
+    turns = sorted({int(line["turn"]) for line in lines if line["kind"] == kind})
+    its = [(int(line["turn"]), float(line["ms"])) for line in lines if line["kind"] == kind]
+    return [[ms for turn, ms in its if turn == number] for number in turns]
 
 
 if __name__ == "__main__":
