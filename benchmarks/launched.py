@@ -70,10 +70,10 @@ def of_model(model: str) -> tuple[str, ...]:
     return (*sizes, "--save", "", "--no-create-attention-mask-in-dataloader")
 
 
-def flags_of(lines: Sequence[Record]) -> str:
-    """The option, as typed, that gave the runs of these lines more flags."""
-    flags = lines[0].get("flags")  # lines of old have no such column
-    return f" --flags {shlex.quote(flags)}" if flags else ""
+def options_of(lines: Sequence[Record]) -> str:
+    """The options, as typed, that gave the runs of these lines their model and more flags."""
+    model, flags = lines[0]["model"], lines[0].get("flags")  # the first lines that were kept have no such column
+    return f"{'' if model == 'tiny' else f' --model {model}'}{f' --flags={shlex.quote(flags)}' if flags else ''}"
 
 
 def run(script: str, words: Iterable[object], **environment: str) -> str:

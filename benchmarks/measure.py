@@ -55,10 +55,12 @@ def measured(size: Size, dtype: torch.dtype, device: str) -> list[Row]:
             run()  # cuBLAS takes its workspace out of torch's memory at its first product
         peaks = {name: peak_bytes(run, device) for name, run in runs.items()}  # and libraries are loaded
         seconds = in_turns(runs, device)
-        off = dict(errors(names, rows, labels)) if backward else {}
+        errors = dict(_errors(names, rows, labels)) if backward else {}
         for name in names:
             counted = multiply_adds(name, size, dtype, device, backward=backward)
-            found.append(Row(name, size, backward, seconds[name], peaks[name], *off.get(name, (None, None)), counted))
+            found.append(
+                Row(name, size, backward, seconds[name], peaks[name], *errors.get(name, (None, None)), counted)
+            )
         found += [Row(name, size, backward, remark=reason) for name, reason in left_out.items()]
     return found
 
@@ -108,7 +110,7 @@ def _seconds(run: Callable[[], Any], device: str, clock: Callable[[], float] = t
     return clock() - started
 
 
-def errors(names: list[str], rows: Tensor, labels: Tensor) -> Iterator[tuple[str, tuple[float, float]]]:
+def _errors(names: list[str], rows: Tensor, labels: Tensor) -> Iterator[tuple[str, tuple[float, float]]]:
     """Relative, of the loss and (Frobenius) of the gradient; the loss is scaled up, so that no gradient underflows."""
     expected = _value_and_gradient(exact, rows.double(), labels)
     for name in names:

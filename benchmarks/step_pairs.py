@@ -74,7 +74,7 @@ def _train(options: argparse.Namespace, own: tuple[str, ...]) -> list[Record]:
 def table(lines: list[Record]) -> Iterator[str]:
     yield f"A step of --model {lines[0]['model']}. {records.described(lines)}."
     yield f"In each run every other step is plain Megatron's; windows of {WINDOW} steps."
-    yield f"`python -m benchmarks.step_pairs{launched.flags_of(lines)}`"
+    yield f"`python -m benchmarks.step_pairs{launched.options_of(lines)}`"
     yield ""
     yield "| run | measure | ms, plain | over plain | 95 % interval | windows |"
     yield "| --- | --- | --- | --- | --- | --- |"

@@ -90,7 +90,7 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield f"A step of --model {model}. {records.described(lines)}."
     yield f"Runs of {lines[0]['steps']} steps, {number} turn{'s' if number > 1 else ''}, one run at a time;"
     yield f"ms per step, median of logged intervals of {LOG_INTERVAL} steps."
-    yield f"`python -m benchmarks.steps --model {model}{launched.flags_of(lines)}`"
+    yield f"`python -m benchmarks.steps{launched.options_of(lines)}`"
     yield ""
     yield "| run | ms | over plain | 95 % interval | intervals | peak MB |"
     yield "| --- | --- | --- | --- | --- | --- |"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import records
 from benchmarks.cases import Size, hidden_states
-from benchmarks.measure import errors, in_turns, peak_bytes
+from benchmarks.measure import _errors, in_turns, peak_bytes
 from benchmarks.records import ROOT, Record
 from simreg_megatron.kernels.contrast import MODULES
 from simreg_megatron.losses import simreg_loss
@@ -91,7 +91,7 @@ def _line(impl: str, size: Size, device: str) -> dict[str, Any]:
         found["forward_ms"] = milliseconds(lambda: simreg_loss(*next(inputs), impl=impl), device, calls)
     found["both_ms"] = milliseconds(both, device, calls)
     if pairs <= _MOST_PAIRS:
-        found["loss_error"], found["gradient_error"] = dict(errors([impl], rows.detach(), labels))[impl]
+        found["loss_error"], found["gradient_error"] = dict(_errors([impl], rows.detach(), labels))[impl]
     if device == "cuda" and pairs <= _LARGE:
         try:
             found["replay_ms"] = milliseconds(_graph(lambda: both(sets[0])).replay, device, calls)
