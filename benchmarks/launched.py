@@ -58,7 +58,7 @@ def chosen(kinds: dict[str, tuple[str, ...]], words: str) -> dict[str, tuple[str
 
 
 def of_model(model: str) -> tuple[str, ...]:
-    """One micro-batch a step: what a step costs beside it (the optimizer) is the same in all kinds.
+    """One micro-batch a step: what else a step costs (the optimizer) is the same in all kinds.
 
     The FFN is aligned: the presets' widths are odd, and products of odd widths are slow with SimReg and without.
     No checkpoint: that of a real size takes gigabytes, and is saved where temporary files are.

@@ -22,14 +22,15 @@ def profiled(step: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
         result = step()
         torch.cuda.synchronize()
         wall = time.perf_counter() - began
-    events = seen.key_averages()
-    kernels = [event for event in events if "CUDA" in str(event.device_type)]
-    operators = [event for event in events if event.key.startswith("aten::")]
+    of_device = [event for event in seen.key_averages() if "CUDA" in str(event.device_type)]
+    of_host = [event for event in seen.key_averages() if "CUDA" not in str(event.device_type)]
+    kernels = [event for event in of_device if not event.is_user_annotation]  # a span of kernels that count already
+    operators = [event for event in of_host if event.key.startswith("aten::")]
     kinds = {
         "kernels": {event.key[:120]: event.self_device_time_total / 1e3 for event in kernels}
         or {event.key: event.self_cpu_time_total / 1e3 for event in operators},
-        "waits": {event.key: event.cpu_time_total / 1e3 for event in events if event.key.startswith(_WAITS)},
-        "host": {e.key[:120]: e.cpu_time_total / 1e3 for e in events if any(word in e.key for word in _SPANS)},
+        "waits": {event.key: event.cpu_time_total / 1e3 for event in of_host if event.key.startswith(_WAITS)},
+        "host": {e.key[:120]: e.cpu_time_total / 1e3 for e in of_host if any(word in e.key for word in _SPANS)},
     }
     return result, {"wall_ms": 1e3 * wall, "launches": sum(event.count for event in kernels or operators), **kinds}
 
@@ -53,7 +54,7 @@ def table(steps: Sequence[dict[str, Any]], rows: int = 15) -> Iterator[str]:
         names = {name for step in steps for name in step[kind]}
         both = {name: [median(step[kind].get(name, 0.0) for step in one) for one in (plain, ours)] for name in names}
         more = sorted(((its[1] - its[0], name) for name, its in both.items()), key=lambda pair: -abs(pair[0]))
-        yield from (f"| {name} | {ms:+.3f} |" for ms, name in more[:rows])
+        yield from (f"| {name.replace('|', '/')} | {ms:+.3f} |" for ms, name in more[:rows])
 
 
 def _sum(found: dict[str, float] | float) -> float:

@@ -6,6 +6,7 @@ Call a asks whether everything is right, call b how fast it is: there each part 
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from benchmarks.records import ROOT
 from simreg_megatron.kernels.contrast import MODULES
 
 CALLS = {"a": "is it right?", "b": "how fast is it?"}
-WORKERS = 12  # tests of one GPU at a time; each imports torch on a core of its own
+WORKERS = max(1, min(12, len(os.sched_getaffinity(0)) - 4))  # tests of one GPU at a time: each takes a core
 _PYTHON = (sys.executable, "-m")
 _LLAMA = ("bash", "launch/pretrain_llama.sh")
 _PYTEST = ("-q", "-rfEs", "-p", "no:cacheprovider", "-o", "junit_family=xunit2")
@@ -74,11 +75,10 @@ class Setting:
             self._training("mixtral", "bash", "launch/pretrain_mixtral.sh", *steps, *simreg),
             self._training("save", *_LLAMA, *saving, "--exit-interval", "6", run="saved"),
         ]
-        yield list(self._tests())
+        yield [Part("demo", ((sys.executable, *demo),), 170), *self._tests()]
         yield [
             self._training("resume", *_LLAMA, *saving, "--auto-resume", run="saved"),
             self._training("350m", *_LLAMA, *steps, "--recipe", "paper", *(() if self.pretend else _350M)),
-            Part("demo", ((sys.executable, *demo),), 170),
             *self._sanitizers(),
         ]
 
@@ -108,7 +108,7 @@ class Setting:
         """A file each, and the forms one by one: what breaks the device fails every later test of its process."""
         for file in sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")):
             stem = file.removeprefix("test_").removesuffix(".py").replace("_", "-")
-            workers = ("-n", "2" if self.pretend else str(WORKERS)) if stem == "one-gpu" else ()
+            workers = ("-n", str(WORKERS)) if stem == "one-gpu" else ()
             for impl in MODULES if stem == "forms" else ("",):
                 name = "-".join(filter(None, ("tests", stem, impl)))
                 chosen = (*(("-k", impl) if impl else workers), f"--junitxml={self.output / name}.xml")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,8 +24,7 @@ PASS, FAIL, SKIP = "pass", "fail", "skip"
 _TORCHRUN = "distributed/elastic/multiprocessing/api.py"  # its first line; a screen of others follows
 _RESULTS = {"failure": FAIL, "error": FAIL, "skipped": SKIP}  # of two, the first counts
 _LOGGED = re.compile(r"iteration +(\d+)/.*?per iteration \(ms\): *([\d.]+).*?lm loss: (\S+)")
-_PACKAGES = ("triton", "transformer-engine", "apex", "megatron-core")
-_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_PACKAGES = ("triton", "transformer-engine", "apex")
 _SEND = """
 ## Send it
 
@@ -35,28 +33,18 @@ files, or add the folder as `benchmarks/results/gpu/NAME-OF-THE-GPU` in a pull r
 may hold names of your folders."""
 
 
-def facts() -> dict[str, str]:
+def facts() -> dict[str, Any]:
     """What this machine has, by name; what can be imported of it, the part `doctor` says."""
-    where, installed = (
-        surroundings(),
-        {found.name.replace("_", "-"): found.version for found in metadata.distributions()},
-    )
-    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    names = [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor})" for gpu in gpus]
+    installed = {found.name.replace("_", "-"): found.version for found in metadata.distributions()}
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     try:
-        driver = subprocess.run(_DRIVER, capture_output=True, text=True, timeout=60, check=True).stdout
+        gpus = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
-        driver = f"unknown: {type(error).__name__}"
+        gpus = f"unknown: {type(error).__name__}"
     return {
-        "GPUs": ", ".join(names) or "no GPU",
-        "driver": " ".join(dict.fromkeys(driver.split())),
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpus else "not asked",
-        **{package: installed.get(package, "not installed") for package in _PACKAGES},
-        "system": f"Python {where['python']}, {platform.system()} {platform.release()}, {where['cores']} cores",
-        "commit": where["commit"],
-        "date": where["date"],
-    }
+        **surroundings(), "GPUs, memory, driver": gpus, "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(), **{name: installed.get(name, "not installed") for name in _PACKAGES},
+    }  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -119,6 +107,7 @@ class Report:
         self.output, self.pretend, self.failed = output, pretend, True
         self._outcomes: list[Outcome] = []
         self._machine = facts()
+        (output / "machine.json").write_text(json.dumps(self._machine, indent=1) + "\n", encoding="utf-8")
 
     def add(self, outcome: Outcome) -> None:
         print(f"{outcome.name}: {outcome.state}, {outcome.seconds:.0f} s", flush=True)
@@ -131,7 +120,7 @@ class Report:
         (self.output / "report.md").write_text(page, encoding="utf-8")
 
     def _page(self, cases: Sequence[Case], bad: Sequence[Outcome]) -> Iterator[str]:
-        yield f"# {self._machine['GPUs']}, simreg-megatron at {self._machine['commit']}"
+        yield f"# {self._machine['machine']}, simreg-megatron at {self._machine['commit']}"
         yield from ("", PRETENDED) if self.pretend else ()
         yield from ("", *_table(("machine", ""), self._machine.items()), "")
         counts = (f"{sum(case.result == kind for case in cases)} {kind}" for kind in (PASS, FAIL, SKIP))
@@ -176,8 +165,9 @@ def _made(table: Callable[[list[Any]], Iterable[str]], rows: list[Any]) -> list[
         return [f"No table of {len(rows)} rows: {type(error).__name__}: {error}"]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{' --- |' * len(head)}"
-    for row in rows:  # each in one line
-        yield f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in row)} |"
+    for row in rows:
+        cells = (" ".join(str(cell).replace("|", "\\|").split()) for cell in row)  # in one line
+        yield f"| {' | '.join(cells)} |"

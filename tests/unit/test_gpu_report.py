@@ -32,8 +32,8 @@ def test_pretend_goes_all_the_way_on_a_cpu(call: str, tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")
     assert gpu.main(["--pretend", "--output", str(tmp_path), "--calls", call]) == 0
     page = (tmp_path / "report.md").read_text()
-    assert page.startswith("# no GPU") and report.PRETENDED in page and "## Failed\n\nNothing.\n" in page
-    assert f"| torch | {torch.__version__}, CUDA" in page and "| transformer-engine | " in page
+    assert report.PRETENDED in page and "## Failed\n\nNothing.\n" in page
+    assert f"| torch | {torch.__version__} |" in page and "| transformer-engine | " in page
     if call == "a":
         assert "| `test_mamba::test_mamba_layers` | skip | 0.0 | torch sees no CUDA device |" in page
         assert all(f"\n| {name} | 1 | " in page for name in ("plain", "simreg", "launch", "mixtral", "save"))

@@ -97,6 +97,7 @@ def event(key: str, device: str, count: int, device_ms: float, host_ms: float) -
     return SimpleNamespace(
         key=key, device_type=f"DeviceType.{device}", count=count, self_device_time_total=1e3 * device_ms,
         cpu_time_total=1e3 * host_ms, self_cpu_time_total=1e3 * host_ms,
+        is_user_annotation=device == "CUDA" and key.startswith("SimReg"),
     )  # fmt: skip
 
 
@@ -108,6 +109,7 @@ def test_a_profile_has_kernels_waits_and_spans(on_gpu: bool, monkeypatch: pytest
         event("aten::mm", "CPU", 3, 0.5, 0.9),
     ]
     events += [event("gemm", "CUDA", 4, 0.9, 0.0), event("softmax", "CUDA", 1, 0.1, 0.0)] if on_gpu else []
+    events += [event("SimReg forward", "CUDA", 2, 0.6, 0.0)] if on_gpu else []  # the kernels inside that span
     monkeypatch.setattr(
         step_profile, "profile", lambda: contextlib.nullcontext(SimpleNamespace(key_averages=lambda: events))
     )
