@@ -208,7 +208,7 @@ OF_H200 = (
     Figure(PERFORMANCE, "test_one_gpu.py {} passed", H200_TESTS, lambda: [tests_on_h200("pass", "test_one_gpu")]),
     Figure(PERFORMANCE, "loss of 350M went from {} to {}.", H200_RUN,
            lambda: [column(H200_RUN, "lm_loss")[0], column(H200_RUN, "lm_loss")[-1]]),
-    Figure(PERFORMANCE, "at most {}, and gradients {}, with the rounding", H200_TRIALS,
+    Figure(PERFORMANCE, "losses off by at most {}, and gradients by {}, with their rounding", H200_TRIALS,
            lambda: [max(column(H200_TRIALS, "loss_error")), max(column(H200_TRIALS, "gradient_error"))]),
     NotMeasured("README.md", "aims, and how long it ran",
                 ("for 15 minutes on one H200", "longer (aim: 1 %)", "the aim is 1 %")),

@@ -2,7 +2,7 @@
 """`python -m benchmarks.steps [--model 350m]`: time of a whole Megatron step, plain and with SimReg.
 
 Real runs of launch/pretrain_llama.sh. The kinds take turns, so that a machine that slows down slows all of them, and
-each ratio is taken within a turn. Every logged interval is a line of the CSV file; the table beside it is made of that
+each ratio is taken within a turn. Every logged interval is a line of the CSV file; its table is made of that
 file alone (`--from FILE.csv`). Without a GPU only --model tiny runs.
 """
 

@@ -97,7 +97,7 @@ def tail(path: Path, count: int = 60) -> str:
 
 
 class Report:
-    """The page OUTPUT/report.md, written anew for each outcome.
+    """The page OUTPUT/report.md, written again for each outcome.
 
     Attributes:
         failed: whether a test or a part failed.
