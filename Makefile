@@ -22,7 +22,7 @@ PYTEST_ARGS ?=
 PARITY_ARGS ?=
 # And for the releases of Megatron: make versions VERSIONS_ARGS="--sources ../sources" (docs/versions.md)
 VERSIONS_ARGS ?=
-# And for the report of a GPU: make gpu GPU_ARGS="--quick --output runs/quick"
+# And for the report of a GPU: make gpu GPU_ARGS="--calls a --output runs/right"
 GPU_ARGS ?=
 # Seconds for all targets of make fuzz, and more words for it: make fuzz FUZZ_SECONDS=60 FUZZ_ARGS="--only parquet"
 FUZZ_SECONDS ?= 600
@@ -108,7 +108,7 @@ stress: setup ## compare SimReg's numbers with float64 on hard random inputs (10
 flags: setup ## our flags in combination with Megatron's: a step runs, or one sentence refuses it (600 combinations; FLAGS_ARGS for more)
 	$(PY) -m tests.flags $(FLAGS_ARGS)
 
-gpu: $(if $(filter command,$(origin PY)),,setup) ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (GPU_ARGS=--quick is shorter)
+gpu: $(if $(filter command,$(origin PY)),,setup) ## tests and benchmarks on the GPU that is here, into runs/gpu/report.md (half of it: GPU_ARGS="--calls a")
 	$(PY) -m benchmarks.gpu $(GPU_ARGS)
 
 cost: setup ## what SimReg launches on a GPU, counted without one (10 seconds)

@@ -28,7 +28,7 @@ MEASURED = re.compile(
     rf"(?<![\w.,/`-])(?:(?P<range>{_NUMBER})\sto\s)?"
     rf"(?P<number>{_NUMBER}(?={_UNIT})|[-+]?[\d.]+e[-+]?\d+\b|[-+]?\d+\.\d{{3,}}\b(?!\.\d)|(?<=\|\s){_NUMBER}{_CELL})"
 )
-_TABLE = re.compile(r"<!-- table (?P<name>[\w-]+) -->\n(?P<text>.*?)<!-- end of table -->\n", flags=re.DOTALL)
+_TABLE = re.compile(r"<!-- table (?P<name>[\w/-]+) -->\n(?P<text>.*?)<!-- end of table -->\n", flags=re.DOTALL)
 _CODE = re.compile(r"(?<!`)`(?!`)[^`]+`(?!`)|\]\([^)]*\)|arXiv [\d.]+")  # flags, addresses and papers measure nothing
 
 

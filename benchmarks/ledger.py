@@ -143,6 +143,83 @@ def over_plain() -> list[float]:
     return [found.percent, found.low, found.high]
 
 
+H200 = "benchmarks/results/gpu/h200"
+H200_PAIRS = Source(f"{H200}/pairs.csv", "make gpu GPU_ARGS='--calls b --only pairs-350m'")
+H200_FORMS = Source(f"{H200}/forms.csv", "make gpu GPU_ARGS='--calls b --only forms'")
+H200_TESTS = Source(f"{H200}/tests.csv", "make gpu GPU_ARGS='--calls a --only tests'")
+H200_RUN = Source(f"{H200}/350m.csv", H200_PAIRS.command)
+H200_TRIALS = Source(f"{H200}/trials.csv", "simreg-megatron doctor --gpu")
+
+
+def over_plain_on_h200() -> list[float]:
+    """ms of a plain step, and percent with SimReg, with the interval; of steps without a log line."""
+    found = overhead(*windows_of(csv_of(H200_PAIRS.file), "seconds", False))
+    return [found.base, found.percent, found.low, found.high]
+
+
+def form_on_h200(name: str, size: str = "32 x 1024 x 1024") -> list[float]:
+    """ms of the triton form, and of 1.5 products of all pairs."""
+    where = {"form": "triton", "size": size, "dtype": "bfloat16"}
+    batch, length, width = map(int, size.split(" x "))
+    products = 1.5 * 2 * batch * length**2 * width / (one(H200_FORMS, "peak_tflops", **where) * 1e9)
+    return [one(H200_FORMS, name, **where), products]
+
+
+def memory_on_h200() -> list[float]:
+    """MiB of a fast form next to rows and gradient, at most."""
+    found = []
+    for row in csv_of(H200_FORMS.file):
+        if row["form"] != "reference":
+            gradient = math.prod(map(int, row["size"].split(" x "))) * (4 if row["dtype"] == "float32" else 2)
+            found.append((int(row["extra_bytes"]) - gradient) / 2**20)
+    return [max(found)]
+
+
+def least_of_the_host() -> list[float]:
+    """ms of a call with its backward, where the device takes less than half of it."""
+    return [min(float(row["both_ms"]) for row in csv_of(H200_FORMS.file)
+                if row["replay_ms"] and float(row["both_ms"]) > 2 * float(row["replay_ms"]))]  # fmt: skip
+
+
+def tests_on_h200(result: str, of: str) -> int:
+    return sum(row["result"] == result and of in row["command"] + row["test"] for row in csv_of(H200_TESTS.file))
+
+
+OF_H200 = (
+    Figure("README.md", "and a step of 350M took {} % longer", H200_PAIRS, lambda: over_plain_on_h200()[1:2]),
+    Figure("README.md", "{} % more on an H200 for 350M", H200_PAIRS, lambda: over_plain_on_h200()[1:2]),
+    Figure(PERFORMANCE, "of 350M took {} % longer", H200_PAIRS, lambda: over_plain_on_h200()[1:2]),
+    Figure(PERFORMANCE, "over plain Megatron | 1 % | **{} %** (interval {} to {})", H200_PAIRS,
+           lambda: over_plain_on_h200()[1:]),
+    Figure(PERFORMANCE, "A plain step took {} ms, and one with SimReg {} % more", H200_PAIRS,
+           lambda: over_plain_on_h200()[:2]),
+    Figure(PERFORMANCE,
+           "time on the device | | {} ms (triton); 1.5 products of all pairs at the rate of a large one take {} ms",
+           H200_FORMS, lambda: form_on_h200("replay_ms")),
+    Figure(PERFORMANCE, "The device computes SimReg in {} ms", H200_FORMS, lambda: form_on_h200("replay_ms")[:1]),
+    Figure(PERFORMANCE, "call by call, with the host | | {} ms", H200_FORMS, lambda: form_on_h200("both_ms")[:1]),
+    Figure(PERFORMANCE, "width 512 | | {} ms (triton); 1.5 products: {} ms", H200_FORMS,
+           lambda: form_on_h200("both_ms", "1 x 131072 x 512")),
+    Figure(PERFORMANCE, "call of any form takes the host {} ms or more", H200_FORMS, least_of_the_host),
+    Figure(PERFORMANCE, "up to 131,072 tokens | 256 MiB, better 64 | at most {} MiB |", H200_FORMS, memory_on_h200),
+    Figure(PERFORMANCE, "test_forms.py {} tests passed for each of gemm, triton and tiled, and {} each were skipped",
+           H200_TESTS, lambda: [tests_on_h200("pass", "-gemm]") + tests_on_h200("pass", "[gemm]") - 2,
+                                tests_on_h200("skip", "-gemm]")]),
+    Figure(PERFORMANCE, "test_one_gpu.py {} passed", H200_TESTS, lambda: [tests_on_h200("pass", "test_one_gpu")]),
+    Figure(PERFORMANCE, "loss of 350M went from {} to {}.", H200_RUN,
+           lambda: [column(H200_RUN, "lm_loss")[0], column(H200_RUN, "lm_loss")[-1]]),
+    Figure(PERFORMANCE, "losses off by at most {}, and gradients by {}, with their rounding", H200_TRIALS,
+           lambda: [max(column(H200_TRIALS, "loss_error")), max(column(H200_TRIALS, "gradient_error"))]),
+    NotMeasured("README.md", "aims, and how long it ran",
+                ("for 15 minutes on one H200", "longer (aim: 1 %)", "the aim is 1 %")),
+    NotMeasured("CHANGELOG.md", "how long it ran", ("once, for 15 minutes",)),
+    NotMeasured("docs/sharp-edges.md", "how long it ran", ("once, for 15 minutes",)),
+    NotMeasured(PERFORMANCE, "aims, and how long it ran",
+                ("2026-11-26, for 15 minutes", "% more, not 1 %", "over plain Megatron | 1 % |",
+                 "any of it on an H800 | 0.5 %, 0.2 % |")),
+)  # fmt: skip
+
+
 OF_THE_STEP = (
     Figure("README.md", "what a step costs | {} % more on a CPU", PAIRS, lambda: over_plain()[:1]),
     Figure(PERFORMANCE, "better 2 | {} % more processor time (interval {} to {};", PAIRS, over_plain),
@@ -733,7 +810,6 @@ NOT_MEASURED = (
                 ("2 million multiply-adds", "about 1 billion")),
     NotMeasured(PERFORMANCE, "products, counted", ("| 1.5 | them |", "| 2 | that |", "| 2.5 | a panel |")),
     NotMeasured(PERFORMANCE, "aims", ("| 20 | 1536", "| 1e-5; 3e-4 |", "| 5 %, better 2 |",
-                 "350M, 1.3B, 7B | 1 %, 0.5 %, 0.2 %",
                 "goes | 3e-4 |", "| 256 MiB, better 64 |")),
     NotMeasured(PERFORMANCE, "limits of the model in benchmarks/launches.py, and a size",
                 ("2.5 TB/s, products at 600 TFLOP/s", "own, at 40 % of the peak",
@@ -848,6 +924,7 @@ OF_RELIABILITY = (
 ENTRIES: tuple[Entry, ...] = (
     *OF_THE_LOSS,
     *OF_THE_STEP,
+    *OF_H200,
     *OF_SCALE,
     *OF_THE_DEMO,
     *OF_OBJECTIVES,

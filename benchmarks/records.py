@@ -120,9 +120,15 @@ def command(
 
 
 def quote(path: Path, text: str, page: Path) -> None:
-    """Put the table of a file that is kept in `benchmarks/results` into a page of the documentation."""
-    if path.resolve().parent == RESULTS:
-        page.write_text(_with_quote(page.read_text(encoding="utf-8"), path.stem, text), encoding="utf-8")
+    """Put the table of a file that is kept below `benchmarks/results` into a page of the documentation.
+
+    Raises:
+        ValueError: the page has no place for it; one of a folder below may have none.
+    """
+    path, before = path.resolve(), page.read_text(encoding="utf-8")
+    name = path.relative_to(RESULTS).with_suffix("").as_posix() if path.is_relative_to(RESULTS) else ""
+    if name and (path.parent == RESULTS or _begins(name) in before):
+        page.write_text(_with_quote(before, name, text), encoding="utf-8")
 
 
 def quoted(page: str, name: str) -> str:

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.step_pairs [--steps 600]`: a step with SimReg beside its neighbour without, in one run.
 
-Real runs of launch/pretrain_llama.sh on the built-in corpus in which every other step is plain Megatron's, function
-for function: what else the machine does slows both. Windows of twenty steps hold ten of each kind, a log step among
-them; the ratio is that of the window's sums. A line of the CSV file is a step.
+Real runs of launch/pretrain_llama.sh in which every other step is plain Megatron's, function for function: what else
+the machine does slows both. Windows of twenty steps hold ten of each kind, a log step among them; the ratio is that of
+the window's sums. A line of the CSV file is a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import os
-import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import launched, records
-from benchmarks.alternating_run import LOG_INTERVAL, TIMES
 from benchmarks.records import RESULTS, ROOT, Record
-from simreg_megatron.data import ensure_builtin_corpus
+from benchmarks.train import LOG_INTERVAL, PROFILE, PROFILED, TIMES
 from simreg_megatron.report.steps import overhead
 
 KINDS = {
@@ -34,6 +31,7 @@ KINDS = {
 WINDOW = 2 * LOG_INTERVAL
 MEASURES = {  # column, and whether steps count whose line is logged: they measure the geometry, too
     "time on the wall": ("seconds", True),
+    "time on the wall of steps without a log line": ("seconds", False),
     "processor time": ("processor_seconds", True),
     "processor time of steps without a log line": ("processor_seconds", False),
 }
@@ -41,9 +39,8 @@ MEASURES = {  # column, and whether steps count whose line is logged: they measu
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_pairs", description=__doc__)
-    parser.add_argument("--model", default="tiny", help="a preset of launch/models (default: tiny)")
     parser.add_argument("--steps", type=int, default=620, help="of each run; the first twenty do not count")
-    parser.add_argument("--kinds", default="", metavar="WORDS", help="only those whose name holds one: chunks,whole")
+    parser.add_argument("--profile", type=Path, metavar="FILE.json", help="profile some more steps of the last run")
     launched.add_options(parser)
     records.add_options(parser, RESULTS / "step_pairs.csv")
     options = parser.parse_args()
@@ -52,27 +49,24 @@ def main() -> None:
 
 
 def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
-    own = ("--data", corpus.train_prefix, "--tokenizer", corpus.tokenizer_model, *options.flags)
-    threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    where = records.surroundings(threads=threads, model=options.model, flags=shlex.join(options.flags))
-    wanted = [word for word in options.kinds.split(",") if word]
-    for name, flags in KINDS.items():
-        if wanted and not any(word in name for word in wanted):
-            continue
+    own = (*launched.text(options), *options.flags)
+    where = launched.surroundings(options)
+    for name, flags in launched.chosen(KINDS, options.kinds).items():
         Console(stderr=True).print(name)
-        for step in _train(options.model, options.steps, (*own, *flags)):
+        for step in _train(options, (*own, *flags)):
             yield {"kind": name, **step, **where}
 
 
-def _train(model: str, steps: int, own: tuple[object, ...]) -> list[Record]:
+def _train(options: argparse.Namespace, own: tuple[str, ...]) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder, "times.csv")
         words = (
-            "--model", model, "--output", folder, "--train-iters", steps, "--log-interval", LOG_INTERVAL,
-            "--eval-iters", 1, "--eval-interval", 10 * steps, *launched.of_model(model), *own,
+            "--model", options.model, "--output", folder, "--log-interval", LOG_INTERVAL,
+            "--train-iters", options.steps + (PROFILED if options.profile else 0),
+            "--eval-iters", 1, "--eval-interval", 10 * options.steps, *launched.of_model(options.model), *own,
         )  # fmt: skip
-        launched.run("benchmarks/alternating_run.py", words, **{TIMES: str(times)})
+        profile = {PROFILE: str(options.profile.resolve())} if options.profile else {}
+        launched.run(launched.TRAIN, words, **{TIMES: str(times)}, **profile)
         with times.open(encoding="utf-8", newline="") as file:
             return [step for step in csv.DictReader(file) if int(step["step"]) >= WINDOW]
 
@@ -80,7 +74,7 @@ def _train(model: str, steps: int, own: tuple[object, ...]) -> list[Record]:
 def table(lines: list[Record]) -> Iterator[str]:
     yield f"A step of --model {lines[0]['model']}. {records.described(lines)}."
     yield f"In each run every other step is plain Megatron's; windows of {WINDOW} steps."
-    yield f"`python -m benchmarks.step_pairs{launched.flags_of(lines)}`"
+    yield f"`python -m benchmarks.step_pairs{launched.options_of(lines)}`"
     yield ""
     yield "| run | measure | ms, plain | over plain | 95 % interval | windows |"
     yield "| --- | --- | --- | --- | --- | --- |"

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.steps [--model 350m]`: time of a whole Megatron step, plain and with SimReg.
 
-Real runs of launch/pretrain_llama.sh on the built-in corpus. The kinds take turns, so that a machine that slows down
-slows all of them, and each ratio is taken within a turn. Every logged interval is a line of the CSV file; the table
-beside it is made of that file alone (`--from FILE.csv`). Without a GPU only --model tiny runs.
+Real runs of launch/pretrain_llama.sh. The kinds take turns, so that a machine that slows down slows all of them, and
+each ratio is taken within a turn. Every logged interval is a line of the CSV file; its table is made of that
+file alone (`--from FILE.csv`). Without a GPU only --model tiny runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import shlex
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from rich.console import Console
 
 from benchmarks import launched, records
 from benchmarks.records import RESULTS, ROOT, Record
+from benchmarks.train import LOG_INTERVAL
 from launch.timing import interval_milliseconds
-from simreg_megatron.data import ensure_builtin_corpus
 from simreg_megatron.report.steps import overhead
 
 PLAIN = "plain Megatron"
@@ -34,20 +32,19 @@ KINDS = {
     "SimReg, impl reference": ("--simreg-lambda", "1", "--simreg-impl", "reference"),
     "SimReg, impl triton": ("--simreg-lambda", "1", "--simreg-impl", "triton"),
     "AdaGC alone": ("--adagc",),
+    "plain Megatron, FFN of the preset": ("--ffn", "literal"),
 }
+NOT_TINY = ("SimReg, impl triton", "plain Megatron, FFN of the preset")
 PAPER = "the paper's Table 3: 7B on H800"
 OF_PAPER = {PLAIN: (2295, 373450), "SimReg, chunks of 1024": (2295, 373840), "SimReg, whole sequences": (2296, 375280)}
-LOG_INTERVAL = 10
 PAGE, OF_PAGE = ROOT / "docs" / "performance.md", "tiny"
 _MEMORY = re.compile(r"max allocated: ([\d.]+)")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
-    parser.add_argument("--model", default="tiny", help="a preset of launch/models (default: tiny)")
     parser.add_argument("--rounds", type=int, default=6, help="turns of all kinds (default: 6)")
     parser.add_argument("--steps", type=int, default=60, help="steps of a run; the first ten do not count")
-    parser.add_argument("--kinds", default="", metavar="WORDS", help="only those whose name holds one: chunks,AdaGC")
     launched.add_options(parser)
     records.add_options(parser)
     options = parser.parse_args()
@@ -58,12 +55,8 @@ def main() -> None:
 
 def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kinds = _chosen(options.model, options.kinds)
-    corpus = ensure_builtin_corpus(ROOT / "data" / "builtin")
-    own = ("--data", corpus.train_prefix, "--tokenizer", corpus.tokenizer_model, *options.flags)
-    threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    where = records.surroundings(
-        threads=threads, model=options.model, steps=options.steps, flags=shlex.join(options.flags)
-    )
+    own = (*launched.text(options), *options.flags)
+    where = launched.surroundings(options, steps=options.steps)
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(options.rounds):
@@ -77,21 +70,17 @@ def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _chosen(model: str, words: str) -> dict[str, tuple[str, ...]]:
-    kinds = {name: flags for name, flags in KINDS.items() if not (model == "tiny" and "triton" in flags)}
-    wanted = [word for word in words.split(",") if word]
-    return {
-        name: flags
-        for name, flags in kinds.items()
-        if name == PLAIN or not wanted or any(word in name for word in wanted)
-    }
+    """The kinds whose name holds one of the words, and plain Megatron, that `model` can run."""
+    kinds = {PLAIN: KINDS[PLAIN], **launched.chosen(KINDS, words)}
+    return {name: flags for name, flags in kinds.items() if model != "tiny" or name not in NOT_TINY}
 
 
-def _train(folder: Path, model: str, steps: int, own: tuple[object, ...]) -> str:
+def _train(folder: Path, model: str, steps: int, own: tuple[str, ...]) -> str:
     words = (
         "--model", model, "--output", folder, "--train-iters", steps, "--log-interval", LOG_INTERVAL, "--eval-iters", 1,
         "--save-interval", 10 * steps, *launched.of_model(model), *own,
     )  # fmt: skip
-    return launched.run(launched.PRETRAIN, words)
+    return launched.run(launched.TRAIN, words)
 
 
 def table(lines: list[Record]) -> Iterator[str]:
@@ -101,7 +90,7 @@ def table(lines: list[Record]) -> Iterator[str]:
     yield f"A step of --model {model}. {records.described(lines)}."
     yield f"Runs of {lines[0]['steps']} steps, {number} turn{'s' if number > 1 else ''}, one run at a time;"
     yield f"ms per step, median of logged intervals of {LOG_INTERVAL} steps."
-    yield f"`python -m benchmarks.steps --model {model}{launched.flags_of(lines)}`"
+    yield f"`python -m benchmarks.steps{launched.options_of(lines)}`"
     yield ""
     yield "| run | ms | over plain | 95 % interval | intervals | peak MB |"
     yield "| --- | --- | --- | --- | --- | --- |"
@@ -117,12 +106,10 @@ def table(lines: list[Record]) -> Iterator[str]:
         yield f"| {PAPER}, {name} | {ms} | {over} | not stated | not stated | {megabytes} |"
 
 
-def _turns(lines: Iterable[Record], kind: str) -> list[list[float]]:
-    found: dict[int, list[float]] = {}
-    for line in lines:
-        if line["kind"] == kind:
-            found.setdefault(int(line["turn"]), []).append(float(line["ms"]))
-    return [found[turn] for turn in sorted(found)]
+def _turns(lines: list[Record], kind: str) -> list[list[float]]:
+    turns = sorted({int(line["turn"]) for line in lines if line["kind"] == kind})
+    its = [(int(line["turn"]), float(line["ms"])) for line in lines if line["kind"] == kind]
+    return [[ms for turn, ms in its if turn == number] for number in turns]
 
 
 if __name__ == "__main__":

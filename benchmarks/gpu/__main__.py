@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu`, or `python -m benchmarks.gpu [--output runs/gpu] [--quick]`: what this machine's GPUs make of SimReg.
+"""`make gpu`, or `python -m benchmarks.gpu [--calls a,b] [--seconds 1800]`: what SimReg does on this machine's GPU.
 
-Runs the tests of tests/gpu, the forms of the loss beside plain products, and steps of the 350M model with SimReg beside
-plain Megatron's, each part under a time limit, and writes OUTPUT/report.md with the rows beside it. A part that fails
-is told there, and the others run. Called again, it runs what did not end; --again runs all.
+Call a asks whether it is right: the tests of tests/gpu, the launch scripts, saving and resuming, the demo, the forms of
+the loss under compute-sanitizer. Call b asks how fast it is: the forms next to plain products, and steps with SimReg
+next to plain Megatron's. Parts of call a run side by side. A part that fails or runs too long is listed, and the others
+run; OUTPUT/report.md is written after every part. It needs no network.
 
-Status 1 where a test or a part failed, 2 where there is no GPU.
+Status 1 if a test or a part failed, 2 if there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import subprocess
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from benchmarks.gpu import report, run
-from benchmarks.gpu.parts import MACHINE, Part, all_parts
-from benchmarks.gpu.run import Outcome
+from benchmarks import launched
+from benchmarks.gpu import report
+from benchmarks.gpu.parts import CALLS, Setting
+from benchmarks.gpu.run import Runner
 from benchmarks.records import ROOT
 
 NO_GPU = (
@@ -33,68 +34,40 @@ NO_GPU = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
-    options = _options(argv)
+    """Run the calls; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER")
+    parser.add_argument(
+        "--calls", default=",".join(CALLS), metavar="WORDS", help=f"of {', '.join(CALLS)} (default: all)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1800.0, help="for each call (default: 1800); 450 do on an H200"
+    )
+    parser.add_argument("--only", default="", metavar="WORDS", help="parts that begin so: tests,forms-tiled,pairs")
+    parser.add_argument("--pretend", action="store_true", help="try the plumbing on the CPU, with tiny sizes")
+    launched.add_text(parser)
+    options = parser.parse_args(argv)
+    calls, wanted = options.calls.split(","), tuple(filter(None, options.only.split(",")))
+    if not set(calls) <= set(CALLS):
+        parser.error(f"--calls takes {', '.join(CALLS)} or some of them, with commas; got {options.calls}")
     if not options.pretend and not torch.cuda.is_available():
         built_for = torch.version.cuda or "none: it is built for the CPU"
         print(NO_GPU.format(torch=torch.__version__, cuda=built_for), file=sys.stderr)
         return 2
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    parts = all_parts(output, quick=options.quick, pretend=options.pretend)
-    wanted = [word for word in options.only.split(",") if word]
-    parts = [part for part in parts if not wanted or part.name == MACHINE or part.name.startswith(tuple(wanted))]
-    outcomes: list[Outcome] = []
-    stopped = False
-    try:
-        for number, part in enumerate(parts, 1):
-            outcomes.append(_run(part, f"{number} of {len(parts)}", output, again=options.again))
-    except KeyboardInterrupt:
-        stopped = True
-    page = output / "report.md"
-    page.write_text(report.text(output, outcomes, pretend=options.pretend), encoding="utf-8")
-    print(f"{'stopped; ' if stopped else ''}the report: {page}")
-    return 130 if stopped else int(report.has_failed(output, outcomes))
-
-
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="the forms alone, two sizes, one run of whole steps")
-    parser.add_argument("--only", default="", metavar="WORDS", help="parts that begin so: tests,forms-tiled,pairs")
-    parser.add_argument("--again", action="store_true", help="parts that ended, too")
-    parser.add_argument("--pretend", action="store_true", help="try the plumbing on the CPU, with tiny sizes")
-    return parser.parse_args(argv)
-
-
-def _run(part: Part, place: str, output: Path, *, again: bool) -> Outcome:
-    of = _what_it_tells_of(part, output)
-    console = Console(highlight=False, soft_wrap=True)
-    found = None if again or part.name == MACHINE else run.kept(part, output, of)
-    if found is None:
-        console.print(f"{place}: {part.name} (at most {part.minutes} minutes; {output / part.name}.log)")
-        found = run.run(part, output, of)
-        console.print(f"  {found.state}, {found.seconds:.0f} s")
-    else:
-        console.print(f"{place}: {part.name}: ended in an earlier call, --again runs it once more")
-    return found
-
-
-def _what_it_tells_of(part: Part, output: Path) -> str:
-    """Commands, code and GPUs: a result of others is not this part's."""
-    gpus = "" if part.name == MACHINE else report.facts(output).get("GPUs", "")
-    return hashlib.sha256(repr((part.commands, _code(), gpus)).encode()).hexdigest()[:16]
-
-
-def _code() -> str:
-    """The commit, and what was changed since; empty without git."""
-    commands = (["git", "rev-parse", "HEAD"], ["git", "diff", "HEAD"])
-    try:
-        return "".join(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout for command in commands)
-    except OSError:
-        return ""
+    environment = {"CUDA_VISIBLE_DEVICES": "", "SIMREG_CPU": "1"} if options.pretend else {"SIMREG_CPU": ""}
+    environment["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
+    page = report.Report(output, pretend=options.pretend)
+    with tempfile.TemporaryDirectory() as scratch:
+        setting = Setting(output, Path(scratch), launched.text(options), options.pretend)
+        for call in calls:
+            stages = ([part for part in stage if not wanted or part.name.startswith(wanted)]
+                      for stage in setting.stages(call))  # fmt: skip
+            Runner(output, options.seconds, environment).run(stages, page.add)
+    return int(page.failed)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.gpu.forms IMPL FILE.csv [--device cuda] [--sizes all]`: one form of the loss, one product.
+"""`python -m benchmarks.gpu.forms IMPL FILE.csv`: time, memory and error of one form of the loss; tiny without a GPU.
 
-The yardstick is a plain product of all pairs of the same rows, both halves of the square, by the library: whoever wrote
-SimReg out would pay one for the forward and three with the backward. The form and the product take turns. Each form has
-a process of its own, so that one which breaks the device takes no other with it.
+forward, both: a call without and with its backward, by the device's clock over calls that are queued without a wait, as
+in a training step: where the host is slower than the device, this is the host's time. replay: both as a CUDA graph,
+without the host. product: a library's product of all pairs. floor: 1.5 of them, as every pair is computed once, at the
+rate of a large product, which is measured first. Each form has a process of its own: one that breaks the device takes
+no other with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,97 +22,129 @@ import torch
 from torch import Tensor
 
 from benchmarks import records
-from benchmarks.cases import Size, exact, hidden_states
-from benchmarks.measure import in_turns, peak_bytes
+from benchmarks.cases import Size, hidden_states
+from benchmarks.measure import _errors, in_turns, peak_bytes
+from benchmarks.records import ROOT, Record
 from simreg_megatron.kernels.contrast import MODULES
 from simreg_megatron.losses import simreg_loss
 
 _CHUNKS = (Size(32, 1024, 1024), Size(16, 1024, 2048), Size(8, 1024, 3072), Size(4, 1024, 4096))  # micro-batches
 _WHOLE = (Size(16, 2048, 1024), Size(2, 2048, 4096))  # of the presets from 350M to 7B
 _LONG = (Size(1, 8192, 4096), Size(1, 32768, 1024), Size(1, 131072, 512))
-SIZES = {
-    "all": (*_CHUNKS, *_WHOLE, *_LONG),
-    "few": (_CHUNKS[0], _CHUNKS[-1]),
-    "tiny": (Size(2, 64, 32), Size(1, 100, 48)),
-}
+SIZES = {"cuda": (*_CHUNKS, *_WHOLE, *_LONG), "cpu": (Size(2, 64, 32), Size(1, 100, 48))}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-PRODUCTS = {"forward": 1, "forward+backward": 3}
-_PANEL = 1 << 30  # bytes of the product that are written at a time
 _MOST_PAIRS = 1 << 26  # of which the error is taken: float64 is slow on many GPUs
+_LARGE = 1 << 29  # pairs: fewer calls, neither a graph nor a product
+_COLUMNS = (
+    "forward_ms", "both_ms", "replay_ms", "product_ms", "extra_bytes", "loss_error", "gradient_error", "remark",
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.forms", description=__doc__)
     parser.add_argument("impl", choices=("reference", *MODULES))
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--device", choices=DTYPES, default="cuda")
-    parser.add_argument("--sizes", choices=SIZES, default="all")
+    parser.add_argument("output", type=Path, metavar="FILE.csv")
+    parser.add_argument("--from", dest="source", action="store_true", help="measure nothing: make the file's table")
     options = parser.parse_args()
-    records.write(options.output, measured(options.impl, SIZES[options.sizes], options.device))
+    found = None if options.source else measured(options.impl, "cuda" if torch.cuda.is_available() else "cpu")
+    records.finish(options.output, found, table, page=ROOT / "docs" / "performance.md")
     failed = [line["size"] for line in records.read(options.output) if line["remark"].startswith("failed")]
     if failed and options.impl != "reference":
-        raise SystemExit(f"{options.impl} failed at {', '.join(dict.fromkeys(failed))}")
+        raise SystemExit(f"{options.impl} failed at {', '.join(failed)}")
 
 
-def measured(impl: str, sizes: tuple[Size, ...], device: str) -> Iterator[dict[str, Any]]:
-    """A line for each size and pass; one that fails says why in its remark, and the next is measured."""
-    where = records.surroundings()
-    for size in sizes:
-        for way in PRODUCTS:
-            line = {"form": impl, "size": str(size), "pass": way}
-            try:
-                found = _line(impl, size, way, device)
-            except Exception as error:  # whatever a kernel does on a GPU that it has never met
-                traceback.print_exc()
-                found = {**dict.fromkeys(_COLUMNS), "remark": f"failed: {type(error).__name__}: {error}"[:300]}
-            print(line | found, flush=True)
-            yield {**line, **found, **where}
+def measured(impl: str, device: str) -> Iterator[dict[str, Any]]:
+    """A line for each size; one that fails says why in its remark, and the next is measured."""
+    side = 8192 if device == "cuda" else 256
+    left, right = torch.randn(2, side, side, device=device).to(DTYPES[device])
+    peak = 2 * side**3 / milliseconds(lambda: torch.mm(left, right), device, 20) / 1e9
+    where = {"peak_tflops": float(f"{peak:.4g}"), **records.surroundings()}
+    for size in SIZES[device]:
+        line = {"form": impl, "size": str(size), "dtype": str(DTYPES[device]).removeprefix("torch.")}
+        try:
+            found = _line(impl, size, device)
+        except Exception as error:  # a kernel on a GPU that it has never met may do anything
+            traceback.print_exc()
+            found = {"remark": f"failed: {type(error).__name__}: {error}"[:300]}
+        print(line | found, flush=True)
+        yield {**line, **dict.fromkeys(_COLUMNS), **found, **where}
 
 
-_COLUMNS = ("seconds", "product_seconds", "extra_bytes", "loss_error", "gradient_error", "remark")
-
-
-def _line(impl: str, size: Size, way: str, device: str) -> dict[str, Any]:
+def _line(impl: str, size: Size, device: str) -> dict[str, Any]:
     rows, labels = hidden_states(size.batch, size.length, size.width, DTYPES[device], device)
-    backward = way != "forward"
-    loss = partial(simreg_loss, impl=impl)
-    runs: dict[str, Callable[[], Any]] = {
-        "form": lambda: _run(loss, rows, labels, backward),
-        "product": lambda: full_product(rows),
-    }
-    for run in runs.values():
-        run()  # libraries are loaded, and cuBLAS has taken its workspace out of torch's memory
-    extra = peak_bytes(runs["form"], device)
-    runs["product"]()
-    seconds = in_turns(runs, device)
-    errors = _errors(loss, rows, labels) if backward and size.batch * size.length**2 <= _MOST_PAIRS else (None, None)
-    return dict(zip(_COLUMNS, (seconds["form"], seconds["product"], extra, *errors, ""), strict=True))
+    pairs = size.batch * size.length**2
+    sets = [(rows.requires_grad_(), labels), (rows.detach().flip(0, 1).requires_grad_(), labels.flip(0, 1))]
+    inputs = cycle(sets)  # in turns: none is read from the cache
+
+    def both(given: tuple[Tensor, Tensor] | None = None) -> None:
+        part, ids = given or next(inputs)
+        part.grad = None
+        simreg_loss(part, ids, impl=impl).backward()
+
+    both()  # libraries are loaded, and cuBLAS has taken its workspace out of torch's memory
+    rows.grad = None
+    found: dict[str, Any] = {"extra_bytes": peak_bytes(both, device)}
+    calls = 5 if pairs > _LARGE else 20
+    with torch.no_grad():
+        if pairs <= _LARGE:
+            found["product_ms"] = milliseconds(lambda: torch.matmul(part := next(inputs)[0], part.mT), device, calls)
+        found["forward_ms"] = milliseconds(lambda: simreg_loss(*next(inputs), impl=impl), device, calls)
+    found["both_ms"] = milliseconds(both, device, calls)
+    if pairs <= _MOST_PAIRS:
+        found["loss_error"], found["gradient_error"] = dict(_errors([impl], rows.detach(), labels))[impl]
+    if device == "cuda" and pairs <= _LARGE:
+        try:
+            found["replay_ms"] = milliseconds(_graph(lambda: both(sets[0])).replay, device, calls)
+        except Exception as error:
+            found["remark"] = f"no graph: {type(error).__name__}: {error}"[:300]
+    return {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in found.items()}
 
 
-def _run(loss: Callable[[Tensor, Tensor], Tensor], rows: Tensor, labels: Tensor, backward: bool) -> None:
-    with torch.set_grad_enabled(backward):
-        value = loss(rows.detach().requires_grad_(backward), labels)
-        if backward:
-            value.backward()
+def milliseconds(run: Callable[[], Any], device: str, calls: int) -> float:
+    """Median of a call; on a GPU between events, with all calls queued one after another."""
+    if device == "cpu":
+        return 1e3 * in_turns({"run": run}, device)["run"]
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(one.elapsed_time(other) for one, other in pairwise(events))
 
 
-def full_product(rows_BND: Tensor) -> None:
-    """rows rows^T of every sequence, panel by panel, as a matrix of all pairs may not fit."""
-    batch, length, _ = rows_BND.shape
-    height = max(1, _PANEL // (batch * length * rows_BND.element_size()))
-    for first in range(0, length, height):
-        torch.matmul(rows_BND[:, first : first + height], rows_BND.mT)
+def _graph(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
 
 
-def _errors(loss: Callable[[Tensor, Tensor], Tensor], rows: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Relative to float64, of the loss and (Frobenius) of the gradient; scaled up, so that no gradient underflows."""
-    found = []
-    for way, given in ((loss, rows), (exact, rows.double())):
-        leaf = given.detach().requires_grad_()
-        value = way(leaf, labels)
-        (value * 2.0**24).backward()
-        found.append((value.detach().double(), leaf.grad.double()))
-    return tuple(((ours - true).norm() / true.norm()).item() for ours, true in zip(*found, strict=True))
+def table(lines: list[Record]) -> Iterator[str]:
+    where, peak = lines[0], float(lines[0]["peak_tflops"])
+    yield f"{where['date']}, commit {where['commit']}, {where['machine']}, Python {where['python']}, torch"
+    yield f"{where['torch']}; a large product: {peak:.0f} TFLOP/s. Chunks x tokens x width, bfloat16 if no other type"
+    yield "is named; times in ms; MiB next to the inputs, with the gradient; errors relative to float64."
+    yield ""
+    yield "| size | form | floor | product | forward | both | replay | MiB | loss off | gradient off | |"
+    yield "| --- " * 11 + "|"
+    for line in lines:
+        floor = 1.5 * 2 * Size(*map(int, line["size"].split(" x "))).all_pairs / (float(line["peak_tflops"]) * 1e9)
+        times = (line[f"{name}_ms"] for name in ("product", "forward", "both", "replay"))
+        numbers = [f"{float(number):.3g}" if number else "" for number in (floor, *times)]
+        memory = f"{int(line['extra_bytes']) / 2**20:.0f}" if line["extra_bytes"] else ""
+        off = [f"{float(line[name]):.0e}" if line[name] else "" for name in ("loss_error", "gradient_error")]
+        size = line["size"] if line["dtype"] == "bfloat16" else f"{line['size']}, {line['dtype']}"
+        yield f"| {' | '.join((size, line['form'], *numbers, memory, *off, line['remark'].replace('|', '/')))} |"
 
 
 if __name__ == "__main__":

@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make gpu` runs, part by part; every part is a command of its own, which anyone can type."""
+"""The two calls of `make gpu`, as stages of parts that run side by side; every part is a command that anyone can type.
+
+Call a asks whether everything is right, call b how fast it is: there each part has the GPU for itself.
+"""
 
 from __future__ import annotations
 
-import shlex
+import os
+import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.records import ROOT
 from simreg_megatron.kernels.contrast import MODULES
 
-FORMS, ON_CPU = ("reference", *MODULES), ("reference", "tiled")
-MACHINE = "machine"
-# A step of one process that takes seconds on a CPU.
+CALLS = {"a": "is it right?", "b": "how fast is it?"}
+WORKERS = max(1, min(12, len(os.sched_getaffinity(0)) - 4))  # tests of one GPU at a time: each takes a core
+_PYTHON = (sys.executable, "-m")
+_LLAMA = ("bash", "launch/pretrain_llama.sh")
+_PYTEST = ("-q", "-rfEs", "-p", "no:cacheprovider", "-o", "junit_family=xunit2")
+# A step of one process that takes a fraction of a second on a CPU.
 _SMALL = (
-    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 2"
-)
+    "--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2", "--ffn-hidden-size", "64",
+    "--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "2", "--global-batch-size", "2",
+)  # fmt: skip
+_350M = (
+    "--model", "350m", "--micro-batch-size", "4", "--global-batch-size", "4", "--save", "",
+    "--make-vocab-size-divisible-by", "32000",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,77 +37,99 @@ class Part:
     """A command, and how it is judged.
 
     Attributes:
-        name: of the part and of its files: NAME.log, NAME.json and what it writes.
-        commands: after `python -m`; the second where the first runs out of GPU memory, and so on.
-        minutes: that it may take.
-        fine: statuses of a part that ran to its end; pytest ends with 1 where a test fails, 5 where it selects none.
-        environment: beside that of this process.
-        leaves: a file without which it did not run to its end, whatever its status says.
+        name: of the part and of its files: NAME.log and what it writes.
+        commands: the second runs if the first runs out of GPU memory, and so on.
+        seconds: its time limit, in a call of 450 s or less.
+        leaves: a file without which it did not run to its end, even if its status is fine.
+        fine: statuses of a part that ran to its end; pytest ends with 1 if a test fails, with 5 if it selects none.
     """
 
     name: str
     commands: tuple[tuple[str, ...], ...]
-    minutes: float
-    fine: tuple[int, ...] = (0,)
-    environment: dict[str, str] = field(default_factory=dict)
+    seconds: float = 100
     leaves: str = ""
-
-    def command_lines(self) -> list[list[str]]:
-        return [[sys.executable, "-m", *command] for command in self.commands]
+    fine: tuple[int, ...] = (0,)
 
 
-def all_parts(output: Path, *, quick: bool, pretend: bool) -> list[Part]:
-    """In the order in which they tell most: what is wrong first, what is slow next.
+@dataclass(frozen=True)
+class Setting:
+    """The folders of results and of caches, the launcher's arguments for the text, whether all is tiny and on a CPU."""
 
-    Args:
-        quick: the forms of the loss alone, two sizes of them, and one run of whole steps.
-        pretend: everything is tiny and on the CPU; the tests skip themselves.
-    """
-    environment = {"CUDA_VISIBLE_DEVICES": "", "SIMREG_CPU": "1"} if pretend else {"SIMREG_CPU": ""}
-    return [
-        Part(MACHINE, (("benchmarks.gpu.machine", str(output / "machine.json")),), 3, (0,), environment),
-        *_tests(output, environment, quick=quick),
-        *_forms(output, environment, sizes="tiny" if pretend else "few" if quick else "all", pretend=pretend),
-        *_steps(output, environment, quick=quick, pretend=pretend),
-    ]
+    output: Path
+    scratch: Path
+    text: tuple[str, ...]
+    pretend: bool = False
 
+    def stages(self, call: str) -> Iterator[list[Part]]:
+        return self._right() if call == "a" else ([part] for part in self._fast())
 
-def _tests(output: Path, environment: dict[str, str], *, quick: bool) -> Iterator[Part]:
-    """A file each, and the forms one by one: what breaks the device fails every later test of its process."""
-    files = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
-    files.sort(key=lambda name: name != "test_forms.py")
-    for file in files:
-        stem = file.removeprefix("test_").removesuffix(".py").replace("_", "-")
-        for impl in MODULES if file == "test_forms.py" else ("",):
-            name = "-".join(filter(None, ("tests", stem, impl)))
-            words = ("pytest", f"tests/gpu/{file}", "-q", "-rfEs", "-p", "no:cacheprovider")
-            chosen = ("-k", impl) if impl else ()
-            report = (f"--junitxml={output / name}.xml", "-o", "junit_family=xunit2")
-            minutes = 10 if impl else 30
-            if impl or not quick:
-                yield Part(name, ((*words, *chosen, *report),), minutes, (0, 1, 5), environment, f"{name}.xml")
+    def _right(self) -> Iterator[list[Part]]:
+        steps, simreg = ("--train-iters", "6" if self.pretend else "60"), ("--simreg-lambda", "1")
+        saving = ("--recipe", "paper", "--train-iters", "12", "--save-interval", "6")
+        demo = ("launch/demo.py", "--steps", steps[1], "--output", str(self.scratch / "demo"))
+        yield [
+            Part("doctor", ((*_PYTHON, "simreg_megatron.cli", "doctor", *(() if self.pretend else ("--gpu",))),)),
+            self._training("plain", *_LLAMA, *steps),
+            self._training("simreg", *_LLAMA, *steps, *simreg),
+            self._training("launch", "torchrun", _LLAMA[1], *steps, *simreg),  # as README has it
+            self._training("mixtral", "bash", "launch/pretrain_mixtral.sh", *steps, *simreg),
+            self._training("save", *_LLAMA, *saving, "--exit-interval", "6", run="saved"),
+        ]
+        yield [Part("demo", ((sys.executable, *demo),), 170), *self._tests()]
+        yield [
+            self._training("resume", *_LLAMA, *saving, "--auto-resume", run="saved"),
+            self._training("350m", *_LLAMA, *steps, "--recipe", "paper", *(() if self.pretend else _350M)),
+            *self._sanitizers(),
+        ]
 
+    def _fast(self) -> Iterator[Part]:
+        few, more = ("42", "42") if self.pretend else ("61", "101")
+        profile = ("--profile", str(self.output / "pairs-350m.profile.json"))
+        turns = ("--rounds", "1", "--steps", "21" if self.pretend else "40")
+        yield from (self._form(impl) for impl in ("gemm", "triton") if not self.pretend)  # they need a GPU
+        yield self._steps("pairs-350m", 16, "--kinds", "chunks", "--steps", more, *profile)
+        yield self._form("tiled")
+        yield self._steps("pairs-1.3b", 8, "--kinds", "chunks", "--steps", few)
+        yield self._steps("steps-350m", 16, "--kinds", "chunks,FFN", *turns)
+        yield self._steps("pairs-350m-whole", 16, "--kinds", "whole", "--steps", few)
+        yield self._form("reference")
 
-def _forms(output: Path, environment: dict[str, str], *, sizes: str, pretend: bool) -> Iterator[Part]:
-    device = "cpu" if pretend else "cuda"
-    for impl in ON_CPU if pretend else FORMS:
-        words = (impl, str(output / f"forms-{impl}.csv"), "--device", device, "--sizes", sizes)
-        yield Part(f"forms-{impl}", (("benchmarks.gpu.forms", *words),), 10, (0,), environment)
+    def _form(self, impl: str) -> Part:
+        file = f"forms-{impl}.csv"
+        return Part(f"forms-{impl}", ((*_PYTHON, "benchmarks.gpu.forms", impl, str(self.output / file)),), leaves=file)
 
+    def _training(self, name: str, *words: str, run: str = "") -> Part:
+        """A run of a launch script, with folders of its own."""
+        folder = self.scratch / (run or name)
+        own = ("--output", str(folder), "--data-cache-path", str(folder / "cache"), "--verbose", *self.text)
+        return Part(name, ((*words[:2], *own, *(_SMALL if self.pretend else ()), *words[2:]),))
 
-def _steps(output: Path, environment: dict[str, str], *, quick: bool, pretend: bool) -> Iterator[Part]:
-    """Alternating steps inside one run for every form, and whole runs in turns, which tell the memory, too."""
-    model = "tiny" if pretend else "350m"
-    batches = [_SMALL] if pretend else [f"--micro-batch-size {n} --global-batch-size {n}" for n in (8, 4, 2, 1)]
+    def _tests(self) -> Iterator[Part]:
+        """A file each, and the forms one by one: what breaks the device fails every later test of its process."""
+        for file in sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")):
+            stem = file.removeprefix("test_").removesuffix(".py").replace("_", "-")
+            workers = ("-n", str(WORKERS)) if stem == "one-gpu" else ()
+            for impl in MODULES if stem == "forms" else ("",):
+                name = "-".join(filter(None, ("tests", stem, impl)))
+                chosen = (*(("-k", impl) if impl else workers), f"--junitxml={self.output / name}.xml")
+                command = (*_PYTHON, "pytest", f"tests/gpu/{file}", *_PYTEST, *chosen)
+                yield Part(name, (command,), 240, f"{name}.xml", (0, 1, 5))
 
-    def part(name: str, module: str, words: str, more: str = "") -> Part:
-        common = ("--model", model, "--output", str(output / f"{name}.csv"), *shlex.split(words))
-        commands = tuple((f"benchmarks.{module}", *common, "--flags", f"{batch}{more}") for batch in batches)
-        return Part(name, commands, 12, (0,), environment)
+    def _sanitizers(self) -> Iterator[Part]:
+        """A test of each form under the checkers of memory accesses and, if it has kernels of its own, of races."""
+        for tool, impls in (("memcheck", MODULES), ("racecheck", ("gemm", "triton"))):
+            for impl in impls if shutil.which("compute-sanitizer") and not self.pretend else ():
+                checker = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *_PYTHON)
+                test = ("pytest", "tests/gpu/test_forms.py", "-k", f"strides and {impl}", *_PYTEST)
+                yield Part(f"{tool}-{impl}", ((*checker, *test),))
 
-    steps = 41 if pretend else 121 if quick else 221  # twenty for the start, windows of twenty, and one that ends them
-    yield part("pairs", "step_pairs", f"--steps {steps} --kinds {'chunks' if quick or pretend else 'chunks,whole'}")
-    if not quick:
-        for impl in MODULES if not pretend else ():
-            yield part(f"pairs-{impl}", "step_pairs", f"--steps {steps} --kinds chunks", f" --simreg-impl {impl}")
-        yield part("steps", "steps", f"--rounds 1 --steps {21 if pretend else 60} --kinds chunks,AdaGC")
+    def _steps(self, name: str, batch: int, *words: str) -> Part:
+        """Steps with the largest of the micro-batches `batch`, a half of it ... 1 that fits."""
+        kind, model = name.split("-")[:2]
+        module = f"benchmarks.{'steps' if kind == 'steps' else 'step_pairs'}"
+        output = ("--output", str(self.output / f"{name}.csv"))
+        common = (module, "--model", "tiny" if self.pretend else model, *output, *self.text, *words, "--flags")
+        batches = (batch >> half for half in range(batch.bit_length()))
+        flags = (f"--micro-batch-size {each} --global-batch-size {each}" for each in batches)
+        each_way = [" ".join(_SMALL)] if self.pretend else flags
+        return Part(name, tuple((*_PYTHON, *common, each) for each in each_way), 200, f"{name}.csv")

@@ -1,186 +1,173 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `make gpu`: what failed, what is slower than it should be, what passed, and how to send it."""
+"""The report of `make gpu`, of what its parts left in the folder: what failed, what was measured, how to send it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from benchmarks.gpu import results
-from benchmarks.gpu.parts import MACHINE
-from benchmarks.gpu.results import FAIL, PASS, SKIP, Case, Slow
-from benchmarks.gpu.run import ENDED, TOO_LONG, Outcome
+import torch
+
+from benchmarks import records, step_pairs, step_profile, steps
+from benchmarks.gpu import forms
+from benchmarks.gpu.run import ENDED, Outcome
+from benchmarks.records import Record, surroundings
 
 PRETENDED = "**Pretended: tiny sizes on a CPU, to try the plumbing. No number here says anything of a GPU.**"
-_IN_FULL = 10  # failed tests that are told with their traces: an issue holds 65536 characters
-_SEND = (
-    "Every report helps, failures most of all. Paste this page into the issue form \"Results from a GPU\", and attach",
-    "the CSV files beside it; or add the folder as `benchmarks/results/gpu/NAME-OF-THE-GPU` in a pull request. Read it",
-    "first: the ends of logs may hold names of your folders.",
-)  # fmt: skip
+PASS, FAIL, SKIP = "pass", "fail", "skip"
+_TORCHRUN = "distributed/elastic/multiprocessing/api.py"  # its first line; a screen of others follows
+_RESULTS = {"failure": FAIL, "error": FAIL, "skipped": SKIP}  # of two, the first counts
+_LOGGED = re.compile(r"iteration +(\d+)/.*?per iteration \(ms\): *([\d.]+).*?lm loss: (\S+)")
+_PACKAGES = ("triton", "transformer-engine", "apex")
+_SEND = """
+## Send it
+
+Every report helps, failures most of all. Paste this page into the issue form "Results from a GPU" and attach the CSV
+files, or add the folder as `benchmarks/results/gpu/NAME-OF-THE-GPU` in a pull request. Read it first: the ends of logs
+may hold names of your folders."""
 
 
-def facts(output: Path) -> dict[str, str]:
-    """What the machine said of itself; empty where it could not."""
+def facts() -> dict[str, Any]:
+    """What this machine has, by name; what can be imported of it, the part `doctor` says."""
+    installed = {found.name.replace("_", "-"): found.version for found in metadata.distributions()}
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     try:
-        return json.loads((output / f"{MACHINE}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+        gpus = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        gpus = f"unknown: {type(error).__name__}"
+    return {
+        **surroundings(), "GPUs, memory, driver": gpus, "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(), **{name: installed.get(name, "not installed") for name in _PACKAGES},
+    }  # fmt: skip
 
 
-def all_tests(output: Path, outcomes: Iterable[Outcome]) -> list[Case]:
-    found: list[Case] = []
-    for outcome in outcomes:
-        path = output / f"{outcome.name}.xml"
-        if path.exists():
-            try:
-                found += results.tests(path)
-            except ElementTree.ParseError as error:
-                found.append(Case(f"{outcome.name}.xml", FAIL, 0.0, f"the file is not whole: {error}"))
-    return found
+class Case(NamedTuple):
+    """One of pytest's; `reason`: why it was skipped, or the first line of its failure."""
+
+    name: str
+    result: str
+    seconds: float
+    reason: str = ""
 
 
-def has_failed(output: Path, outcomes: Sequence[Outcome]) -> bool:
-    """Whether a test failed, or a part did not run to its end."""
-    return any(test.result == FAIL for test in all_tests(output, outcomes)) or not all(
-        outcome.state == ENDED for outcome in outcomes
-    )
+def tests(path: Path) -> list[Case]:
+    """Read a junit file; a test that failed and then failed in its teardown, too, is one failure."""
+    found: dict[str, Case] = {}
+    try:
+        for case in ElementTree.parse(path).iter("testcase"):  # noqa: S314  (pytest wrote it, a moment ago)
+            name = "::".join(filter(None, (case.get("classname", "").rpartition(".")[2], case.get("name", ""))))
+            end = next((child for tag in _RESULTS for child in case.iter(tag)), None)
+            result = PASS if end is None else _RESULTS[end.tag]
+            reason = "" if end is None else (end.get("message") or end.text or "").strip().split("\n")[0][:300]
+            if name not in found or found[name].result != FAIL:
+                found[name] = Case(name, result, float(case.get("time", "0")), reason)
+    except FileNotFoundError:
+        return []
+    except ElementTree.ParseError as error:  # pytest was killed while it wrote
+        return [Case(path.name, FAIL, 0.0, f"the file is not whole: {error}")]
+    return list(found.values())
 
 
-def text(output: Path, outcomes: Sequence[Outcome], *, pretend: bool = False) -> str:
-    """The page, of what lies in the folder."""
-    tests = all_tests(output, outcomes)
-    pages = (
-        _head(facts(output), pretend),
-        _summary(tests, outcomes),
-        _failed(output, tests, outcomes),
-        _slow(list(_slow_ones(output, outcomes))),
-        _listed("Passed", [test for test in tests if test.result == PASS]),
-        _listed("Skipped", [test for test in tests if test.result == SKIP]),
-        _forms([line for name in _named(outcomes, "forms-") for line in results.lines(output / f"{name}.csv")]),
-        *(_table_of(output / f"{name}.md") for name in _named(outcomes, "pairs", "steps")),
-        _parts(outcomes),
-        ("## Send it", "", *_SEND),
-    )
-    return "\n".join("\n".join(page) + "\n" for page in map(list, pages) if page)
+def lines(path: Path) -> list[Record]:
+    """Read a CSV file; of one that was still being written, the lines that it has."""
+    source = path if path.exists() else path.with_name(f"{path.name}.part")
+    return records.read(source) if source.exists() else []
 
 
-def _head(found: dict[str, str], pretend: bool) -> Iterator[str]:
-    yield f"# {found.get('GPUs', 'unknown GPUs')}, simreg-megatron at {found.get('commit', 'unknown')}"
-    if pretend:
-        yield from ("", PRETENDED)
-    if found:
-        yield from ("", *_table(("machine", ""), found.items()))
+def training(log: Path) -> tuple[str, ...]:
+    """First and last logged step of a run with their language-model losses, and ms of the last; empty if none is."""
+    found = _LOGGED.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
+    return (found[0][0], found[0][2], found[-1][0], found[-1][2], found[-1][1]) if found else ()
 
 
-def _summary(tests: list[Case], outcomes: Sequence[Outcome]) -> Iterator[str]:
-    counts = {result: sum(test.result == result for test in tests) for result in (PASS, FAIL, SKIP)}
-    ended = sum(outcome.state == ENDED for outcome in outcomes)
-    yield (
-        f"Tests: {counts[PASS]} passed, {counts[FAIL]} failed, {counts[SKIP]} skipped. "
-        f"{ended} of {len(outcomes)} parts ran to their end."
-    )
+def tail(path: Path, count: int = 60) -> str:
+    """The last lines of a log, without what progress bars wrote over and what torchrun says of a rank that failed."""
+    if not path.exists():
+        return "no log"
+    text = path.read_bytes().decode("utf-8", errors="replace")  # read as text, a return would be a new line
+    before, failed, _ = text.partition(_TORCHRUN)
+    text = (before.rpartition("\n")[0] if failed else text).strip()
+    return "\n".join(line.rpartition("\r")[2][:300] for line in text.split("\n")[-count:])
 
 
-def _failed(output: Path, tests: list[Case], outcomes: Iterable[Outcome]) -> Iterator[str]:
-    yield "## Failed"
-    nothing = True
-    for outcome in outcomes:
-        if outcome.state != ENDED:
-            nothing = False
-            why = "ran into its time limit" if outcome.state == TOO_LONG else f"ended with status {outcome.status}"
-            yield from ("", f"The part `{outcome.name}` {why} after {outcome.seconds:.0f} s. The end of its log:")
-            yield from _fenced(results.tail(output / f"{outcome.name}.log"))
-    for number, test in enumerate(test for test in tests if test.result == FAIL):
-        nothing = False
-        yield from ("", f"`{test.name}`: {_plain(test.reason)}")
-        if number < _IN_FULL:
-            yield from _fenced("\n".join(test.detail.split("\n")[-25:]) or "no more is known")
-    if nothing:
-        yield from ("", "Nothing.")
+class Report:
+    """The page OUTPUT/report.md, written again for each outcome.
+
+    Attributes:
+        failed: whether a test or a part failed.
+    """
+
+    def __init__(self, output: Path, *, pretend: bool) -> None:
+        self.output, self.pretend, self.failed = output, pretend, True
+        self._outcomes: list[Outcome] = []
+        self._machine = facts()
+        (output / "machine.json").write_text(json.dumps(self._machine, indent=1) + "\n", encoding="utf-8")
+
+    def add(self, outcome: Outcome) -> None:
+        print(f"{outcome.name}: {outcome.state}, {outcome.seconds:.0f} s", flush=True)
+        self._outcomes.append(outcome)
+        cases = {one.name: tests(self.output / f"{one.name}.xml") for one in self._outcomes}
+        bad = [one for one in self._outcomes
+               if one.state != ENDED or any(case.result == FAIL for case in cases[one.name])]  # fmt: skip
+        self.failed = bool(bad)
+        page = "\n".join(self._page([case for its in cases.values() for case in its], bad)) + "\n"
+        (self.output / "report.md").write_text(page, encoding="utf-8")
+
+    def _page(self, cases: Sequence[Case], bad: Sequence[Outcome]) -> Iterator[str]:
+        yield f"# {self._machine['machine']}, simreg-megatron at {self._machine['commit']}"
+        yield from ("", PRETENDED) if self.pretend else ()
+        yield from ("", *_table(("machine", ""), self._machine.items()), "")
+        counts = (f"{sum(case.result == kind for case in cases)} {kind}" for kind in (PASS, FAIL, SKIP))
+        ended = sum(one.state == ENDED for one in self._outcomes)
+        yield f"Tests: {', '.join(counts)}. {ended} of {len(self._outcomes)} parts ran to their end."
+        yield from ("", "## Failed", "", *(() if bad else ("Nothing.",)))
+        for one in bad:
+            yield from (f"`{one.name}` {one.state}, status {one.status}, {one.seconds:.0f} s. The end of its log:", "")
+            yield from ("~~~~text", tail(self.output / f"{one.name}.log").replace("~~~~", "~~~"), "~~~~", "")
+        logs = {one.name: self.output / f"{one.name}.log" for one in self._outcomes}
+        runs = ((name, *found) for name, log in logs.items() if (found := training(log)))
+        yield from ("", "## Trainings", "", *_table(("run", "step", "lm loss", "step", "lm loss", "ms"), runs))
+        yield from self._measured()
+        yield from ("", "## Tests", "", "<details><summary>All</summary>", "")
+        rows = ((f"`{case.name}`", case.result, f"{case.seconds:.1f}", case.reason) for case in cases)
+        yield from (*_table(("test", "result", "s", "reason"), rows), "", "</details>", "", "## Parts", "")
+        yield from _table(("part", "state", "s"), ((x.name, x.state, f"{x.seconds:.0f}") for x in self._outcomes))
+        yield _SEND
+
+    def _measured(self) -> Iterator[str]:
+        measured = {one.name: its for one in self._outcomes if (its := lines(self.output / f"{one.name}.csv"))}
+        of_forms = [line for name, its in measured.items() if name.startswith("forms-") for line in its]
+        if of_forms:
+            sizes = list(dict.fromkeys(line["size"] for line in of_forms))
+            of_forms.sort(key=lambda line: sizes.index(line["size"]))
+            yield from ("", "## Forms of the loss", "", *_made(forms.table, of_forms))
+        for name, its in measured.items():
+            if name.startswith("steps"):
+                yield from ("", f"## {name}", "", *_made(steps.table, its))
+            elif name.startswith("pairs"):
+                profile = self.output / f"{name}.profile.json"
+                profiles = json.loads(profile.read_text(encoding="utf-8")) if profile.exists() else []
+                yield from ("", f"## {name}", "", *_made(step_pairs.table, its), "")
+                yield from _made(step_profile.table, profiles)
 
 
-def _slow_ones(output: Path, outcomes: Iterable[Outcome]) -> Iterator[Slow]:
-    for outcome in outcomes:
-        found = results.lines(output / f"{outcome.name}.csv")
-        if outcome.name.startswith("forms-"):
-            yield from results.slow_forms(found)
-        elif outcome.name.startswith("pairs"):
-            yield from results.slow_steps(outcome.name, found)
+def _made(table: Callable[[list[Any]], Iterable[str]], rows: list[Any]) -> list[str]:
+    """The table; of rows that a part broke off, it may be impossible, which ends nothing else."""
+    try:
+        return list(table(rows))
+    except Exception as error:
+        return [f"No table of {len(rows)} rows: {type(error).__name__}: {error}"]
 
 
-def _slow(found: list[Slow]) -> Iterator[str]:
-    yield from ("## Slower than it should be", "")
-    if not found:
-        yield "Nothing that was measured."
-        return
-    yield from _table(("what", "measured", "aim"), ((one.what, one.measured, one.aim) for one in found))
-
-
-def _listed(title: str, tests: list[Case]) -> Iterator[str]:
-    yield from (f"## {title}", "")
-    if not tests:
-        yield "None."
-        return
-    yield from ("<details><summary>", f"{len(tests)} tests", "</summary>", "")
-    yield from _table(
-        ("test", "s", "reason"), ((f"`{test.name}`", f"{test.seconds:.1f}", test.reason) for test in tests)
-    )
-    yield from ("", "</details>")
-
-
-def _forms(found: list[dict[str, str]]) -> Iterator[str]:
-    yield from (
-        "## Forms of the loss",
-        "",
-        "Chunks x tokens x width. Beside one plain product of all pairs of the same",
-    )
-    yield from ("rows, with which each took turns. MiB are beside the inputs; errors are relative, to float64.", "")
-    yield from _table(
-        ("form", "size", "pass", "ms", "/ product", "MiB", "error of loss", "of gradient", "remark"), map(_form, found)
-    )
-
-
-def _form(line: dict[str, str]) -> tuple[str, ...]:
-    if not line["seconds"]:
-        return (line["form"], line["size"], line["pass"], "", "", "", "", "", line["remark"])
-    seconds, product = float(line["seconds"]), float(line["product_seconds"])
-    errors = (f"{float(line[name]):.0e}" if line[name] else "" for name in ("loss_error", "gradient_error"))
-    times = (f"{1e3 * seconds:.3f}", f"{seconds / product:.2f}", f"{int(line['extra_bytes']) / 2**20:.1f}")
-    return (line["form"], line["size"], line["pass"], *times, *errors, line["remark"])
-
-
-def _table_of(path: Path) -> Iterator[str]:
-    if path.exists():
-        yield from (f"## Steps: {path.stem}", "", *path.read_text(encoding="utf-8").strip().split("\n"))
-
-
-def _parts(outcomes: Iterable[Outcome]) -> Iterator[str]:
-    yield from ("## Parts", "")
-    rows = (
-        (outcome.name, outcome.state, f"{outcome.seconds:.0f}", "kept from an earlier call" if outcome.kept else "")
-        for outcome in outcomes
-    )
-    yield from _table(("part", "state", "s", ""), rows)
-
-
-def _named(outcomes: Iterable[Outcome], *begins: str) -> list[str]:
-    return [outcome.name for outcome in outcomes if outcome.name.startswith(begins)]
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{' --- |' * len(head)}"
     for row in rows:
-        yield f"| {' | '.join(map(_plain, row))} |"
-
-
-def _plain(cell: str) -> str:
-    """In one line of a table."""
-    return " ".join(cell.replace("|", "\\|").split())
-
-
-def _fenced(words: str) -> Iterator[str]:
-    yield from ("", "~~~~text", words.replace("~~~~", "~~~"), "~~~~")
+        cells = (" ".join(str(cell).replace("|", "\\|").split()) for cell in row)  # in one line
+        yield f"| {' | '.join(cells)} |"

@@ -24,7 +24,7 @@ Words = list[str]
 
 _OPERATORS = {"&&", "||", "|", ";"}
 _TORCHRUN = re.compile(r"--(nproc-per-node|nnodes|node-rank|master-addr|master-port|rdzv-\w+|standalone)$")
-NOT_OURS = {"apt-get", "cp", "git", "hf", "mkdir", "pip", "pre-commit", "scancel", "source", "touch"}
+NOT_OURS = {"apt-get", "cp", "git", "hf", "mkdir", "pip", "pre-commit", "scancel", "source", "tar", "touch"}
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 

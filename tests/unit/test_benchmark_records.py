@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import shutil
 import sys
@@ -24,10 +25,11 @@ from benchmarks import (
     step_pairs,
     steps,
 )
-from benchmarks.alternating_run import is_plain
 from benchmarks.cases import Size
+from benchmarks.gpu import forms
 from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
+from benchmarks.train import is_plain
 from simreg_megatron.reproduce.check import read_tables, violations
 from simreg_megatron.reproduce.verdict import judge, machines_of
 
@@ -85,28 +87,36 @@ def test_the_paper_is_quoted_with_the_model_it_measured() -> None:
     ]  # fmt: skip
 
 
-TABLES = {"objectives": objectives.table, "objective_cost": objective_cost.table, "preprocessing": preprocessing.table}
-PAGES = {
-    "preprocessing": "data.md", "steps-tiny": "performance.md", "objectives": "objectives.md",
-    "objective_cost": "objectives.md",
+TABLES = {
+    "objectives": objectives.table, "objective_cost": objective_cost.table, "preprocessing": preprocessing.table,
+    "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h200/pairs": step_pairs.table,
+    "gpu/h200/forms": forms.table,
 }  # fmt: skip
+PAGES = {"preprocessing": "data.md", "objectives": "objectives.md", "objective_cost": "objectives.md"}
 
 
 def test_every_page_has_a_place_for_its_table() -> None:
-    for name, page in PAGES.items():
-        table = records.quoted((ROOT / "docs" / page).read_text(encoding="utf-8"), name)
+    for name in TABLES:
+        page = ROOT / "docs" / PAGES.get(name, "performance.md")
+        table = records.quoted(page.read_text(encoding="utf-8"), name)
         assert table.count("\n|") > 3, name
 
 
 def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None:
-    kept = [path for path in sorted(RESULTS.glob("*.csv")) if path.stem in TABLES or path.stem.startswith("steps-")]
-    assert PAGES.keys() <= {path.stem for path in kept}
-    for path in kept:
-        text = "\n".join(TABLES.get(path.stem, steps.table)(records.read(path))) + "\n"
-        assert path.with_suffix(".md").read_text() == text, f"run it once more with --from {path}"
-        if path.stem in PAGES:
-            page = ROOT / "docs" / PAGES[path.stem]
-            assert records.quoted(page.read_text(encoding="utf-8"), path.stem) == text
+    for name, table in TABLES.items():
+        text = "\n".join(table(records.read(RESULTS / f"{name}.csv"))) + "\n"
+        assert (RESULTS / f"{name}.md").read_text() == text, f"run it once more with --from {name}.csv"
+        page = ROOT / "docs" / PAGES.get(name, "performance.md")
+        assert records.quoted(page.read_text(encoding="utf-8"), name) == text
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in (RESULTS / "gpu").iterdir()))
+def test_rows_of_a_gpu_name_their_card_versions_and_commit(folder: str) -> None:
+    facts = json.loads((RESULTS / "gpu" / folder / "machine.json").read_text())
+    rows = [row for path in (RESULTS / "gpu" / folder).glob("*.csv") for row in records.read(path)]
+    assert rows and facts["GPUs, memory, driver"]
+    for name in ("machine", "commit", "torch", "megatron_core", "python"):
+        assert {row[name] for row in rows} == {facts[name]}
 
 
 def test_the_evidence_that_is_kept_passes_its_own_protocol() -> None:
@@ -234,7 +244,7 @@ def test_pairs_of_steps_are_compared_within_their_window() -> None:
         for factor in (1.0 if is_plain(step) else 1.02,)
     ]  # fmt: skip
     rows = [row.split(" | ") for row in step_pairs.table(lines) if row.startswith("| SimReg")]
-    assert [row[3] for row in rows] == ["+2.0 %", "+7.0 %", "+2.0 %"] and {row[5] for row in rows} == {"3 |"}
+    assert [row[3] for row in rows] == ["+2.0 %", "+2.0 %", "+7.0 %", "+2.0 %"] and {row[5] for row in rows} == {"3 |"}
 
 
 def test_what_is_kept_stays_small() -> None:

@@ -1,62 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu` without a GPU: the whole way with `--pretend`, parts that fail, and reports of doctored results."""
+"""`make gpu` without a GPU: both calls with `--pretend`, parts that fail, and reports of doctored results."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import runpy
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import launched, records
-from benchmarks.alternating_run import is_plain
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import report, results, run
-from benchmarks.gpu.parts import FORMS, MACHINE, Part, all_parts
-from benchmarks.gpu.results import FAIL, PASS, SKIP, Case
-from benchmarks.gpu.run import ENDED, FAILED, TOO_LONG, Outcome
+from benchmarks.gpu import report, run
+from benchmarks.gpu.parts import CALLS, Part, Setting
+from benchmarks.gpu.report import FAIL, PASS, SKIP, Case, Report
+from benchmarks.gpu.run import ENDED, FAILED, NO_TIME, TOO_LONG, Outcome, Runner
 from launch.launcher import make_parser
 from launch.plan import Machine, build_plan
 from simreg_megatron.kernels.contrast import MODULES
 
-
-@pytest.fixture
-def the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two calls of one test nobody else edits a file."""
-    monkeypatch.setattr(gpu, "_code", lambda: "these files")
-
-
-# The whole way -------------------------------------------------------------------------------------------------------
+# Both calls ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_pairs", [False, True], ids=["without pairs", "with pairs"])
-@pytest.mark.usefixtures("the_same_code")
-def test_pretend_goes_all_the_way_on_a_cpu(with_pairs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_pretend_goes_all_the_way_on_a_cpu(call: str, tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")
-    words = ["--pretend", "--output", str(tmp_path), "--only", f"tests-mamba,forms-tiled{',pairs' * with_pairs}"]
-    assert gpu.main(words) == 0
+    assert gpu.main(["--pretend", "--output", str(tmp_path), "--calls", call]) == 0
     page = (tmp_path / "report.md").read_text()
-    assert page.startswith("# no GPU") and report.PRETENDED in page
-    assert f"| torch | {torch.__version__}, CUDA" in page and "| Transformer Engine | " in page
-    assert "| `test_mamba::test_mamba_layers` | 0.0 | torch sees no CUDA device |" in page
-    assert "Tests: 0 passed, 0 failed, 1 skipped. {0} of {0} parts ran to their end.".format(3 + with_pairs) in page
-    assert "| tiled | 2 x 64 x 32 | forward+backward | " in page
-    assert ("| SimReg, chunks | time on the wall | " in page and "--hidden-size 32" in page) == with_pairs
-    (line,) = (line for line in results.lines(tmp_path / "forms-tiled.csv") if line["size"] == "1 x 100 x 48"
-               and line["pass"] == "forward+backward")  # fmt: skip
-    assert float(line["seconds"]) > 0 < float(line["product_seconds"]) and float(line["gradient_error"]) < 1e-4
-
-    monkeypatch.setattr(run, "_status", lambda command, *_: 0 if "benchmarks.gpu.machine" in command else pytest.fail())
-    assert gpu.main(words) == 0, "what ended is kept"
-    assert (tmp_path / "report.md").read_text().count("kept from an earlier call") == 2 + with_pairs
+    assert report.PRETENDED in page and "## Failed\n\nNothing.\n" in page
+    assert f"| torch | {torch.__version__} |" in page and "| transformer-engine | " in page
+    if call == "a":
+        assert "| `test_mamba::test_mamba_layers` | skip | 0.0 | torch sees no CUDA device |" in page
+        assert all(f"\n| {name} | 1 | " in page for name in ("plain", "simreg", "launch", "mixtral", "save"))
+        assert "\n| resume | 7 | " in page, "it goes on where save ended"
+    else:
+        assert "| 2 x 64 x 32, float32 | tiled | " in page and "No table" not in page
+        assert "| SimReg, chunks | time on the wall | " in page and "--hidden-size 32" in page
+        assert "| a profiled step | plain | with SimReg |" in page and "## steps-350m" in page
 
 
 def test_without_a_gpu_one_sentence(
@@ -69,184 +54,185 @@ def test_without_a_gpu_one_sentence(
     assert not (tmp_path / "none").exists()
 
 
+def test_a_call_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--pretend", "--calls", "a,c"])
+    assert "--calls takes a, b or some of them, with commas; got a,c" in capsys.readouterr().err
+
+
 # Parts ---------------------------------------------------------------------------------------------------------------
 
 
 def python(*statements: str) -> tuple[str, ...]:
-    """A module that runs these statements once; the status is 1 where one raises."""
-    return ("timeit", "-n1", "-r1", "; ".join(statements))
+    """A command that runs these statements; the status is 1 if one raises."""
+    return (sys.executable, "-c", "\n".join(statements))
 
 
 @pytest.fixture
-def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """called(parts, *words): the status of `make gpu` with these parts alone."""
+def run_parts(tmp_path: Path) -> Callable[..., dict[str, Outcome]]:
+    """run_parts(stage, stage, ..., seconds=450): the outcomes by name; results lie in tmp_path."""
 
-    def call(parts: Sequence[Part], *words: str) -> int:
-        monkeypatch.setattr(gpu, "all_parts", lambda *_, **__: list(parts))
-        return gpu.main(["--pretend", "--output", str(tmp_path), *words])
+    def run_them(*stages: list[Part], seconds: float = 450.0) -> dict[str, Outcome]:
+        found: list[Outcome] = []
+        Runner(tmp_path, seconds, {"GIVEN": "yes"}).run(stages, found.append)
+        return {one.name: one for one in found}
 
-    return call
+    return run_them
 
 
-def test_a_part_that_fails_is_told_and_the_rest_runs(called: Callable[..., int], tmp_path: Path) -> None:
-    broken, absent = Part("broken", (python("1 / 0"),), 1), Part("absent", (("no_such_module",),), 1)
-    parts = (broken, absent, Part("whole", (python("pass"),), 1))
-    assert called(parts) == 1
+def test_parts_of_a_stage_run_side_by_side_and_stages_in_turn(
+    run_parts: Callable[..., dict[str, Outcome]], tmp_path: Path
+) -> None:
+    def meets(name: str, other: str) -> Part:
+        wait = f"while not pathlib.Path('{tmp_path}/{other}').exists(): time.sleep(0.01)"
+        return Part(name, (python("import pathlib, time", f"open('{tmp_path}/{name}', 'w')", wait),))
+
+    after = python("import os, pathlib", f"assert pathlib.Path('{tmp_path}/one').exists() and os.environ['GIVEN']")
+    found = run_parts([meets("one", "two"), meets("two", "one")], [], [Part("after", (after,))])
+    assert [one.state for one in found.values()] == [ENDED] * 3 and list(found)[2] == "after"
+
+
+def test_the_report_is_written_after_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, absent = Part("broken", (python("1 / 0"),)), Part("absent", (("/no/such/program",),))
+    reads = python(f"page = open('{tmp_path}/report.md').read()", "assert '| broken | failed |' in page, page")
+    monkeypatch.setattr(launched, "text", lambda options: ())
+    monkeypatch.setattr(Setting, "stages", lambda self, call: [[broken, absent], [Part("whole", (reads,))]])
+    assert gpu.main(["--pretend", "--output", str(tmp_path), "--calls", "a"]) == 1
     page = (tmp_path / "report.md").read_text()
-    assert "The part `broken` ended with status 1 after" in page and "ZeroDivisionError: division by zero" in page
-    assert "No module named no_such_module" in page
-    assert "| broken | failed |" in page and "| whole | ended |" in page
-    assert "1 of 3 parts ran to their end" in page
+    assert "`broken` failed, status 1, " in page and "ZeroDivisionError: division by zero" in page
+    assert "No such file or directory: '/no/such/program'" in page
+    assert "| whole | ended |" in page and "1 of 3 parts ran to their end" in page
+    assert gpu.main(["--pretend", "--output", str(tmp_path), "--calls", "a", "--only", "who,no"]) == 0
+    assert "1 of 1 parts" in (tmp_path / "report.md").read_text()
 
 
-def test_a_part_that_takes_too_long_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_takes_too_long_leaves_nothing_behind(
+    run_parts: Callable[..., dict[str, Outcome]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks of torchrun are in sessions of their own: neither a signal nor the death of their parent ends them."""
-    number = tmp_path / "pid"
-    start = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # in the background it is ignored
-        f"import subprocess; child = subprocess.Popen(['sleep', '600'], start_new_session=True); "
-        f"open('{number}', 'w').write(str(child.pid)); print('begun', flush=True); child.wait()"
-    )
-    ended = subprocess.Popen.wait
-
-    def wait(process: subprocess.Popen, timeout: float | None = None) -> int:
-        if timeout is None or timeout < 300:
-            return ended(process, timeout)
-        while not (tmp_path / "long.log").read_text().endswith("begun\n"):
-            assert process.poll() is None
-            time.sleep(0.01)
-        raise subprocess.TimeoutExpired(process.args, timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", wait)
-    outcome = run.run(Part("long", (python(start),), 10), tmp_path, "")
-    assert outcome.state == TOO_LONG
-    assert results.tail(tmp_path / "long.log").split("\n")[1] == "begun"
+    number, log = tmp_path / "pid", tmp_path / "long.log"
+    start = python(
+        "import signal, subprocess", "signal.signal(signal.SIGINT, signal.SIG_DFL)",
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)",
+        f"open('{number}', 'w').write(str(child.pid))", "print('begun', flush=True)", "child.wait()",
+    )  # fmt: skip
+    has_begun = lambda: log.exists() and log.read_text().endswith("\nbegun\n")  # noqa: E731
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: 1e9 if has_begun() else 0.0))
+    found = run_parts([Part("long", (start,), 240)], [Part("later", (python("pass"),))])
+    assert found["long"].state == TOO_LONG and found["later"] == Outcome("later", NO_TIME)
     child = b""
-    with contextlib.suppress(OSError):  # it is gone, or nobody has waited for it
+    with contextlib.suppress(OSError):  # it is gone, or has no parent that waits for it
         child = Path("/proc", number.read_text(), "environ").read_bytes()
     assert not child, "it has its memory"
-    page = report.text(tmp_path, [outcome])
-    assert "The part `long` ran into its time limit after" in page and "begun" in page
-    assert report.has_failed(tmp_path, [outcome])
 
 
-@pytest.mark.usefixtures("the_same_code")
-def test_what_ended_is_not_run_again_unless_asked(called: Callable[..., int], tmp_path: Path) -> None:
-    def parts(more: str = "pass") -> list[Part]:
-        write = f"open('{tmp_path}/%s', 'a').write('x')"
-        commands = {"whole": python(write % "whole", more), "broken": python(write % "broken", "1 / 0")}
-        return [Part(name, (command,), 1) for name, command in commands.items()]
-
-    def counts() -> list[int]:
-        return [len((tmp_path / name).read_text()) for name in ("whole", "broken")]
-
-    assert called(parts()) == called(parts()) == 1
-    assert counts() == [1, 2], "what failed is run again"
-    called(parts(), "--again")
-    assert counts() == [2, 3]
-    called(parts("1"))
-    assert counts() == [3, 4], "another command is another part"
-    called(parts("1"), "--only", "who")
-    assert counts() == [3, 4]
-
-
-def test_results_of_other_code_are_not_kept(
-    called: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("seconds", "state"), [(450, TOO_LONG), (1800, ENDED)])
+def test_time_limits_grow_with_the_call(
+    seconds: float, state: str, run_parts: Callable[..., dict[str, Outcome]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = Part("whole", (python(f"open('{tmp_path}/count', 'a').write('x')"),), 1)
-    for code in ("old", "new", "new"):
-        monkeypatch.setattr(gpu, "_code", lambda code=code: code)
-        called([part])
-    assert (tmp_path / "count").read_text() == "xx"
+    """A part of 100 s that is there after 300 s: the clock is read once for the call and once as the part begins."""
+    read: list[float] = []
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: read.append(0) or (300.0 if read[2:] else 0.0)))
+    wait = python("import time", "time.sleep(600)") if state == TOO_LONG else python("import time", "time.sleep(0.3)")
+    assert run_parts([Part("one", (wait,), 100)], seconds=seconds)["one"].state == state
 
 
-def test_where_memory_does_not_suffice_the_next_command_runs(tmp_path: Path) -> None:
+def test_where_memory_does_not_suffice_the_next_command_runs(
+    run_parts: Callable[..., dict[str, Outcome]], tmp_path: Path
+) -> None:
     out = python("raise MemoryError('CUDA out of memory. Tried to allocate 20 GiB')")
-    assert run.run(Part("fits", (out, python("print('small')")), 1), tmp_path, "").state == ENDED
+    stage = [
+        Part("fits", (out, python("print('small')"))), Part("never", (out, out)),
+        Part("other", (python("1 / 0"), python("pass"))),
+    ]  # fmt: skip
+    found = run_parts(stage)
+    assert [found[name].state for name in ("fits", "never", "other")] == [ENDED, FAILED, FAILED]
     assert "small" in (tmp_path / "fits.log").read_text()
-    assert run.run(Part("never", (out, out), 1), tmp_path, "").state == FAILED
-    assert run.run(Part("other", (python("1 / 0"), python("pass")), 1), tmp_path, "").state == FAILED
 
 
-def test_tests_that_left_no_list_did_not_run(tmp_path: Path) -> None:
-    """Where pytest is missing python ends with the status of pytest where a test fails."""
-    command, leaving = python("raise SystemExit(1)"), python(f"open('{tmp_path}/tests.xml', 'w'); raise SystemExit(1)")
-    assert run.run(Part("tests", (command,), 1, (0, 1, 5), leaves="tests.xml"), tmp_path, "").state == FAILED
-    assert run.run(Part("tests", (leaving,), 1, (0, 1, 5), leaves="tests.xml"), tmp_path, "").state == ENDED
-    parts = all_parts(tmp_path, quick=False, pretend=False)
-    assert all((f"--junitxml={tmp_path / part.leaves}" in part.commands[0]) == bool(part.leaves) for part in parts)
-    assert sum(bool(part.leaves) for part in parts) > 5
+def test_what_left_no_file_did_not_run(run_parts: Callable[..., dict[str, Outcome]], tmp_path: Path) -> None:
+    """Where pytest is missing python ends with the status of pytest where a test fails; an old file does not count."""
+    (tmp_path / "tests.xml").write_text("of an earlier call")
+    ends, leaves = python("raise SystemExit(1)"), python(f"open('{tmp_path}/two.xml', 'w')", "raise SystemExit(1)")
+    found = run_parts([
+        Part("tests", (ends,), 100, "tests.xml", (0, 1, 5)), Part("two", (leaves,), 100, "two.xml", (0, 1, 5)),
+    ])  # fmt: skip
+    assert (found["tests"].state, found["two"].state) == (FAILED, ENDED)
 
 
-def test_stopped_by_hand_it_reports_what_it_has(
-    called: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object) -> None:
+def test_stopped_by_hand_nothing_is_left_running(tmp_path: Path) -> None:
+    def interrupt(_: Outcome) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "run", stop)
-    assert called([Part("first", (python("pass"),), 1)]) == 130
-    assert "0 of 0 parts" in (tmp_path / "report.md").read_text()
+    long = python("import time", f"open('{tmp_path}/begun', 'w')", "time.sleep(600)")
+    short = python("import pathlib, time", f"while not pathlib.Path('{tmp_path}/begun').exists(): time.sleep(0.01)")
+    with pytest.raises(KeyboardInterrupt):
+        Runner(tmp_path, 600.0, {}).run([[Part("short", (short,)), Part("long", (long,), 600)]], interrupt)
+    running = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            running.append(path.read_bytes())
+    assert running and not any(long[2].encode() in command for command in running)
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_the_parts_on_a_gpu(quick: bool, tmp_path: Path) -> None:
-    parts = all_parts(tmp_path, quick=quick, pretend=False)
-    names = [part.name for part in parts]
-    assert names[0] == MACHINE and len(set(names)) == len(names)
-    assert {f"tests-forms-{impl}" for impl in MODULES} | {f"forms-{impl}" for impl in FORMS} <= set(names)
-    files = {word for part in parts for word in part.commands[0] if word.startswith("tests/gpu/")}
-    wanted = {f"tests/gpu/{path.name}" for path in (records.ROOT / "tests" / "gpu").glob("test_*.py")}
-    assert files == ({"tests/gpu/test_forms.py"} if quick else wanted)
-    assert not any("--pretend" in word or word == "cpu" for part in parts for word in part.commands[0])
+@pytest.fixture(params=[False, True], ids=["on a GPU", "pretended"])
+def parts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Part]:
+    monkeypatch.setattr("benchmarks.gpu.parts.shutil.which", lambda program: f"/usr/bin/{program}")
+    text = ("--data", "text/train", "--tokenizer", "text/t.model")
+    setting = Setting(tmp_path / "out", tmp_path / "scratch", text, request.param)
+    found = [part for call in CALLS for stage in setting.stages(call) for part in stage]
+    assert len({part.name for part in found}) == len(found), "each has files of its own"
+    return {part.name: part for part in found}
 
 
-@pytest.mark.parametrize("pretend", [False, True])
-def test_every_command_is_one_that_its_module_takes(
-    pretend: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to the measurement; and Megatron's flags are a plan of the launcher's for one GPU."""
+def is_pretended(parts: dict[str, Part]) -> bool:
+    return "memcheck-tiled" not in parts
+
+
+def test_all_tests_and_forms_are_among_the_parts(parts: dict[str, Part]) -> None:
+    commands = [command for part in parts.values() for command in part.commands]
+    files = {word for command in commands for word in command if word.startswith("tests/gpu/")}
+    assert files == {f"tests/gpu/{path.name}" for path in (records.ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert {f"tests-forms-{impl}" for impl in MODULES} | {"forms-tiled", "forms-reference"} <= parts.keys()
+    for name in (name for name in parts if name.startswith("tests-")):
+        assert parts[name].leaves == f"{name}.xml" and parts[name].fine == (0, 1, 5)
+    if not is_pretended(parts):
+        assert {"forms-gemm", "forms-triton", *(f"memcheck-{impl}" for impl in MODULES)} <= parts.keys()
+        batches = [command[-1].split()[1] for command in parts["pairs-350m"].commands]
+        assert batches == ["16", "8", "4", "2", "1"]
+
+
+def test_every_command_is_one_that_its_module_takes(parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the measurement."""
     taken: list[Path] = []
     monkeypatch.setattr(records, "finish", lambda path, *_, **__: taken.append(path))
-    monkeypatch.setattr(records, "write", lambda path, *_: taken.append(path))
     monkeypatch.setattr(records, "read", lambda path: [])
-    commands = [command for part in all_parts(tmp_path, quick=False, pretend=pretend) for command in part.commands]
-    measuring = [command for command in commands if command[0].startswith("benchmarks.") and MACHINE not in command[0]]
-    assert {command[0] for command in measuring} == {
-        "benchmarks.steps",
-        "benchmarks.step_pairs",
-        "benchmarks.gpu.forms",
-    }
+    commands = [command for part in parts.values() for command in part.commands]
+    measuring = [command[2:] for command in commands if command[2].startswith("benchmarks.")]
+    assert {words[0] for words in measuring} == {"benchmarks.steps", "benchmarks.step_pairs", "benchmarks.gpu.forms"}
     for module, *words in measuring:
         monkeypatch.setattr(sys, "argv", [module, *words])
         monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of a module that is there
         runpy.run_module(module, run_name="__main__")
         assert str(taken[-1]) in words
+        assert "--data" in words or module.endswith("forms")
     assert len(taken) == len(measuring)
 
 
-@pytest.mark.parametrize("batch", [8, 4, 2, 1])
-def test_the_launcher_plans_the_350m_steps(batch: int) -> None:
-    flags = ("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--simreg-impl", "triton")
-    own = ("--data", "text", "--tokenizer", "tok.model")
-    words = (
-        "--model",
-        "350m",
-        "--train-iters",
-        "221",
-        *launched.of_model("350m"),
-        *own,
-        *flags,
-        "--simreg-lambda",
-        "1",
-    )
-    options, more = make_parser("llama").parse_known_args(words)
-    made = build_plan("llama", options, more, Machine(gpus=1, world_size=1), environ={}, corpus=None, stamp="now")
-    given = [word for flag in made.flags for word in flag]
-    for name, value in (("--micro-batch-size", batch), ("--global-batch-size", batch), ("--simreg-impl", "triton")):
-        last = len(given) - 1 - given[::-1].index(name)
-        assert given[last + 1] == str(value)
-    assert given[given.index("--save") + 1] == "" and "local" in given
+@pytest.mark.parametrize("engine", [False, True])
+def test_the_launcher_plans_the_trainings(engine: bool, parts: dict[str, Part]) -> None:
+    machine = Machine(gpus=1, world_size=1, transformer_engine=engine)
+    for name in ("plain", "simreg", "launch", "mixtral", "save", "resume", "350m"):
+        (command,) = parts[name].commands
+        family = "mixtral" if "mixtral" in command[1] else "llama"
+        options, more = make_parser(family).parse_known_args(command[2:])
+        made = build_plan(family, options, more, machine, environ={}, corpus=None, stamp="now")
+        flags = [word for flag in made.flags for word in flag]
+        assert flags[flags.index("--data-cache-path") + 1].endswith("/cache")
+        assert ("--simreg-lambda" in flags) == (name != "plain")
+        if name == "350m" and not is_pretended(parts):
+            assert flags[flags.index("--save") + 1] == "" and flags[flags.index("--hidden-size") + 1] == "1024"
+    assert parts["launch"].commands[0][:2] == ("torchrun", "launch/pretrain_llama.sh")
 
 
 # Doctored results ----------------------------------------------------------------------------------------------------
@@ -261,16 +247,25 @@ message="failed on teardown">in the teardown</error></testcase><testcase classna
 name="test_mamba_layers" time="0.0"><skipped type="pytest.skip" message="could not import 'mamba_ssm'">line 3</skipped>
 </testcase><testcase classname="" name="tests.gpu.test_gone" time="0.2"><error message="collection failure">ImportError
 </error></testcase></testsuite></testsuites>"""
+LOGGED = (
+    " [2026-11-26 07:02:30.8] iteration {:8d}/     101 | consumed samples: 160 | elapsed time per iteration (ms): {} | "
+    "throughput per GPU (TFLOP/s/GPU): 37.1 | global batch size:    16 | lm loss: {} | simreg loss: 3.904339E+00 | "
+    "grad norm: 461.201 |\n"
+)
 
 
-def outcome(name: str, state: str = ENDED) -> Outcome:
-    return Outcome(name, state, 0, 12.0, "")
+def page_of(output: Path, *outcomes: Outcome) -> tuple[str, bool]:
+    """The report, and whether something failed."""
+    page = Report(output, pretend=False)
+    for outcome in outcomes:
+        page.add(outcome)
+    return (output / "report.md").read_text(), page.failed
 
 
 def test_a_junit_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tests-forms.xml"
     path.write_text(JUNIT)
-    found = {test.name: test for test in results.tests(path)}
+    found = {test.name: test for test in report.tests(path)}
     assert {name: test.result for name, test in found.items()} == {
         "test_forms::test_good[a|b]": PASS, "test_forms::test_bad": FAIL, "test_mamba::test_mamba_layers": SKIP,
         "tests.gpu.test_gone": FAIL,
@@ -282,77 +277,64 @@ def test_a_junit_file_is_read(tmp_path: Path) -> None:
 
 def test_the_report_of_it(tmp_path: Path) -> None:
     (tmp_path / "tests-forms.xml").write_text(JUNIT)
+    (tmp_path / "tests-forms.log").write_text("FAILED tests/gpu/test_forms.py::test_bad - assert 3e-3 < 3e-4\n")
     (tmp_path / "tests-torn.xml").write_text(JUNIT[:400])
-    ends = [outcome("tests-forms"), outcome("tests-torn", FAILED)]
-    page = report.text(tmp_path, ends)
-    failed, slow, passed, skipped = (
-        page.partition(f"## {title}\n")[2].partition("\n## ")[0]
-        for title in ("Failed", "Slower than it should be", "Passed", "Skipped")
-    )
-    assert "Tests: 1 passed, 3 failed, 1 skipped. 1 of 2 parts ran to their end." in page
-    assert "`test_forms::test_bad`: AssertionError: 3e-3 < 3e-4" in failed and ">       assert 3e-3 < 3e-4" in failed
-    assert "`tests.gpu.test_gone`: collection failure" in failed and "tests-torn.xml" in failed
-    assert slow.strip() == "Nothing that was measured."
-    assert "| `test_forms::test_good[a\\|b]` | 1.2 |" in passed and "test_bad" not in passed + skipped
-    assert "| `test_mamba::test_mamba_layers` | 0.0 | could not import 'mamba_ssm' |" in skipped
-    assert report.has_failed(tmp_path, ends[:1]), "a failed test, though its part ran to its end"
+    page, failed = page_of(tmp_path, Outcome("tests-forms", ENDED), Outcome("tests-torn", FAILED))
+    assert failed and "Tests: 1 pass, 3 fail, 1 skip. 1 of 2 parts ran to their end." in page
+    assert "FAILED tests/gpu/test_forms.py::test_bad - assert 3e-3 < 3e-4" in page.partition("## Trainings")[0]
+    assert "| `test_forms::test_good[a\\|b]` | pass | 1.2 |" in page
+    assert "| `test_forms::test_bad` | fail | 0.5 | AssertionError: 3e-3 < 3e-4 more |" in page
+    assert "| `tests.gpu.test_gone` | fail | 0.2 | collection failure |" in page and "tests-torn.xml" in page
+    assert page_of(tmp_path, Outcome("tests-forms", ENDED))[1], "a failed test, though its part ran to its end"
     (tmp_path / "tests-forms.xml").write_text("<testsuites><testsuite/></testsuites>")
-    assert not report.has_failed(tmp_path, ends[:1])
-    assert "## Failed\n\nNothing.\n" in report.text(tmp_path, ends[:1])
+    page, failed = page_of(tmp_path, Outcome("tests-forms", ENDED))
+    assert not failed and "## Failed\n\nNothing.\n" in page
+    assert page_of(tmp_path, Outcome("pairs", TOO_LONG))[1] and page_of(tmp_path, Outcome("pairs", NO_TIME))[1]
 
 
-def test_a_report_of_nothing_but_failures_fits_an_issue(tmp_path: Path) -> None:
-    one = '<testcase classname="tests.gpu.test_forms" name="test_{}"><failure message="no">{}</failure></testcase>'
-    cases = "".join(one.format(number, ("long " * 20 + "\n") * 100) for number in range(200))
-    (tmp_path / "tests-forms.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    page = report.text(tmp_path, [outcome("tests-forms")])
-    assert page.count("`test_forms::test_") == 200 and len(page) < 65536
+def test_a_training_is_its_first_and_last_logged_step(tmp_path: Path) -> None:
+    (tmp_path / "350m.log").write_text(
+        LOGGED.format(1, "17155.6", "1.041527E+01") + "words\n" + LOGGED.format(100, "202.1", "5.808141E+00")
+    )
+    assert "| 350m | 1 | 1.041527E+01 | 100 | 5.808141E+00 | 202.1 |" in page_of(tmp_path, Outcome("350m", ENDED))[0]
 
 
-def line_of(form: str, way: str, seconds: object, product: float = 1e-3, remark: str = "") -> dict[str, object]:
-    return {
-        "form": form, "size": "4 x 1024 x 4096", "pass": way, "seconds": seconds, "product_seconds": product,
-        "extra_bytes": 1 << 20, "loss_error": 1e-6, "gradient_error": "", "remark": remark,
-    }  # fmt: skip
+def line_of(form: str, size: str, remark: str = "", **more: object) -> dict[str, object]:
+    times = {"forward_ms": 1.1, "both_ms": 3.1, "replay_ms": 0.96, "product_ms": 0.0975, "extra_bytes": 1 << 20}
+    line = {"form": form, "size": size, "dtype": "bfloat16", **times, "loss_error": 1e-6, "gradient_error": "",
+            "remark": remark, "peak_tflops": 800.0, "date": "d", "commit": "c", "machine": "m", "python": "3",
+            "torch": "2"}  # fmt: skip
+    return line | more
 
 
-def test_forms_slower_than_the_products_of_their_pairs_are_told(tmp_path: Path) -> None:
-    records.write(tmp_path / "forms-tiled.csv", [
-        line_of("tiled", "forward", 1.1e-3), line_of("tiled", "forward+backward", 2.9e-3),
-        line_of("gemm", "forward", 0.9e-3), line_of("gemm", "forward+backward", 3.1e-3),
-        line_of("reference", "forward", 9e-3), line_of("triton", "forward", "", remark="failed: OutOfMemoryError"),
+def test_forms_are_next_to_the_least_that_they_can_take(tmp_path: Path) -> None:
+    size, other = "4 x 1024 x 4096", "1 x 8192 x 4096"
+    nothing = dict.fromkeys(("forward_ms", "both_ms", "replay_ms", "product_ms", "extra_bytes", "loss_error"), "")
+    records.write(tmp_path / "forms-gemm.csv", [
+        line_of("gemm", size), line_of("gemm", other, "failed: OutOfMemoryError: a|b", **nothing),
     ])  # fmt: skip
-    found = list(results.slow_forms(results.lines(tmp_path / "forms-tiled.csv")))
-    assert [one.what.split(", ")[::2] for one in found] == [["tiled", "forward"], ["gemm", "forward+backward"]]
-    page = report.text(tmp_path, [outcome("forms-tiled")])
-    assert "| tiled, 4 x 1024 x 4096, forward | 1.100 ms | 1.000 ms: 1 plain square product of its pairs |" in page
-    assert "| gemm | 4 x 1024 x 4096 | forward+backward | 3.100 | 3.10 | 1.0 | 1e-06 |  |  |" in page
-    assert "| triton | 4 x 1024 x 4096 | forward |  |  |  |  |  | failed: OutOfMemoryError |" in page
+    records.write(tmp_path / "forms-tiled.csv.other", [line_of("tiled", size, dtype="float32")])
+    (tmp_path / "forms-tiled.csv.other").rename(tmp_path / "forms-tiled.csv.part")  # it broke off
+    page, _ = page_of(tmp_path, Outcome("forms-gemm", FAILED), Outcome("forms-tiled", TOO_LONG))
+    floor = 1.5 * 2 * 4 * 1024**2 * 4096 / 800e12 * 1e3
+    rows = [line for line in page.split("\n") if line.startswith(("| 4 x", "| 1 x"))]
+    assert rows == [
+        f"| {size} | gemm | {floor:.3g} | 0.0975 | 1.1 | 3.1 | 0.96 | 1 | 1e-06 |  |  |",
+        f"| {size}, float32 | tiled | {floor:.3g} | 0.0975 | 1.1 | 3.1 | 0.96 | 1 | 1e-06 |  |  |",
+        f"| {other} | gemm | 1.03 |  |  |  |  |  |  |  | failed: OutOfMemoryError: a/b |",
+    ], "sizes side by side"
+
+
+def test_rows_without_a_table_end_nothing(tmp_path: Path) -> None:
+    step = {"kind": "SimReg, chunks", "step": 20, "plain": 1, "seconds": 0.1}
+    records.write(tmp_path / "pairs-350m.csv", [step, step])
+    assert "No table of 2 rows: " in page_of(tmp_path, Outcome("pairs-350m", ENDED))[0]
 
 
 def test_the_end_of_a_log_is_the_ranks_own(tmp_path: Path) -> None:
     log = tmp_path / "steps.log"
     torchruns = "E1122 12:17 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)\n" + "=\n" * 60
     log.write_text(f"round 1\nbar 1%\rbar 99%\nOutOfMemoryError: CUDA out of memory.\n{torchruns}")
-    assert results.tail(log) == "round 1\nbar 99%\nOutOfMemoryError: CUDA out of memory."
+    assert report.tail(log) == "round 1\nbar 99%\nOutOfMemoryError: CUDA out of memory."
     log.write_text("line\n" * 99)
-    assert results.tail(log) == "\n".join(["line"] * 40)
-
-
-def test_lines_of_a_part_that_broke_off_are_in_the_report(tmp_path: Path) -> None:
-    records.write(tmp_path / "forms-gemm.csv.other", [line_of("gemm", "forward", 0.5e-3)])
-    os.replace(tmp_path / "forms-gemm.csv.other", tmp_path / "forms-gemm.csv.part")
-    page = report.text(tmp_path, [outcome("forms-gemm", FAILED)])
-    assert "| gemm | 4 x 1024 x 4096 | forward | 0.500 |" in page
-
-
-@pytest.mark.parametrize(("factor", "told"), [(1.009, False), (1.011, True), (0.9, False)])
-def test_steps_over_the_aim_are_told(factor: float, told: bool) -> None:
-    steps = [
-        {"kind": "SimReg, chunks", "step": str(step), "plain": str(int(is_plain(step))),
-         "seconds": str(0.1 if is_plain(step) else 0.1 * factor), "processor_seconds": "1"}
-        for step in range(20, 100)
-    ]  # fmt: skip
-    found = list(results.slow_steps("pairs", steps))
-    assert [one.what for one in found] == (["pairs: SimReg, chunks, steps without a log line"] if told else [])
-    assert list(results.slow_steps("pairs", steps[:19])) == [], "no whole window"
+    assert report.tail(log, 40) == "\n".join(["line"] * 40)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs behind benchmarks.steps and benchmarks.step_pairs: arguments, attention, alternating and profiled steps."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import launched, step_profile, steps, train
+from launch.launcher import make_parser
+from launch.plan import Machine, build_plan
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_attention_by_torchs_kernels_is_causal_attention(groups: int) -> None:
+    """[S, B, heads, D] as Megatron passes them, with fewer heads of keys than of queries, too."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(7, 2, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, groups, groups)
+    )
+    scale = 0.3
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key.repeat_interleave(4 // groups, 2)) * scale
+    scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = torch.einsum("bhst,tbhd->sbhd", scores, value.repeat_interleave(4 // groups, 2)).flatten(2)
+    found = train.torch_attention(SimpleNamespace(softmax_scale=scale), query, key, value, None, attn_mask_type=1)
+    assert found.shape == (7, 2, 32) and torch.allclose(found, expected, atol=1e-12)
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    launched.add_options(parser)
+    return parser.parse_args(words)
+
+
+def test_text_of_ones_own_or_the_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = launched.text(options("--data", "text/train", "--tokenizer", "t.model"))
+    assert given == ("--data", "text/train", "--tokenizer", "t.model")
+    built_in = SimpleNamespace(train_prefix=Path("built/train"), tokenizer_model=Path("built/t.model"))
+    monkeypatch.setattr(launched, "ensure_builtin_corpus", lambda folder: built_in)
+    assert launched.text(options()) == ("--data", "built/train", "--tokenizer", "built/t.model")
+    with pytest.raises(SystemExit, match="give both, or neither"):
+        launched.text(options("--data", "text/train"))
+
+
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize(("kind", "width"), [(steps.PLAIN, 2432), ("plain Megatron, FFN of the preset", 2371)])
+def test_steps_of_350m_have_an_aligned_ffn_and_one_kind_the_presets(engine: bool, kind: str, width: int) -> None:
+    own = ("--data", "text", "--tokenizer", "t.model", *steps.KINDS[kind])
+    words = ("--model", "350m", "--train-iters", "60", *launched.of_model("350m"), *own)
+    given, more = make_parser("llama").parse_known_args(words)
+    machine = Machine(gpus=1, world_size=1, transformer_engine=engine)
+    made = build_plan("llama", given, more, machine, environ={}, corpus=None, stamp="now")
+    flags = [word for flag in made.flags for word in flag]
+    assert flags[flags.index("--ffn-hidden-size") + 1] == str(width)
+    assert "--no-create-attention-mask-in-dataloader" in flags
+    assert kind not in steps._chosen("tiny", "FFN") or kind == steps.PLAIN
+
+
+def test_alternating_steps_are_timed_and_the_last_ones_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = SimpleNamespace(train_step=None, loss="ours")
+    seen: list[tuple[str, str]] = []
+    seams: list[tuple[Any, str, Any, Any]] = [
+        (holder, "train_step", lambda: seen.append(("plain", holder.loss)), lambda: seen.append(("ours", holder.loss))),
+        (holder, "loss", "plain", "ours"),
+    ]
+    monkeypatch.setattr(train.installation, "current", lambda: SimpleNamespace(paused=False))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(train, "_iterations", lambda: 8 + train.PROFILED)
+    monkeypatch.setattr(train, "profiled", lambda step: (step(), {"launches": 1}))
+    times, profile = io.StringIO(), tmp_path / "profile.json"
+    alternating = train.Alternating(seams, times, profile)
+    for _ in range(8 + train.PROFILED):
+        alternating()
+    assert [mine for mine, _ in seen] == [
+        "plain" if train.is_plain(step) else "ours" for step in range(8 + train.PROFILED)
+    ]
+    assert all(mine == loss for mine, loss in seen), "the other functions, too"
+    rows = list(csv.DictReader(times.getvalue().splitlines()))
+    assert [int(row["step"]) for row in rows] == list(range(8)) and rows[0]["plain"] == "1"
+    found = json.loads(profile.read_text())
+    assert [(step["step"], step["plain"]) for step in found] == [(n, train.is_plain(n)) for n in (8, 9, 10, 11)]
+
+
+def event(key: str, device: str, count: int, device_ms: float, host_ms: float) -> SimpleNamespace:
+    """As torch's profiler sums them up."""
+    return SimpleNamespace(
+        key=key, device_type=f"DeviceType.{device}", count=count, self_device_time_total=1e3 * device_ms,
+        cpu_time_total=1e3 * host_ms, self_cpu_time_total=1e3 * host_ms,
+        is_user_annotation=device == "CUDA" and key.startswith("SimReg"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_profile_has_kernels_waits_and_spans(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [
+        event("SimReg forward", "CPU", 2, 0.0, 0.3),
+        event("cudaStreamSynchronize", "CPU", 1, 0.0, 0.7),
+        event("aten::mm", "CPU", 3, 0.5, 0.9),
+    ]
+    events += [event("gemm", "CUDA", 4, 0.9, 0.0), event("softmax", "CUDA", 1, 0.1, 0.0)] if on_gpu else []
+    events += [event("SimReg forward", "CUDA", 2, 0.6, 0.0)] if on_gpu else []  # the kernels inside that span
+    monkeypatch.setattr(
+        step_profile, "profile", lambda: contextlib.nullcontext(SimpleNamespace(key_averages=lambda: events))
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    result, found = step_profile.profiled(lambda: "loss")
+    assert result == "loss" and found["launches"] == (5 if on_gpu else 3)
+    assert found["kernels"] == pytest.approx({"gemm": 0.9, "softmax": 0.1} if on_gpu else {"aten::mm": 0.9})
+    assert found["waits"] == pytest.approx({"cudaStreamSynchronize": 0.7})
+    assert found["host"] == pytest.approx({"SimReg forward": 0.3})
+
+
+def test_steps_with_simreg_are_compared_with_plain_ones() -> None:
+    plain = {"plain": True, "wall_ms": 200.0, "launches": 1000, "kernels": {"gemm": 150.0}, "waits": {}, "host": {}}
+    ours = {
+        "plain": False, "wall_ms": 207.0, "launches": 1060, "kernels": {"gemm": 150.5, "_sums_kernel": 0.7},
+        "waits": {"cudaMemcpyAsync": 2.0}, "host": {"SimReg forward": 3.0},
+    }  # fmt: skip
+    page = "\n".join(step_profile.table([plain, ours, plain, ours]))
+    assert "| wall, ms | 200 | 207 |" in page and "| launches | 1000 | 1060 |" in page
+    assert "| kernels, ms | 150 | 151.2 |" in page and "| waits, ms | 0 | 2 |" in page
+    assert page.index("| _sums_kernel | +0.700 |") < page.index("| gemm | +0.500 |"), "the largest first"
+    assert "| SimReg forward | +3.000 |" in page
+    assert list(step_profile.table([plain])) == [], "a run that broke off"
