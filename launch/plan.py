@@ -511,7 +511,7 @@ def _without_idle_chunks(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]
         objective = flag_value(user, "--simreg-objective") or "simreg"
         options = flag_value(user, "--simreg-objective-options") or ""
         with suppress(ValueError):  # the plugin says later what is wrong with them
-            parts = SimRegConfig(objective=objective, objective_options=options).parts
+            parts = SimRegConfig(objective=objective, objective_options=options).parts  # type: ignore[arg-type]
             has_chunks = any(part.has_chunks for part in parts)
     return preset if has_chunks else without(preset, {"--simreg-chunk-size"})
 
