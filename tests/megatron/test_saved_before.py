@@ -77,7 +77,9 @@ def test_all_state_is_carried_over(case: str, text: Path, tmp_path: Path) -> Non
     losses = snapshot.losses(tmp_path / "out")
     assert losses == pytest.approx(expected["losses"][SAVED_AT:], rel=1e-5) and len(losses) == STEPS - SAVED_AT
     line, awaited = make.logged(done.output)[0], expected["logged"][SAVED_AT]
-    assert line == pytest.approx(awaited, rel=1e-4, abs=1e-6), "lambda of this step of its ramp among it"
+    # Three objectives and the output layer add to a gradient in bfloat16, in another order than when it was saved.
+    rel = 1e-3 if "--bf16" in flags else 1e-4
+    assert line == pytest.approx(awaited, rel=rel, abs=1e-6), "lambda of this step of its ramp among it"
     factors = [each["simreg lambda"] for each in expected["logged"]]
     assert len(set(factors)) == STEPS, "lambda changes in every step"
 
