@@ -38,7 +38,7 @@ def a_plan(**changes) -> Plan:
 def test_the_experiments_that_the_pages_promise_are_there():
     promised = (
         "convergence saving tuning sweep scaling horizon layers chunks baselines objectives moe runtime similarity "
-        "histogram plateau clipping controls labels schedule noise edge fewer shortened lengthened early"
+        "histogram plateau clipping controls labels schedule noise edge fewer shortened lengthened early initialisation"
     )
     assert set(plan_names()) == set(promised.split())
     page = (Path(__file__).resolve().parents[2] / "docs" / "evidence.md").read_text()

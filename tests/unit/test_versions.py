@@ -174,7 +174,7 @@ def write_run(folder: Path, count: int = 2, steps: int = 1, said: str = "", **ch
     for rank in range(count):
         given = micro_batch([1, 1, 1, 1])
         record = {
-            "losses": [6.0] * steps, "norms": [5.0] * steps, "params": f"{rank}", "first_line_resets_nothing": True,
+            "losses": [6.0] * steps, "norms": [5.0] * steps, "params": f"{rank}",
             "states": [[{**given, "hidden": given["hidden"].chunk(count)[rank]}]] * steps,
             "clipped": [{"cut": (3.0 + rank, 0.3 + rank / 10), "whole": (2.0, 0.2)}] * steps,
             "shards": {"cut": (0, rank, count), "whole": (-1, 0, 1)},
@@ -238,12 +238,6 @@ def test_a_wrong_value_in_the_log_is_told(tmp_path: Path) -> None:
 def test_lambda_0_in_a_loop_is_compared_bit_for_bit(changed: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(RunError, match="one process: lambda 0 differs"):
         loops.value_apart(write_loop(tmp_path, **changed))
-
-
-def test_the_second_line_of_a_log_is_of_two_steps_where_the_first_resets_nothing() -> None:
-    on = {"states": [["a"], ["b"], ["c"]], "first_line_resets_nothing": True}
-    assert loops.lines_of(on) == [["a"], ["a", "b"], ["c"]]
-    assert loops.lines_of(on | {"first_line_resets_nothing": False}) == [["a"], ["b"], ["c"]]
 
 
 def test_clipping_that_misses_the_formula_is_told(tmp_path: Path) -> None:

@@ -248,26 +248,20 @@ def _on(loop: Loop, layout: str) -> Record:
 
 
 def value_apart(loop: Loop) -> float:
-    """Of the logged SimReg from that of the states which the output layer was given, over steps and layouts."""
+    """Compare the logged SimReg with that of the states which the output layer was given, over steps and layouts.
+
+    Each step has a line, of that step alone.
+    """
     differences = []
     for layout in _LAYOUTS:
         on = _on(loop, layout)
         if len(on["simreg"]) != _NUM_STEPS:
             raise RunError(f"{layout}: the log has {len(on['simreg'])} values of SimReg in {_NUM_STEPS} steps")
-        values = [expected.simreg_of(line, temperature=TEMPERATURE, chunk_size=CHUNK) for line in lines_of(on)]
+        values = [expected.simreg_of(line, temperature=TEMPERATURE, chunk_size=CHUNK) for line in on["states"]]
         differences += [abs(a - b) / a for a, b in zip(values, on["simreg"], strict=True)]
     apart = compare.largest(differences)
     _require(apart, "SimReg's value")
     return apart
-
-
-def lines_of(on: Record) -> list[list[Record]]:
-    """The micro-batches that each line of the log is a mean of: those of its step.
-
-    From 0.17 on Megatron's first line resets no sums, so its second one is of two steps; SimReg's likewise.
-    """
-    first, second, *others = on["states"]
-    return [first, first + second if on["first_line_resets_nothing"] else second, *others]
 
 
 def _steps_apart(one: Record, other: Record) -> float:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import importlib
-import inspect
 import json
 import multiprocessing
 import os
@@ -127,9 +126,6 @@ def _record(run: Run) -> None:
         install()
     recorder = Recorder(Path(run.out))
     recorder.watch_optimizer(FP32Optimizer)
-    recorder.record["first_line_resets_nothing"] = (
-        "is_first_iteration" in inspect.signature(training.training_log).parameters
-    )
     training.train_step = recorder.wrap_step(training.train_step)
     sys.argv = [run.script, *run.flags]
     sys.path.insert(0, str(Path(run.script).resolve().parent))
