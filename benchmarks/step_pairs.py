@@ -18,8 +18,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import launched, records
+from benchmarks.alternating_run import LOG_INTERVAL, PROFILED
 from benchmarks.records import RESULTS, ROOT, Record
-from benchmarks.train import LOG_INTERVAL, PROFILE, PROFILED, TIMES
+from benchmarks.train import PROFILE, TIMES
 from simreg_megatron.report.steps import overhead
 
 KINDS = {

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import launched, records
+from benchmarks.alternating_run import LOG_INTERVAL
 from benchmarks.records import RESULTS, ROOT, Record
-from benchmarks.train import LOG_INTERVAL
 from launch.timing import interval_milliseconds
 from simreg_megatron.report.steps import overhead
 

@@ -25,11 +25,11 @@ from benchmarks import (
     step_pairs,
     steps,
 )
+from benchmarks.alternating_run import is_plain
 from benchmarks.cases import Size
 from benchmarks.gpu import forms
 from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
-from benchmarks.train import is_plain
 from simreg_megatron.reproduce.check import read_tables, violations
 from simreg_megatron.reproduce.verdict import judge, machines_of
 

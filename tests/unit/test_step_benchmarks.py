@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import launched, step_profile, steps, train
+from benchmarks import alternating_run, launched, step_profile, steps, train
 from launch.launcher import make_parser
 from launch.plan import Machine, build_plan
 
@@ -76,20 +76,22 @@ def test_alternating_steps_are_timed_and_the_last_ones_profiled(
     ]
     monkeypatch.setattr(train.installation, "current", lambda: SimpleNamespace(paused=False))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(train, "_iterations", lambda: 8 + train.PROFILED)
-    monkeypatch.setattr(train, "profiled", lambda step: (step(), {"launches": 1}))
+    monkeypatch.setattr(alternating_run, "_iterations", lambda: 8 + alternating_run.PROFILED)
+    monkeypatch.setattr(alternating_run, "profiled", lambda step: (step(), {"launches": 1}))
     times, profile = io.StringIO(), tmp_path / "profile.json"
-    alternating = train.Alternating(seams, times, profile)
-    for _ in range(8 + train.PROFILED):
+    alternating = alternating_run.Alternating(seams, times, profile)
+    for _ in range(8 + alternating_run.PROFILED):
         alternating()
     assert [mine for mine, _ in seen] == [
-        "plain" if train.is_plain(step) else "ours" for step in range(8 + train.PROFILED)
+        "plain" if alternating_run.is_plain(step) else "ours" for step in range(8 + alternating_run.PROFILED)
     ]
     assert all(mine == loss for mine, loss in seen), "the other functions, too"
     rows = list(csv.DictReader(times.getvalue().splitlines()))
     assert [int(row["step"]) for row in rows] == list(range(8)) and rows[0]["plain"] == "1"
     found = json.loads(profile.read_text())
-    assert [(step["step"], step["plain"]) for step in found] == [(n, train.is_plain(n)) for n in (8, 9, 10, 11)]
+    assert [(step["step"], step["plain"]) for step in found] == [
+        (n, alternating_run.is_plain(n)) for n in (8, 9, 10, 11)
+    ]
 
 
 def event(key: str, device: str, count: int, device_ms: float, host_ms: float) -> SimpleNamespace:

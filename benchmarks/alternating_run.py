@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train steps with SimReg and without, in turns: in every other step Megatron's own functions come back.
+
+Both kinds of step see the same weights, the same data and the same moment of the machine. A step lasts until the next
+one begins, its log line included; of two neighbouring log steps one is plain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.step_profile import profiled
+from simreg_megatron.plugin import installation
+
+LOG_INTERVAL = 10
+PROFILED = 4
+
+
+def is_plain(step: int) -> bool:
+    return (step + step // LOG_INTERVAL) % 2 == 0
+
+
+@contextlib.contextmanager
+def _given_back(seams: list[tuple[Any, str, Any, Any]]) -> Iterator[None]:
+    for holder, name, original, _ in seams:
+        setattr(holder, name, original)
+    installation.current().paused = True  # or a model that passes nothing of SimReg would be refused
+    yield
+    installation.current().paused = False
+    for holder, name, _, wrapped in seams:
+        setattr(holder, name, wrapped)
+
+
+class Alternating:
+    """Train steps with SimReg and without, in the place of `train_step`.
+
+    Args:
+        seams: what SimReg wraps: holder, name, Megatron's function and SimReg's.
+        times: the CSV file of the steps.
+        profile: the JSON file of the PROFILED last ones; None for none.
+    """
+
+    def __init__(self, seams: list[tuple[Any, str, Any, Any]], times: Any, profile: Path | None = None) -> None:
+        self._others = [seam for seam in seams if seam[1] != "train_step"]
+        ((self._plain, self._with_simreg),) = [seam[2:] for seam in seams if seam[1] == "train_step"]
+        self._writer, self._profile = csv.writer(times), profile
+        self._originals = contextlib.ExitStack()
+        self._step, self._begun = 0, (0.0, 0.0)
+        self._profiles: list[dict[str, Any]] = []
+        self._writer.writerow(("step", "plain", "seconds", "processor_seconds"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._originals.close()  # the log of the step before was that step's, too
+        torch.cuda.synchronize()  # so are its last kernels; without a GPU its stand-in does nothing
+        now = time.perf_counter(), time.process_time()
+        if self._step and not self._profiles:
+            taken = (f"{end - begin:.6f}" for begin, end in zip(self._begun, now, strict=True))
+            self._writer.writerow((self._step - 1, int(is_plain(self._step - 1)), *taken))
+        self._begun, number, self._step = now, self._step, self._step + 1
+        if is_plain(number):
+            self._originals.enter_context(_given_back(self._others))
+        step = self._plain if is_plain(number) else self._with_simreg
+        if self._profile is None or number < _iterations() - PROFILED:
+            return step(*args, **kwargs)
+        result, found = profiled(lambda: step(*args, **kwargs))
+        self._profiles.append({"step": number, "plain": is_plain(number), **found})
+        self._profile.write_text(json.dumps(self._profiles, indent=1), encoding="utf-8")
+        return result
+
+
+def _iterations() -> int:
+    from megatron.training import get_args
+
+    return get_args().train_iters
