@@ -78,7 +78,7 @@ def _step(form: str) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _kernels_that_do_nothing() -> Iterator[None]:
-    """What they would compute is whatever memory holds, so that it may not be finite."""
+    """Replace Triton's kernels. Their outputs stay uninitialised and may not be finite, so no check looks at them."""
     with contextlib.ExitStack() as patches:
         for module in (row_kernels, gemm, fused):
             patches.enter_context(mock.patch.object(module, "run", lambda *_, **__: None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work around two ways in which installed packages do not fit: cuDNN under Transformer Engine, Megatron's helpers."""
+"""Work with what is installed: Transformer Engine and its cuDNN, Megatron's dataset helpers, PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def without_make(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 
 
 def python_path(*folders: Path | str, environ: Mapping[str, str] = os.environ) -> str:
-    """A PYTHONPATH with the folders in front of what it names already: packages may be installed there alone."""
+    """Return a PYTHONPATH with the folders in front of its present ones, where packages may be installed."""
     return os.pathsep.join([*map(str, folders), *filter(None, [environ.get("PYTHONPATH")])])
