@@ -1,78 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `simreg-megatron` command."""
+"""The `simreg-megatron` command.
+
+Each command lies in a module of its own, whose `add_command` defines its parser and sets `run`: a function of the
+options that returns the exit status (None is 0). Modules import what is heavy inside `run`, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
+import shutil
 import signal
 import sys
 import textwrap
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
-import typer
-from rich.console import Console
-from typer.core import TyperGroup
+from simreg_megatron import __version__, doctor
+from simreg_megatron.sentences import SentenceError
 
-from simreg_megatron import __version__
-from simreg_megatron.checkpoint import commands as checkpoint_commands
-from simreg_megatron.data.commands import app as data_commands
-from simreg_megatron.doctor import doctor
-from simreg_megatron.evaluation import commands as evaluation_commands
-from simreg_megatron.reproduce import commands as reproduce_commands
-from simreg_megatron.reproduce.report_commands import app as report_commands
-from simreg_megatron.reproduce.report_commands import watch
+# What a command needs beyond the package itself, and the extra of setup.py that brings it.
+_EXTRAS = {
+    "matplotlib": "report", "tensorboard": "report", "lm_eval": "eval", "transformers": "hf", "safetensors": "hf",
+    "sentencepiece": "data", "datasets": "data", "pyarrow": "data",
+}  # fmt: skip
 
 
-class _Commands(TyperGroup):
-    """`simreg-megatron prepare` meant `simreg-megatron data prepare`."""
-
-    def resolve_command(self, context: Any, args: list[str]) -> Any:
-        for name, group in self.commands.items():
-            if args[0] not in self.commands and args[0] in getattr(group, "commands", {}):
-                context.fail(f"there is no command {args[0]}: did you mean `simreg-megatron {name} {args[0]}`?")
-        return super().resolve_command(context, args)
-
-
-app = typer.Typer(
-    cls=_Commands,
-    add_completion=False,
-    no_args_is_help=True,
-    help="SimReg for Megatron-LM: check the installation, prepare data, export and evaluate models, run experiments.",
-)
-app.command("doctor")(doctor)
-app.add_typer(data_commands, name="data")
-checkpoint_commands.register(app)
-evaluation_commands.register(app)
-reproduce_commands.register(app)
-app.add_typer(report_commands, name="report")
-app.command("watch")(watch)
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="simreg-megatron",
+        description="SimReg for Megatron-LM: check the installation, prepare data, export and evaluate models.",
+    )
+    parser.add_argument("--version", action="version", version=f"simreg-megatron {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (doctor,):
+        module.add_command(commands)
+    _add_flags(commands)
+    return parser
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"simreg-megatron {__version__}")
-        raise typer.Exit
+def _add_flags(commands: Any) -> None:
+    text = "list the flags that SimReg and AdaGC add to Megatron's, one sentence each"
+    parser = commands.add_parser("flags", help=text, description=text)
+    parser.add_argument("--markdown", action="store_true", help="as docs/flags.md has them")
+    parser.set_defaults(run=_print_flags)
 
 
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and stop")
-    ] = False,
-) -> None:
-    """SimReg for Megatron-LM: check the installation, prepare data, export and evaluate models, run experiments."""
-
-
-@app.command()
-def flags(
-    markdown: Annotated[bool, typer.Option("--markdown", help="as docs/flags.md has them")] = False,
-) -> None:
-    """List the flags that SimReg and AdaGC add to Megatron's, one sentence each."""
-    if markdown:
+def _print_flags(options: argparse.Namespace) -> None:
+    if options.markdown:
         print(flags_page(), end="")
         return
-    width = min(100, Console().width)
+    width = min(100, shutil.get_terminal_size().columns)
     for title, found in _described_flags().items():
         print(f"{title[:1].upper()}{title[1:]}")
         for name, sentence in found:
@@ -115,13 +94,38 @@ _MORE_FLAGS = """Of single objectives, and lambda's schedule: [objectives.md](ob
 `python -m simreg_megatron pretrain_gpt.py --help`."""
 
 
-def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # in order: nothing half made stays
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status: 2 after an error, with one sentence on standard error."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what is half done is removed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names and tables need letters that a terminal may not have
             stream.reconfigure(errors="replace")
-    app()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in ("data", "export-hf", "import-hf", "evaluate", "reproduce", "report", "watch"):
+        from simreg_megatron._old_commands import app
+
+        return app(argv)  # type: ignore[no-any-return]
+    options = make_parser().parse_args(argv)
+    try:
+        return options.run(options) or 0
+    except SentenceError as error:
+        sentence = str(error)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _EXTRAS:
+            raise
+        sentence = f"{name} is not installed: in the clone's folder, pip install '.[{_EXTRAS[name]}]'"
+    except BrokenPipeError:  # as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        sentence = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130
+    print(f"error: {sentence}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

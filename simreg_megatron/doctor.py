@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import importlib.metadata
@@ -12,66 +13,65 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from simreg_megatron import __version__
 from simreg_megatron.installed import broken_transformer_engine
+from simreg_megatron.sentences import SentenceError
+
+_DESCRIPTION = """Show what is installed, where training would run, and which Megatron functions the plugin would wrap.
+Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU, no fast form is correct on it, or the
+step fails."""
 
 
-def doctor(
-    script: Annotated[
-        Path | None,
-        typer.Option(help="your training script, such as pretrain_gpt.py: look at the Megatron it would use"),
-    ] = None,
-    file: Annotated[Path | None, typer.Argument(metavar="[SCRIPT]", help="the same as --script SCRIPT")] = None,
-    gpu: Annotated[
-        bool,
-        typer.Option(
-            "--gpu",
-            help="try every form of SimReg on the first GPU (is it right, and how fast?), then train a step there",
-        ),
-    ] = False,
-) -> None:
-    """Show what is installed, where training would run, and which Megatron functions the plugin would wrap.
+class DoctorError(SentenceError):
+    """A question that doctor cannot answer."""
 
-    Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU, no fast form is correct on it, or
-    the step fails.
-    """
-    console = Console(markup=False)  # a path may hold brackets
-    if (gpu and (script or file)) or (script and file):
-        raise typer.BadParameter("give one script, or --gpu alone")
-    if gpu:
-        _try_forms(console)
-        if _has_loop():
-            _train_one_step(console)
-        return
-    script = script or file
-    told: list[str] = []
-    if script is not None:
-        told = list(_look_at_script(script))
-        for sentence in told:
-            console.print(sentence, soft_wrap=True)  # a path in one piece
-    console.print(_packages())
-    console.print(_device_sentence())
-    console.print(_apex_sentence())
+
+def add_command(commands: Any) -> None:
+    """Add `doctor` to the subparsers of the command line."""
+    parser = commands.add_parser("doctor", help="check the installation", description=_DESCRIPTION)
+    parser.add_argument("file", nargs="?", type=Path, metavar="SCRIPT", help="the same as --script SCRIPT")
+    parser.add_argument(
+        "--script",
+        type=Path,
+        help="your training script, such as pretrain_gpt.py: look at the Megatron it would use",
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="try every form of SimReg on the first GPU (is it right, and how fast?), then train a step there",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what `simreg-megatron doctor` shows; return the exit status."""
+    script = options.script or options.file
+    if (options.gpu and script) or (options.script and options.file):
+        raise DoctorError("give one script, or --gpu alone")
+    if options.gpu:
+        return 0 if _try_forms() and (not _has_loop() or _train_one_step()) else 1
+    about_script = [] if script is None else list(_look_at_script(script))
+    print(*about_script, sep="\n", end="\n" * bool(about_script))
+    _print_packages()
+    if importlib.util.find_spec("torch") is None:
+        return 1  # the packages have said why
+    print(_device_sentence())
+    print(_apex_sentence())
     broken = broken_transformer_engine()
     if broken:
-        console.print(broken, soft_wrap=True)
-    table, complete = _seams()
-    console.print(table)
-    if not complete:
-        console.print("SimReg cannot be installed into this Megatron: see the rows marked missing.")
-        raise typer.Exit(1)
+        print(broken)
+    if not _print_seams():
+        print("SimReg cannot be installed into this Megatron: see the rows marked missing.")
+        return 1
     if not _has_loop():
-        console.print(_NO_LOOP)
-    elif _INSTALLS in told or _PARSES_NOTHING in told:
-        console.print("SimReg can be installed into this Megatron.")
+        print(_NO_LOOP)
+    elif _INSTALLS in about_script or _PARSES_NOTHING in about_script:
+        print("SimReg can be installed into this Megatron.")
     else:
-        console.print("SimReg can be installed: add `-m simreg_megatron` before your script, and --simreg-lambda auto.")
+        print("SimReg can be installed: add `-m simreg_megatron` before your script, and --simreg-lambda auto.")
+    return 0
 
 
 def _look_at_script(script: Path) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _look_at_script(script: Path) -> Iterator[str]:
     try:
         tree = ast.parse(script.read_bytes(), filename=str(script))
     except (OSError, SyntaxError, ValueError) as error:
-        raise typer.BadParameter(f"cannot read {script} as Python: {error}", param_hint="SCRIPT") from None
+        raise DoctorError(f"cannot read {script} as Python: {error}") from None
     folder = script.resolve().parent
     sys.path.insert(0, str(folder))
     where = folder if (folder / "megatron" / "core").is_dir() else _place_of_megatron()
@@ -124,10 +124,8 @@ def _place_of_megatron() -> str:
     return "the installed megatron-core" if folder.name in ("site-packages", "dist-packages") else str(folder)
 
 
-def _packages() -> Table:
-    table = Table(title=f"simreg-megatron {__version__}, Python {sys.version.split()[0]}", title_justify="left")
-    table.add_column("package")
-    table.add_column("version")
+def _print_packages() -> None:
+    print(f"simreg-megatron {__version__}, Python {sys.version.split()[0]}")
     for name, missing in (
         ("torch", "missing: SimReg needs it"),
         ("megatron-core", "missing: pip install megatron-core, or put a Megatron-LM tree on PYTHONPATH"),
@@ -135,8 +133,7 @@ def _packages() -> Table:
         ("triton", "not installed (optional)"),
         ("sentencepiece", "not installed (the built-in corpus needs it)"),
     ):
-        table.add_row(name, _version(name) or missing)
-    return table
+        print(f"  {name:20}{_version(name) or missing}")
 
 
 def _version(package: str) -> str | None:
@@ -147,8 +144,6 @@ def _version(package: str) -> str | None:
 
 
 def _device_sentence() -> str:
-    if importlib.util.find_spec("torch") is None:
-        raise typer.Exit(1)  # the table of packages has said why
     import torch
 
     if torch.cuda.is_available():
@@ -157,28 +152,26 @@ def _device_sentence() -> str:
     return "Device: no GPU; the launch scripts train on the CPU by themselves, your own script does with --simreg-cpu."
 
 
-def _try_forms(console: Console) -> None:
-    """What a run does before its first step, on the shapes of two models of the paper."""
+def _try_forms() -> bool:
+    """Try every form on the shapes of two models of the paper; return whether each has one that is right."""
     import torch
 
     from simreg_megatron import trial
     from simreg_megatron.comparison import OF_THE_PAPER
 
     if not torch.cuda.is_available():
-        console.print("torch sees no GPU here, so no form of SimReg can be tried on one.")
-        raise typer.Exit(1)
-    console.print(_device_sentence())
-    is_right = True
+        print("torch sees no GPU here, so no form of SimReg can be tried on one.")
+        return False
+    print(_device_sentence())
+    are_right = True
     for name, shape in OF_THE_PAPER.items():
         trials = trial.try_forms(shape, torch.device("cuda", torch.cuda.current_device()))
-        table = Table("impl", "loss off by", "gradient off by", "ms a micro-batch", "", title=f"{name}: {shape}")
+        print(f"{name}: {shape}\n  form        loss off by  gradient off by  ms a micro-batch")
         for one in trials:
-            time = "" if one.failure else f"{1e3 * one.seconds:.3f}"
-            table.add_row(one.impl, f"{one.loss_error:.1e}", f"{one.gradient_error:.1e}", time, one.failure)
-        console.print(table)
-        is_right &= any(not one.failure for one in trials)
-    if not is_right:
-        raise typer.Exit(1)
+            time = one.failure or f"{1e3 * one.seconds:.3f}"
+            print(f"  {one.impl:12}{one.loss_error:<13.1e}{one.gradient_error:<17.1e}{time}")
+        are_right &= any(not one.failure for one in trials)
+    return are_right
 
 
 _ONE_STEP = (
@@ -190,17 +183,18 @@ _ONE_STEP = (
 )  # fmt: skip
 
 
-def _train_one_step(console: Console) -> None:
-    """Train a tiny model for one step, started as a user's run is, and print Megatron's log line of it."""
+def _train_one_step() -> bool:
+    """Train a tiny model for one step, started as a user's run is; print Megatron's log line of it, or the error."""
     script = Path(__file__).with_name("pretrain.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "simreg_megatron", str(script)]
     done = subprocess.run([*command, *_ONE_STEP], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if "simreg loss" in line]
     if done.returncode or not lines:
         cause = done.stderr.partition("torch/distributed/elastic/")[0]  # before torchrun's own traceback
-        console.print(f"A step of a tiny model failed:\n{done.stdout[-1000:]}{cause[-4000:]}", soft_wrap=True)
-        raise typer.Exit(1)
-    console.print(f"A step of a tiny model: {lines[-1].strip()}", soft_wrap=True)
+        print(f"A step of a tiny model failed:\n{done.stdout[-1000:]}{cause[-4000:]}")
+        return False
+    print(f"A step of a tiny model: {lines[-1].strip()}")
+    return True
 
 
 def _apex_sentence() -> str:
@@ -218,15 +212,12 @@ def _has_loop() -> bool:
     return compat.has_training_loop()
 
 
-def _seams() -> tuple[Table, bool]:
-    """What SimReg needs of this Megatron, and whether all of it is there."""
+def _print_seams() -> bool:
+    """Print what SimReg needs of this Megatron; return whether all of it is there."""
     from simreg_megatron.plugin import compat
 
     _use_cpu_if_alone()
-    table = Table(title=f"Megatron {compat.megatron_version()}", title_justify="left")
-    table.add_column("function the plugin wraps", overflow="fold")
-    table.add_column("found", overflow="fold", max_width=20)
-    table.add_column("because", overflow="fold")
+    print(f"Megatron {compat.megatron_version()}, and what the plugin wraps in it:")
     complete = True
     try:
         models = compat.model_seams()
@@ -237,12 +228,12 @@ def _seams() -> tuple[Table, bool]:
     for seam in (*models, *constructors, *of_the_loop, *compat.SCHEDULER_SEAMS):
         try:
             seam.holder()
-            found = "yes"
+            found = "found"
         except compat.MegatronSeamError as error:
             found = f"missing: {error}"
             complete = False
-        table.add_row(f"{seam.module}\n  {seam.path.removeprefix(seam.module)[1:]}", found, seam.purpose)
-    return table, complete
+        print(f"  {seam.path}: {found}\n    {seam.purpose}")
+    return complete
 
 
 def _use_cpu_if_alone() -> None:

@@ -91,24 +91,21 @@ def _of_make(words: Sequence[str]) -> Iterator[str]:
 
 
 def _of_the_command(words: Sequence[str]) -> Iterator[str]:
-    """`simreg-megatron WORDS`, by its own tree of commands."""
-    import typer
-
+    """`simreg-megatron WORDS`, by its own parsers."""
     from simreg_megatron import cli
 
-    command, path, words = typer.main.get_command(cli.app), "simreg-megatron", list(words)
-    while words and hasattr(command, "commands") and not words[0].startswith("-"):
-        name = words[0]
-        if name in command.commands:
-            del words[0]
-        elif path.endswith(" report"):  # `report RUN...` is `report runs RUN...`
-            name = "runs"
-        else:
-            yield f"{path} has no command {name}"
+    parser, path, words = cli.make_parser(), "simreg-megatron", list(words)
+    while words and not words[0].startswith("-") and (known := _subparsers(parser)):
+        if words[0] not in known:
+            yield f"{path} has no command {words[0]}"
             return
-        command, path = command.commands[name], f"{path} {name}"
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    yield from _unknown(words, {*known, "--help"}, path)
+        parser, path = known[words[0]], f"{path} {words.pop(0)}"
+    yield from _unknown(words, {option for action in parser._actions for option in action.option_strings}, path)
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found[0].choices) if found else {}
 
 
 def _of_torchrun(words: Sequence[str], megatron: Collection[str]) -> Iterator[str]:
