@@ -20,8 +20,8 @@ from rich.console import Console
 
 from benchmarks import launched, records
 from benchmarks.records import RESULTS, ROOT, Record
-from simreg_megatron import report
 from simreg_megatron.data import ensure_builtin_corpus
+from simreg_megatron.tools.events import Run, read_run
 
 MODEL = {"--num-layers": 2, "--hidden-size": 128, "--ffn-hidden-size": 344, "--num-attention-heads": 4,
          "--global-batch-size": 4}  # fmt: skip
@@ -76,12 +76,12 @@ def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield {"objective": name, "weight": objective, "seed": seed, **values, **where}
 
 
-def train(folder: Path, words: dict[str, object], steps: int) -> report.Run:
+def train(folder: Path, words: dict[str, object], steps: int) -> Run:
     """One run of the tiny LLaMA, logged and evaluated below `folder`; `words` are further flags and their values."""
     flags = {"--log-interval": LOG_INTERVAL, "--eval-interval": steps, "--save-interval": 10 * steps, **words}
     own = ("--model", "tiny", "--output", folder, *(word for pair in flags.items() for word in pair))
     launched.run(launched.PRETRAIN, own, OMP_NUM_THREADS="1")
-    run = report.read_run(folder / "tensorboard")
+    run = read_run(folder / "tensorboard")
     losses = run.scalars["lm loss"].values
     if not all(map(math.isfinite, losses)):
         raise SystemExit(f"a loss is not finite: {losses}")

@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator
 from benchmarks import records
 from benchmarks.cases import LOSSES, Size
 from benchmarks.measure import Row
-from simreg_megatron.report.curves import COLOURS, DASHES, MARKERS, label_ends, plain_axes
+from simreg_megatron.tools.curves import COLOURS, DASHES, plain_axes
 
 _SHORTEST = 512  # the sizes below are of other shapes
 _NAMES = {"tiled": "tiled (ours)", "triton": "triton (ours)", "gemm": "gemm (ours)"}
@@ -45,7 +45,7 @@ def draw(rows: Iterable[Row], path: Path, *, title: str) -> Figure:
     figure.suptitle(f"SimReg, forward and backward, width {width}: {title}", fontsize=12)
     if ends := list(_why_they_end(whole, lengths)):
         figure.supxlabel("; ".join(ends), fontsize=9)
-    label_ends(figure, lambda line: str(line.get_label()), colour="0.15")  # no looking to and fro from a legend
+    time.legend(frameon=False, fontsize=9)
     figure.savefig(path)
     return figure
 
@@ -61,7 +61,7 @@ def _line(axes: Axes, index: int, name: str, rows: Sequence[Row], values: Sequen
         values,
         label=_NAMES.get(name, name),
         color=COLOURS[index % len(COLOURS)],
-        marker=MARKERS[index % len(MARKERS)],
+        marker="o",
         linestyle=DASHES[index % len(DASHES)],
         linewidth=2.5 if name in _NAMES else 1.2,
         markersize=5,

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markdown import Markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,7 +89,7 @@ def finish(
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     if page is not None:
         quote(path, text, page)
-    Console(width=max(120, Console().width)).print(Markdown(text))
+    print(text)
 
 
 def command(

@@ -21,7 +21,7 @@ from benchmarks import launched, records
 from benchmarks.alternating_run import LOG_INTERVAL, PROFILED
 from benchmarks.records import RESULTS, ROOT, Record
 from benchmarks.train import PROFILE, TIMES
-from simreg_megatron.report.steps import overhead
+from launch.timing import overhead
 
 KINDS = {
     "SimReg, chunks": ("--simreg-lambda", "1"),

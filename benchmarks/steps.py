@@ -20,8 +20,7 @@ from rich.console import Console
 from benchmarks import launched, records
 from benchmarks.alternating_run import LOG_INTERVAL
 from benchmarks.records import RESULTS, ROOT, Record
-from launch.timing import interval_milliseconds
-from simreg_megatron.report.steps import overhead
+from launch.timing import interval_milliseconds, overhead
 
 PLAIN = "plain Megatron"
 KINDS = {

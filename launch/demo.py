@@ -10,76 +10,62 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
+import re
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-EVIDENCE = ROOT / "benchmarks" / "results" / "evidence"
 sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighbours and the package like this
-
-from rich.console import Console  # noqa: E402
 
 from launch import lock, record  # noqa: E402
 from launch.flags import LaunchError  # noqa: E402
+from launch.jobs import KEEP_HEAP, Job, JobFailed, run_jobs  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
-from launch.screen import Screen, duration, say  # noqa: E402
-from launch.side_by_side import Job, JobFailed, Notes, Trainings, Turns, run_side_by_side  # noqa: E402
-from launch.timing import interval_milliseconds  # noqa: E402
-from simreg_megatron import report  # noqa: E402
+from launch.timing import Overhead, interval_milliseconds, overhead  # noqa: E402
 from simreg_megatron.installed import python_path  # noqa: E402
-from simreg_megatron.report import own  # noqa: E402
-from simreg_megatron.report.arms import Arm, read_arms  # noqa: E402
-from simreg_megatron.report.page import Grid, Section  # noqa: E402
-from simreg_megatron.report.page import write as write_page  # noqa: E402
-from simreg_megatron.reproduce.check import read_tables  # noqa: E402
-from simreg_megatron.reproduce.heap import KEPT  # noqa: E402
-from simreg_megatron.reproduce.stopping import terminated_like_ctrl_c  # noqa: E402
-from simreg_megatron.reproduce.verdict import Verdict, judge  # noqa: E402
+from simreg_megatron.tools.curves import draw_curves  # noqa: E402
+from simreg_megatron.tools.events import NEGATIVE_COSINE, SIMREG_LOSS, VALIDATION_LOSS, ReportError, read_run  # noqa: E402
+from simreg_megatron.tools.heatmap import draw_heatmaps, excerpt, mean_cosines, read_hidden_states  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
 PROBE_SCRIPT = ROOT / "simreg_megatron" / "tools" / "probe.py"
-CORPUS = (sys.executable, "-m", "simreg_megatron.cli", "data", "corpus-builtin")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-ONE_CORE = {**KEPT, "OMP_NUM_THREADS": "1"}
+ONE_CORE = {**KEEP_HEAP, "OMP_NUM_THREADS": "1"}
 MARK = "demo.json"  # says that a folder is the demo's own and may be replaced
-RESULT = "result.json"  # what was printed and drawn, as numbers
-CURVES, HEATMAPS, PAGE = "curves.png", "heatmaps.png", "report.html"
-
+RESULT = "result.json"
+CURVES, HEATMAPS = "curves.png", "heatmaps.png"
 RUNS = CROSS_ENTROPY, SIMREG = "cross-entropy", "simreg"
 PLAIN, TIMING = "plain", "timing"  # Megatron without any flag of the plugin; the folder of the short runs
-TIMING_TURNS, TIMING_STEPS, TIMING_INTERVAL = 2, 30, 10  # the first interval does not count
-SECONDS_PER_STEP = 1.0  # side by side on two cores, evaluation included
-SECONDS_OF_TEXT, SECONDS_OF_TIMING, SECONDS_OF_PROBES = 100, 60, 40  # guesses, for the bars until the pace is known
+TIMING_STEPS, TIMING_INTERVAL = 30, 10  # the first interval does not count
 EVALUATIONS = 8  # on the way; the early heat-maps are of the first one
-WEIGHTS_ALONE = ("--no-save-optim", "--no-save-rng")  # nobody goes on from here
-
-
-class DemoError(RuntimeError):
-    """The demo cannot go on; the message is the one sentence the user reads."""
+_ITERATION = re.compile(r"\] iteration +(\d+)/ *\d+ \|")
+_VALIDATION = re.compile(r"^ validation loss at iteration (\d+) on validation set \|.*? lm loss value: (\S+)")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What both runs share, and the weight that only one has."""
+    """What both runs share, and the --simreg-* flags that one run has."""
 
-    steps: int = 400
-    simreg_lambda: float = 1.0
-    chunk_size: int = 64
-    seed: int = 1234
-    output: Path = Path("runs/demo")
+    steps: int
+    seed: int
+    output: Path
+    simreg: Sequence[str]
+
+    @property
+    def early(self) -> int:
+        """The step of the first evaluation."""
+        return max(1, self.steps // EVALUATIONS)
 
     def training_flags(self, name: str) -> list[str]:
-        """The launcher's words for the run `name`."""
+        """The launcher's arguments for a run."""
         folder = self.output / name
         flags = {
             "--model": "tiny",
@@ -92,308 +78,190 @@ class Settings:
             "--save-interval": self.early,
             "--data-cache-path": folder / "cache",  # one each: two runs would write the same index files at once
         }
-        return [*_words(flags), *WEIGHTS_ALONE, "--verbose", *self._objective(name)]
+        words = [str(word) for pair in flags.items() for word in pair]
+        return [*words, "--no-save-optim", "--no-save-rng", "--verbose", *self.objective(name)]
 
-    @property
-    def early(self) -> int:
-        """The step of the first evaluation."""
-        return max(1, self.steps // EVALUATIONS)
-
-    @property
-    def probed(self) -> list[int]:
-        """The steps whose hidden states are drawn."""
-        return sorted({self.early, self.steps})
-
-    def timing_flags(self, name: str) -> list[str]:
-        """Likewise for a short run without evaluation and checkpoints."""
-        flags = {
-            "--model": "tiny",
-            "--output": self.output / TIMING / name,
-            "--seed": self.seed,
-            "--train-iters": TIMING_STEPS,
-            "--log-interval": TIMING_INTERVAL,
-            "--eval-iters": 0,
-        }
-        return [*_words(flags), "--verbose", *self._objective(name)]
-
-    def _objective(self, name: str) -> list[str]:
+    def objective(self, name: str) -> list[str]:
+        """The plugin's flags: cross-entropy measures what SimReg trains on, with the same settings."""
         if name == PLAIN:
             return []
-        weight = {CROSS_ENTROPY: {"--simreg-objective": "none"}, SIMREG: {"--simreg-lambda": f"{self.simreg_lambda:g}"}}
-        return _words(weight[name] | {"--simreg-chunk-size": self.chunk_size})
-
-
-class Findings(NamedTuple):
-    """What the demo found: each run's numbers, the time of a step, the hidden states in the order of the maps."""
-
-    summaries: Sequence[report.Summary]
-    steps: report.Overhead
-    states: Sequence[report.HiddenStates]
-
-
-def _words(flags: dict[str, object]) -> list[str]:
-    return [str(word) for pair in flags.items() for word in pair]
+        measured = ["--simreg-objective", "none", "--simreg-lambda", "0"]
+        return list(self.simreg) if name == SIMREG else [*self.simreg, *measured]
 
 
 def read_settings(argv: Sequence[str]) -> Settings:
+    """Read the command line; what it does not know is passed on to the run with SimReg."""
     parser = argparse.ArgumentParser(
-        prog="make demo", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=Settings.steps, help="training steps of each run")
-    parser.add_argument(
-        "--simreg-lambda", type=float, default=Settings.simreg_lambda, help="weight of SimReg in its run"
-    )
-    parser.add_argument(
-        "--chunk-size", type=int, default=Settings.chunk_size, help="tokens per SimReg chunk, 0 = whole sequence"
-    )
-    parser.add_argument("--seed", type=int, default=Settings.seed, help="of both runs")
-    parser.add_argument("--output", type=Path, default=Settings.output, help="folder for logs, checkpoints and figures")
-    settings = Settings(**vars(parser.parse_args(argv)))
-    if settings.steps < 2:
-        parser.error(f"--steps {settings.steps} is too few for a curve: give at least 2")
-    if not (settings.simreg_lambda > 0 and math.isfinite(settings.simreg_lambda)):
-        parser.error(f"--simreg-lambda {settings.simreg_lambda} leaves nothing to compare: give a positive number")
-    return settings
+        prog="make demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Any --simreg-* flag (docs/flags.md) sets the run with SimReg; by default lambda 1 and chunks of 64.",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=400, help="training steps of each run (default: 400)")
+    parser.add_argument("--seed", type=int, default=1234, help="of both runs (default: 1234)")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="(default: runs/demo)")
+    options, flags = parser.parse_known_args(argv)
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps} is too few for a curve: give at least 2")
+    if unknown := [flag for flag in flags if flag.startswith("--") and not flag.startswith("--simreg-")]:
+        parser.error(f"{unknown[0]} is not a flag of the demo, and no --simreg-* flag (docs/flags.md)")
+    given = {flag.partition("=")[0] for flag in flags}
+    defaults = {"--simreg-lambda": "1", "--simreg-chunk-size": "64"}
+    words = [word for name, value in defaults.items() if name not in given for word in (name, value)]
+    return Settings(options.steps, options.seed, options.output, [*words, *flags])
 
 
-def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -> int:
-    """Run the demo; the exit status: 0, 1 where something failed, 130 after Ctrl-C."""
+def main(argv: Sequence[str] | None = None) -> int:
     settings = read_settings(sys.argv[1:] if argv is None else argv)
-    console = console or Console(soft_wrap=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with terminated_like_ctrl_c():
-            _run_demo(settings, console)
-    except JobFailed as error:
-        for line in error.tail:
-            console.print(line, markup=False, highlight=False)
-        say(console, f"error: {error}", style="bold red")
-        return 1
-    except (DemoError, LaunchError, report.ReportError) as error:
-        say(console, f"error: {error}", style="bold red")
+        run_demo(settings)
+    except (JobFailed, LaunchError, ReportError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        say(console, f"Stopped, and so is everything it started; the logs are in {settings.output}.")
+        print(f"Stopped, and everything that was started; the logs are in {settings.output}.", file=sys.stderr)
         return 130
     return 0
 
 
-def _run_demo(settings: Settings, console: Console) -> None:
+def run_demo(settings: Settings) -> None:
+    """Train both models, measure their steps, draw what they learned, and print the comparison."""
     started, commit = time.monotonic(), record.commit()
-    console.print(describe(settings), markup=False, highlight=False)
-    with lock.held(settings.output):
-        _compare(settings, console, commit=commit, started=started)
-
-
-def _compare(settings: Settings, console: Console, *, commit: str, started: float) -> None:
-    make_room(settings)
-    _ensure_corpus(settings, console)
-    _train(settings, console)
-    found = _look_inside(settings, console, measured_steps(settings, console))
-    seconds = time.monotonic() - started
-    write_result(settings, found, commit=commit, seconds=seconds)
-    _tell(settings, found, console, seconds)
-
-
-def _headline(console: Console, number: int, text: str) -> None:
-    console.print()
-    say(console, f"[{number}/4] {text}", style="bold")
-
-
-def describe(settings: Settings) -> str:
-    """What will happen, and how long it takes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    slowdown = 1 if cores >= 2 else 2
-    around = SECONDS_OF_TEXT + SECONDS_OF_TIMING + SECONDS_OF_PROBES
-    minutes = (SECONDS_PER_STEP * settings.steps * slowdown + around) / 60
-    chunks = f"chunks of {settings.chunk_size} tokens" if settings.chunk_size else "whole sequences"
-    return (
+    print(
         f"Two tiny LLaMAs are pretrained in Megatron, {settings.steps} steps, same text, same seed:\n"
         f"  {CROSS_ENTROPY:<13}  the language-model loss alone; SimReg is measured only\n"
-        f"  {SIMREG:<13}  the same plus {settings.simreg_lambda:g} * SimReg, {chunks}\n"
-        f"About {math.ceil(minutes)} minutes on {'this one core' if cores < 2 else 'two cores'}; Ctrl-C stops it all. "
-        f"Logs and results:\n  {settings.output}"
+        f"  {SIMREG:<13}  {' '.join(settings.simreg)}\n"
+        f"With 400 steps this takes 5 to 15 minutes on two cores. Ctrl-C stops it. Results: {settings.output}"
     )
-
-
-def make_room(settings: Settings) -> None:
-    """Empty the output folder of an earlier demo; any other folder's content stays.
-
-    Raises:
-        DemoError: the folder holds what no demo has written.
-    """
-    output = settings.output
-    if output.exists() and not output.is_dir():
-        raise DemoError(f"{output} is a file: give another --output")
-    if output.is_dir() and any(path.name != lock.NAME for path in output.iterdir()):
-        if not (output / MARK).is_file():
-            raise DemoError(f"{output} has files that no demo wrote: empty it, or give another --output")
-        for name in (CROSS_ENTROPY, SIMREG, TIMING):
-            shutil.rmtree(output / name, ignore_errors=True)
-    output.mkdir(parents=True, exist_ok=True)
-    choices = {**vars(settings), "output": str(output)}
-    (output / MARK).write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
-
-
-def _ensure_corpus(settings: Settings, console: Console) -> None:
-    """Build the text before the runs start, in a process of its own: training a tokenizer lets no bar move."""
-    _headline(console, 1, "The text: documentation of the Python libraries on this machine")
-    job = Job(
-        name="text",
-        command=[*CORPUS, "--out", str(ROOT / "data" / "builtin")],
-        log=settings.output / "text.txt",
-        environment={"PYTHONPATH": python_path(ROOT)},
-    )
-    with Screen(console, "text", SECONDS_OF_TEXT) as screen:
-        run_side_by_side([job], Notes(screen, mark="> corpus: "))
-
-
-def _train(settings: Settings, console: Console) -> None:
-    _headline(console, 2, "Training: both at once, sharing the cores, so their speed means nothing")
-    jobs = [training_job(settings, name) for name in RUNS]
-    with Screen(console, "training", SECONDS_PER_STEP * settings.steps) as screen:
-        run_side_by_side(jobs, Trainings(screen, jobs, settings.steps))
-
-
-def training_job(settings: Settings, name: str) -> Job:
-    command = [*TORCHRUN, str(TRAIN_SCRIPT), *settings.training_flags(name)]
-    return Job(name=name, command=command, log=settings.output / name / "log.txt", environment=ONE_CORE)
-
-
-def measured_steps(settings: Settings, console: Console) -> report.Overhead:
-    """Seconds per step of plain Megatron and of SimReg, from short runs that take turns, one at a time."""
-    _headline(console, 3, "What a step costs: short runs of plain Megatron and SimReg, one at a time")
-    turns = [(PLAIN, SIMREG) if turn % 2 == 0 else (SIMREG, PLAIN) for turn in range(TIMING_TURNS)]
-    jobs = [timing_job(settings, name, turn) for turn, names in enumerate(turns) for name in names]
-    seconds: dict[str, list[list[float]]] = {PLAIN: [], SIMREG: []}
-    with Screen(console, "time of a step", SECONDS_OF_TIMING) as screen:
-        for number, job in enumerate(jobs):
-            run_side_by_side([job], Turns(screen, number, len(jobs)))
-            intervals = interval_milliseconds(job.log.read_text(encoding="utf-8", errors="replace"), TIMING_INTERVAL)
-            if not intervals:
-                raise DemoError(f"The {job.name} run logged no time per step: its log is {job.log}.")
-            seconds[job.name].append([time / 1000 for time in intervals])
-            screen.line(f"run {number + 1} of {len(jobs)}: {job.name}, {median(intervals):.0f} ms a step")
-    return report.overhead(seconds[PLAIN], seconds[SIMREG])
-
-
-def timing_job(settings: Settings, name: str, turn: int) -> Job:
-    command = [*TORCHRUN, str(TRAIN_SCRIPT), *settings.timing_flags(name)]
-    log = settings.output / TIMING / f"{name}-{turn + 1}.txt"
-    return Job(name=name, command=command, log=log, environment=ONE_CORE)
-
-
-def _look_inside(settings: Settings, console: Console, steps: report.Overhead) -> Findings:
-    """Hidden states of one validation text under both models, early and at the end; then all figures and the page."""
-    _headline(console, 4, f"Hidden states of one text at step {' and '.join(map(str, settings.probed))}, and figures")
-    with Screen(console, "hidden states and figures", SECONDS_OF_PROBES) as screen:
-        run_side_by_side([probe_job(settings, name) for name in RUNS], Notes(screen))
-        for name in RUNS:
-            _leave_last_checkpoint(settings.output / name / "checkpoints")
-        arms = read_arms([str(settings.output / name) for name in RUNS])
-        states = [
-            report.read_hidden_states(probe_output(settings, name, step), name=f"{name}, step {step}")
-            for step in settings.probed
-            for name in RUNS
-        ]
-        _draw(settings, arms, states, steps)
-    return Findings([report.summarize(run) for arm in arms for run in arm.runs], steps, states)
-
-
-def _leave_last_checkpoint(folder: Path) -> None:
-    for old in sorted(folder.glob("iter_*"))[:-1]:
-        shutil.rmtree(old)
-
-
-def _draw(
-    settings: Settings, arms: Sequence[Arm], states: Sequence[report.HiddenStates], steps: report.Overhead
-) -> None:
-    title = f"Tiny LLaMA, SimReg lambda {settings.simreg_lambda:g}, seed {settings.seed}"
-    report.draw_curves([run for arm in arms for run in arm.runs], settings.output / CURVES, title=title)
-    report.draw_heatmaps(states, settings.output / HEATMAPS, columns=len(RUNS), title="Hidden states of one text")
-    cost = Section(
-        "cost",
-        "How much longer does a step take with SimReg?",
-        verdicts=[report.describe_steps(steps)],
-        grids=[Grid(("run", "seconds per step"), [(PLAIN, f"{steps.base:.3f}"), (SIMREG, f"{steps.other:.3f}")])],
-    )
-    write_page(own.page_of(arms, title=title, further=[cost]), settings.output / PAGE)
-
-
-def _tell(settings: Settings, found: Findings, console: Console, seconds: float) -> None:
-    """The end: table, sentences, folder, next command."""
-    console.print()
-    table = report.summary_table(*found.summaries, steps=found.steps, title=f"After {settings.steps} steps")
-    console.print(table, soft_wrap=False)
-    say(console, report.describe_steps(found.steps))
-    for each in found.states:
-        means = report.mean_cosines(report.excerpt(each))
-        say(console, f"{each.name}: mean cosine {means.same:.3f} of equal next tokens, {means.other:.3f} of others.")
-    console.print()
-    say(console, report.compare_validation(*found.summaries), style="bold")
-    say(console, "The baseline was not tuned. Tuned ones, with more seeds (docs/evidence.md):")
-    for claim, verdicts in groupby(headlines(EVIDENCE), key=lambda verdict: verdict.claim.says):
-        say(console, f"- {claim}: {'; '.join(map(_of_one_size, verdicts))}.")
-    console.print()
-    say(console, f"In {settings.output}: {PAGE} (all on one page), {CURVES}, {HEATMAPS}, {RESULT}, each run's log.")
-    say(console, f"It took {duration(seconds)}. To see what SimReg would wrap in your own training:")
-    console.print("  .venv/bin/simreg-megatron doctor --script pretrain_gpt.py", markup=False, highlight=False)
-
-
-def _of_one_size(verdict: Verdict) -> str:
-    low, high = verdict.interval
-    seeds = f"{verdict.numbers[0]} and {verdict.numbers[1]} seeds"
-    return (
-        f"{verdict.word[0].lower()}{verdict.word[1:]} at width {verdict.place.size} "
-        f"({verdict.difference:+.3f} {verdict.unit}, {low:+.3f} to {high:+.3f}, {seeds})"
-    )
-
-
-def headlines(folder: Path) -> Iterator[Verdict]:
-    """What kept runs say of the claims that are told first."""
-    for table in read_tables(folder).values():
-        yield from (verdict for verdict in judge(table.plan, table.rows) if verdict.is_headline)
-
-
-def write_result(settings: Settings, found: Findings, *, commit: str, seconds: float) -> None:
-    """The numbers of the table and the heat-maps, and what made them: benchmarks/results/demo.json is such a file."""
+    with lock.held(settings.output):
+        make_room(settings)
+        print("\n[1/4] The text: documentation of the Python libraries on this machine", flush=True)
+        words = ["data", "corpus-builtin", "--out", str(ROOT / "data" / "builtin")]
+        corpus = [sys.executable, "-m", "simreg_megatron.cli", *words]
+        run_jobs([Job("text", corpus, settings.output / "text.txt", {"PYTHONPATH": python_path(ROOT)})])
+        print("\n[2/4] Training: both at once, sharing the cores", flush=True)
+        run_jobs([training_job(settings, name) for name in RUNS], print_progress)
+        print("\n[3/4] The time of a step: short runs of plain Megatron and SimReg, one at a time", flush=True)
+        steps = measure_steps(settings)
+        print("\n[4/4] Hidden states of one text, and figures", flush=True)
+        run_jobs([probe_job(settings, name) for name in RUNS])
+        result = draw(settings)
+    seconds = time.monotonic() - started
     packages = record.packages()
-    result = {
+    facts = {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {name: packages.get(name) for name in ("torch", "megatron-core")},
-        "settings": {name: value for name, value in vars(settings).items() if name != "output"},
+        "settings": {"steps": settings.steps, "seed": settings.seed, "simreg": list(settings.simreg)},
         "seconds": seconds,
-        "seconds_per_step": found.steps._asdict(),
-        "runs": {summary.name: asdict(summary) for summary in found.summaries},
-        "heatmap_mean_cosine": {
-            name: report.mean_cosines(report.excerpt(each)).both
-            for name, each in zip(RUNS, found.states[-2:], strict=True)
-        },
-        "heatmaps": {each.name: report.mean_cosines(report.excerpt(each))._asdict() for each in found.states},
+        "seconds_per_step": steps._asdict(),
     }
-    (settings.output / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    (settings.output / RESULT).write_text(json.dumps(facts | result, indent=2) + "\n", encoding="utf-8")
+    print(table_of(result["runs"]))
+    print(
+        f"A step takes {steps.base:.3f} s in plain Megatron and {steps.other:.3f} s with SimReg: "
+        f"{steps.percent:+.1f} % (95 % interval {steps.low:+.1f} to {steps.high:+.1f})\n"
+        "One seed, and the baseline was not tuned: docs/evidence.md compares tuned ones.\n"
+        f"In {settings.output}: {CURVES}, {HEATMAPS}, {RESULT}, the logs. It took {seconds / 60:.0f} minutes. Next:\n"
+        f"  .venv/bin/simreg-megatron curves {settings.output / CROSS_ENTROPY} {settings.output / SIMREG}\n"
+        "  .venv/bin/simreg-megatron doctor --script pretrain_gpt.py"
+    )
 
 
-def probe_output(settings: Settings, name: str, step: int) -> Path:
-    return settings.output / name / f"hidden-{step}.npz"
+def make_room(settings: Settings) -> None:
+    """Empty the output folder of an earlier demo.
+
+    Raises:
+        LaunchError: the folder holds what no demo has written.
+    """
+    output = settings.output
+    if any(path.name != lock.NAME for path in output.iterdir()) and not (output / MARK).is_file():
+        raise LaunchError(f"{output} has files that no demo wrote: empty it, or give another --output")
+    for name in (*RUNS, TIMING):
+        shutil.rmtree(output / name, ignore_errors=True)
+    (output / MARK).write_text(json.dumps({"simreg": list(settings.simreg)}) + "\n", encoding="utf-8")
+
+
+def training_job(settings: Settings, name: str) -> Job:
+    command = [*TORCHRUN, str(TRAIN_SCRIPT), *settings.training_flags(name)]
+    return Job(name, command, settings.output / name / "log.txt", ONE_CORE)
+
+
+def print_progress(job: Job, line: str) -> None:
+    """Print what a line of Megatron's log says of the losses."""
+    if iteration := _ITERATION.search(line):
+        losses = re.findall(r"(?:^|\| )(lm loss|simreg loss): +(\S+)", line)
+        told = ", ".join(f"{name} {float(value):.4g}" for name, value in losses)
+        print(f"{job.name:<13} step {iteration[1]:>4}  {told}", flush=True)
+    elif evaluation := _VALIDATION.match(line):
+        print(f"{job.name:<13} step {evaluation[1]:>4}  validation loss {float(evaluation[2]):.4f}", flush=True)
+
+
+def measure_steps(settings: Settings) -> Overhead:
+    """Time short runs of plain Megatron and of SimReg, twice each."""
+    seconds: dict[str, list[list[float]]] = {PLAIN: [], SIMREG: []}
+    for turn, name in enumerate((PLAIN, SIMREG, SIMREG, PLAIN)):
+        flags = ["--model", "tiny", "--output", str(settings.output / TIMING / name), "--seed", str(settings.seed)]
+        flags += ["--train-iters", str(TIMING_STEPS), "--log-interval", str(TIMING_INTERVAL), "--eval-iters", "0"]
+        command = [*TORCHRUN, str(TRAIN_SCRIPT), *flags, "--verbose", *settings.objective(name)]
+        log = settings.output / TIMING / f"{name}-{turn}.txt"
+        run_jobs([Job(name, command, log, ONE_CORE)])
+        times = interval_milliseconds(log.read_text(encoding="utf-8", errors="replace"), TIMING_INTERVAL)
+        seconds[name].append([time / 1000 for time in times])
+    return overhead(seconds[PLAIN], seconds[SIMREG])
 
 
 def probe_job(settings: Settings, name: str) -> Job:
-    """Read a trained model's hidden states of one validation text: the run's own flags, another script."""
+    """Read a model's hidden states of one validation text, early and at the end: the run's flags, another script."""
     os.environ.setdefault("WORLD_SIZE", "1")  # what torchrun would tell the launcher
     options, words = make_parser("llama").parse_known_args(settings.training_flags(name))
     plan = build_plan("llama", options, words, look_at_machine(), environ=os.environ)
     folder = settings.output / name
     own = ["--load", str(folder / "checkpoints"), "--finetune", "--no-load-optim", "--no-load-rng"]
-    own += ["--probe-output", str(folder / "hidden.npz"), "--probe-steps", ",".join(map(str, settings.probed))]
-    return Job(
-        name=f"{name} probe",
-        command=[*TORCHRUN, "-m", "simreg_megatron", str(PROBE_SCRIPT), *plan.arguments, *own],
-        log=settings.output / name / "probe.txt",
-        environment={**plan.environment, **ONE_CORE, "PYTHONPATH": python_path(ROOT)},
-    )
+    own += ["--probe-output", str(folder / "hidden.npz"), "--probe-steps", f"{settings.early},{settings.steps}"]
+    command = [*TORCHRUN, "-m", "simreg_megatron", str(PROBE_SCRIPT), *plan.arguments, *own]
+    environment = {**plan.environment, **ONE_CORE, "PYTHONPATH": python_path(ROOT)}
+    return Job(f"{name} probe", command, folder / "probe.txt", environment)
+
+
+def draw(settings: Settings) -> dict[str, Any]:
+    """Draw curves and heat-maps; return the numbers in them."""
+    title = f"Tiny LLaMA, {' '.join(settings.simreg)}, seed {settings.seed}"
+    runs = [read_run(settings.output / name) for name in RUNS]
+    draw_curves(runs, title=title).savefig(settings.output / CURVES)
+    states = [
+        read_hidden_states(settings.output / name / f"hidden-{step}.npz", f"{name}, step {step}")
+        for step in sorted({settings.early, settings.steps})
+        for name in RUNS
+    ]
+    draw_heatmaps(states, columns=len(RUNS), title="Hidden states of one text").savefig(settings.output / HEATMAPS)
+    for name in RUNS:
+        for old in sorted((settings.output / name / "checkpoints").glob("iter_*"))[:-1]:
+            shutil.rmtree(old)
+    return {
+        "runs": {
+            run.name: {
+                "validation_loss": run.last(VALIDATION_LOSS),
+                "simreg_loss": run.mean_of_end(SIMREG_LOSS),
+                "mean_cosine": run.mean_of_end(NEGATIVE_COSINE),
+            }
+            for run in runs
+        },
+        "heatmaps": {each.name: mean_cosines(excerpt(each))._asdict() for each in states},
+    }
+
+
+def table_of(runs: dict[str, dict[str, float | None]]) -> str:
+    """Compare both runs, the difference in the last line."""
+    first, other = (runs[name] for name in RUNS)
+    rows = {**runs, "difference": {name: other[name] - first[name] for name in first}}  # type: ignore[operator]
+    lines = ["", f"{'':15} {'validation loss':>15}   {'simreg loss':>11}   {'cosine of other labels':>22}"]
+    for name, row in rows.items():
+        sign = "+" if name == "difference" else ""
+        loss, term, cosine = (row[key] for key in ("validation_loss", "simreg_loss", "mean_cosine"))
+        lines.append(f"{name:15} {loss:{sign}15.4f}   {term:{sign}11.4g}   {cosine:{sign}22.4f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

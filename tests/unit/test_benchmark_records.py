@@ -3,25 +3,18 @@
 
 from __future__ import annotations
 
-import html
 import json
-import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import (
-    claims,
-    evidence,
-    neighbours,
     objective_cost,
     objectives,
     plot,
     preprocessing,
     records,
-    search,
     step_pairs,
     steps,
 )
@@ -30,8 +23,6 @@ from benchmarks.cases import Size
 from benchmarks.gpu import forms
 from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
-from simreg_megatron.reproduce.check import read_tables, violations
-from simreg_megatron.reproduce.verdict import judge, machines_of
 
 WHERE = {
     "date": "2026-11-22", "commit": "abc", "machine": "x86_64 CPU", "cores": "2", "threads": "2", "python": "3.12.1",
@@ -117,67 +108,6 @@ def test_rows_of_a_gpu_name_their_card_versions_and_commit(folder: str) -> None:
     assert rows and facts["GPUs, memory, driver"]
     for name in ("machine", "commit", "torch", "megatron_core", "python"):
         assert {row[name] for row in rows} == {facts[name]}
-
-
-def test_the_evidence_that_is_kept_passes_its_own_protocol() -> None:
-    tables = read_tables(claims.FOLDER)
-    assert [told for name in tables for told in violations(name, tables)] == []
-    assert {machine for table in tables.values() for machine in machines_of(table.rows)} == {"cpu in fp32"}
-
-
-def test_the_page_of_experiments_tells_every_verdict_of_the_runs_that_are_kept() -> None:
-    page = html.unescape(evidence.PAGE.read_text(encoding="utf-8"))
-    tables = read_tables(claims.FOLDER)
-    verdicts = [verdict for table in tables.values() for verdict in judge(table.plan, table.rows)]
-    assert [verdict.sentence for verdict in verdicts if verdict.sentence not in page] == [], evidence.__name__
-    assert all(table.plan.question in page for table in tables.values())
-
-
-def test_complete_experiments_are_kept_and_others_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "results"
-    shutil.copytree(claims.FOLDER, folder)
-    cut = (folder / "edge.csv").read_text().splitlines(keepends=True)[:-1]
-    (folder / "edge.csv").write_text("".join(cut))
-    kept = tmp_path / "kept"
-    assert "edge" not in evidence.keep(folder, kept) and "edge has no verdict yet" in capsys.readouterr().out
-    assert (kept / "tuning.csv").read_bytes() == (claims.FOLDER / "tuning.csv").read_bytes()
-    assert not list(kept.glob("edge*"))
-    assert (kept / "unfinished" / "edge.csv").read_text() == "".join(cut)
-    shutil.copytree(claims.FOLDER, folder, dirs_exist_ok=True)
-    assert "edge" in evidence.keep(folder, kept)
-    assert (kept / "edge.csv").is_file() and not list((kept / "unfinished").iterdir())
-
-
-def test_the_table_of_claims_is_of_the_runs_that_are_kept() -> None:
-    text = "\n".join(claims.table(read_tables(claims.FOLDER))) + "\n"
-    page = claims.PAGE.read_text(encoding="utf-8")
-    assert (RESULTS / "claims.md").read_text() == text == records.quoted(page, "claims"), "python -m benchmarks.claims"
-
-
-def test_the_table_of_the_search_is_of_its_runs() -> None:
-    lines = records.read(search.SOURCE)
-    text = "\n".join(search.table(lines)) + "\n"
-    assert (
-        (RESULTS / "search.md").read_text() == text == records.quoted(search.PAGE.read_text(encoding="utf-8"), "search")
-    )
-    assert len(re.findall(r"\d\.\d{3}(?:\*\*)?[ ,]", text.partition("| --- |")[2])) >= len(lines)
-    assert text.count("**") == 4 * len({line["size"] for line in lines}), "the best of each arm"
-    for arm in search.SECOND:
-        best = min(float(line["validation_loss"]) for line in lines if line["arm"] == arm and line["size"] == "64")
-        assert f"**{best:.3f}**" in text
-
-
-def test_the_table_of_the_neighbours_is_of_their_runs() -> None:
-    found = read_tables(claims.FOLDER)["objectives"]
-    text = "\n".join(neighbours.table(found)) + "\n"
-    page = neighbours.PAGE.read_text(encoding="utf-8")
-    assert (RESULTS / "neighbours.md").read_text() == text == records.quoted(page, "neighbours")
-    losses = {row["arm"]: [] for row in found.rows}
-    for row in found.rows:
-        losses[row["arm"]].append(float(row["validation_loss"]))
-    assert set(losses) == {arm.name for arm in found.plan.arms}
-    for arm, ends in losses.items():
-        assert len(ends) == 3 and re.search(rf"^\| {arm} \|.* \| {sum(ends) / 3:.4f} \(", text, flags=re.MULTILINE)
 
 
 def test_a_page_is_changed_between_its_marks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runs say of a claim: difference, 95 % interval and p-value after Welch, and what it is worth in tokens.
+
+    difference = mean(arm) - times * mean(than)
+    detectable = (t_.95 + t_.80) * error     (t_.975 where the claim has no direction)
+
+A true difference of the detectable size would be found four times in five. What a difference of losses is worth:
+
+    ratio  = difference / (mean(shorter baseline) - mean(baseline)),   its interval after Fieller
+    needed = steps - ratio (steps - shorter steps),                    saving = 1 - (steps of the arm) / needed
+
+The loss is taken to fall along a straight line, and it falls ever slower: so a saving is an underestimate where the arm
+ends lower than the baseline, and an overestimate where it ends higher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import NamedTuple
+
+from research.plan import Arm, Claim, Plan, ResearchError, entries_of
+from research.tables import Row, Table, settings_of
+
+LEVEL, POWER = 0.05, 0.8
+FEWEST_SEEDS = 3
+HELD, OPPOSITE, NOT_SHOWN, DIVERGED = (
+    "Held", "Did not hold, the opposite was seen", "Not shown", "Not decided, as runs diverged",
+)  # fmt: skip
+_UNITS = {
+    "validation_loss": "nats per token", "train_loss": "nats per token", "bits_per_byte": "bits per byte",
+    "simreg_loss": "nats per token", "seconds_per_step": "seconds",
+}  # fmt: skip
+_SIDES = {"lower": "less", "higher": "greater", "differs": "two-sided"}
+
+
+class Welch(NamedTuple):
+    """mean(arm) - mean(than), its two-sided 95 % interval, the p-value of the side that was asked."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    detectable: float
+
+
+def welch(arm: Sequence[float], than: Sequence[float], side: str = "two-sided") -> Welch:
+    """Compare two groups with unequal variances; a run that diverged (a value that is not finite) decides nothing."""
+    from scipy import stats
+
+    difference = mean(arm) - mean(than)
+    if not all(map(math.isfinite, (*arm, *than))) or stdev(arm) == stdev(than) == 0:
+        return Welch(difference, -math.inf, math.inf, 1.0, math.inf)
+    tested = stats.ttest_ind(arm, than, equal_var=False, alternative=side)
+    interval = stats.ttest_ind(arm, than, equal_var=False).confidence_interval(1 - LEVEL)
+    error = math.sqrt(stdev(arm) ** 2 / len(arm) + stdev(than) ** 2 / len(than))
+    level = LEVEL / 2 if side == "two-sided" else LEVEL
+    detectable = float(stats.t.ppf(1 - level, tested.df) + stats.t.ppf(POWER, tested.df)) * error
+    return Welch(difference, float(interval.low), float(interval.high), float(tested.pvalue), detectable)
+
+
+def fieller(arm: Sequence[float], than: Sequence[float], other: Sequence[float]) -> tuple[float, float, float] | None:
+    """r = (mean(arm) - mean(than)) / (mean(other) - mean(than)) with its 95 % interval; None where that has no end.
+
+    The interval holds all r for which the seeds do not refute arm - than = r (other - than), by Student's t with
+    Satterthwaite's degrees of freedom at the ratio found. With the variances V of the means:
+
+        (upper - r lower)^2 <= t^2 (V_arm + (1 - r)^2 V_than + r^2 V_other)
+    """
+    from scipy import stats
+
+    upper, lower = mean(arm) - mean(than), mean(other) - mean(than)
+    found = upper / lower
+    of_arm, of_than, of_other = (stdev(group) ** 2 / len(group) for group in (arm, than, other))
+    parts = ((of_arm, len(arm)), ((1 - found) ** 2 * of_than, len(than)), (found**2 * of_other, len(other)))
+    total = sum(variance for variance, _ in parts)
+    if total == 0:
+        return found, found, found
+    freedom = total**2 / sum(variance**2 / (count - 1) for variance, count in parts)
+    square = float(stats.t.ppf(1 - LEVEL / 2, freedom)) ** 2
+    leading = lower**2 - square * (of_than + of_other)
+    half = upper * lower - square * of_than
+    root = half**2 - leading * (upper**2 - square * (of_arm + of_than))
+    if leading <= 0 or root < 0:
+        return None
+    return found, (half - math.sqrt(root)) / leading, (half + math.sqrt(root)) / leading
+
+
+def holm(p_values: Sequence[float]) -> int:
+    """Count the tests, from the lowest p-value on, that hold together at the level of one (Holm, 1979)."""
+    for number, p_value in enumerate(sorted(p_values)):
+        if p_value >= LEVEL / (len(p_values) - number):
+            return number
+    return len(p_values)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim at one size and length. `saved`: share of the baseline's tokens, with its interval and direction."""
+
+    claim: Claim
+    place: tuple[str, str]
+    arm: Sequence[float]
+    than: Sequence[float]
+    test: Welch
+    saved: str = ""
+
+    @property
+    def diverged(self) -> int:
+        return sum(not math.isfinite(value) for value in (*self.arm, *self.than))
+
+    @property
+    def word(self) -> str:
+        if self.diverged:
+            return DIVERGED
+        if self.test.p_value < LEVEL:
+            return HELD
+        against = {"lower": self.test.low > 0, "higher": self.test.high < 0, "differs": False}[self.claim.sign]
+        return OPPOSITE if against else NOT_SHOWN
+
+    @property
+    def two_sided(self) -> float:
+        """The p-value where the difference may go either way."""
+        p_value = self.test.p_value
+        return p_value if self.claim.sign == "differs" else 2 * min(p_value, 1 - p_value)
+
+    @property
+    def unit(self) -> str:
+        return "nats" if self.claim.metric.startswith("margin") else _UNITS.get(self.claim.metric, "")
+
+    def __str__(self) -> str:
+        size, length = self.place
+        seeds = f"{len(self.arm)} and {len(self.than)} seeds"
+        where = f"size {size}, {length} tokens a parameter"
+        if self.diverged:
+            return f"{self.word}: {self.claim.says}; {where}: {self.diverged} of {seeds} diverged"
+        test = self.test
+        small = f"; {test.detectable:.4f} would be found four times in five" if self.word == NOT_SHOWN else ""
+        saved = f"; saves {self.saved}" if self.saved else ""
+        return (
+            f"{self.word}: {self.claim.says}; {where}: {test.difference:+.4f} {self.unit} ({test.low:+.4f} to "
+            f"{test.high:+.4f}, p {test.p_value:.2g}, {seeds}){small}{saved}"
+        )
+
+
+def judge(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
+    """Judge each claim of an experiment at each size and length at which both of its arms have two runs or more."""
+    table = tables[name]
+    found = []
+    for claim in table.plan.claims:
+        for place in table.places:
+            arm, than = (_values(table.of(each, place), claim.metric) for each in (claim.arm, claim.than))
+            if min(len(arm), len(than)) > 1:
+                test = welch(arm, [claim.times * value for value in than], _SIDES[claim.sign])
+                verdict = Verdict(claim, place, arm, [claim.times * value for value in than], test)
+                if verdict.word in (HELD, OPPOSITE) and (claim.metric, claim.sign) == ("validation_loss", "lower"):
+                    saved = _saved(name, tables, claim, place)
+                    verdict = Verdict(claim, place, verdict.arm, verdict.than, test, saved)
+                found.append(verdict)
+    return found
+
+
+def _values(rows: Sequence[Row], metric: str) -> list[float]:
+    """A run that diverged counts as infinitely bad."""
+    return [float(row[metric]) if row.get(metric) else math.inf for row in rows]
+
+
+def _saved(name: str, tables: Mapping[str, Table], claim: Claim, place: tuple[str, str]) -> str:
+    """What a difference is worth in tokens, by the shortest baseline that ends higher for sure; "" where none is."""
+    table = tables[name]
+    arm, than = table.of(claim.arm, place), table.of(claim.than, place)
+    baseline = table.plan.arms[claim.than]
+    shorter = [
+        rows
+        for other in tables.values()
+        if other is table or _is_comparable(other, table)
+        for each in other.plan.arms.values()
+        if _is_shortened(each, baseline) and (rows := other.of(each.name, place))
+    ]
+    if not shorter:
+        return ""
+    short = min(shorter, key=lambda rows: (int(rows[0]["steps"]), mean(_values(rows, claim.metric))))
+    losses = [_values(rows, claim.metric) for rows in (arm, than, short)]
+    steps, whole, less = (int(rows[0]["steps"]) for rows in (arm, than, short))
+    if len(short) < 2 or less >= whole or not welch(losses[2], losses[1]).low > 0:
+        return ""
+    ratio = fieller(*losses)
+    if ratio is None or (ratio[0] > 0 and steps >= whole):
+        return ""
+    shares = [1 - steps / needed if (needed := whole - each * (whole - less)) > 0 else -math.inf for each in ratio]
+    bound = "at least" if ratio[0] <= 0 else "at most"
+    return f"{bound} {shares[0]:.0%} of the tokens ({shares[2]:.0%} to {shares[1]:.0%})"
+
+
+def _is_comparable(other: Table, table: Table) -> bool:
+    def kind(each: Table) -> tuple[object, ...]:
+        machines = frozenset((row["device"], row["number_type"], row["data"]) for row in each.rows)
+        return each.plan.tuned_in, each.plan.family, machines
+
+    return kind(other) == kind(table)
+
+
+def _is_shortened(arm: Arm, baseline: Arm) -> bool:
+    """Whether an arm differs from the baseline in its length, and perhaps in a learning rate that suits it."""
+    alike = {**arm.flags, "lr": ""} == {**baseline.flags, "lr": ""} and arm.tuned_as == baseline.tuned_as
+    return alike and arm.length < baseline.length
+
+
+def problems(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
+    """What forbids a conclusion from a table: runs that are missing, added or other than planned; unequal machines."""
+    table = tables[name]
+    plan: Plan = table.plan
+    for column in ("data", "device", "number_type"):
+        if len(found := {row[column] for row in table.rows}) > 1:
+            yield f"{name}: its runs have {len(found)} values of {column}: compare runs that share it"
+    places = [
+        tuple(row[name] for name in ("arm", "size", "tokens_per_parameter", "seed", "trial")) for row in table.rows
+    ]
+    if twice := [place for place, count in Counter(places).items() if count > 1]:
+        yield f"{name}: the run {' '.join(twice[0])} stands in it twice"
+    if not plan.is_search and (few := [size for size in plan.sizes if plan.seeds_at(size) < FEWEST_SEEDS]):
+        yield f"{name}: fewer than {FEWEST_SEEDS} seeds at size {few[0]}"
+    if plan.tuned_in in tables and (found := list(problems(plan.tuned_in, tables))):
+        yield f"{name}: its settings come from a search that allows no conclusion: {found[0]}"
+    try:
+        planned = entries_of(plan, table.rows[0]["data"] if table.rows else "", settings_of(plan, tables))
+    except ResearchError as error:
+        yield f"{name}: {error}"
+        return
+    runs = {row["run"] for row in table.rows}
+    wanted = {entry.run.digest[:16]: f"{entry.arm} at size {entry.size}, seed {entry.seed}" for entry in planned}
+    yield from (
+        f"{name}: {who} is missing, or was run with other settings" for run, who in wanted.items() if run not in runs
+    )
+    if extra := runs - wanted.keys():
+        yield f"{name}: {len(extra)} of its runs are not those of the plan"
+    for row in table.rows:
+        curve = table.curves.get(row["run"], {}).get("validation_loss", ())
+        if row["status"] == "done" and not (curve and abs(curve[-1][1] / float(row["validation_loss"]) - 1) < 1e-4):
+            yield f"{name}: the validation loss of {row['arm']}, seed {row['seed']}, is not the end of its curve"

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron curves`: compare training runs in one figure and one table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simreg_megatron.tools.events import (
+    NEGATIVE_COSINE,
+    SIMREG_LOSS,
+    TRAIN_LOSS,
+    VALIDATION_LOSS,
+    Run,
+    Series,
+    read_run,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+# Okabe and Ito's palette, which readers with colour blindness can tell apart; dashes help in grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":")
+PANELS = {  # tag: title, axis
+    VALIDATION_LOSS: ("Validation loss", "nats per token; lower is better"),
+    TRAIN_LOSS: ("Training loss, SimReg's term left out", "nats per token; lower is better"),
+    SIMREG_LOSS: ("SimReg loss", "nats per token (log); lower is better"),
+    NEGATIVE_COSINE: ("Mean cosine, different next tokens", "cosine, -1 to 1"),
+}
+_SMOOTHED_POINTS = 100  # longer curves are drawn pale, with their running mean on top
+_PLACES = ("path", "dir", "save", "load", "rank", "tensorboard", "timestamp", "wandb", "port")
+"""Arguments whose names hold one of these say nothing of what was trained."""
+
+
+def add_command(commands: Any) -> None:
+    """Add `curves` to the subparsers of the command line."""
+    text = "compare training runs: a figure of their curves, their last losses, the settings that differ"
+    parser = commands.add_parser("curves", help=text, description=text)
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a run's --output folder or --tensorboard-dir, PATH or NAME=PATH; the first is the baseline",
+    )
+    parser.add_argument("--output", type=Path, default=Path("curves.png"), help="the figure (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the figure and print the table."""
+    runs = []
+    for word in options.runs:
+        name, _, path = word.partition("=")
+        runs.append(read_run(word) if not path or Path(word).exists() else read_run(path, name))
+    draw_curves(runs).savefig(options.output)
+    print(*table_of(runs), sep="\n")
+    print(f"Figure: {options.output}")
+
+
+def table_of(runs: Sequence[Run]) -> Iterator[str]:
+    """Lines of text: where each run ended, the difference from the first, and Megatron's arguments that differ."""
+    width = max(len(run.name) for run in runs)
+    yield f"{'run':{width}}  {'step':>8}  {'validation loss':>15}  {'difference':>10}"
+    first = runs[0].last(VALIDATION_LOSS)
+    for run in runs:
+        loss = run.last(VALIDATION_LOSS)
+        if loss is None:
+            yield f"{run.name:{width}}  no validation loss was logged"
+            continue
+        apart = "" if run is runs[0] or first is None else f"{loss - first:+.4f}"
+        yield f"{run.name:{width}}  {run.scalars[VALIDATION_LOSS].steps[-1]:8}  {loss:15.4f}  {apart:>10}"
+    names = sorted(set().union(*(run.settings for run in runs)))
+    differing = [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
+    for name in differing:
+        if not any(place in name for place in _PLACES):
+            yield f"{name}: {', '.join(f'{run.name} {run.settings.get(name, chr(45))}' for run in runs)}"
+
+
+def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
+    """Draw the losses and cosines of several runs over the training steps, and the last value beside each line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), dpi=160, layout="constrained")
+    grid = figure.subplots(2, 2).ravel()
+    for axes, (tag, (name, unit)) in zip(grid, PANELS.items(), strict=True):
+        axes.set_title(name, fontsize=11, loc="left")
+        axes.set_xlabel("training step")
+        axes.set_ylabel(unit)
+        plain_axes(axes)
+        drawn = [(place, run) for place, run in enumerate(runs) if tag in run.scalars]
+        for place, run in drawn:
+            _draw(axes, run.scalars[tag], run.name, place, smooths=tag != VALIDATION_LOSS)
+        if not drawn:
+            axes.text(0.5, 0.5, f'"{tag}" was not logged', transform=axes.transAxes, ha="center", color="0.4")
+        elif tag == SIMREG_LOSS:
+            axes.set_yscale("log", nonpositive="mask")
+        elif tag == TRAIN_LOSS:
+            leave_out_the_start(axes, [run.scalars[tag] for _, run in drawn])
+    lines = {str(line.get_label()): line for axes in grid for line in axes.lines if line.get_label()[:1] != "_"}
+    figure.legend(list(lines.values()), list(lines), loc="outside upper center", ncols=4, frameon=False)
+    if title:
+        figure.suptitle(title, fontsize=12, fontweight="bold")
+    return figure
+
+
+def _draw(axes: Axes, series: Series, name: str, place: int, *, smooths: bool) -> None:
+    steps, values = series
+    colour, label = COLOURS[place % len(COLOURS)], name.replace("$", r"\$").lstrip("_")
+    if smooths and len(values) > _SMOOTHED_POINTS:
+        axes.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8)
+        values = running_mean(values, len(values) // 20)
+    axes.plot(steps, values, DASHES[place % len(DASHES)], color=colour, label=label, linewidth=1.8)
+    axes.annotate(
+        f"{values[-1]:.4g}", (steps[-1], values[-1]), (4, 0), textcoords="offset points", color=colour, fontsize=8
+    )
+
+
+def plain_axes(axes: Axes) -> None:
+    """Leave out the frame, and draw a pale grid behind the lines."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """y_i = mean of the finite ones of x_(i-window+1) .. x_i, NaN where there is none. values [n] to [n]."""
+    import numpy as np
+
+    finite = np.isfinite(values)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(finite, values, 0.0), finite))
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(end - window, 0)
+    found = counts[end] - counts[start]
+    return np.where(found > 0, (sums[end] - sums[start]) / np.maximum(found, 1), np.nan)
+
+
+def leave_out_the_start(axes: Axes, drawn: Sequence[Series]) -> None:
+    """Fit the axis to what follows the first twentieth of each run: a loss falls steeply at first."""
+    import numpy as np
+
+    values = np.concatenate([series.values[series.steps >= series.steps[-1] / 20] for series in drawn])
+    values = values[np.isfinite(values)]
+    if values.size and np.ptp(values) > 0:
+        margin = 0.05 * np.ptp(values)
+        axes.set_ylim(values.min() - margin, values.max() + margin)

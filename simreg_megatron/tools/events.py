@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read what a training run logged to TensorBoard: every scalar by step, and Megatron's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simreg_megatron.sentences import SentenceError
+
+TRAIN_LOSS, VALIDATION_LOSS = "lm loss", "lm loss validation"
+SIMREG_LOSS, NEGATIVE_COSINE = "simreg loss", "simreg negative cosine"
+ITERATION_TIME = "iteration-time"  # logged under --log-timers-to-tensorboard
+_TEXT = "/text_summary"  # what TensorBoard appends to the tags of texts
+
+
+class ReportError(SentenceError):
+    """A run is missing or unreadable."""
+
+
+class Series(NamedTuple):
+    """One scalar over a run: steps [n], rising, and values [n]."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's name, its scalars by tag, and Megatron's arguments as text."""
+
+    name: str
+    scalars: dict[str, Series]
+    settings: dict[str, str]
+
+    def last(self, tag: str) -> float | None:
+        """Return the value at the last step; None if the tag was never logged."""
+        return float(self.scalars[tag].values[-1]) if tag in self.scalars else None
+
+    def mean_of_end(self, tag: str) -> float | None:
+        """Return the mean over the last tenth of the steps; None if the tag was never logged."""
+        if tag not in self.scalars:
+            return None
+        steps, values = self.scalars[tag]
+        return float(values[steps > 0.9 * steps[-1]].mean())
+
+
+def read_run(folder: str | Path, name: str = "") -> Run:
+    """Read a run.
+
+    Args:
+        folder: the --tensorboard-dir of a run, or its --output folder.
+        name: the run's name in figures; by default the name of its output folder.
+
+    Raises:
+        ReportError: the folder holds no TensorBoard scalars.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    folder = Path(folder)
+    inner = folder / "tensorboard" if (folder / "tensorboard").is_dir() else folder
+    if not inner.is_dir():
+        raise ReportError(f"{folder} is not a folder: give a run's --output folder or its --tensorboard-dir")
+    try:
+        events = EventAccumulator(str(inner), size_guidance={SCALARS: 0})  # 0 keeps every point
+        events.Reload()
+        tags = events.Tags()
+        scalars = _by_step({tag: events.Scalars(tag) for tag in tags["scalars"] if not tag.endswith(" vs samples")})
+        texts = {tag.removesuffix(_TEXT): events.Tensors(tag)[-1] for tag in tags["tensors"] if tag.endswith(_TEXT)}
+        settings = {tag: b"".join(text.tensor_proto.string_val).decode() for tag, text in texts.items()}
+    except Exception as error:  # TensorBoard raises whatever a damaged record leads to
+        raise ReportError(f"{inner} holds a damaged TensorBoard file ({type(error).__name__}: {error})") from None
+    if not scalars:
+        raise ReportError(f"{inner} holds no TensorBoard scalars: the run has logged nothing yet, or elsewhere")
+    if "lm loss validation-0" in scalars:  # its name where there are several validation sets
+        scalars.setdefault(VALIDATION_LOSS, scalars["lm loss validation-0"])
+    own = inner.resolve()
+    return Run(name or (own.parent if own.name == "tensorboard" else own).name, scalars, settings)
+
+
+def _by_step(events: Mapping[str, Iterable[Any]]) -> dict[str, Series]:
+    """Keep one value a step, the last; and none of what a run logged before it was resumed from an earlier step."""
+    in_order = {tag: sorted(of_tag, key=lambda event: event.wall_time) for tag, of_tag in events.items()}
+    logged = pairwise(in_order.get(TRAIN_LOSS, ()))
+    restarts = [(after.wall_time, after.step) for before, after in logged if after.step <= before.step]
+    found = {}
+    for tag, of_tag in in_order.items():
+        left = {
+            event.step: event.value
+            for event in of_tag
+            if not any(event.wall_time < time and event.step >= step for time, step in restarts)
+        }
+        if left:
+            steps, values = zip(*sorted(left.items()), strict=True)
+            found[tag] = Series(np.array(steps), np.array(values, dtype=np.float64))
+    return found

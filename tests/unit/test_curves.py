@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs read back from TensorBoard, their figure and table, and heat-maps of hidden states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simreg_megatron import cli
+from simreg_megatron.tools import curves, events, heatmap
+from simreg_megatron.tools.events import Run, Series, read_run
+from simreg_megatron.tools.heatmap import HiddenStates
+
+Captured = pytest.CaptureFixture[str]
+
+
+def series(values, every: int = 1) -> Series:  # type: ignore[no-untyped-def]
+    return Series(np.arange(1, len(values) + 1) * every, np.array(values, dtype=np.float64))
+
+
+def write(folder: Path, *, losses: dict[int, float], lr: str = "1") -> Path:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+        for step, loss in losses.items():
+            writer.add_scalar("lm loss", 10 / step, step)
+            writer.add_scalar("lm loss validation", loss, step)
+        writer.add_text("lr", lr, 0)
+        writer.add_text("save", str(folder), 0)
+    return folder
+
+
+def test_events_are_read_back(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path / "a", losses={step: 1.0 for step in range(1, 1502)}))  # more than TensorBoard keeps
+    steps, values = run.scalars["lm loss"]
+    assert run.name == "a" and steps.tolist() == list(range(1, 1502)) and run.settings["lr"] == "1"
+    np.testing.assert_allclose(values, 10 / steps, rtol=1e-6)
+    assert run.last("lm loss validation") == 1.0 and run.last("simreg loss") is run.mean_of_end("simreg loss") is None
+
+
+def test_what_a_resumed_run_logged_before_is_dropped(tmp_path: Path) -> None:
+    """Killed at 390, resumed from 300, now at 320: nothing was validated since, and the validation at 350 is gone."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for time, step in enumerate([*range(10, 391, 10), 310, 320]):
+            writer.add_scalar("lm loss", 5.0 + time, step, walltime=float(time))
+            writer.add_scalar("lm loss vs samples", 5.0, 8 * step, walltime=float(time))
+            if step in (250, 350):
+                writer.add_scalar("lm loss validation", step / 100, step, walltime=float(time))
+    run = read_run(tmp_path)
+    assert run.scalars["lm loss"].steps[-2:].tolist() == [310, 320] and run.last("lm loss") == 5.0 + 40
+    assert run.scalars["lm loss validation"].steps.tolist() == [250]
+
+
+def test_a_folder_without_events_is_one_sentence(tmp_path: Path, capsys: Captured) -> None:
+    for folder, word in ((tmp_path, "holds no TensorBoard scalars"), (tmp_path / "nowhere", "is not a folder")):
+        assert cli.main(["curves", str(folder)]) == 2
+        assert word in capsys.readouterr().err
+    (tmp_path / "events.out.tfevents.1.here").write_bytes(b"x" * 100)
+    with pytest.raises(events.ReportError):
+        read_run(tmp_path)
+
+
+def test_the_end_of_a_run_is_its_last_tenth() -> None:
+    assert Run("r", {"x": series([0.0] * 90 + [2.0] * 5 + [4.0] * 5)}, {}).mean_of_end("x") == 3.0
+    assert Run("r", {"x": series([7.0])}, {}).mean_of_end("x") == 7.0
+
+
+def test_the_command_draws_and_tells_what_differs(tmp_path: Path, capsys: Captured) -> None:
+    one = write(tmp_path / "one", losses={1: 5.0, 2: 4.5})
+    two = write(tmp_path / "two", losses={1: 5.0, 2: 4.25}, lr="2")
+    figure = tmp_path / "figure.png"
+    assert cli.main(["curves", str(one), f"lower={two}", "--output", str(figure)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].split() == ["one", "2", "4.5000"] and said[2].split() == ["lower", "2", "4.2500", "-0.2500"]
+    assert said[3] == "lr: one 1, lower 2" and len(said) == 5, "folders are no settings"
+    assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 20_000
+
+
+def test_curves_hold_every_runs_data() -> None:
+    several = [
+        Run(name, {tag: series(np.linspace(9, end, 150), 2) for tag in curves.PANELS}, {})
+        for name, end in (("cross-entropy", 4.0), ("$\\sim$reg", 3.0))
+    ]
+    figure = curves.draw_curves(several, title="t")
+    for axes, tag in zip(figure.axes, curves.PANELS, strict=True):
+        raw = [
+            line for line in axes.lines if len(line.get_ydata()) == 150 and not np.ptp(np.diff(line.get_ydata())) > 1
+        ]
+        assert len(raw) >= 2 and axes.get_yscale() == ("log" if tag == events.SIMREG_LOSS else "linear")
+    validation = figure.axes[0].lines
+    np.testing.assert_array_equal(validation[1].get_ydata(), several[1].scalars["lm loss validation"].values)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["4", "3"]
+    figure.draw_without_rendering()
+
+
+def test_a_running_mean_never_looks_ahead_and_leaves_out_what_is_not_finite() -> None:
+    values = np.array([1.0, 3.0, np.nan, 5.0])
+    assert curves.running_mean(values, 2).tolist() == [1.0, 2.0, 3.0, 5.0]
+    assert np.isnan(curves.running_mean(np.array([np.inf]), 1))
+
+
+# Heat-maps ------------------------------------------------------------------------------------------------------------
+
+
+def test_mean_cosines_by_hand() -> None:
+    hidden = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]], dtype=np.float32)
+    states = HiddenStates("m", hidden, ("a", "b", "c"), np.array([7, 7, 8]))
+    same = other = np.sqrt(0.5)
+    found = heatmap.mean_cosines(states)
+    assert found == pytest.approx((same, other / 2, (same + other) / 3), abs=1e-12)
+    assert np.isnan(heatmap.mean_cosines(HiddenStates("m", hidden, ("a", "b", "c"), np.array([1, 2, 3]))).same)
+
+
+def test_the_excerpt_has_most_pairs_and_fewest_blanks() -> None:
+    labels = np.arange(60)
+    labels[[30, 35, 40]] = 99  # three pairs
+    tokens = [f"t{number}" for number in range(60)]
+    tokens[5] = tokens[6] = "\u2581"
+    states = HiddenStates("m", np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), tuple(tokens), labels)
+    part = heatmap.excerpt(states, 24)
+    assert part.tokens[0] == "t17" and len(part.tokens) == 24 and int(part.equal.sum()) == 6
+    assert part.after == "t41" and heatmap.excerpt(part) is part
+
+
+def test_heatmaps_are_drawn_with_frames(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    hidden, labels = rng.normal(size=(30, 8)).astype(np.float32), rng.integers(0, 9, 30)
+    np.savez(tmp_path / "h.npz", hidden=hidden, labels=labels, tokens=np.array([f"${n}" for n in range(30)]))
+    states = heatmap.read_hidden_states(tmp_path / "h.npz", "a model")
+    figure = heatmap.draw_heatmaps([states, states], columns=2, title="t")
+    framed = figure.axes[0].collections[0].get_offsets()
+    assert len(framed) == int(heatmap.excerpt(states).equal.sum()) > 0
+    figure.savefig(tmp_path / "h.png")
+    np.savez(tmp_path / "bad.npz", hidden=hidden, labels=labels[:5], tokens=np.array(["a"]))
+    for name in ("bad.npz", "nothing.npz"):
+        with pytest.raises(events.ReportError, match="does not hold"):
+            heatmap.read_hidden_states(tmp_path / name, "a model")
+
+
+@pytest.mark.parametrize(
+    ("token", "label"),
+    [("\u2581the", "the"), ("\u2581", ""), ("\\n\\t", ""), ("$x", r"\$x"), ("a" * 20, "a" * 10 + "~"), ("\x07", "?")],
+)
+def test_labels_of_tokens(token: str, label: str) -> None:
+    assert heatmap.printable(token) == label

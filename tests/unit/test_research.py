@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""research/: plans become runs, runs become tables, and a table whose plan was not carried out says nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.records import RESULTS, quoted
+from research import pages, run
+from research.analyse import HELD, NOT_SHOWN, OPPOSITE, fieller, holm, judge, problems, welch
+from research.plan import ResearchError, Run, entries_of, plan_names, plan_of, read_plan
+from research.tables import KEPT, Table, read_table, read_tables, settings_of, thinned, write_table
+from simreg_megatron.tools import events
+
+TABLES = read_tables(KEPT)
+PLAN = {
+    "name": "small",
+    "question": "Which is lower?",
+    "arms": {"a": {"flags": {"lr": 1e-3}}, "b": {"flags": {"lr": 2e-3, "adagc": None}}},
+    "claims": [{"says": "b is lower", "arm": "b", "than": "a"}],
+    "sizes": [32],
+}
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_becomes_runs_of_the_launcher() -> None:
+    entries = entries_of(plan_of(PLAN), "text", lambda arm, size: {})
+    assert [(entry.arm, entry.seed) for entry in entries] == [
+        ("a", 1),
+        ("b", 1),
+        ("a", 2),
+        ("b", 2),
+        ("a", 3),
+        ("b", 3),
+    ]
+    flags = dict(entries[1].run.flags)
+    assert (
+        flags["lr"] == "0.002" and flags["min-lr"] == "0.0002" and flags["adagc"] == "" and flags["hidden-size"] == "32"
+    )
+    assert int(flags["train-iters"]) == round(20 * 53536 / 2048) == 523 and flags["lr-warmup-iters"] == "26"
+    assert "--adagc --eval-interval 524" in entries[1].run.words
+
+
+@pytest.mark.parametrize("name", plan_names())
+def test_every_plan_can_be_read(name: str) -> None:
+    plan = read_plan(name)
+    assert entries_of(plan, "text", settings_of(plan, TABLES), quick=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"claims": [{"says": "?", "arm": "c", "than": "a"}]}, "names the arm c"),
+        ({"colour": "red"}, "colour"),
+        ({"arms": {"a": {"trials": {"lr": [1]}}, "b": {"trials": {"lr": [1, 2]}}}, "claims": []}, "unequal numbers"),
+        ({"arms": {"a": {"flag": {}}}, "claims": []}, "flag"),
+    ],
+)
+def test_what_is_no_plan(change: dict, word: str, tmp_path: Path) -> None:
+    import yaml
+
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN | change))
+    with pytest.raises(ResearchError, match=word):
+        read_plan(str(tmp_path / "plan.yaml"))
+
+
+def test_a_plan_that_is_not_there() -> None:
+    with pytest.raises(ResearchError, match=r"no plan nothing.*convergence"):
+        read_plan("nothing")
+
+
+# The results that are kept --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_the_runs_that_are_kept_are_those_of_their_plan(name: str) -> None:
+    """By the digest of all flags, so also the tuned ones."""
+    assert list(problems(name, TABLES)) == []
+
+
+def test_the_pages_tables_follow_from_the_results() -> None:
+    page = pages.PAGE.read_text(encoding="utf-8")
+    for name, lines in (
+        ("claims", pages.claims_table(TABLES)),
+        ("search", pages.search_table(TABLES["tuning"].rows)),
+        ("neighbours", pages.neighbours_table(TABLES["objectives"])),
+    ):
+        text = "\n".join(lines) + "\n"
+        assert (RESULTS / f"{name}.md").read_text() == text, "python -m research keep"
+        assert quoted(page, name) == text
+
+
+def test_the_gain_at_width_64_computed_by_hand() -> None:
+    """0.0986 lower (0.0780 to 0.1191), as docs/evidence.md has it."""
+    verdict = next(each for each in judge("convergence", TABLES) if each.place == ("64", "20"))
+    apart = sum(verdict.arm) / 5 - sum(verdict.than) / 5
+    assert verdict.word == HELD and verdict.test.difference == pytest.approx(apart) == pytest.approx(-0.0986, abs=5e-5)
+    assert (verdict.test.low, verdict.test.high) == pytest.approx((-0.1191, -0.0780), abs=5e-5)
+    assert "at least 22% of the tokens" in str(verdict) or "of the tokens" in str(verdict)
+
+
+def _without(table: Table, **changes: str) -> Table:
+    first, *rest = table.rows
+    return replace(table, rows=[{**first, **changes}, *rest])
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda table: replace(table, rows=table.rows[1:]), "is missing"),
+        (lambda table: replace(table, rows=[*table.rows, table.rows[0]]), "stands in it twice"),
+        (lambda table: _without(table, run="0" * 16), "not those of the plan"),
+        (lambda table: _without(table, device="an H100"), "2 values of device"),
+        (lambda table: _without(table, data="other"), "2 values of data"),
+        (lambda table: _without(table, validation_loss="1.0"), "not the end of its curve"),
+        (lambda table: replace(table, plan=replace(table.plan, seeds=2)), "fewer than 3 seeds"),
+    ],
+)
+def test_what_forbids_a_conclusion(change, word: str) -> None:  # type: ignore[no-untyped-def]
+    found = list(problems("edge", {**TABLES, "edge": change(TABLES["edge"])}))
+    assert any(word in problem for problem in found), found
+
+
+def test_a_search_that_lacks_a_run_forbids_a_conclusion() -> None:
+    search = TABLES["tuning"]
+    lame = {
+        **TABLES,
+        "tuning": replace(search, rows=[row for row in search.rows if row["size"] != "64"] + search.rows[:1]),
+    }
+    assert any("comes from a search" in found or "come from a search" in found for found in problems("edge", lame))
+
+
+# Statistics -----------------------------------------------------------------------------------------------------------
+
+
+def test_welch_is_scipys() -> None:
+    from scipy import stats
+
+    one, two = [1.0, 1.2, 1.1], [1.4, 1.9, 1.3, 1.6]
+    found = welch(one, two, "less")
+    assert found.p_value == pytest.approx(stats.ttest_ind(one, two, equal_var=False, alternative="less").pvalue)
+    assert found.low < found.difference < found.high and found.difference == pytest.approx(-0.45)
+    assert welch([1.0, math.inf], [1.0, 2.0]).p_value == 1.0
+
+
+def test_fieller_covers_the_ratio() -> None:
+    ratio, low, high = fieller([2.0, 2.1, 1.9], [1.0, 1.1, 0.9], [3.0, 3.2, 2.8])  # type: ignore[misc]
+    assert low < ratio < high and high - low < 0.3 and ratio == pytest.approx(0.5)
+    assert fieller([2.0, 1.0], [1.0, 2.0], [1.1, 2.1]) is None  # the difference below is not away from 0
+
+
+def test_holm() -> None:
+    assert holm([0.001, 0.02, 0.9]) == 2 and holm([0.02, 0.03]) == 2 and holm([0.03, 0.04]) == 0
+
+
+def test_verdicts_of_both_signs() -> None:
+    def table(a: Sequence[float], b: Sequence[float]) -> Table:
+        rows = [
+            {"arm": arm, "size": "32", "tokens_per_parameter": "20", "validation_loss": str(loss), "steps": "9"}
+            for arm, losses in (("a", a), ("b", b))
+            for loss in losses
+        ]
+        return Table(plan_of(PLAN), rows, {})
+
+    for a, b, word in (
+        ([3.0, 3.1, 3.2], [2.0, 2.1, 2.2], HELD),
+        ([2.0, 2.1, 2.2], [3.0, 3.1, 3.2], OPPOSITE),
+        ([2.0, 3.0, 4.0], [2.1, 3.0, 3.9], NOT_SHOWN),
+    ):
+        (verdict,) = judge("small", {"small": table(a, b)})
+        assert verdict.word == word and str(verdict).startswith(f"{word}: b is lower; size 32")
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+TRAINING = """
+import os, sys, time
+from torch.utils.tensorboard import SummaryWriter
+folder, steps, end = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+print("> Trains on cpu in fp32", flush=True)
+writer = SummaryWriter(folder + "/tensorboard")
+for step in range(1, steps + 1):
+    writer.add_scalar("lm loss", 9 - step, step)
+writer.close()
+time.sleep(60 * (end == "hang"))
+if end == "nan":
+    print("RuntimeError: found NaN in local grad norm"); sys.exit(1)
+if end == "fail":
+    sys.exit(1)
+print(f" validation loss at iteration {steps} on validation set | lm loss value: {0.5:.6E} | lm loss PPL: 1 | ")
+"""
+
+
+@pytest.fixture
+def trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """A stand-in for the launcher; a run ends as `ends[SEED]` says."""
+    ends: dict[str, str] = {}
+
+    def command(of: Run, folder: Path, dataset: run.Dataset) -> list[str]:
+        return [sys.executable, "-c", TRAINING, str(folder), str(of.steps), ends.get(of.value("seed"), "well")]
+
+    monkeypatch.setattr(run, "command_of", command)
+    return ends
+
+
+DATASET = run.Dataset(Path("text"), "text", 4.0, 4097)
+
+
+def runner(folder: Path) -> run.Runner:
+    return run.Runner(run.Store(folder, {}), DATASET, jobs=2, threads=1)
+
+
+def test_runs_become_a_table(trains: dict[str, str], tmp_path: Path) -> None:
+    trains.update({"2": "nan", "3": "fail"})
+    plan = plan_of(PLAN | {"arms": {"a": {}, "b": {"flags": {"lr": 1}}}})
+    entries = entries_of(plan, "text", lambda arm, size: {}, quick=True)[:2]
+    entries += [
+        replace(entry, run=_with_seed(entry.run, seed), seed=int(seed)) for entry in entries[:1] for seed in "23"
+    ]
+    here = runner(tmp_path)
+    failed = here.train([entry.run for entry in entries], lambda: here.store.write(plan, entries))
+    assert [run.value("seed") for run in failed] == ["3"]
+    table = read_table(tmp_path, "small")
+    assert [(row["arm"], row["seed"], row["status"]) for row in table.rows] == [
+        ("a", "1", "done"), ("b", "1", "done"), ("a", "2", "diverged"),
+    ]  # fmt: skip
+    row = table.rows[0]
+    assert (row["validation_loss"], row["device"], row["number_type"], row["steps"]) == ("0.5", "cpu", "fp32", "6")
+    assert float(row["bits_per_byte"]) == pytest.approx(0.5 / math.log(2) / 4, rel=1e-5) and row["train_loss"] == "3"
+    assert table.curves[row["run"]]["validation_loss"] == [(6, 0.5)]
+    assert table.curves[row["run"]]["train_loss"][0] == (1, 8.0)
+    trains["3"] = "well"  # what failed is tried again, what has ended is not
+    logs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*seed1*/log.txt")}
+    assert here.train([entry.run for entry in entries], lambda: None) == []
+    assert logs == {path: path.stat().st_mtime_ns for path in logs}
+
+
+def _with_seed(of: Run, seed: str) -> Run:
+    return replace(of, flags=tuple((name, seed if name == "seed" else value) for name, value in of.flags))
+
+
+def test_a_run_that_outlives_its_program_counts(trains: dict[str, str], tmp_path: Path) -> None:
+    """The training process holds the lock; when it has ended, its result is read and it is not trained again."""
+    entry = entries_of(plan_of(PLAN), "text", lambda arm, size: {}, quick=True)[0]
+    folder = tmp_path / "runs" / entry.run.name
+    folder.mkdir(parents=True)
+    source = f"""
+        import fcntl, os, subprocess, sys
+        lock = os.open({str(folder / "lock")!r}, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        log = open({str(folder / "log.txt")!r}, "w")
+        words = [sys.executable, "-c", "import time; time.sleep(2)\\n" + {TRAINING!r}, {str(folder)!r}, "6", "well"]
+        subprocess.Popen(words, stdout=log, pass_fds=(lock,))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(source)], check=True)
+    here = runner(tmp_path)
+    assert here._start(entry.run) is None, "another process trains it"
+    trains["1"] = "fail"  # if it were started again
+    assert here.train([entry.run], lambda: None) == []
+    assert here.store.result(entry.run)[0]["status"] == "done"  # type: ignore[index]
+
+
+def test_ctrl_c_stops_the_runs(trains: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trains["1"] = "hang"
+    entry = entries_of(plan_of(PLAN), "text", lambda arm, size: {}, quick=True)[0]
+    here = runner(tmp_path)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        here.train([entry.run], lambda: None)
+    (worker,) = here.workers
+    assert worker.process.returncode == -signal.SIGTERM
+
+
+def test_tables_count_as_results(tmp_path: Path) -> None:
+    """A table that was copied into a folder spares its runs, and is the same when it is written again."""
+    table = TABLES["edge"]
+    store = run.Store(tmp_path, {"edge": table})
+    entries = entries_of(table.plan, table.rows[0]["data"], settings_of(table.plan, TABLES))
+    assert all(store.result(entry.run) for entry in entries)
+    write_table(tmp_path, table.plan, [(entry, *store.result(entry.run)) for entry in entries])  # type: ignore[misc]
+    again = read_table(tmp_path, "edge")
+    assert again.plan == table.plan and again.curves == table.curves
+    assert [row["validation_loss"] for row in again.rows] == [row["validation_loss"] for row in table.rows]
+
+
+def test_a_curve_is_thinned_by_means() -> None:
+    assert thinned([(1, 1.0), (2, 3.0), (3, 5.0)], 2) == [(1, 1.0), (3, 4.0)] and thinned([], 2) == []
+
+
+def test_a_log_without_its_end_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("> Trains on cpu in fp32\nKilled\n")
+    row, curves = run.outcome(tmp_path, 0, 6, DATASET)
+    assert row["status"] == "failed" and curves == {}
+    with pytest.raises(events.ReportError):
+        events.read_run(tmp_path / "tensorboard")
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def research(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "research", *words], capture_output=True, text=True, timeout=300)
+
+
+def test_report_prints_every_verdict_and_draws(tmp_path: Path) -> None:
+    for name in ("edge", "tuning"):
+        for path in KEPT.glob(f"{name}[.-]*"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    done = research("report", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Not shown: cross-entropy at a rate of 0.032 .* size 64, 20 tokens", done.stdout), done.stdout
+    assert (tmp_path / "edge.png").stat().st_size > 10_000
+
+
+def test_errors_are_one_sentence(tmp_path: Path) -> None:
+    done = research("report", str(tmp_path))
+    assert done.returncode == 2 and done.stderr == f"error: {tmp_path} holds no results: name the --output folder of " \
+        "`python -m research run`\n"  # fmt: skip
