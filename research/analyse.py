@@ -16,6 +16,7 @@ ends lower than the baseline, and an overestimate where it ends higher.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,12 +115,13 @@ class Verdict:
 
     @property
     def word(self) -> str:
+        """By the two-sided interval: a claim with a direction is judged at a level of 0.025 on its side."""
         if self.diverged:
             return DIVERGED
-        if self.test.p_value < LEVEL:
-            return HELD
-        against = {"lower": self.test.low > 0, "higher": self.test.high < 0, "differs": False}[self.claim.sign]
-        return OPPOSITE if against else NOT_SHOWN
+        if not (self.test.low > 0 or self.test.high < 0):
+            return NOT_SHOWN
+        seen = "lower" if self.test.high < 0 else "higher"
+        return HELD if self.claim.sign in (seen, "differs") else OPPOSITE
 
     @property
     def two_sided(self) -> float:
@@ -147,12 +149,18 @@ class Verdict:
 
 
 def judge(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
-    """Judge each claim of an experiment at each size and length at which both of its arms have two runs or more."""
+    """Judge each claim of an experiment at each size and length at which both of its arms have two runs or more.
+
+    An arm's seeds are those of all tables that have runs with the same settings, so that a baseline that several
+    experiments share is the same in all of them.
+    """
     table = tables[name]
     found = []
     for claim in table.plan.claims:
         for place in table.places:
-            arm, than = (_values(table.of(each, place), claim.metric) for each in (claim.arm, claim.than))
+            arm, than = (
+                _values(seeds_of(table.of(each, place), tables), claim.metric) for each in (claim.arm, claim.than)
+            )
             if min(len(arm), len(than)) > 1:
                 test = welch(arm, [claim.times * value for value in than], _SIDES[claim.sign])
                 verdict = Verdict(claim, place, arm, [claim.times * value for value in than], test)
@@ -163,9 +171,23 @@ def judge(name: str, tables: Mapping[str, Table]) -> list[Verdict]:
     return found
 
 
+def seeds_of(rows: Sequence[Row], tables: Mapping[str, Table]) -> list[Row]:
+    """Add the runs of other tables that differ from these in their seed alone."""
+    if not rows or int(rows[0]["trial"]):
+        return list(rows)
+    own = {_settings(row) for row in rows}
+    others = [row for table in tables.values() for row in table.rows if not int(row["trial"]) and _settings(row) in own]
+    return list({row["run"]: row for row in (*others, *rows)}.values())
+
+
+def _settings(row: Row) -> tuple[str, ...]:
+    return (re.sub(r"--seed \S+", "", row["flags"]), row["data"], row["device"], row["number_type"])
+
+
 def _values(rows: Sequence[Row], metric: str) -> list[float]:
-    """A run that diverged counts as infinitely bad."""
-    return [float(row[metric]) if row.get(metric) else math.inf for row in rows]
+    """A run that diverged counts as infinitely bad; one that did not measure the metric does not count."""
+    measured = [row for row in rows if row.get(metric) or row["status"] != "done"]
+    return [float(row[metric]) if row.get(metric) else math.inf for row in measured]
 
 
 def _saved(name: str, tables: Mapping[str, Table], claim: Claim, place: tuple[str, str]) -> str:
@@ -183,7 +205,7 @@ def _saved(name: str, tables: Mapping[str, Table], claim: Claim, place: tuple[st
     if not shorter:
         return ""
     short = min(shorter, key=lambda rows: (int(rows[0]["steps"]), mean(_values(rows, claim.metric))))
-    losses = [_values(rows, claim.metric) for rows in (arm, than, short)]
+    losses = [_values(seeds_of(rows, tables), claim.metric) for rows in (arm, than, short)]
     steps, whole, less = (int(rows[0]["steps"]) for rows in (arm, than, short))
     if len(short) < 2 or less >= whole or not welch(losses[2], losses[1]).low > 0:
         return ""
