@@ -56,7 +56,7 @@ def make_parser(family: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--model", choices=model_names(family), help="preset (default: tiny)")
+    parser.add_argument("--model", type=str.lower, choices=model_names(family), help="preset (default: tiny)")
     parser.add_argument(
         "--recipe",
         choices=RECIPES,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from launch import preflight, sizes
 from launch.flags import (
@@ -26,6 +26,9 @@ from launch.flags import (
     read_preset,
     without,
 )
+
+if TYPE_CHECKING:
+    from simreg_megatron import SimRegConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = Path(__file__).resolve().parent / "models"
@@ -54,6 +57,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
         for name in ("simcse", "cpretrain", "creg", "sce")
     },
 }
+_READ_BY_PRETRAIN_GPT = {"--sft", "--fim-data", "--spec", "--logits-load-dir", "--per-dataset-sequences-path"}
 _PRECISIONS = {"--bf16", "--fp16"}
 _OF_A_START = {  # where a run's first weights come from; they would throw the optimizer away each time it goes on
     "--load",
@@ -195,15 +199,16 @@ def build_plan(
     chosen = [
         *_without_idle_chunks(preset, user),
         *_hardware_flags([*preset, *user], machine, on_cpu=on_cpu, large=model != TINY),
-        *_data_flags(options, corpus or PlannedCorpus(), builtin=builtin),
+        *_data_flags(options, corpus or PlannedCorpus(), [*preset, *user], builtin=builtin),
+        *_cache_flags(output, builtin=builtin),
         *_output_flags(output, saves=_saves(options, [*preset, *user], user, model)),
     ]
     flags = (*without(chosen, flag_names(user)), *user)
-    preflight.check_own_flags(flags)
+    config = preflight.check_own_flags(flags)
     return Plan(
-        family=family, model=model, script=_choose_script(environ), flags=flags, on_cpu=on_cpu,
+        family=family, model=model, script=_choose_script(environ, user), flags=flags, on_cpu=on_cpu,
         environment=_environment(flags, on_cpu=on_cpu), builtin_corpus=builtin, output=output,
-        notes=(*notes, *size_notes), plain=options.plain,
+        notes=(*notes, *size_notes, *_say_large_lambda(config, flags)), plain=options.plain,
     )  # fmt: skip
 
 
@@ -362,6 +367,18 @@ def _say_off(options: argparse.Namespace, asked: Sequence[Flag]) -> list[str]:
     if options.model in (None, TINY):
         return ["SimReg is off: add --simreg-lambda 1 to train with it"]
     return ["SimReg is off: add --simreg-lambda auto or --recipe paper to train with it"]
+
+
+def _say_large_lambda(config: SimRegConfig, flags: Sequence[Flag]) -> list[str]:
+    """Note a lambda above twice the authors' rule for this width: 10, theirs at width 1024, harms a tiny model."""
+    width = flag_number(flags, "--hidden-size", 1)
+    weight, usual = config.weight(width), replace(config, lambda_="auto").weight(width)
+    if not config.trains or len(config.parts) > 1 or config.parts[0].objective != "simreg" or weight <= 2 * usual:
+        return []
+    return [
+        f"--simreg-lambda {weight:g} is large for width {width}: the authors' rule (auto) gives {usual:.1f}, and small "
+        "models did best with about 1"
+    ]
 
 
 def _say_default(family: str, options: argparse.Namespace, machine: Machine, *, builtin: bool) -> list[str]:
@@ -568,7 +585,7 @@ def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, la
     return chosen
 
 
-def _data_flags(options: argparse.Namespace, corpus: Corpus, *, builtin: bool) -> list[Flag]:
+def _data_flags(options: argparse.Namespace, corpus: Corpus, given: Sequence[Flag], *, builtin: bool) -> list[Flag]:
     if builtin:
         return [
             ("--train-data-path", str(corpus.train_prefix)),
@@ -580,11 +597,18 @@ def _data_flags(options: argparse.Namespace, corpus: Corpus, *, builtin: bool) -
     if options.valid_data:
         flags += [("--train-data-path", options.data), ("--valid-data-path", options.valid_data)]
     elif options.data:
-        flags += [("--data-path", options.data), ("--split", "99,1,0")]
+        validates = flag_value(given, "--eval-iters") != "0"  # Megatron would look for a sample in the 1 %
+        flags += [("--data-path", options.data), ("--split", "99,1,0" if validates else "100,0,0")]
     if options.tokenizer:
         kind = "SentencePieceTokenizer" if options.tokenizer.endswith(".model") else "HuggingFaceTokenizer"
         flags += [("--tokenizer-type", kind), ("--tokenizer-model", options.tokenizer)]
     return flags
+
+
+def _cache_flags(output: Path, *, builtin: bool) -> list[Flag]:
+    """Keep the index of the samples with the run if nothing can be written beside the text, as in a shared clone."""
+    is_shared = builtin and BUILTIN_CORPUS.is_dir() and not os.access(BUILTIN_CORPUS, os.W_OK)
+    return [("--data-cache-path", str(output / "cache"))] if is_shared else []
 
 
 def _default_output(family: str, model: str, user: Sequence[Flag], stamp: str) -> Path:
@@ -610,9 +634,14 @@ def _output_flags(output: Path, *, saves: bool) -> list[Flag]:
     return [*flags, ("--save", str(output / "checkpoints"))] if saves else flags
 
 
-def _choose_script(environ: Mapping[str, str]) -> Path:
+def _choose_script(environ: Mapping[str, str], user: Sequence[Flag]) -> Path:
     tree = environ.get("MEGATRON_PATH")
     if not tree:
+        if unread := sorted(flag_names(user) & _READ_BY_PRETRAIN_GPT):
+            raise LaunchError(
+                f"{unread[0]} is read by Megatron-LM's own pretrain_gpt.py alone: set MEGATRON_PATH to a Megatron-LM "
+                "tree, or start `torchrun -m simreg_megatron pretrain_gpt.py` with your flags"
+            )
         return _OWN_SCRIPT
     script = Path(tree).absolute() / "pretrain_gpt.py"
     if not script.is_file():

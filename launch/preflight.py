@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launch import checkpoints, sizes
-from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten
+from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags
 
 if TYPE_CHECKING:
     from simreg_megatron import SimRegConfig
@@ -118,6 +118,13 @@ def check_layout(flags: Sequence[Flag], world_size: int) -> None:
         raise LaunchError(
             f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
             f"divided among replicas: {fix}, or {smaller}"
+        )
+    length = flag_number(flags, "--seq-length", 1)
+    parts = tensor * (2 * context if context > 1 else 1)
+    if "--sequence-parallel" in flag_names(flags) and length % parts:
+        raise LaunchError(
+            f"sequences of {length} tokens cannot be cut for TP {tensor} with sequence parallelism and CP {context}: give "
+            f"a --seq-length that {parts} divides"
         )
     _check_layers(flags, pipeline)
     _check_heads(flags, tensor)
@@ -237,8 +244,7 @@ def check_with_megatron(
     args, unknown = parser.parse_known_args(words)
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if names and tree is None:
-        near = difflib.get_close_matches(names[0], [*parser._option_string_actions, *options], n=1, cutoff=0.7)
-        hint = f"did you mean {near[0]}?" if near else "leave it out, or see --help"
+        hint = suggestion(names[0], [*parser._option_string_actions, *options])
         raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
     if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings
         return None
@@ -246,6 +252,16 @@ def check_with_megatron(
     if objection is None:
         _check_own_combinations(flags, args)
     return objection
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """What to say after an unknown flag: the one that was probably meant."""
+    from simreg_megatron.config.spelling import MEANT
+
+    word = name.removeprefix("--")
+    own = {**MEANT, **{each: f"--simreg-{each}" for each in ("lambda", "temperature", "chunk-size", "objective")}}
+    near = [own[word]] if word in own else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"did you mean {near[0]}?" if near else "leave it out, or see --help"
 
 
 def _check_release() -> None:
@@ -281,7 +297,7 @@ def _check_own_combinations(flags: Sequence[Flag], args: argparse.Namespace) -> 
 
 def _objection(args: argparse.Namespace, world_size: int) -> str | None:
     """The first of the assertions that a run of Megatron begins with and these arguments do not meet."""
-    from megatron.training.arguments import validate_args
+    from megatron.training.arguments import core_transformer_config_from_args, validate_args
 
     args.rank, args.world_size = 0, world_size
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
@@ -290,6 +306,8 @@ def _objection(args: argparse.Namespace, world_size: int) -> str | None:
     try:
         with _silence():
             validate_args(args, {})
+            args.apply_rope_fusion = False  # this machine may lack kernels that the run has
+            core_transformer_config_from_args(args)  # has checks of its own
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return " ".join(str(error).split()) or f"{place.line} ({Path(place.filename).name}, line {place.lineno})"
@@ -316,6 +334,16 @@ def _megatrons_parser() -> _Refusing | None:
     return parser
 
 
+def main(words: Sequence[str]) -> int:
+    """Check the plugin's own flags among the words of a launch script, before anything slow is imported."""
+    try:
+        check_own_flags([flag for flag in group_flags(words) if _is_own(flag)])
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Megatron warns of kernels that a machine for planning does not have."""
@@ -323,3 +351,7 @@ def _silence() -> Iterator[None]:
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

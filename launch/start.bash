@@ -43,7 +43,7 @@ split_words() {
           word+="=$1"
           shift
         fi
-        if [[ $word =~ ^--n(proc.per.node|nodes)=[0-9]+$ && ! $word =~ =[1-9][0-9]*$ ]]; then
+        if [[ $word =~ ^--n(proc.per.node|nodes)= && ! $word =~ =([1-9][0-9]*(:[1-9][0-9]*)?|auto|gpu|cpu)$ ]]; then
           echo "error: ${word%%=*} takes a positive number, not ${word#*=}" >&2
           exit 2
         fi
@@ -71,6 +71,15 @@ given() {
 complete_torchrun() {
   local -A variables=([--nnodes]=NNODES [--node-rank]=NODE_RANK [--master-addr]=MASTER_ADDR [--master-port]=MASTER_PORT)
   local flag variable
+  # torchrun reads PET_NNODES and the like itself, as pods of Kubeflow set them; they come before the names above.
+  for flag in --nproc-per-node --nnodes --node-rank --master-addr --master-port --rdzv-backend --rdzv-endpoint --rdzv-id; do
+    variable=${flag#--}
+    variable=PET_${variable//-/_}
+    variable=${variable^^}
+    if ! given "$flag" && [[ -n ${!variable:-} ]]; then
+      TORCHRUN+=("$flag=${!variable}")
+    fi
+  done
   given --nproc-per-node || TORCHRUN+=("--nproc-per-node=${NPROC_PER_NODE:-$(count_gpus)}")
   given --standalone && return
   for flag in --nnodes --node-rank --master-addr --master-port; do
@@ -134,6 +143,7 @@ start() {
     fi
   done
   split_words "$@"
+  PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m launch.preflight "${SCRIPT_WORDS[@]+"${SCRIPT_WORDS[@]}"}" || exit 2
   complete_torchrun
   for word in "$@"; do
     if [[ $word == --dry-run ]]; then

@@ -128,7 +128,9 @@ def _verdicts_of(claimed: Claimed, tables: Mapping[str, Table]) -> list[tuple[st
     claims, found = tables[claimed.experiment].plan.claims, judge(claimed.experiment, tables)
     supporting, refuting = ([claims[place] for place in places] for places in (claimed.claims, claimed.refuting))
     decided = [(verdict.word, verdict) for verdict in found if verdict.claim in supporting]
-    return decided + [(_REFUTED.get(verdict.word, verdict.word), verdict) for verdict in found if verdict.claim in refuting]
+    return decided + [
+        (_REFUTED.get(verdict.word, verdict.word), verdict) for verdict in found if verdict.claim in refuting
+    ]
 
 
 def _seen(verdict: Verdict, is_sure: bool) -> str:

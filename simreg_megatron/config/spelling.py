@@ -18,6 +18,13 @@ _WORDS_OF_ARGPARSE = (
 """How its sentences begin, and ours in their place."""
 
 
+MEANT = {
+    "weight": "--simreg-lambda", "tau": "--simreg-temperature", "chunk": "--simreg-chunk-size",
+    "loss": "--simreg-objective",
+}  # fmt: skip
+"""Names that others use for our flags, without their dashes."""
+
+
 def in_our_words(message: str) -> str | None:
     """Of what argparse says about a flag of ours; None where it is about another."""
     found = _OF_OURS.match(message)
@@ -45,7 +52,8 @@ def refuse_unknown(words: Iterable[str], known: Iterable[str]) -> None:
             family = next(family for family in _FAMILIES if name.startswith(family))
             tails = {_tail(option): option for option in known if option.startswith(family)}
             near = difflib.get_close_matches(_tail(name), tails, n=1)
-            hint = f"did you mean {tails[near[0]]}?" if near else "`simreg-megatron flags` lists them"
+            meant = MEANT.get(_tail(name)) or (tails[near[0]] if near else "")
+            hint = f"did you mean {meant}?" if meant else "`simreg-megatron flags` lists them"
             raise ValueError(f"there is no flag {name}: {hint}")
 
 

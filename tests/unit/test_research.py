@@ -171,8 +171,21 @@ def test_holm() -> None:
 def test_verdicts_of_both_signs() -> None:
     def table(a: Sequence[float], b: Sequence[float]) -> Table:
         rows = [
-            {"arm": arm, "size": "32", "tokens_per_parameter": "20", "validation_loss": str(loss), "steps": "9", "trial": "0", "seed": str(seed), "status": "done",
-             "run": f"{arm}{seed}", "flags": f"--arm {arm} --seed {seed}", "data": "", "device": "", "number_type": ""}
+            {
+                "arm": arm,
+                "size": "32",
+                "tokens_per_parameter": "20",
+                "validation_loss": str(loss),
+                "steps": "9",
+                "trial": "0",
+                "seed": str(seed),
+                "status": "done",
+                "run": f"{arm}{seed}",
+                "flags": f"--arm {arm} --seed {seed}",
+                "data": "",
+                "device": "",
+                "number_type": "",
+            }
             for arm, losses in (("a", a), ("b", b))
             for seed, loss in enumerate(losses)
         ]
