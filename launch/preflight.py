@@ -123,8 +123,8 @@ def check_layout(flags: Sequence[Flag], world_size: int) -> None:
     parts = tensor * (2 * context if context > 1 else 1)
     if "--sequence-parallel" in flag_names(flags) and length % parts:
         raise LaunchError(
-            f"sequences of {length} tokens cannot be cut for TP {tensor} with sequence parallelism and CP {context}: give "
-            f"a --seq-length that {parts} divides"
+            f"sequences of {length} tokens cannot be cut for TP {tensor} with sequence parallelism and CP {context}: "
+            f"give a --seq-length that {parts} divides"
         )
     _check_layers(flags, pipeline)
     _check_heads(flags, tensor)
@@ -162,6 +162,11 @@ def _check_heads(flags: Sequence[Flag], tensor: int) -> None:
         raise LaunchError(
             f"{groups} query groups cannot be divided among {tensor} tensor-parallel ranks: give a "
             f"--tensor-model-parallel-size of {_divisors(groups)}"
+        )
+    if "--group-query-attention" in given and heads % groups:
+        raise LaunchError(
+            f"{heads} attention heads cannot be divided among {groups} query groups: give --num-query-groups "
+            f"{sizes.largest_divisor(heads, groups)}"
         )
     hidden = flag_number(flags, "--hidden-size", heads)
     if hidden % heads and "--kv-channels" not in given:
