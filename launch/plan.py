@@ -372,8 +372,10 @@ def _say_off(options: argparse.Namespace, asked: Sequence[Flag]) -> list[str]:
 def _say_large_lambda(config: SimRegConfig, flags: Sequence[Flag]) -> list[str]:
     """Note a lambda above twice the authors' rule for this width: 10, theirs at width 1024, harms a tiny model."""
     width = flag_number(flags, "--hidden-size", 1)
+    if not config.trains or config.objective != "simreg":
+        return []
     weight, usual = config.weight(width), replace(config, lambda_="auto").weight(width)
-    if not config.trains or len(config.parts) > 1 or config.parts[0].objective != "simreg" or weight <= 2 * usual:
+    if weight <= 2 * usual:
         return []
     return [
         f"--simreg-lambda {weight:g} is large for width {width}: the authors' rule (auto) gives {usual:.1f}, and small "

@@ -385,6 +385,11 @@ def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None
             {"NODE_RANK": "1"},
             "--nnodes=2 --rdzv-endpoint=h:1 --nproc-per-node=4 --node-rank=1 SCRIPT",
         ),
+        (  # as pods set them
+            ("--lr", "1"),
+            {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "h:1"},
+            "--nproc-per-node=1 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=h:1 SCRIPT --lr 1",
+        ),
     ],
 )  # fmt: skip
 def test_bash_hands_torchrun_its_flags(
@@ -395,6 +400,7 @@ def test_bash_hands_torchrun_its_flags(
     python.parent.mkdir()
     python.write_text(
         "#!/usr/bin/env bash\nif [[ $1 == -c ]]; then [[ $2 == *device_count* ]] && echo 4; exit 0; fi\n"
+        "[[ $2 == launch.preflight ]] && exit 0\n"
         "printf '%s\\n' \"$@\"\n"
     )
     python.chmod(0o755)
@@ -877,3 +883,90 @@ def test_a_length_in_samples_replaces_the_presets_iterations() -> None:
 def test_what_torchrun_would_end_in_a_traceback_with(words: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
     done = jobs.run(["bash", str(SCRIPTS[0]), *words, "--dry-run"])
     assert done.returncode == 2 and done.stderr.strip() == f"error: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("words", "has_note"),
+    [
+        ("--simreg-lambda 10", True),
+        ("--simreg-lambda 1", False),
+        ("--simreg-lambda auto", False),
+        ("--simreg-objective creg --simreg-lambda 10", False),
+        ("--simreg-objective none", False),
+    ],
+)
+def test_a_lambda_for_another_width_is_noted(words: str, has_note: bool) -> None:
+    notes = " ".join(plan("--model", "tiny", *words.split()).notes)
+    assert ("--simreg-lambda 10 is large for width 192: the authors' rule (auto) gives 4.3" in notes) == has_note
+    assert not any(
+        "is large" in note for note in plan("--model", "350m", *OWN, "--simreg-lambda", "10", machine=GPU).notes
+    )
+
+
+@pytest.mark.parametrize("flag", ["--sft", "--fim-data", "--spec"])
+def test_what_only_megatrons_own_script_reads_is_refused(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        LaunchError, match=rf"{flag} is read by Megatron-LM's own pretrain_gpt.py alone: set MEGATRON_PATH"
+    ):
+        plan(flag)
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    assert values(plan(flag, environ={"MEGATRON_PATH": str(tmp_path)}), flag) == [""]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("--lambda", "--simreg-lambda"), ("--tau", "--simreg-temperature"), ("--chunk-size", "--simreg-chunk-size"),
+     ("--fp99", "leave it out"), ("--train-iter", "--train-iters")],
+)  # fmt: skip
+def test_names_that_others_use(name: str, meant: str) -> None:
+    assert meant in preflight.suggestion(name, ["--train-iters", "--load"])
+
+
+def test_names_of_models_have_no_case() -> None:
+    assert plan("--model", "7B", *OWN, machine=replace(GPU, world_size=16)).model == "7b"
+
+
+def test_a_run_without_validation_has_no_share_for_it() -> None:
+    assert values(plan(*OWN), "--split") == ["99,1,0"]
+    assert values(plan(*OWN, "--eval-iters", "0"), "--split") == ["100,0,0"]
+
+
+def test_a_shared_clone_that_cannot_be_written_keeps_its_index_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.plan.BUILTIN_CORPUS", ROOT / "docs")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert values(plan("--output", "mine"), "--data-cache-path") == ["mine/cache"]
+    monkeypatch.undo()
+    assert values(plan("--output", "mine"), "--data-cache-path") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--num-query-groups 3 --group-query-attention", "query groups: give --num-query-groups 2"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 255", "give a --seq-length that 2 divides"),
+    ],
+)
+def test_layouts_that_megatron_refuses_later(words: str, sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        plan(*words.split(), machine=Machine(world_size=2, local_world_size=2))
+
+
+@pytest.mark.megatron
+def test_the_checks_of_megatrons_model_are_asked(tmp_path: Path) -> None:
+    words = ("--num-layers", "3", "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "3")
+    done = run_script("bash", str(SCRIPTS[0]), *words, "--nproc-per-node", "2", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2 and "0 middle layers remaining" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_own_flags_are_checked_before_anything_slow(tmp_path: Path) -> None:
+    check = "from launch import preflight; status = preflight.main(['--simreg-tau', '1'])"
+    done = jobs.run([sys.executable, "-c", f"import sys; {check}; print('torch' in sys.modules, status)"], cwd=ROOT)
+    assert done.stdout == "False 2\n" and "did you mean --simreg-temperature?" in done.stderr
+    done = run_script("bash", str(SCRIPTS[0]), "--simreg-lambda", "ten", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: SimReg lambda must be a finite number of 0 or more, or auto, not ten\n"
+
+
+def test_nodes_of_pods_without_an_address(tmp_path: Path) -> None:
+    done = run_script("bash", str(SCRIPTS[0]), cwd=tmp_path, PET_NNODES="2")
+    assert done.returncode == 2 and "several nodes need the address of the first" in done.stderr
