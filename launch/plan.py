@@ -80,7 +80,7 @@ class Machine:
 
 
 class Corpus(Protocol):
-    """Where tokenized text and its tokenizer lie; `simreg_megatron.data` builds one."""
+    """Where tokenized text and its tokenizer lie; `simreg_megatron.tools.builtin_corpus` builds one."""
 
     @property
     def train_prefix(self) -> str | os.PathLike[str]: ...
@@ -352,7 +352,7 @@ def with_stand_ins(options: argparse.Namespace, words: Sequence[str]) -> argpars
     if options.model in (None, TINY) or options.data or given & _OWN_DATA:
         return options
     tokenizer = options.tokenizer or (None if "--tokenizer-type" in given else "TOKENIZER")
-    return argparse.Namespace(**{**vars(options), "data": NO_DATA, "tokenizer": tokenizer})
+    return argparse.Namespace(**{**vars(options), "data": [NO_DATA], "tokenizer": tokenizer})
 
 
 def _say_off(options: argparse.Namespace, asked: Sequence[Flag]) -> list[str]:
@@ -578,9 +578,9 @@ def _data_flags(options: argparse.Namespace, corpus: Corpus, *, builtin: bool) -
         ]
     flags: list[Flag] = []
     if options.valid_data:
-        flags += [("--train-data-path", options.data), ("--valid-data-path", options.valid_data)]
+        flags += [("--train-data-path", *options.data), ("--valid-data-path", *options.valid_data)]
     elif options.data:
-        flags += [("--data-path", options.data), ("--split", "99,1,0")]
+        flags += [("--data-path", *options.data), ("--split", "99,1,0")]
     if options.tokenizer:
         kind = "SentencePieceTokenizer" if options.tokenizer.endswith(".model") else "HuggingFaceTokenizer"
         flags += [("--tokenizer-type", kind), ("--tokenizer-model", options.tokenizer)]
