@@ -24,7 +24,7 @@ from benchmarks import records
 from benchmarks.objectives import ROOT, mean_and_spread, train
 from simreg_megatron.checkpoint.export import export, plan_export
 from simreg_megatron.checkpoint.source import open_checkpoint
-from simreg_megatron.data import BuiltinCorpus, ensure_builtin_corpus
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus
 from simreg_megatron.evaluation.perplexity import measure
 
 WIDTH, PREFIXES, LENGTH = 192, (48, 96), 256  # of the tiny model, and the features that are measured

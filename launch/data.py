@@ -135,8 +135,8 @@ def _check_tokenizer(prefix: str, manifest: dict[str, Any], flags: Sequence[Flag
     size = manifest.get("vocab_size", 0)
     if flag_value(flags, "--vocab-size") and size > flag_number(flags, "--vocab-size", 1):
         raise LaunchError(
-            f"{prefix} was made with {size} token ids, and --vocab-size {flag_value(flags, '--vocab-size')} has room for "
-            "fewer: leave --vocab-size out, or prepare the data with the tokenizer of this model"
+            f"{prefix} was made with {size} token ids and --vocab-size {flag_value(flags, '--vocab-size')} has room "
+            "for fewer: leave --vocab-size out, or prepare the data with the tokenizer of this model"
         )
 
 

@@ -105,6 +105,8 @@ def prepare(
     Raises:
         DataError: a source or the tokenizer cannot be used, or `out` holds another set.
     """
+    import datasets
+
     if list(sources) == ["c4"] and not Path("c4").exists() and not valid and valid_share is None:
         valid = ["c4"]
     if (valid and valid_share) or (valid_tokens and not valid):
@@ -129,6 +131,10 @@ def prepare(
     for name in [*names, "tokenizer.model"] if train_tokenizer else names:
         if (out / name).exists():
             raise DataError(f"{out / name} is there without a {MANIFEST}: give another --out, or move it away")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     if train_tokenizer:
@@ -175,11 +181,6 @@ def _write_pairs(
     groups: dict[str, list[Group]], tokenizer: Tokenizer, settings: dict[str, Any], cache: Path, workers: int
 ) -> dict[str, Any]:
     """Write the pairs into `cache`, and return the manifest."""
-    import datasets
-
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     writers = {side: PairWriter(cache / side, tokenizer.vocab_size) for side in ("train", "valid")}
     empty = inside = 0
     for side, limit in (("train", settings["tokens"]), ("valid", settings["valid_tokens"])):

@@ -48,7 +48,7 @@ def find_groups(sources: Sequence[str], split: str, leave_out: Set[str] = frozen
     groups: list[tuple[str, list[str]]] = []
     room = 0
     for source in sources:
-        found = [name for name in _files_of(source, split) if _kind(name)]
+        found = [name for name in _files_of(source, split) if _is_readable(name)]
         kept = [name for name in found if os.path.realpath(name) not in leave_out]
         if not kept:
             why = "is given as --valid as well: leave it out" if found else f"has nothing to read: give {READABLE}"
@@ -96,6 +96,11 @@ def _files_of_hub(source: str, split: str) -> list[str]:
         ) from None
 
 
+def _is_readable(name: str) -> bool:
+    """Whether a file can have documents: an empty .txt is an empty document, any other empty file has none."""
+    return _kind(name) == "document" or bool(_kind(name) and file_bytes(name))
+
+
 def _kind(name: str) -> str:
     return _KINDS.get(Path(re.sub(r"\.(gz|zst)$", "", name)).suffix, "")
 
@@ -115,7 +120,8 @@ def load_group(group: Group, key: str, cache: Path) -> Any:
 
     options: dict[str, Any] = {"path": "parquet", "columns": [key]}
     if group.kind != "parquet":
-        options = {"path": "text", "sample_by": group.kind, "encoding": "utf-8-sig"}
+        features = datasets.Features({"text": datasets.Value("large_string")})
+        options = {"path": "text", "sample_by": group.kind, "encoding": "utf-8-sig", "features": features}
     try:
         return datasets.load_dataset(**options, data_files=list(group.files), split="train", cache_dir=str(cache))
     except Exception as error:  # of many kinds; the cause of a DatasetGenerationError says what is wrong

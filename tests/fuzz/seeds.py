@@ -22,7 +22,7 @@ from simreg_megatron.reproduce.tuned import untuned
 from tests.fuzz.readers import checkpoints, data, results
 from tests.fuzz.target import CORPUS
 from tests.helpers.checkpoints import dist_checkpoint
-from tests.helpers.preparation import TEXTS, lines, train_hugging_face
+from tests.helpers.texts import TEXTS, lines, train_hugging_face
 
 _PLAN = {
     "name": results.EXPERIMENT, "question": "Is it lower?", "sizes": [64], "seeds": 3, "tokens_per_parameter": [0.01],

@@ -13,7 +13,7 @@ import pytest
 from torch.utils import tensorboard
 from torch.utils.tensorboard import SummaryWriter
 
-from simreg_megatron.data import BuiltinCorpus
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from simreg_megatron.report.runs import VALIDATION_LOSS, read_run
 from tests.helpers import jobs
 from tests.helpers.quick import quick

@@ -27,7 +27,7 @@ from simreg_megatron.checkpoint.source import TRACKER, open_checkpoint
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.cli import app
 from simreg_megatron.data.encoding import describe_tokenizer, write_dataset
-from simreg_megatron.data.tokenizer import train_tokenizer
+from simreg_megatron.tools.tokenizers import train_tokenizer
 from simreg_megatron.evaluation import compare, harness, models, paired, perplexity
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.results import Score, read

@@ -22,8 +22,8 @@ pytest.importorskip("lm_eval")
 
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.cli import app
-from simreg_megatron.data import BuiltinCorpus
-from simreg_megatron.data.tokens import document_lengths, open_tokens
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
+from simreg_megatron.tools.indexed import read_lengths, read_tokens
 from simreg_megatron.evaluation import compare, harness, local_data, paired, table
 from simreg_megatron.evaluation import models as sources
 from simreg_megatron.evaluation.errors import EvaluationError
@@ -168,7 +168,7 @@ def test_a_model_has_its_own_logits(family: str, corpus, tmp_path: Path) -> None
         GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=2)).save_pretrained(
             tmp_path
         )
-    tokens = open_tokens(corpus.valid_prefix)[:33].tolist()
+    tokens = read_tokens(corpus.valid_prefix)[:33].tolist()
     by_hand = -log_probability(logits_of(tmp_path, tokens[:-1]), tokens[1:]) / 32
     settings = {"seq_length": 32, "max_tokens": 32, "dtype": "float32", "device": "cpu"}
     (whole,) = measure(tmp_path, corpus.valid_prefix, **settings).losses
@@ -202,7 +202,7 @@ def test_another_sequence_length_is_another_setting() -> None:
 
 def test_the_perplexity_is_what_a_computation_by_hand_gives(found, models, corpus) -> None:
     """From all features, and from a prefix of them through the truncated output layer."""
-    tokens = open_tokens(corpus.valid_prefix)
+    tokens = read_tokens(corpus.valid_prefix)
     for result in read(found[0] / "results.json")[0]:
         assert [held.features for held in result.perplexities] == [64, 16]
         for held in result.perplexities:
@@ -220,8 +220,8 @@ def test_the_perplexity_is_what_a_computation_by_hand_gives(found, models, corpu
 def test_each_question_and_each_document_is_kept_and_adds_up(found, corpus, models) -> None:
     from transformers import AutoTokenizer
 
-    tokens = open_tokens(corpus.valid_prefix)
-    lengths = document_lengths(corpus.valid_prefix)
+    tokens = read_tokens(corpus.valid_prefix)
+    lengths = read_lengths(corpus.valid_prefix)
     assert lengths.sum() == len(tokens) and len(lengths) > 1
     for result in read(found[0] / "results.json")[0]:
         kept = paired.kept(found[0] / "questions" / f"{result.name}.npz")

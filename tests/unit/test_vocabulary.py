@@ -23,7 +23,7 @@ from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.checkpoint.vocabulary import check_size
 from simreg_megatron.cli import app
 from simreg_megatron.data.encoding import RECORD, describe_tokenizer
-from simreg_megatron.data.tokenizer import train_tokenizer
+from simreg_megatron.tools.tokenizers import train_tokenizer
 from tests.helpers.checkpoints import DENSE, dist_checkpoint
 
 PADDED = 1024  # of 900 pieces, to a multiple of 128 * TP 2
