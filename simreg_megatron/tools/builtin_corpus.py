@@ -172,10 +172,11 @@ def _is_ours(directory: Path) -> bool:
 
 
 def write_pair(prefix: Path, texts: Sequence[str], tokenizer: str | Path) -> tuple[int, int]:
-    """Tokenize a few documents into PREFIX.bin and .idx; return the number of documents and of tokens."""
+    """Tokenize documents into PREFIX.bin and .idx; return the number of documents and of tokens."""
     loaded = load_tokenizer(str(tokenizer))
     writer = PairWriter(prefix, loaded.vocab_size)
-    for ids in loaded.encode(texts):
-        writer.add([*ids, loaded.eos_id])
+    for start in range(0, len(texts), 1000):  # some at a time: ids take ten times the room of their text
+        for ids in loaded.encode(texts[start : start + 1000]):
+            writer.add([*ids, loaded.eos_id])
     writer.close()
     return writer.documents, writer.tokens

@@ -163,6 +163,6 @@ def texts_of(rows: dict[str, list[Any]], numbers: Sequence[int], *, name: str, k
                 f"({type(error).__name__}: {str(error)[:100]})"
             ) from None
         if kind == "document" and "\0" in text:
-            raise DataError(f"{name}: a file with zero bytes is not UTF-8 text ({text[:40]!r}): convert it to UTF-8")
+            raise DataError(f"{name}, file {number + 1:,}: it has zero bytes, so it is no UTF-8 text ({text[:40]!r})")
         texts.append(text)
     return texts

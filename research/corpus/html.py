@@ -8,7 +8,7 @@ from typing import Any
 
 from lxml import etree, html
 
-from simreg_megatron.data.large.prose import Piece
+from research.corpus.prose import Piece
 
 _BREAK, _TITLE = "\ue000", "\ue001"  # private characters: no text has them
 _DROPPED = (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from simreg_megatron.data.large.plain import close_paragraph
-from simreg_megatron.data.large.prose import Piece
+from research.corpus.plain import close_paragraph
+from research.corpus.prose import Piece
 
 _REQUEST = re.compile(r"^[.'][ \t]*([A-Za-z]\w?)?[ \t]*(.*)$")
 _HEADINGS = ("SH", "SS", "Sh", "Ss")

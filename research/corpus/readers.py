@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from simreg_megatron.data.large.html import read_html
-from simreg_megatron.data.large.manual import read_manual
-from simreg_megatron.data.large.plain import read_dictionary, read_pod, read_text, read_wordnet
-from simreg_megatron.data.large.prose import Block, Piece, keep_prose
+from research.corpus.html import read_html
+from research.corpus.manual import read_manual
+from research.corpus.plain import read_dictionary, read_pod, read_text, read_wordnet
+from research.corpus.prose import Block, Piece, keep_prose
 
 _Reader = Callable[[str], Iterable[Piece]]
 _READERS: tuple[tuple[re.Pattern[str], _Reader], ...] = (

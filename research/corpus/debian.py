@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote
 
-from simreg_megatron.data.indexed import DataError, sha256
+from simreg_megatron.tools.indexed import DataError, sha256
 
 _ANY_MACHINE = "all"
 _AR = b"!<arch>\n"

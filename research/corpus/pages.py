@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from simreg_megatron.data.large.duplicates import SeenBlocks, SeenPages
-from simreg_megatron.data.large.prose import Block
-from simreg_megatron.data.large.readers import is_collection
+from research.corpus.duplicates import SeenBlocks, SeenPages
+from research.corpus.prose import Block
+from research.corpus.readers import is_collection
 
 SIDES = ("train", "valid", "test")
 _HELD_OUT_SHARE = 0.045  # of the pages, for each of valid and test

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from simreg_megatron.data.large.prose import SHORTEST, Piece
+from research.corpus.prose import SHORTEST, Piece
 
 _RULE = re.compile(r"([-=~^\"'`#*+.:_])\1{2,}$")
 _BULLETS = ("* ", "- ", "+ ")
