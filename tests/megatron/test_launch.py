@@ -13,8 +13,8 @@ import pytest
 from torch.utils import tensorboard
 from torch.utils.tensorboard import SummaryWriter
 
-from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from simreg_megatron.report.runs import VALIDATION_LOSS, read_run
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from tests.helpers import jobs
 from tests.helpers.quick import quick
 from tests.megatron import runs

@@ -22,8 +22,6 @@ pytest.importorskip("lm_eval")
 
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.cli import app
-from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
-from simreg_megatron.tools.indexed import read_lengths, read_tokens
 from simreg_megatron.evaluation import compare, harness, local_data, paired, table
 from simreg_megatron.evaluation import models as sources
 from simreg_megatron.evaluation.errors import EvaluationError
@@ -33,6 +31,8 @@ from simreg_megatron.evaluation.paper import rows
 from simreg_megatron.evaluation.perplexity import measure
 from simreg_megatron.evaluation.results import ModelResults, Score, difference, read, write
 from simreg_megatron.evaluation.tasks import FURTHER, PAPER, Choice, choose
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
+from simreg_megatron.tools.indexed import read_lengths, read_tokens
 from tests.helpers.questions import NAME, write_task
 from tests.megatron import text as texts
 
@@ -251,12 +251,13 @@ def test_differences_are_paired_with_their_intervals(found) -> None:
 
 
 def test_the_losses_of_documents_are_those_of_their_own_targets(models, tmp_path: Path) -> None:
-    from simreg_megatron.data.indexed import PairWriter
+    from simreg_megatron.tools.indexed import PairWriter
 
     ids = np.random.default_rng(0).integers(300, 500, 200).astype(np.uint16)
-    pair = PairWriter(tmp_path / "three", "uint16")
-    pair.append(ids, np.array([70, 30, 100]))
-    pair.commit()
+    pair = PairWriter(tmp_path / "three", 512)
+    for document in np.split(ids, [70, 100]):
+        pair.add(document)
+    pair.close()
     losses, documents = measure(models["baseline"], tmp_path / "three", seq_length=64, dtype="float32")
     assert losses[0].tokens == 192 and documents[paired.TOKENS].tolist() == [69, 30, 93]
     logits = [logits_of(models["baseline"], ids[at : at + 64].tolist()) for at in (0, 64, 128)]
@@ -652,11 +653,11 @@ def test_a_metric_that_a_task_does_not_have(models, task, tmp_path: Path) -> Non
 
 
 def test_a_set_of_another_tokenizer_is_refused(models, tmp_path: Path) -> None:
-    from simreg_megatron.data.indexed import PairWriter
+    from simreg_megatron.tools.indexed import PairWriter
 
-    pair = PairWriter(tmp_path / "other", "uint16")
-    pair.append(np.full(300, 9999, dtype=np.uint16), np.array([300]))
-    pair.commit()
+    pair = PairWriter(tmp_path / "other", 10_000)
+    pair.add([9999] * 300)
+    pair.close()
     with pytest.raises(EvaluationError, match="made with another tokenizer"):
         measure(models["baseline"], tmp_path / "other", seq_length=64, dtype="float32")
     with pytest.raises(EvaluationError, match="less than one sequence"):

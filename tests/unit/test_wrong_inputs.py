@@ -371,7 +371,7 @@ simreg-megatron data prepare few.jsonl --out n --tokenizer none.model | error: t
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid few.jsonl --valid-share 0.1 | error: the valid
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid-tokens 9 | error: the validation set is --valid
 simreg-megatron data prepare few.jsonl --out n --train-tokenizer 5 | error: no tokenizer of 5 pieces could be trained
-simreg-megatron data prepare empty.jsonl --out n2 --tokenizer TOK | error: empty.jsonl has nothing to read: give a .jsonl
+simreg-megatron data prepare empty.jsonl --out n2 --tokenizer TOK | error: empty.jsonl has nothing to read: give
 simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: broken.parquet cannot be read (
 simreg-megatron data prepare cut.jsonl.gz --out n4 --tokenizer TOK | error: cut.jsonl.gz cannot be read (EOFError:
 simreg-megatron data prepare cut.jsonl.zst --out n5 --tokenizer TOK | error: cut.jsonl.zst
