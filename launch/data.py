@@ -80,7 +80,8 @@ def read_manifest(prefix: str) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         size = manifest["files"][f"{Path(prefix).name}.bin"]["bytes"]
-    except (OSError, ValueError, LookupError, TypeError):
+        manifest["vocab_size"] = int(manifest.get("vocab_size", 0))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # there is none, or it is another tool's
         return {}
     data = Path(f"{prefix}.bin")
     if data.is_file() and data.stat().st_size != size:
@@ -90,8 +91,8 @@ def read_manifest(prefix: str) -> dict[str, Any]:
 
 def vocabulary(flags: Sequence[Flag], otherwise: int) -> int:
     """Return the vocabulary size of the first text that has a manifest here."""
-    sizes = [read_manifest(prefix).get("vocab_size") for prefix in prefixes(flags)]
-    return next((size for size in sizes if isinstance(size, int) and size > 0), otherwise)
+    sizes = (read_manifest(prefix).get("vocab_size", 0) for prefix in prefixes(flags))
+    return next((size for size in sizes if size > 0), otherwise)
 
 
 def check_data(flags: Sequence[Flag]) -> list[str]:

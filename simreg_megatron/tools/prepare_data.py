@@ -220,26 +220,30 @@ def _documents(
 ) -> Iterator[tuple[Any, bool]]:
     """Yield the ids of each document, end-of-text included, and whether it is for validation."""
     from datasets import Features, Sequence, Value
+    from multiprocess import TimeoutError
 
     versions = [metadata.version(name) for name in ("sentencepiece", "tokenizers")]
     for group in groups:
         print(f"> {group.name}", flush=True)
         data = load_group(group, key, cache)
-        encoded = data.map(
-            _encode,
-            batched=True,
-            batch_size=200,
-            with_indices=True,
-            num_proc=workers if workers > 1 else None,
-            remove_columns=data.column_names,
-            features=Features({"ids": Sequence(Value(token_dtype(tokenizer.vocab_size))), "valid": Value("bool")}),
-            fn_kwargs={
-                "source": {"name": group.name, "kind": group.kind, "key": key},
-                "tokenizer": tokenizer.source,
-                "share": share,
-                "made_with": [tokenizer.sha256, tokenizer.eos_id, *versions],
-            },
-        )
+        try:
+            encoded = data.map(
+                _encode,
+                batched=True,
+                batch_size=200,
+                with_indices=True,
+                num_proc=workers if workers > 1 else None,
+                remove_columns=data.column_names,
+                features=Features({"ids": Sequence(Value(token_dtype(tokenizer.vocab_size))), "valid": Value("bool")}),
+                fn_kwargs={
+                    "source": {"name": group.name, "kind": group.kind, "key": key},
+                    "tokenizer": tokenizer.source,
+                    "share": share,
+                    "made_with": [tokenizer.sha256, tokenizer.eos_id, *versions],
+                },
+            )
+        except TimeoutError as error:  # Ctrl-C, and then datasets has no patience with its workers
+            raise error.__context__ or error from None
         for table in encoded.with_format("arrow").iter(batch_size=1000):
             for ids, is_valid in zip(table["ids"], table["valid"], strict=True):
                 yield ids.values.to_numpy(), is_valid.as_py()
