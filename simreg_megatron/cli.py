@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in ("export-hf", "import-hf", "evaluate", "reproduce", "report", "watch"):
         from simreg_megatron._old_commands import app
 
-        return app(argv)  # type: ignore[no-any-return]
+        return int(app(argv) or 0)
     options = make_parser().parse_args(argv)
     try:
         return options.run(options) or 0

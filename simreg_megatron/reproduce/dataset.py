@@ -59,8 +59,8 @@ def open_dataset(name: str) -> Dataset:
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise ReproduceError(
-            f"the data set {name} is not there ({missing[0]} is missing): make it with `python -m "
-            "research.corpus --out data/large`, or name another folder with --data"
+            f"the data set {name} is not there ({missing[0]} is missing): make it with `simreg-megatron data "
+            "corpus-large --out data/large`, or name another folder with --data"
         )
     try:
         return _facts(folder, files)

@@ -60,21 +60,22 @@ LAW = {
     "loop": room("config plugin"),
     "contract": room("plugin", "torch"),
     "pretrain": room(f"{TOP} config plugin", "torch megatron"),
+    "data": room("tools", "sentencepiece transformers"),  # old names alone, until nothing imports them
     "tools": room(
         f"{TOP} config geometry plugin pretrain sentences",
-        "torch megatron numpy datasets sentencepiece transformers filelock",
+        "torch megatron numpy datasets multiprocess sentencepiece transformers filelock",
     ),
     "checkpoint": room(
-        f"{TOP} cpu config plugin tools sentences terminal",
+        f"{TOP} cpu config plugin data sentences terminal",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
     ),
     "report": room(f"{TOP} geometry sentences", "matplotlib numpy scipy tensorboard rich torch"),
     "evaluation": room(
-        "tools checkpoint sentences terminal",
+        "data tools checkpoint sentences terminal",
         "lm_eval datasets transformers torch numpy matplotlib typer rich filelock",
     ),
     "reproduce": room(
-        f"{TOP} cpu tools installed report sentences terminal",
+        f"{TOP} cpu data installed report sentences terminal",
         "torch yaml sentencepiece scipy numpy matplotlib typer rich",
     ),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
