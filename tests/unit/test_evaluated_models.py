@@ -26,11 +26,11 @@ from simreg_megatron.checkpoint.export import export, plan_export
 from simreg_megatron.checkpoint.source import TRACKER, open_checkpoint
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.cli import app
+from simreg_megatron.data.encoding import describe_tokenizer, write_dataset
+from simreg_megatron.data.tokenizer import train_tokenizer
 from simreg_megatron.evaluation import compare, harness, models, paired, perplexity
 from simreg_megatron.evaluation.errors import EvaluationError
 from simreg_megatron.evaluation.results import Score, read
-from simreg_megatron.tools.builtin_corpus import write_pair
-from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
 from tests.helpers.checkpoints import DENSE, as_weights, random_weights, transformers_release
 
 TEXTS = [Path(json.__file__).read_text(), Path(shutil.__file__).read_text()]
@@ -54,11 +54,11 @@ def data(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepared(folder: Path, tokenizer: Path, *, told: Path | None = None) -> Path:
     """A set with its manifest, which tells of the tokenizer `told`."""
-    write_pair(folder / "valid", TEXTS, tokenizer)
-    facts = load_tokenizer(str(told or tokenizer))
+    write_dataset(folder / "valid", TEXTS, tokenizer)
+    facts = describe_tokenizer(str(told or tokenizer))
     files = {name: {"bytes": (folder / name).stat().st_size} for name in ("valid.bin", "valid.idx")}
     entries = {"files": files, "tokenizer_sha256": facts.sha256, "vocab_size": facts.vocab_size}
-    settings = {"settings": {"tokenizer": {"kind": facts.kind}}, "tokenizer_name": Path(facts.source).name}
+    settings = {"settings": {"tokenizer": {"kind": facts.kind}}, "tokenizer_name": facts.name}
     (folder / "manifest.json").write_text(json.dumps(entries | settings))
     return folder / "valid"
 
@@ -103,7 +103,7 @@ def test_another_tokenizer_is_another_setting(words: Path, data: Path, tmp_path:
     done = run(*common, "--tokenizer", words / "own.model")
     assert done.exit_code == 0, done.output
     page = (tmp_path / "s" / "results.md").read_text()
-    assert f"- tokenizer: sha256 {load_tokenizer(str(words / 'own.model')).sha256}" in page
+    assert f"- tokenizer: sha256 {describe_tokenizer(str(words / 'own.model')).sha256}" in page
     note = "nothing shows whether"
     assert note in done.output and f"  - {note}" in page, "what the export says is told, and stays on the page"
     again = run(*common, "--tokenizer", words / "other.model")

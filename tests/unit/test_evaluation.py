@@ -22,6 +22,8 @@ pytest.importorskip("lm_eval")
 
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.cli import app
+from simreg_megatron.data import BuiltinCorpus
+from simreg_megatron.data.tokens import document_lengths, open_tokens
 from simreg_megatron.evaluation import compare, harness, local_data, paired, table
 from simreg_megatron.evaluation import models as sources
 from simreg_megatron.evaluation.errors import EvaluationError
@@ -31,8 +33,6 @@ from simreg_megatron.evaluation.paper import rows
 from simreg_megatron.evaluation.perplexity import measure
 from simreg_megatron.evaluation.results import ModelResults, Score, difference, read, write
 from simreg_megatron.evaluation.tasks import FURTHER, PAPER, Choice, choose
-from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
-from simreg_megatron.tools.indexed import read_lengths, read_tokens
 from tests.helpers.questions import NAME, write_task
 from tests.megatron import text as texts
 
@@ -168,7 +168,7 @@ def test_a_model_has_its_own_logits(family: str, corpus, tmp_path: Path) -> None
         GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=2)).save_pretrained(
             tmp_path
         )
-    tokens = read_tokens(corpus.valid_prefix)[:33].tolist()
+    tokens = open_tokens(corpus.valid_prefix)[:33].tolist()
     by_hand = -log_probability(logits_of(tmp_path, tokens[:-1]), tokens[1:]) / 32
     settings = {"seq_length": 32, "max_tokens": 32, "dtype": "float32", "device": "cpu"}
     (whole,) = measure(tmp_path, corpus.valid_prefix, **settings).losses
@@ -202,7 +202,7 @@ def test_another_sequence_length_is_another_setting() -> None:
 
 def test_the_perplexity_is_what_a_computation_by_hand_gives(found, models, corpus) -> None:
     """From all features, and from a prefix of them through the truncated output layer."""
-    tokens = read_tokens(corpus.valid_prefix)
+    tokens = open_tokens(corpus.valid_prefix)
     for result in read(found[0] / "results.json")[0]:
         assert [held.features for held in result.perplexities] == [64, 16]
         for held in result.perplexities:
@@ -220,8 +220,8 @@ def test_the_perplexity_is_what_a_computation_by_hand_gives(found, models, corpu
 def test_each_question_and_each_document_is_kept_and_adds_up(found, corpus, models) -> None:
     from transformers import AutoTokenizer
 
-    tokens = read_tokens(corpus.valid_prefix)
-    lengths = read_lengths(corpus.valid_prefix)
+    tokens = open_tokens(corpus.valid_prefix)
+    lengths = document_lengths(corpus.valid_prefix)
     assert lengths.sum() == len(tokens) and len(lengths) > 1
     for result in read(found[0] / "results.json")[0]:
         kept = paired.kept(found[0] / "questions" / f"{result.name}.npz")
@@ -251,13 +251,12 @@ def test_differences_are_paired_with_their_intervals(found) -> None:
 
 
 def test_the_losses_of_documents_are_those_of_their_own_targets(models, tmp_path: Path) -> None:
-    from simreg_megatron.tools.indexed import PairWriter
+    from simreg_megatron.data.indexed import PairWriter
 
     ids = np.random.default_rng(0).integers(300, 500, 200).astype(np.uint16)
-    pair = PairWriter(tmp_path / "three", 512)
-    for document in np.split(ids, [70, 100]):
-        pair.add(document)
-    pair.close()
+    pair = PairWriter(tmp_path / "three", "uint16")
+    pair.append(ids, np.array([70, 30, 100]))
+    pair.commit()
     losses, documents = measure(models["baseline"], tmp_path / "three", seq_length=64, dtype="float32")
     assert losses[0].tokens == 192 and documents[paired.TOKENS].tolist() == [69, 30, 93]
     logits = [logits_of(models["baseline"], ids[at : at + 64].tolist()) for at in (0, 64, 128)]
@@ -653,11 +652,11 @@ def test_a_metric_that_a_task_does_not_have(models, task, tmp_path: Path) -> Non
 
 
 def test_a_set_of_another_tokenizer_is_refused(models, tmp_path: Path) -> None:
-    from simreg_megatron.tools.indexed import PairWriter
+    from simreg_megatron.data.indexed import PairWriter
 
-    pair = PairWriter(tmp_path / "other", 10_000)
-    pair.add([9999] * 300)
-    pair.close()
+    pair = PairWriter(tmp_path / "other", "uint16")
+    pair.append(np.full(300, 9999, dtype=np.uint16), np.array([300]))
+    pair.commit()
     with pytest.raises(EvaluationError, match="made with another tokenizer"):
         measure(models["baseline"], tmp_path / "other", seq_length=64, dtype="float32")
     with pytest.raises(EvaluationError, match="less than one sequence"):

@@ -22,7 +22,8 @@ from simreg_megatron.checkpoint.source import Checkpoint, open_checkpoint
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.checkpoint.vocabulary import check_size
 from simreg_megatron.cli import app
-from simreg_megatron.tools.tokenizers import RECORD, load_tokenizer, train_tokenizer
+from simreg_megatron.data.encoding import RECORD, describe_tokenizer
+from simreg_megatron.data.tokenizer import train_tokenizer
 from tests.helpers.checkpoints import DENSE, dist_checkpoint
 
 PADDED = 1024  # of 900 pieces, to a multiple of 128 * TP 2
@@ -147,7 +148,7 @@ def test_another_form_of_the_tokenizer_is_taken_with_a_note(run: Path, words: Pa
     recorded(run, words / "own.model")
     checkpoint = trained(run)
     export(plan_export(checkpoint, tokenizer=open_tokenizer(words / "own.model")), tmp_path / "model")
-    assert load_tokenizer(str(tmp_path / "model")).sha256 != load_tokenizer(str(words / "own.model")).sha256
+    assert describe_tokenizer(str(tmp_path / "model")).sha256 != describe_tokenizer(str(words / "own.model")).sha256
     notes = plan_export(checkpoint, tokenizer=open_tokenizer(tmp_path / "model")).notes
     assert len(notes) == 1 and "of another form than the tokenizer of training" in notes[0]
 
