@@ -33,19 +33,18 @@ def read_description() -> str:
 MEGATRON = ["megatron-core>=0.19.2,<0.20", "pyyaml>=6.0.2", "psutil>=5.9"]
 DATA = [
     "sentencepiece>=0.2,<0.3",
-    "protobuf>=4",  # reads what a sentencepiece model is; without it tokenizing is slower
+    "protobuf>=4",  # transformers converts tokenizers with it that have a sentencepiece file alone
     "transformers>=4.56,<6",
     "datasets>=3.2,<6",
     "pyarrow>=16",
     "zstandard>=0.23,<1",
     "filelock>=3",
-    "lxml>=5",  # reads the HTML of the large corpus
 ]
 HF = ["transformers>=4.56,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
 EVALUATION = [*HF, "lm-eval[hf]>=0.4.13,<0.5"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
-# Experiments: plans are YAML, verdicts are scipy's tests.
-REPRODUCE = [*REPORT, "sentencepiece>=0.2,<0.3", "pyyaml>=6.0.2", "scipy>=1.12,<2"]
+# Experiments: plans are YAML, verdicts are scipy's tests, and lxml reads the HTML of the large corpus.
+REPRODUCE = [*REPORT, "sentencepiece>=0.2,<0.3", "pyyaml>=6.0.2", "scipy>=1.12,<2", "lxml>=5"]
 # The documentation as a site; `make docs` installs these alone (tools/extra.py), into a venv of their own.
 DOCS = [
     "mkdocs>=1.6,<2",
@@ -93,9 +92,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["simreg_megatron", "simreg_megatron.*"]),
-    package_data={
-        "simreg_megatron": ["py.typed", "reproduce/plans/*.yaml", "reproduce/results/*", "data/large/lock.json"]
-    },
+    package_data={"simreg_megatron": ["py.typed", "reproduce/plans/*.yaml", "reproduce/results/*"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.6", "numpy>=1.26", "typer>=0.16,<1", "rich>=13,<16"],
     extras_require=EXTRAS,

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.objectives import ROOT, train
-from simreg_megatron.data import BuiltinCorpus, ensure_builtin_corpus
-from simreg_megatron.data.corpus import library_roots, read_documents
 from simreg_megatron.evaluation.results import ModelResults, read
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus
+from simreg_megatron.tools.docstrings import is_validation, library_roots, read_documents
 from tests.helpers.questions import NAME, write_task
 
 MODELS: dict[str, dict[str, object]] = {
@@ -66,7 +66,7 @@ def _train(folder: Path, corpus: BuiltinCorpus, flags: dict[str, object], steps:
 
 
 def _evaluate(folder: Path, corpus: BuiltinCorpus, questions: int) -> list[ModelResults]:
-    texts = [document.text for document in read_documents(library_roots()) if document.is_validation]
+    texts = [text for name, text in read_documents(library_roots()) if is_validation(name)]
     write_task(folder / "task", texts, questions)
     words = [
         *(word for model in MODELS for word in ("--model", f"{model}={folder / model / 'checkpoints'}")),

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks import records
 from benchmarks.records import RESULTS, ROOT, Record
-from simreg_megatron.data import ensure_builtin_corpus
+from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
 from tests.megatron import text as texts
 from tests.slurm import cluster as clusters
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.records import ROOT, Record
-from simreg_megatron.data import ensure_builtin_corpus
+from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
 
 PRETRAIN, TRAIN = "launch/pretrain_llama.sh", "benchmarks/train.py"
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks import launched, records
 from benchmarks.records import RESULTS, ROOT, Record
-from simreg_megatron.data import ensure_builtin_corpus
+from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
 from simreg_megatron.tools.events import Run, read_run
 
 MODEL = {"--num-layers": 2, "--hidden-size": 128, "--ffn-hidden-size": 344, "--num-attention-heads": 4,

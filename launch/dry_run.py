@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from launch import preflight, sizes
+from launch import data, preflight, sizes
 from launch.flags import flag_names, flag_number, flag_value
 from launch.plan import ROOT, Machine, Plan
 from simreg_megatron.installed import python_path
@@ -18,7 +18,7 @@ from simreg_megatron.installed import python_path
 BUILTIN_VOCABULARY = 4096
 # torchrun's own names for its rendezvous; launch/start.bash fills them in for a dry run, which has no torchrun.
 RENDEZVOUS = {f"PET_RDZV_{word}": f"--rdzv-{word.lower()}" for word in ("BACKEND", "ENDPOINT", "ID", "CONF")}
-ASSUMED_VOCABULARY = 32000  # LLaMA-2's; it only counts parameters here, Megatron asks the tokenizer
+ASSUMED_VOCABULARY = 32000  # LLaMA-2's, where no manifest says it; Megatron asks the tokenizer
 
 
 def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resumes: int | None = None) -> str:
@@ -27,7 +27,7 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resume
     `resumes` is the iteration of the checkpoint that the run goes on from.
     """
     assumed = BUILTIN_VOCABULARY if plan.builtin_corpus else ASSUMED_VOCABULARY
-    vocabulary = flag_number(plan.flags, "--vocab-size", assumed)
+    vocabulary = flag_number(plan.flags, "--vocab-size", data.vocabulary(plan.flags, assumed))
     parameters = sizes.count_parameters(plan.flags, vocabulary=vocabulary)
     tokens = flag_number(plan.flags, "--global-batch-size", 1) * flag_number(plan.flags, "--seq-length", 1)
     implementation = flag_value(plan.flags, "--transformer-impl")

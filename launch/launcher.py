@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launch import checkpoints, lock, orphans, preflight, progress, quiet, record, signals, sizes
+from launch.data import check_data, explain_missing, prefixes
 from launch.dry_run import ASSUMED_VOCABULARY, describe
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value
 from launch.plan import (
@@ -40,8 +41,8 @@ from launch.plan import (
     resumed,
     with_stand_ins,
 )
-from simreg_megatron.data.pairs import explain_missing, is_pair
 from simreg_megatron.installed import broken_transformer_engine
+from simreg_megatron.tools.indexed import is_pair
 
 
 def make_parser(family: str) -> argparse.ArgumentParser:
@@ -64,8 +65,9 @@ def make_parser(family: str) -> argparse.ArgumentParser:
         "sequences (default: neither)",
     )
     parser.add_argument("--plain", action="store_true", help="leave the plugin out: Megatron alone, to compare with")
-    parser.add_argument("--data", metavar="PREFIX", help="your tokenized text: PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--valid-data", metavar="PREFIX", help="validation text (default: 1 %% of --data)")
+    text = "your tokenized text, of PREFIX.bin and PREFIX.idx; several with a WEIGHT before each"
+    parser.add_argument("--data", nargs="+", metavar="PREFIX", help=text)
+    parser.add_argument("--valid-data", nargs="+", metavar="PREFIX", help="validation text (default: 1 %% of --data)")
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="its tokenizer: a .model file, or a Hugging Face folder or name"
     )
@@ -154,8 +156,8 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     preflight.check_load(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
-    if options.data:
-        _tell(check_data(plan, options))
+    if not plan.builtin_corpus:
+        _tell(check_data(plan.flags))
     _prepare(plan)
     with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
         check_with_megatron(plan, machine, trains=True)
@@ -172,10 +174,9 @@ def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
         _say(f"# note      the run itself would do nothing: {progress.length(plan)} are done")
     if objection:
         _say(f"# note      on this machine, without a GPU, Megatron would refuse these flags: {objection}")
-    given = [prefix for prefix in (options.data, options.valid_data) if prefix]
-    missing = [prefix for prefix in given if not is_pair(prefix)]
-    if given and not missing:
-        _tell(check_data(plan, options))
+    missing = [] if plan.builtin_corpus else [prefix for prefix in prefixes(plan.flags) if not is_pair(prefix)]
+    if not missing and not plan.builtin_corpus:
+        _tell(check_data(plan.flags))
     for prefix in missing:
         why = "no --data is given" if prefix == NO_DATA else explain_missing(prefix)
         _say(f"# note      the run itself would be refused on this machine: {why}")
@@ -406,39 +407,13 @@ def _prepare(plan: Plan) -> None:
 
 
 def _build_corpus() -> Corpus:
-    from simreg_megatron.data import DataError, ensure_builtin_corpus
+    from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
+    from simreg_megatron.tools.indexed import DataError
 
     try:
         return ensure_builtin_corpus(BUILTIN_CORPUS)
     except DataError as error:
         raise LaunchError(str(error)) from None
-
-
-def check_data(plan: Plan, options: argparse.Namespace) -> list[str]:
-    """The sets against their manifests, the tokenizer and the model's sizes; what else to say of them.
-
-    Raises:
-        LaunchError: no run should start with them.
-    """
-    from simreg_megatron.data import DataError, check_dataset
-    from simreg_megatron.data.check import check_split
-
-    given = flag_value(plan.flags, "--vocab-size")
-    facts = {
-        "tokenizer": options.tokenizer,
-        "vocab_size": flag_number(plan.flags, "--vocab-size", 1) if given else None,
-        "seq_length": flag_number(plan.flags, "--seq-length", 1),
-    }
-    notices: list[str] = []
-    try:
-        for prefix in filter(None, (options.data, options.valid_data)):
-            notices += check_dataset(prefix, **facts)
-        split = flag_value(plan.flags, "--split")
-        if split and not options.valid_data:
-            check_split(options.data, split)
-    except DataError as error:
-        raise LaunchError(str(error)) from None
-    return notices[:1]  # one is enough for both sets
 
 
 def _tell(notices: Sequence[str]) -> None:

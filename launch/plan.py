@@ -84,7 +84,7 @@ class Machine:
 
 
 class Corpus(Protocol):
-    """Where tokenized text and its tokenizer lie; `simreg_megatron.data` builds one."""
+    """Where tokenized text and its tokenizer lie; `simreg_megatron.tools.builtin_corpus` builds one."""
 
     @property
     def train_prefix(self) -> str | os.PathLike[str]: ...
@@ -357,7 +357,7 @@ def with_stand_ins(options: argparse.Namespace, words: Sequence[str]) -> argpars
     if options.model in (None, TINY) or options.data or given & _OWN_DATA:
         return options
     tokenizer = options.tokenizer or (None if "--tokenizer-type" in given else "TOKENIZER")
-    return argparse.Namespace(**{**vars(options), "data": NO_DATA, "tokenizer": tokenizer})
+    return argparse.Namespace(**{**vars(options), "data": [NO_DATA], "tokenizer": tokenizer})
 
 
 def _say_off(options: argparse.Namespace, asked: Sequence[Flag]) -> list[str]:
@@ -597,10 +597,10 @@ def _data_flags(options: argparse.Namespace, corpus: Corpus, given: Sequence[Fla
         ]
     flags: list[Flag] = []
     if options.valid_data:
-        flags += [("--train-data-path", options.data), ("--valid-data-path", options.valid_data)]
+        flags += [("--train-data-path", *options.data), ("--valid-data-path", *options.valid_data)]
     elif options.data:
         validates = flag_value(given, "--eval-iters") != "0"  # Megatron would look for a sample in the 1 %
-        flags += [("--data-path", options.data), ("--split", "99,1,0" if validates else "100,0,0")]
+        flags += [("--data-path", *options.data), ("--split", "99,1,0" if validates else "100,0,0")]
     if options.tokenizer:
         kind = "SentencePieceTokenizer" if options.tokenizer.endswith(".model") else "HuggingFaceTokenizer"
         flags += [("--tokenizer-type", kind), ("--tokenizer-model", options.tokenizer)]

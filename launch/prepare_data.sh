@@ -8,6 +8,6 @@ set -euo pipefail
 root=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/start.bash
 source "$root/launch/start.bash"
-find_python "$root" numpy sentencepiece typer
+find_python "$root" datasets sentencepiece
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$PYTHON" -m simreg_megatron.cli data prepare "$@"

@@ -56,15 +56,15 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
 
 def _write_tokenizer(folder: Path, plan: Plan) -> None:
     """Its hash, by which an export recognises it; none of a kind that only Megatron reads."""
-    from simreg_megatron.data import DataError
-    from simreg_megatron.data.encoding import RECORD, describe_tokenizer
+    from simreg_megatron.tools.indexed import DataError
+    from simreg_megatron.tools.tokenizers import RECORD, load_tokenizer
 
     source = flag_value(plan.flags, "--tokenizer-model")
     if source is None:
         return
     source = str(Path(source).absolute()) if Path(source).exists() else source  # else the name of one on the Hub
     with suppress(DataError):
-        (folder / RECORD).write_text(json.dumps(describe_tokenizer(source).record(), indent=1) + "\n")
+        (folder / RECORD).write_text(json.dumps(load_tokenizer(source).facts(), indent=1) + "\n")
 
 
 def shown(environ: Mapping[str, str]) -> list[str]:

@@ -70,21 +70,17 @@ def open_dataset(name: str) -> Dataset:
     """
     from sentencepiece import SentencePieceProcessor
 
-    from simreg_megatron.data.tokens import open_tokens
+    from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
+    from simreg_megatron.tools.indexed import read_tokens, sha256
 
     if name == "builtin":
-        from simreg_megatron.data import ensure_builtin_corpus
-
         ensure_builtin_corpus(ROOT / "data" / "builtin")
     folder = (ROOT / "data" / name if name in ("builtin", "large") else Path(name)).resolve()
     files = [folder / file for file in ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model")]
     if missing := [file for file in files if not file.is_file()]:
         raise ResearchError(f"{missing[0]} is missing: `python -m research.corpus --out data/large` makes data/large")
-    hashes = {}
-    for file in files:
-        with file.open("rb") as stream:
-            hashes[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    tokens = open_tokens(folder / "valid")
+    hashes = {file.name: sha256(file) for file in files}
+    tokens = read_tokens(folder / "valid")
     pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     parts = (tokens[start : start + 65536].tolist() for start in range(0, len(tokens), 65536))
     size = sum(len(pieces.decode(part).encode()) for part in parts)

@@ -6,10 +6,8 @@ from __future__ import annotations
 import typer
 
 from simreg_megatron.checkpoint import commands as checkpoint_commands
-from simreg_megatron.data.commands import app as data_commands
 from simreg_megatron.evaluation import commands as evaluation_commands
 
 app = typer.Typer(add_completion=False)
-app.add_typer(data_commands, name="data")
 checkpoint_commands.register(app)
 evaluation_commands.register(app)

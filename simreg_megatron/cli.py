@@ -19,12 +19,12 @@ from typing import Any
 
 from simreg_megatron import __version__, doctor
 from simreg_megatron.sentences import SentenceError
-from simreg_megatron.tools import curves
+from simreg_megatron.tools import curves, prepare_data
 
 # What a command needs beyond the package itself, and the extra of setup.py that brings it.
 _EXTRAS = {
     "matplotlib": "report", "tensorboard": "report", "lm_eval": "eval", "transformers": "hf", "safetensors": "hf",
-    "sentencepiece": "data", "datasets": "data", "pyarrow": "data",
+    "sentencepiece": "data", "datasets": "data", "pyarrow": "data", "filelock": "data",
 }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"simreg-megatron {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (doctor, curves):
+    for module in (doctor, prepare_data, curves):
         module.add_command(commands)
     _add_flags(commands)
     return parser
@@ -102,10 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # names and tables need letters that a terminal may not have
             stream.reconfigure(errors="replace")
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("data", "export-hf", "import-hf", "evaluate"):
+    if argv and argv[0] in ("export-hf", "import-hf", "evaluate"):
         from simreg_megatron._old_commands import app
 
-        return app(argv)  # type: ignore[no-any-return]
+        return int(app(argv) or 0)
     options = make_parser().parse_args(argv)
     try:
         return options.run(options) or 0

@@ -35,7 +35,7 @@ LONG = (
     "unit/test_cpu_backend.py",
     "megatron/test_objectives.py",
     "megatron/test_export.py",
-    "unit/test_prepare.py",
+    "unit/test_prepare_data.py",
 )
 """Files that take long; whichever worker got one of them last would end long after the other."""
 

@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import checkpoints, sizes
+from launch import checkpoints, data, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import LaunchError, flag_names, flag_number
 from launch.plan import Machine, Plan
 from launch.slurm.chain import measured_rank_seconds
 from launch.slurm.job import Job, seconds_of
-from simreg_megatron.data.assemble import MANIFEST
-from simreg_megatron.data.pairs import is_pair
-from simreg_megatron.data.settings import read_json
-from simreg_megatron.data.tokens import open_tokens
+from simreg_megatron.tools.indexed import is_pair
 
 
 @dataclass(frozen=True)
@@ -68,30 +65,29 @@ def check_save_interval(plan: Plan, name: str, step: Step | None, slice_seconds:
     )
 
 
-def told(plan: Plan, job: Job, step: Step | None, text: str | None) -> Iterator[str]:
-    """Lines for the one who submits; `text` is the prefix of what the run trains on, where this machine sees it."""
+def told(plan: Plan, job: Job, step: Step | None) -> Iterator[str]:
+    """Yield lines for the one who submits."""
     steps = _steps_left(plan, job.save)
     if steps is None:
         return
-    yield f"reads  {_tokens(steps, step_tokens(plan), text)}"
+    yield f"reads  {_tokens(steps, plan)}"
     if step is not None:
         yield _time(job, steps * step.seconds, step)
-    size = sizes.checkpoint_bytes(plan.flags, vocabulary=_vocabulary(text))
+    size = sizes.checkpoint_bytes(plan.flags, vocabulary=data.vocabulary(plan.flags, ASSUMED_VOCABULARY))
     room = (job.keep + 1) * size
     yield f"disk   {_size(size)} a checkpoint, {_size(room)} for {job.keep} and one being written"
 
 
-def _tokens(steps: int, each: int, text: str | None) -> str:
-    asked = steps * each
+def _tokens(steps: int, plan: Plan) -> str:
+    """Compare the tokens of the run with those of its text, if this machine sees all of it."""
+    asked = steps * step_tokens(plan)
     told = f"{_count(asked)} tokens in {steps:,} iterations"
-    if text is None or not is_pair(text):
+    texts = data.prefixes(plan.flags, ("--data-path", "--train-data-path"))
+    if plan.builtin_corpus or not texts or not all(map(is_pair, texts)):
         return told
-    try:
-        there = len(open_tokens(Path(text)))
-    except ImportError:  # of numpy, which a login node's own Python may not have
-        return told
+    there = sum(map(data.count_tokens, texts))
     again = f", {asked / there:,.1f} times over" if asked > there else ""
-    return f"{told}, of the {_count(there)} in {text}{again}"
+    return f"{told}, of the {_count(there)} in {' and '.join(texts)}{again}"
 
 
 def _count(number: int) -> str:
@@ -103,12 +99,6 @@ def _count(number: int) -> str:
 
 def _size(number: int) -> str:
     return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"
-
-
-def _vocabulary(text: str | None) -> int:
-    """Of the tokenizer that made the text, where its manifest says so."""
-    manifest = read_json(Path(text).parent / MANIFEST) if text else None
-    return int((manifest or {}).get("vocab_size") or ASSUMED_VOCABULARY)
 
 
 def _time(job: Job, seconds: float, step: Step) -> str:

@@ -19,14 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from launch import preflight, progress
+from launch import data, preflight, progress
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, group_flags
-from launch.launcher import check_data, check_with_megatron, make_parser
+from launch.launcher import check_with_megatron, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
 from launch.slurm import needs
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
 from launch.slurm.site import DEFAULT, Site, check_full, read_site
+from simreg_megatron.tools.indexed import is_pair
 
 _FOLDERS = {  # which may have yet to be made
     "--save", "--load", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path",
@@ -84,7 +85,7 @@ The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}`
 
 def main() -> None:
     try:
-        job, options, plan, machine, step, data = prepare(sys.argv[1:], dict(os.environ))
+        job, options, plan, machine, step = prepare(sys.argv[1:], dict(os.environ))
         for note in _ask_megatron(job.site, plan, machine):
             print(f"> note: {note}", file=sys.stderr)
         text = render(job)
@@ -92,7 +93,7 @@ def main() -> None:
             sys.stdout.write(text)
         else:
             _submit(job, text)
-        for line in needs.told(plan, job, step, data):
+        for line in needs.told(plan, job, step):
             print(f"> {line}" if options.dry_run else f"  {line}", file=sys.stderr if options.dry_run else sys.stdout)
     except (LaunchError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -131,7 +132,6 @@ class Prepared(NamedTuple):
     plan: Plan
     machine: Machine
     step: needs.Step | None
-    data: str | None  # prefix of the training text
 
 
 def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
@@ -159,11 +159,11 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     time = _Named("--time", options.time) if options.time else _Named(f"TIME in {options.cluster},", site.time)
     step = needs.step_of(plan, machine, options.step_seconds)
     _check(plan, options, step, time, rest)
-    _check_data(plan, run_options, site)
+    _check_data(plan, site)
     outside = site.outside(ROOT, plan.output.absolute())
     for note in (*plan.notes, *outside):
         print(f"> {note}", file=sys.stderr)
-    return Prepared(_job(plan, options, site, nodes, time.value, words), options, plan, machine, step, run_options.data)
+    return Prepared(_job(plan, options, site, nodes, time.value, words), options, plan, machine, step)
 
 
 def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
@@ -319,21 +319,20 @@ def _check(
     needs.check_save_interval(plan, whose, step, seconds)
 
 
-def _check_data(plan: Plan, run_options: argparse.Namespace, site: Site) -> None:
-    """Before hours in a queue; in a container the paths may be other ones."""
+def _check_data(plan: Plan, site: Site) -> None:
+    """Check the text before hours in a queue; in a container the paths may be other ones."""
     if site.runtime == "venv":
         preflight.check_load(plan.flags)
-    if not (run_options.data and (site.runtime == "venv" or Path(f"{run_options.data}.idx").exists())):
+    elif not all(map(is_pair, data.prefixes(plan.flags))):
         return
-    reader = "sentencepiece" if str(run_options.tokenizer).endswith(".model") else "transformers"
-    if missing := _missing("numpy", reader):
-        print(
-            f"> note: {sys.executable} has no {' and no '.join(missing)}, so the data is not checked here: activate "
-            "the environment of the run to check it",
-            file=sys.stderr,
-        )
-        return
-    for notice in check_data(plan, run_options):
+    try:
+        notices = [] if plan.builtin_corpus else data.check_data(plan.flags)
+    except ImportError as error:
+        notices = [
+            f"note: {sys.executable} has no {error.name}, so the data is not checked here: activate the environment of "
+            "the run to check it"
+        ]
+    for notice in notices:
         print(f"> {notice}", file=sys.stderr)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text for training: from files or the Hub to Megatron's .bin/.idx, a corpus without a download, and checks of both."""
+"""Old names for checkpoint, evaluation and reproduce, until they are rewritten: nothing new imports this package."""
 
-from simreg_megatron.data.builtin import BuiltinCorpus, ensure_builtin_corpus
-from simreg_megatron.data.check import check_dataset
-from simreg_megatron.data.indexed import DataError
+from simreg_megatron.tools.indexed import DataError
 
-__all__ = ["BuiltinCorpus", "DataError", "check_dataset", "ensure_builtin_corpus"]
+__all__ = ["DataError"]

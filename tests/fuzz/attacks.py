@@ -51,11 +51,6 @@ def _attacks() -> Iterator[tuple[str, str, bytes]]:
     yield "tracker", "step-longer-than-a-name", b"1" * 300
     yield "hf-config", "deep", b"[" * 20_000
     yield "hf-index", "no-table", b'{"weight_map": ["model.safetensors"]}'
-    yield "manifest", "deep", b'{"files":' + b"[" * 20_000
-    yield "manifest", "vocabulary-of-words", b'{"files": {"train.bin": {"bytes": 10}}, "vocab_size": "many"}'
-    yield "manifest", "vocabulary-without-end", b'{"vocab_size": 100000000}'
-    yield "manifest", "files-in-a-list", b'{"files": ["train.bin"]}'
-    yield "zstandard", "zeros", _zeros(256 << 20)
     yield "plan-yaml", "merges", _merges()
     yield "plan-yaml", "aliases", _aliases()
     yield "plan-yaml", "combinations", _combinations()
@@ -94,12 +89,6 @@ def _ranks(**settings: Any) -> bytes:
     content: dict[str, Any] = checkpoints.rank_content()
     vars(content["args"]).update(settings)
     return checkpoints.pickle_in(checkpoints.archive_of(content))
-
-
-def _zeros(size: int) -> bytes:
-    import zstandard
-
-    return zstandard.ZstdCompressor(level=19).compress(bytes(size))
 
 
 def _merges() -> bytes:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 import tempfile
@@ -12,17 +11,14 @@ from pathlib import Path
 
 import torch
 
-from simreg_megatron.data.assemble import store_of
-from simreg_megatron.data.tokenizer import train_tokenizer
 from simreg_megatron.reproduce.dataset import Dataset
 from simreg_megatron.reproduce.plan_file import PLANS, plan_of
 from simreg_megatron.reproduce.runs import entries_of
 from simreg_megatron.reproduce.store import DONE, Store
 from simreg_megatron.reproduce.tuned import untuned
-from tests.fuzz.readers import checkpoints, data, results
+from tests.fuzz.readers import checkpoints, results
 from tests.fuzz.target import CORPUS
 from tests.helpers.checkpoints import dist_checkpoint
-from tests.helpers.preparation import TEXTS, lines, train_hugging_face
 
 _PLAN = {
     "name": results.EXPERIMENT, "question": "Is it lower?", "sizes": [64], "seeds": 3, "tokens_per_parameter": [0.01],
@@ -35,7 +31,7 @@ def main() -> None:
     """Write the corpus in place of the one that is there."""
     shutil.rmtree(CORPUS, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        for number, make in enumerate((_checkpoints, _models, _sets, _texts, _tokenizers, _results)):
+        for number, make in enumerate((_checkpoints, _models, _results)):
             (Path(folder) / str(number)).mkdir()
             make(Path(folder) / str(number), _keep)
     size = sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file())
@@ -75,45 +71,6 @@ def _models(folder: Path, keep: _Keep) -> None:
     keep("safetensors", (model / "model.safetensors").read_bytes())
     names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     keep("hf-index", json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}).encode())
-
-
-def _sets(folder: Path, keep: _Keep) -> None:
-    data.write_pair(folder / "train")
-    keep("index", (folder / "train.idx").read_bytes())
-    files = {f"train{ending}": {"bytes": (folder / f"train{ending}").stat().st_size} for ending in (".bin", ".idx")}
-    manifest = {"format": 2, "tokens": {"train": 5, "valid": 0}, "vocab_size": 9, "tokenizer_sha256": "0"}
-    manifest |= {"files": files, "settings": data.KEPT["settings"], "budget": data.KEPT["budget"]}
-    manifest |= {"documents": {"train": 3, "valid": 0}}
-    keep("manifest", json.dumps(manifest).encode())
-    keep("settings", json.dumps(data.KEPT).encode())
-    data.write_one_part(store_of(folder, "train").path(0, 0))
-    keep("part", store_of(folder, "train").path(0, 0).read_bytes())
-
-
-def _texts(folder: Path, keep: _Keep) -> None:
-    import pyarrow
-    import pyarrow.parquet
-    import zstandard
-
-    text = lines(TEXTS[:12])
-    for name in ("jsonl", "gzip-inside", "zstandard-inside"):
-        keep(name, text)
-    keep("gzip", gzip.compress(text, mtime=0))
-    keep("zstandard", zstandard.ZstdCompressor().compress(text))
-    keep("plain-text", TEXTS[9].encode())
-    tables = (pyarrow.table({"text": TEXTS[:12]}), pyarrow.table({"text": TEXTS[:4], "id": [1, 2, 3, None]}))
-    for number, (table, compression) in enumerate(zip(tables, ("none", "zstd"), strict=True)):
-        pyarrow.parquet.write_table(table, folder / f"{number}.parquet", compression=compression, row_group_size=5)
-    keep("parquet", *((folder / f"{number}.parquet").read_bytes() for number in range(2)))
-
-
-def _tokenizers(folder: Path, keep: _Keep) -> None:
-    train_tokenizer(TEXTS, folder / "made.model", vocab_size=320)
-    keep("sentencepiece", (folder / "made.model").read_bytes())
-    train_hugging_face(folder / "made")
-    keep("tokenizer-json", (folder / "made" / "tokenizer.json").read_bytes())
-    config = (folder / "made" / "tokenizer_config.json").read_bytes()
-    keep("tokenizer-config-json", config.replace(b"TokenizersBackend", b"PreTrainedTokenizerFast"))  # as 4 says it, too
 
 
 def _results(folder: Path, keep: _Keep) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from simreg_megatron.data import BuiltinCorpus
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from tests.megatron import text as texts
 from tests.megatron.parity.run import Bench
 

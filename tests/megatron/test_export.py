@@ -21,7 +21,7 @@ from simreg_megatron.checkpoint.source import open_checkpoint
 from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.checkpoint.verify import compare
 from simreg_megatron.checkpoint.weights import Weight
-from simreg_megatron.data import BuiltinCorpus
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from tests.helpers import jobs
 from tests.megatron import saved
 from tests.megatron.saved import Saved

@@ -10,7 +10,8 @@ import re
 import sysconfig
 from pathlib import Path
 
-from simreg_megatron.data import BuiltinCorpus, ensure_builtin_corpus
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus, write_pair
+from simreg_megatron.tools.docstrings import is_validation, read_documents
 
 _PACKAGES = ("asyncio", "email", "logging", "concurrent", "importlib", "unittest", "json")
 VOCABULARY = 512
@@ -29,17 +30,13 @@ def make_corpus(folder: Path) -> BuiltinCorpus:
 
 def documents() -> list[str]:
     """Its training text, module by module."""
-    from simreg_megatron.data.corpus import read_documents
-
-    return [document.text for document in read_documents(_roots()) if not document.is_validation]
+    return [text for name, text in read_documents(_roots()) if not is_validation(name)]
 
 
 def cut_into_phrases(corpus: BuiltinCorpus, prefix: Path) -> Path:
     """The corpus's training text once more, each phrase a document of its own."""
-    from simreg_megatron.data.encoding import write_dataset
-
     phrases = [phrase.strip() for text in documents() for phrase in _PHRASE_END.split(text) if phrase.strip()]
-    write_dataset(prefix, phrases, corpus.tokenizer_model)
+    write_pair(prefix, phrases, corpus.tokenizer_model)
     return prefix
 
 

@@ -13,7 +13,6 @@ from benchmarks import (
     objective_cost,
     objectives,
     plot,
-    preprocessing,
     records,
     step_pairs,
     steps,
@@ -79,11 +78,11 @@ def test_the_paper_is_quoted_with_the_model_it_measured() -> None:
 
 
 TABLES = {
-    "objectives": objectives.table, "objective_cost": objective_cost.table, "preprocessing": preprocessing.table,
+    "objectives": objectives.table, "objective_cost": objective_cost.table,
     "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h200/pairs": step_pairs.table,
     "gpu/h200/forms": forms.table,
 }  # fmt: skip
-PAGES = {"preprocessing": "data.md", "objectives": "objectives.md", "objective_cost": "objectives.md"}
+PAGES = {"objectives": "objectives.md", "objective_cost": "objectives.md"}
 
 
 def test_every_page_has_a_place_for_its_table() -> None:

@@ -285,7 +285,7 @@ def test_pickled_and_damaged_models_are_not_read(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from simreg_megatron.data.tokenizer import train_tokenizer
+    from simreg_megatron.tools.tokenizers import train_tokenizer
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     text = Path(json.__file__).read_text() + Path(subprocess.__file__).read_text()

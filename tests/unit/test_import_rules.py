@@ -59,19 +59,20 @@ LAW = {
     TOP: room("config plugin"),
     "loop": room("config plugin"),
     "contract": room("plugin", "torch"),
-    "data": room(
-        f"{TOP} report sentences terminal",
-        "datasets sentencepiece transformers tokenizers pyarrow zstandard numpy rich typer filelock lxml",
+    "pretrain": room(f"{TOP} config plugin", "torch megatron"),
+    "data": room("tools", "sentencepiece transformers"),  # old names alone, until nothing imports them
+    "tools": room(
+        f"{TOP} config geometry plugin pretrain sentences",
+        "torch megatron numpy datasets multiprocess sentencepiece transformers filelock",
     ),
-    "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
-    "tools": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
     "checkpoint": room(
         f"{TOP} cpu config plugin data sentences terminal",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
     ),
     "report": room(f"{TOP} geometry sentences", "matplotlib numpy scipy tensorboard rich torch"),
     "evaluation": room(
-        "data checkpoint sentences terminal", "lm_eval datasets transformers torch numpy matplotlib typer rich filelock"
+        "data tools checkpoint sentences terminal",
+        "lm_eval datasets transformers torch numpy matplotlib typer rich filelock",
     ),
     "reproduce": room(
         f"{TOP} cpu data installed report sentences terminal",
@@ -80,7 +81,7 @@ LAW = {
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),
     "doctor": room(f"{TOP} comparison cpu installed plugin trial", "typer rich torch"),
-    "cli": room(f"{TOP} checkpoint config data doctor evaluation plugin reproduce", "typer rich"),
+    "cli": room(f"{TOP} checkpoint config doctor evaluation plugin reproduce sentences tools", "typer rich"),
 }
 
 

@@ -30,6 +30,7 @@ from launch.plan import (
     missing_kernels,
     resumed,
 )
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from tests.helpers import jobs
 from tests.megatron import runs
 
@@ -410,8 +411,7 @@ def test_bash_hands_torchrun_its_flags(
 
 
 def test_the_planned_corpus_lies_where_it_is_built() -> None:
-    data = pytest.importorskip("simreg_megatron.data")
-    built, planned = data.BuiltinCorpus(BUILTIN_CORPUS, manifest={}), PlannedCorpus()
+    built, planned = BuiltinCorpus(BUILTIN_CORPUS, manifest={}), PlannedCorpus()
     for name in ("train_prefix", "valid_prefix", "tokenizer_model"):
         assert getattr(built, name) == getattr(planned, name)
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import simreg_megatron
-from simreg_megatron import data, losses
+from simreg_megatron import losses
 from tests.helpers.pages import PAGES, ROOT, anchors, links, name_of, slug_of
 from tools.docs_parameters import each_alone
 from tools.docs_site import listing, place, rewritten, targets
@@ -165,7 +165,7 @@ def test_every_page_is_in_the_sites_menu() -> None:
     assert named == pages, "enter the new page in mkdocs.yml"
 
 
-@pytest.mark.parametrize("package", [simreg_megatron, losses, data], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [simreg_megatron, losses], ids=lambda package: package.__name__)
 def test_every_public_name_is_in_the_reference(package: ModuleType) -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/api/*.md")))
     missing = [name for name in package.__all__ if not re.search(rf"[.\[ ]{name}\b", pages)]

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file puts into an error stays one printable line; ids beyond any vocabulary are not counted."""
+"""What a file puts into an error stays one printable line."""
 
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from simreg_megatron.data.histogram import count_labels
-from simreg_megatron.data.indexed import DataError, PairWriter
 from simreg_megatron.sentences import one_line
+from simreg_megatron.tools.indexed import DataError
 
 
 @pytest.mark.parametrize(
@@ -29,11 +26,3 @@ def test_the_beginning_and_the_end_of_a_long_one_stay() -> None:
 
 def test_an_error_travels_between_processes() -> None:
     assert str(pickle.loads(pickle.dumps(DataError("a\nb")))) == "a?b"
-
-
-def test_an_id_beyond_any_vocabulary(tmp_path: Path) -> None:
-    writer = PairWriter(tmp_path / "train", "int32")
-    writer.append(np.array([1, 2**31 - 1], np.int32), np.array([2], np.int32))
-    writer.commit()
-    with pytest.raises(DataError, match="no token ids, 1 to 2147483647"):
-        count_labels(tmp_path / "train")

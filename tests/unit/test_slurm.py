@@ -10,7 +10,6 @@ import shlex
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from launch import lock, progress
@@ -19,7 +18,7 @@ from launch.plan import LAYOUTS, PRESETS, ROOT, TINY, Machine
 from launch.slurm import chain, needs, submit
 from launch.slurm.job import render, seconds_of
 from launch.slurm.site import DEFAULT, Site, read_site
-from simreg_megatron.data.indexed import PairWriter
+from simreg_megatron.tools.indexed import PairWriter
 from tests.helpers import jobs
 
 LLAMA = "launch/pretrain_llama.sh"
@@ -367,6 +366,14 @@ def test_the_default_settings_and_layouts_are_whole() -> None:
     assert sizes == {path.stem for path in (LAYOUTS / "h800").glob("*.args")}
 
 
+def _write_text(prefix: Path) -> None:
+    """Write 500 documents of 4 tokens."""
+    pair = PairWriter(prefix, 1000)
+    for _ in range(500):
+        pair.add(range(4))
+    pair.close()
+
+
 def test_the_python_of_a_node_is_enough_for_the_books() -> None:
     """The chain's books are kept by the system's Python, where nothing is installed."""
     script = "import sys; sys.path.insert(0, sys.argv[1]); import launch.slurm.chain; print(sorted(sys.modules))"
@@ -377,9 +384,7 @@ def test_the_python_of_a_node_is_enough_for_the_books() -> None:
 
 def test_a_login_nodes_own_python_submits_what_another_one_runs(tmp_path: Path, data: list[str]) -> None:
     """It checks what it can, says what it could not, and does not make a job of a Python without torch."""
-    pair = PairWriter(tmp_path / "text", "uint16")
-    pair.append(np.arange(2000), np.full(500, 4))
-    pair.commit()
+    _write_text(tmp_path / "text")
     (tmp_path / "tokenizer.model").write_text("of another program")
     site = site_file(tmp_path, f"{CPU_SITE}PYTHON={sys.executable}\n")
     words = [
@@ -396,9 +401,9 @@ def test_a_login_nodes_own_python_submits_what_another_one_runs(tmp_path: Path, 
     done = jobs.run(bare, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert value_of(done.stdout, "PYTHON") == [sys.executable]
-    assert re.search(r"has no numpy and no sentencepiece, so the data is not checked here", done.stderr)
+    assert re.search(r"has no sentencepiece, so the data is not checked here", done.stderr)
     assert "has no Megatron to ask, so its flags are not checked here" in done.stderr
-    assert "819,200 tokens in 400 iterations" in done.stderr
+    assert "819,200 tokens in 400 iterations, of the 2,000 in" in done.stderr
     site.write_text(CPU_SITE)
     done = jobs.run(bare, cwd=ROOT)
     assert done.returncode == 2 and "which has no torch: activate the environment of the run" in done.stderr
@@ -656,7 +661,7 @@ class TestWhatARunTakes:
 
     def told(self, *argv: str) -> list[str]:
         prepared = submit.prepare(argv, dict(os.environ))
-        return list(needs.told(prepared.plan, prepared.job, prepared.step, prepared.data))
+        return list(needs.told(prepared.plan, prepared.job, prepared.step))
 
     def test_of_a_real_size(self, data: list[str]) -> None:
         """12,500 steps of 2048 sequences of 2048 tokens; 14 bytes for each of 6.74 billion weights."""
@@ -666,9 +671,7 @@ class TestWhatARunTakes:
         assert disk == "disk   87.9 GiB a checkpoint, 351.4 GiB for 3 and one being written"
 
     def test_what_is_left_and_how_often_the_text_is_read(self, data: list[str], tmp_path: Path) -> None:
-        pair = PairWriter(tmp_path / "text", "uint16")
-        pair.append(np.arange(2000), np.full(500, 4))
-        pair.commit()
+        _write_text(tmp_path / "text")
         checkpoint = tmp_path / "run" / "checkpoints" / "iter_0012000"
         checkpoint.mkdir(parents=True)
         for name in ("metadata.json", ".metadata"):
@@ -682,7 +685,9 @@ class TestWhatARunTakes:
 
     def test_a_checkpoint_has_the_vocabulary_of_its_text(self, data: list[str], tmp_path: Path) -> None:
         """Half of the 32,000 where nobody says: 2 x 4096 x 16,000 x 14 bytes, 1.7 GiB, less."""
-        (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 16_000}))
+        _write_text(tmp_path / "text")
+        files = {"text.bin": {"bytes": 4000}}
+        (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 16_000, "files": files}))
         *_, disk = self.told(LLAMA, "--model", "7b", *data, "--data", str(tmp_path / "text"))
         assert disk.startswith("disk   86.1 GiB a checkpoint")
 

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.readers import checkpoints, data, results, tokenizers
+from tests.fuzz.readers import checkpoints, results
 from tests.fuzz.target import Target
 
-TARGETS: dict[str, Target] = {
-    target.name: target for target in (*checkpoints.TARGETS, *data.TARGETS, *tokenizers.TARGETS, *results.TARGETS)
-}
+TARGETS: dict[str, Target] = {target.name: target for target in (*checkpoints.TARGETS, *results.TARGETS)}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from launch.flags import LaunchError
 from launch.slurm.site import read_site
-from simreg_megatron.data.indexed import DataError
 from simreg_megatron.report.arms import read_arms
 from simreg_megatron.report.runs import ReportError, read_run
 from simreg_megatron.reproduce.check import read_tables, violations
 from simreg_megatron.reproduce.errors import ReproduceError
 from simreg_megatron.reproduce.plan_file import read_plan
 from simreg_megatron.reproduce.store import Store
+from simreg_megatron.tools.indexed import DataError
 from tests.fuzz.target import CORPUS, Target
 
 EXPERIMENT = "small"

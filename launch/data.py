@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the tokenized text that a run names, before the run starts: it is there and whole, and fits the model.
+
+The text is what the plan gives Megatron: a prefix after --data-path, --train-data-path, --valid-data-path or
+--test-data-path, or several prefixes with a weight before each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.flags import Flag, LaunchError, flag_name, flag_number, flag_value
+from simreg_megatron.tools.indexed import ENDINGS, DataError, is_pair, read_header
+
+MANIFEST = "manifest.json"
+_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_READ_HERE = {"SentencePieceTokenizer", "HuggingFaceTokenizer"}
+_AGAIN = "prepare the data again, or copy it again from where it was made"
+
+
+def prefixes(flags: Sequence[Flag], names: Sequence[str] = _FLAGS) -> list[str]:
+    """Return the prefixes that these flags name, without those of a remote store.
+
+    Raises:
+        LaunchError: a weight is negative or no number, though others are numbers.
+    """
+    found: list[str] = []
+    for flag in flags:
+        if flag_name(flag) in names:
+            value = flag[0].partition("=")[2]
+            found += _without_weights([value, *flag[1:]] if value else flag[1:], flag_name(flag))
+    return [prefix for prefix in found if "://" not in prefix]
+
+
+def _without_weights(words: Sequence[str], name: str) -> Sequence[str]:
+    weights = words[::2]
+    if len(words) % 2 or not any(_is_number(word) for word in weights):
+        for word in words:
+            if len(words) > 1 and _is_number(word) and not is_pair(word):
+                raise LaunchError(f"{name} takes PREFIX, or WEIGHT PREFIX for each text, got {' '.join(words)}")
+        return words
+    for weight in weights:
+        if not _is_number(weight) or not 0 <= float(weight) < float("inf"):
+            raise LaunchError(f"{name}: expected a weight of 0 or more before each prefix, such as 0.3, got {weight!r}")
+    return words[1::2]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def count_tokens(prefix: str) -> int:
+    """Return the number of tokens of a pair, by its index.
+
+    Raises:
+        LaunchError: the index is damaged, or the .bin has not the size that it says.
+    """
+    try:
+        dtype, _, _, expected = read_header(prefix)
+    except DataError as error:
+        raise LaunchError(str(error)) from None
+    size = Path(f"{prefix}.bin").stat().st_size
+    if size != expected:
+        raise LaunchError(f"{prefix}.bin has {size} bytes and its .idx says {expected}: {_AGAIN}")
+    return expected // (int("".join(filter(str.isdecimal, dtype))) // 8)
+
+
+def read_manifest(prefix: str) -> dict[str, Any]:
+    """Return the manifest in the folder of a pair if it describes its .bin, else an empty one."""
+    path = Path(prefix).parent / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        size = manifest["files"][f"{Path(prefix).name}.bin"]["bytes"]
+        manifest["vocab_size"] = int(manifest.get("vocab_size", 0))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # there is none, or it is another tool's
+        return {}
+    data = Path(f"{prefix}.bin")
+    if data.is_file() and data.stat().st_size != size:
+        raise LaunchError(f"{data} has {data.stat().st_size} bytes and {path} says {size}: {_AGAIN}")
+    return dict(manifest)
+
+
+def vocabulary(flags: Sequence[Flag], otherwise: int) -> int:
+    """Return the vocabulary size of the first text that has a manifest here."""
+    sizes = (read_manifest(prefix).get("vocab_size", 0) for prefix in prefixes(flags))
+    return next((size for size in sizes if size > 0), otherwise)
+
+
+def check_data(flags: Sequence[Flag]) -> list[str]:
+    """Check the text of a run against its manifest, tokenizer and sizes, and return what to tell the user.
+
+    Raises:
+        LaunchError: no run should start with this text.
+    """
+    notices: list[str] = []
+    texts = prefixes(flags)
+    for prefix in dict.fromkeys(texts):
+        if not is_pair(prefix):
+            raise LaunchError(explain_missing(prefix))
+        tokens, needed = count_tokens(prefix), flag_number(flags, "--seq-length", 1) + 1
+        if tokens < needed and len(texts) == 1:
+            raise LaunchError(f"{prefix}.bin has {tokens} tokens and one sample takes {needed}: give more text")
+        manifest = read_manifest(prefix)
+        if not manifest:
+            notices.append(f"{prefix} has no {MANIFEST}: nothing shows which tokenizer made it")
+        _check_tokenizer(prefix, manifest, flags)
+    split = flag_value(flags, "--split")
+    for prefix in prefixes(flags, ("--data-path",)) if split else ():
+        _check_split(prefix, str(split))
+    return notices[:1]  # one is enough for all texts
+
+
+def _check_tokenizer(prefix: str, manifest: dict[str, Any], flags: Sequence[Flag]) -> None:
+    source = flag_value(flags, "--tokenizer-model")
+    if source and flag_value(flags, "--tokenizer-type") in _READ_HERE:
+        from simreg_megatron.tools.tokenizers import load_tokenizer
+
+        try:
+            digest = load_tokenizer(source).sha256
+        except DataError as error:
+            raise LaunchError(str(error)) from None
+        if manifest.get("tokenizer_sha256", digest) != digest:
+            raise LaunchError(
+                f"{prefix} was made with another tokenizer ({manifest.get('tokenizer_name')}) than {source}: give the "
+                "tokenizer the data was made with, or prepare the data again"
+            )
+    size = manifest.get("vocab_size", 0)
+    if flag_value(flags, "--vocab-size") and size > flag_number(flags, "--vocab-size", 1):
+        raise LaunchError(
+            f"{prefix} was made with {size} token ids and --vocab-size {flag_value(flags, '--vocab-size')} has room "
+            "for fewer: leave --vocab-size out, or prepare the data with the tokenizer of this model"
+        )
+
+
+def _check_split(prefix: str, split: str) -> None:
+    """Refuse a split by documents that leaves a side empty: Megatron would look for a document without end."""
+    documents = read_header(prefix)[2]
+    weights = [float(word) for word in re.findall(r"\d*\.?\d+", split)]  # as Megatron reads it: 98/2/0 as well
+    total = sum(weights)
+    if not 1 <= len(weights) <= 3 or not 0 < total < float("inf"):
+        raise LaunchError(f"--split takes weights of training, validation and test text, such as 99,1,0, not {split!r}")
+    ends = [0, *(round(sum(weights[: side + 1]) / total * documents) for side in range(len(weights)))]
+    for side, weight, begin, end in zip(("train", "validate", "test"), weights, ends, ends[1:], strict=False):
+        if begin == end and (weight or side == "train"):
+            raise LaunchError(
+                f"{prefix} has {documents} documents, and --split {split} leaves none of them to {side}: give "
+                "--valid-data PREFIX, text of its own, or --split 100,0,0 --eval-iters 0 to do without"
+            )
+
+
+def explain_missing(prefix: str) -> str:
+    """Say why `prefix` names no pair, and what to give in its place."""
+    path = Path(prefix)
+    if path.suffix in ENDINGS and is_pair(path.with_suffix("")):
+        return f"{path} is one file of a pair: give the prefix of both, {path.with_suffix('')}"
+    if path.is_dir():
+        return f"{path} is a folder, and a prefix is needed: {' or '.join(_pairs_in(path)) or 'it has no pair'}"
+    for here, missing in (ENDINGS, ENDINGS[::-1]):
+        if Path(f"{path}{here}").is_file():
+            return f"there is {path}{here} and no {path}{missing}: copy both, or prepare the data again"
+    if path.name == "valid" and is_pair(path.with_name("train")):
+        return f"the set in {path.parent} has no validation text: leave --valid-data out, or prepare it with --valid"
+    pairs = list(_pairs_in(path.parent))
+    near = difflib.get_close_matches(str(path), pairs, n=1) or pairs
+    hint = f"did you mean {' or '.join(near)}?" if near else "give the prefix of a .bin/.idx pair, without the ending"
+    return f"there is no {path}.bin with {path}.idx: {hint}"
+
+
+def _pairs_in(folder: Path) -> Iterator[str]:
+    return (str(path.with_suffix("")) for path in sorted(folder.glob("*.idx")) if is_pair(path.with_suffix("")))

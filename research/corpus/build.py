@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build a corpus of some forty million tokens of English from Debian's documentation packages.
+
+Packages, pinned by a lock -> prose of their files -> pages without repeats -> train, valid and test by the hash of each
+page -> a tokenizer trained on the first -> .bin/.idx. The same lock gives the same bytes. The corpus is built in a
+folder of another name, which is renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from research.corpus.debian import Package, fetch, read_files, read_lock
+from research.corpus.pages import SIDES, Page, make_pages
+from research.corpus.prose import Block
+from research.corpus.readers import read_page
+from research.corpus.recipe import PACKAGES
+from simreg_megatron import __version__
+from simreg_megatron.tools.builtin_corpus import write_pair
+from simreg_megatron.tools.indexed import DataError, sha256, token_dtype
+from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
+
+FORMAT = 1  # of the readers and rules: others make another corpus of the same packages
+VOCAB_SIZE = 8192
+LOCK = Path(__file__).with_name("lock.json")
+
+
+def build_corpus(
+    out: Path,
+    packages: Path,
+    *,
+    lock: Path = LOCK,
+    recipe: Mapping[str, str] = PACKAGES,
+    vocab_size: int = VOCAB_SIZE,
+    workers: int = 1,
+) -> dict[str, Any]:
+    """Build the corpus in the folder `out`, or find it there, and return its manifest.
+
+    Args:
+        out: train, valid and test .bin/.idx, tokenizer.model and manifest.json.
+        packages: where the fetched packages are kept.
+        lock: versions and hashes of the packages.
+        recipe: for each package, which of its files are read.
+        vocab_size: size of the tokenizer trained on the training side.
+        workers: processes that read packages.
+
+    Raises:
+        DataError: a package cannot be fetched or is not the lock's, or `out` holds something else.
+    """
+    known = read_lock(lock)
+    if set(known) != set(recipe):
+        names = ", ".join(sorted(set(known) ^ set(recipe)))
+        raise DataError(f"{lock} and the recipe differ in their packages ({names}): make the lock with --update-lock")
+    pinned = [known[name] for name in recipe]
+    inputs = [(package.name, package.sha256, recipe[package.name]) for package in pinned]
+    fingerprint = hashlib.sha256(json.dumps([FORMAT, vocab_size, inputs]).encode()).hexdigest()
+    if out.exists():
+        return _existing(out, fingerprint)
+    work = out.with_name(f"{out.name}.building")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    print(f"> fetching and reading {len(pinned)} packages (some minutes)", flush=True)
+    read = partial(_prose_of, recipe=recipe, cache=packages)
+    left_out: Counter[str] = Counter()
+    with ProcessPoolExecutor(workers) as pool:
+        files = (file for of_package in pool.map(read, pinned) for file in of_package)
+        pages = sorted(make_pages(files, left_out), key=lambda page: page.key)
+    texts = {side: [page.text for page in pages if page.side == side] for side in SIDES}
+    print(f"> training a tokenizer of {vocab_size} pieces, then tokenizing", flush=True)
+    train_tokenizer(texts["train"], work / "tokenizer.model", vocab_size=vocab_size)
+    counts = {side: write_pair(work / side, texts[side], work / "tokenizer.model") for side in SIDES}
+    manifest = _manifest(pages, texts, counts, left_out, work)
+    manifest |= {
+        "fingerprint": fingerprint,
+        "packages": [
+            {**asdict(one), "read": recipe[one.name], "characters": manifest["characters_of_packages"].get(one.name, 0)}
+            for one in pinned
+        ],
+    }
+    del manifest["characters_of_packages"]
+    (work / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    work.rename(out)
+    return manifest
+
+
+def _existing(out: Path, fingerprint: str) -> dict[str, Any]:
+    path = out / "manifest.json"
+    manifest: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    if manifest.get("fingerprint") != fingerprint:
+        raise DataError(f"{out} is there and is not this corpus: give another --out, or remove it")
+    for name, facts in manifest["files"].items():
+        if not (out / name).is_file() or (out / name).stat().st_size != facts["bytes"]:
+            raise DataError(
+                f"{out / name} is not the file that {path.name} describes: remove {out}, and build it again"
+            )
+    return manifest
+
+
+def _prose_of(package: Package, *, recipe: Mapping[str, str], cache: Path) -> list[tuple[str, list[Block]]]:
+    """Return name and prose of each file of a package that has some."""
+    files = read_files(fetch(package, cache), recipe[package.name])
+    found = ((f"{package.name}/{name.removeprefix('./')}", read_page(name, data)) for name, data in files)
+    return [(name, blocks) for name, blocks in found if blocks]
+
+
+def _manifest(
+    pages: Sequence[Page],
+    texts: Mapping[str, Sequence[str]],
+    counts: Mapping[str, tuple[int, int]],
+    left_out: Mapping[str, int],
+    work: Path,
+) -> dict[str, Any]:
+    """Describe the files of `work` and what they were made of, under the names that `data prepare` uses."""
+    tokenizer = load_tokenizer(str(work / "tokenizer.model"))
+    utf8_bytes = {side: sum(len(text.encode()) for text in texts[side]) for side in SIDES}
+    characters: Counter[str] = Counter()
+    for page in pages:
+        characters[page.package] += len(page.text)
+    return {
+        "format": FORMAT,
+        "made_by": f"simreg-megatron {__version__}",
+        "documents": {side: counts[side][0] for side in SIDES},
+        "tokens": {side: counts[side][1] for side in SIDES},
+        "characters": {side: sum(map(len, texts[side])) for side in SIDES},
+        "utf8_bytes": utf8_bytes,
+        # The text's bytes for each token, end-of-text among the tokens: bits a byte are bits a token divided by this.
+        "bytes_per_token": {side: utf8_bytes[side] / counts[side][1] for side in SIDES},
+        "left_out": dict(left_out),
+        "dtype": token_dtype(tokenizer.vocab_size),
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "bos_id": tokenizer.bos_id,
+        "tokenizer_name": "tokenizer.model",
+        "tokenizer_sha256": tokenizer.sha256,
+        "libraries": {name: importlib.metadata.version(name) for name in ("lxml", "numpy", "sentencepiece")},
+        "python": platform.python_version(),
+        "files": {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in _files(work)},
+        "characters_of_packages": dict(characters),
+    }
+
+
+def _files(work: Path) -> Iterator[Path]:
+    return (
+        work / name for name in (*(f"{side}{end}" for side in SIDES for end in (".bin", ".idx")), "tokenizer.model")
+    )

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Debian packages as pinned inputs: fetched by apt-get, checked against a lock, read without unpacking or installing.
+
+A lock says of each package its version, file name, size and SHA-256. A file that is in the cache already is used as it
+is if its hash is right, so a machine without a network, or an archive that has moved on, can be given the files.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import unquote
+
+from simreg_megatron.tools.indexed import DataError, sha256
+
+_ANY_MACHINE = "all"
+_AR = b"!<arch>\n"
+
+
+@dataclass(frozen=True)
+class Package:
+    """One entry of a lock."""
+
+    name: str
+    version: str
+    file: str
+    bytes: int
+    sha256: str
+
+
+def read_lock(path: Path) -> dict[str, Package]:
+    """The packages of a lock by name.
+
+    Raises:
+        DataError: it is not there, or is no lock.
+    """
+    try:
+        return {entry["name"]: Package(**entry) for entry in json.loads(path.read_text())["packages"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no lock of packages ({error}): make one with --update-lock") from None
+
+
+def write_lock(path: Path, packages: Iterable[Package]) -> None:
+    """Every package on lines of its own, so that a change of versions reads well."""
+    path.write_text(json.dumps({"packages": [asdict(package) for package in packages]}, indent=1) + "\n")
+
+
+def fetch(package: Package, cache: Path) -> Path:
+    """The file of a pinned package, from the cache or by apt-get.
+
+    Raises:
+        DataError: it cannot be had, or is not the one that the lock names.
+    """
+    path = cache / package.file
+    if not path.exists():
+        path = _download(f"{package.name}={package.version}", cache)
+    if path.name != package.file or path.stat().st_size != package.bytes or sha256(path) != package.sha256:
+        raise DataError(
+            f"{path} is not {package.file} as the lock names it (its SHA-256 differs): remove it and give the same "
+            "command again"
+        )
+    return path
+
+
+def fetch_newest(name: str, cache: Path) -> Package:
+    """The version that the archive has now, as an entry for a lock.
+
+    Raises:
+        DataError: there is none, or it is made for one kind of machine only.
+    """
+    path = _download(name, cache)
+    _, version, architecture = unquote(path.stem).split("_")
+    if architecture != _ANY_MACHINE:
+        raise DataError(f"{name} differs between machines ({architecture}): take one made for all")
+    return Package(name, version, path.name, path.stat().st_size, sha256(path))
+
+
+def _download(what: str, cache: Path) -> Path:
+    """Have apt-get fetch `name` or `name=version`; the file is in the cache when it is whole."""
+    if shutil.which("apt-get") is None:
+        raise DataError(
+            "this corpus is made of Debian packages and there is no apt-get here: build it on Debian bookworm, or copy "
+            f"the packages that the lock names into {cache}"
+        )
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        done = subprocess.run(["apt-get", "download", what], cwd=folder, capture_output=True, text=True)
+        found = next(Path(folder).glob("*.deb"), None)
+        if done.returncode or found is None:
+            reason = next((line[3:] for line in done.stderr.splitlines() if line.startswith("E: ")), "apt-get failed")
+            raise DataError(
+                f"{what.replace('=', ' ')} cannot be fetched ({reason}): run `apt-get update` first; if the archive "
+                f"has moved on, put that version's file from snapshot.debian.org into {cache}, or take today's "
+                "versions with --update-lock, which makes another corpus"
+            )
+        return found.replace(cache / found.name)
+
+
+def read_files(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
+    """Name and content of the package's files whose name matches, decompressed, in the order of the archive.
+
+    Raises:
+        DataError: the package is damaged.
+    """
+    wanted = re.compile(pattern)
+    try:
+        with path.open("rb") as stream:
+            _seek_data(stream)
+            with tarfile.open(fileobj=stream, mode="r|*") as archive:
+                for member in archive:
+                    content = archive.extractfile(member) if member.isfile() and wanted.search(member.name) else None
+                    if content is not None:
+                        yield member.name, _plain(content.read())
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{path} cannot be read ({error}): remove it and give the same command again") from None
+
+
+def _seek_data(stream: BinaryIO) -> None:
+    """Go to the files of a package: an `ar` archive of the format's version, the package's control data, and these."""
+    if stream.read(len(_AR)) != _AR:
+        raise ValueError("it is no Debian package")
+    while header := stream.read(60):  # name, time, owner, group, mode, size in decimal, an end mark
+        if header.startswith(b"data.tar"):
+            return
+        size = int(header[48:58])
+        stream.seek(size + size % 2, os.SEEK_CUR)
+    raise ValueError("it holds no files")
+
+
+def _plain(data: bytes) -> bytes:
+    return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data

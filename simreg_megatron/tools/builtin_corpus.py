@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron data corpus-builtin`: a corpus without a download, from the documentation installed with Python.
+
+One process builds and others wait. The corpus is built in a folder of another name, which is renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron.tools.docstrings import is_validation, library_roots, read_documents
+from simreg_megatron.tools.indexed import DataError, PairWriter, sha256
+from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
+
+_FORMAT = 1  # of the rules below: others make another corpus
+_MOST_CHARACTERS = 14_000_000
+_FILES = ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class BuiltinCorpus:
+    """Paths and manifest of the built corpus."""
+
+    directory: Path
+    manifest: dict[str, Any] = field(hash=False)
+
+    @property
+    def train_prefix(self) -> Path:
+        return self.directory / "train"
+
+    @property
+    def valid_prefix(self) -> Path:
+        return self.directory / "valid"
+
+    @property
+    def tokenizer_model(self) -> Path:
+        return self.directory / "tokenizer.model"
+
+
+def add_command(commands: Any) -> None:
+    text = "build the demo's corpus from the documentation of this machine's Python libraries; another text elsewhere"
+    parser = commands.add_parser("corpus-builtin", help=text, description=text)
+    parser.add_argument("--out", type=Path, default=Path("data/builtin"), help="folder of the set")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    corpus = ensure_builtin_corpus(options.out)
+    for side, tokens in corpus.manifest["tokens"].items():
+        print(f"{options.out / side}: {tokens:,} tokens")
+    print(f"{corpus.directory / 'manifest.json'} has the rest.")
+
+
+def ensure_builtin_corpus(
+    directory: str | os.PathLike[str],
+    *,
+    vocab_size: int = 4096,
+    roots: Sequence[Path] | None = None,
+    progress: bool = True,
+) -> BuiltinCorpus:
+    """Return the corpus in `directory`, built now unless it is there already; many processes may ask at once.
+
+    Args:
+        directory: folder of the corpus.
+        vocab_size: size of the tokenizer trained on it.
+        roots: library folders to read (default: those of the running interpreter).
+        progress: whether to print what is done.
+
+    Raises:
+        DataError: the folder cannot be written or holds something else, or the libraries have too little text.
+    """
+    from filelock import FileLock
+
+    directory = Path(directory).resolve()  # what a link leads to is what is replaced
+    roots = library_roots() if roots is None else [Path(root) for root in roots]
+    # What decides the text. Only packages below the roots: sys.path differs between a script and a test.
+    packages = sorted({f"{dist.name}=={dist.version}" for dist in _distributions(roots)})
+    inputs = [_FORMAT, sys.version, [str(root) for root in roots], vocab_size, _MOST_CHARACTERS, packages]
+    fingerprint = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    if (found := _existing(directory, fingerprint)) is not None:
+        return found
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{directory}.lock"):
+            found = _existing(directory, fingerprint)  # another process may have built it meanwhile
+            return found or _build(directory, roots, vocab_size, fingerprint, progress)
+    except OSError as error:
+        raise DataError(
+            f"the built-in corpus cannot be written to {directory} ({error.strerror or error}): free some space there "
+            "(100 MB), or choose a folder you may write to"
+        ) from error
+
+
+def _distributions(roots: Sequence[Path]) -> Any:
+    return importlib.metadata.distributions(path=[str(root) for root in roots])
+
+
+def _existing(directory: Path, fingerprint: str) -> BuiltinCorpus | None:
+    """Return the corpus if it is whole and what would be built now."""
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text())
+        same = manifest["fingerprint"] == fingerprint
+        whole = all((directory / name).stat().st_size == manifest["files"][name]["bytes"] for name in _FILES)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return BuiltinCorpus(directory, manifest) if same and whole else None
+
+
+def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint: str, progress: bool) -> BuiltinCorpus:
+    if directory.exists() and os.listdir(directory) and not _is_ours(directory):
+        raise DataError(f"{directory} is there and is no built-in corpus: name another folder, or remove this one")
+
+    def say(text: str) -> None:
+        if progress:
+            print(f"> corpus: {text}", flush=True)
+
+    started = time.monotonic()
+    for left in directory.parent.glob(f"{directory.name}.building-*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a build that was killed; the lock says that none is under way
+    work = directory.with_name(f"{directory.name}.building-{os.getpid()}")
+    work.mkdir()
+    try:
+        say("reading the documentation of the installed libraries (about a minute in all)")
+        sides: dict[str, list[str]] = {"train": [], "valid": []}
+        characters = 0
+        for name, text in read_documents(roots):
+            sides["valid" if is_validation(name) else "train"].append(text)
+            characters += len(text)
+            if characters >= _MOST_CHARACTERS:
+                break
+        if not all(sides.values()):
+            raise DataError(f"too little documentation below {', '.join(map(str, roots))} to make a corpus of")
+        say(f"training a tokenizer of {vocab_size} pieces and tokenizing {characters:,} characters")
+        train_tokenizer(sides["train"], work / "tokenizer.model", vocab_size=vocab_size)
+        counts = {side: write_pair(work / side, texts, work / "tokenizer.model") for side, texts in sides.items()}
+        manifest: dict[str, Any] = {
+            "fingerprint": fingerprint,
+            "characters": characters,
+            "documents": {side: documents for side, (documents, _) in counts.items()},
+            "tokens": {side: tokens for side, (_, tokens) in counts.items()},
+            "vocab_size": vocab_size,
+            "tokenizer_sha256": sha256(work / "tokenizer.model"),
+            "files": {name: {"bytes": (work / name).stat().st_size, "sha256": sha256(work / name)} for name in _FILES},
+        }
+        (work / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        shutil.rmtree(directory, ignore_errors=True)
+        work.rename(directory)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    say(f"{manifest['tokens']['train']:,} training tokens in {directory}, {time.monotonic() - started:.0f} s")
+    return BuiltinCorpus(directory, manifest)
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether an older built-in corpus is in the folder; anything else is not replaced."""
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text())
+        return "fingerprint" in manifest and set(manifest["files"]) == set(_FILES)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def write_pair(prefix: Path, texts: Sequence[str], tokenizer: str | Path) -> tuple[int, int]:
+    """Tokenize documents into PREFIX.bin and .idx; return the number of documents and of tokens."""
+    loaded = load_tokenizer(str(tokenizer))
+    writer = PairWriter(prefix, loaded.vocab_size)
+    for start in range(0, len(texts), 1000):  # some at a time: ids take ten times the room of their text
+        for ids in loaded.encode(texts[start : start + 1000]):
+            writer.add([*ids, loaded.eos_id])
+    writer.close()
+    return writer.documents, writer.tokens

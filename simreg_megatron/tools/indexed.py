@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's .bin/.idx pairs: write one, and read what its index holds.
+
+PREFIX.bin holds all token ids, one document after the other. PREFIX.idx holds, after a header, the length (int32) and
+the byte offset (int64) of every sequence, and the number of sequences before the end of every document (int64). A
+document is one sequence here; an empty one has no sequence. The bytes are those of Megatron's IndexedDatasetBuilder (a
+test compares them), which is not used because importing Megatron takes seconds and needs a GPU or its stand-ins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simreg_megatron.sentences import SentenceError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ENDINGS = (".bin", ".idx")
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, ends of documents (with a leading 0)
+_TYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
+
+
+class DataError(SentenceError):
+    """A text, tokenizer or data set that cannot be used; the message says why and how to fix it."""
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Return the type of token ids by Megatron's rule: uint16 for vocabularies below 65,500, else int32."""
+    return "uint16" if vocab_size < 65500 else "int32"
+
+
+class PairWriter:
+    """Write PREFIX.bin and PREFIX.idx, document by document.
+
+    Args:
+        prefix: path of the pair without .bin and .idx.
+        vocab_size: number of token ids, which decides their type.
+    """
+
+    def __init__(self, prefix: Path, vocab_size: int) -> None:
+        self._prefix, self._dtype = prefix, token_dtype(vocab_size)
+        self._bin = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115
+        self._lengths = array("i")
+        self.tokens = 0
+
+    @property
+    def documents(self) -> int:
+        return len(self._lengths)
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Append a document, its end-of-text token included."""
+        import numpy as np
+
+        found = np.asarray(ids, dtype=self._dtype)
+        self._bin.write(found.tobytes())
+        self._lengths.append(len(found))
+        self.tokens += len(found)
+
+    def close(self) -> None:
+        """Finish the .bin and write the .idx."""
+        import numpy as np
+
+        self._bin.close()
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.zeros(0, np.int32)
+        sequences = lengths[lengths > 0]
+        code, item_bytes = next((code, size) for code, (name, size) in _TYPES.items() if name == self._dtype)
+        with Path(f"{self._prefix}.idx").open("wb") as stream:
+            stream.write(_HEADER.pack(_MAGIC, 1, code, len(sequences), len(lengths) + 1))
+            stream.write(sequences.tobytes())
+            stream.write(((np.cumsum(sequences, dtype=np.int64) - sequences) * item_bytes).tobytes())
+            stream.write(bytes(8) + np.cumsum(lengths > 0, dtype=np.int64).tobytes())
+
+
+def read_header(prefix: str | os.PathLike[str]) -> tuple[str, int, int, int]:
+    """Return what PREFIX.idx says: type of the ids, sequences, documents, and bytes of the .bin. Needs no numpy.
+
+    Raises:
+        DataError: the file is not a whole index.
+    """
+    path = Path(f"{os.fspath(prefix)}.idx")
+    with path.open("rb") as stream:
+        head = stream.read(_HEADER.size)
+        magic, version, code, sequences, documents = _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
+        size = _HEADER.size + 12 * sequences + 8 * documents
+        if magic != _MAGIC or version != 1 or code not in _TYPES or path.stat().st_size < size:
+            raise DataError(
+                f"{path} is not a whole Megatron index of token ids: copy it again, or prepare the data again"
+            )
+        if not sequences:
+            raise DataError(f"{path} has no text in it: prepare the data again")
+        stream.seek(_HEADER.size + 4 * (sequences - 1))
+        (length,) = struct.unpack("<i", stream.read(4))
+        stream.seek(_HEADER.size + 12 * sequences - 8)
+        (offset,) = struct.unpack("<q", stream.read(8))
+    name, item_bytes = _TYPES[code]
+    return name, sequences, documents - 1, offset + length * item_bytes
+
+
+def read_tokens(prefix: str | os.PathLike[str]) -> np.memmap:
+    """Map all token ids of a pair [tokens], without reading them.
+
+    Raises:
+        DataError: the two files are not there or do not belong together.
+    """
+    import numpy as np
+
+    if not is_pair(prefix):
+        raise DataError(f"there is no {prefix}.bin with {prefix}.idx: give the prefix of a prepared set")
+    dtype, _, _, size = read_header(prefix)
+    path = Path(f"{os.fspath(prefix)}.bin")
+    if path.stat().st_size != size:
+        raise DataError(f"{path} has {path.stat().st_size} bytes, and its .idx says {size}: copy both again")
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def read_lengths(prefix: str | os.PathLike[str]) -> np.ndarray:
+    """Read the number of tokens of each sequence [sequences]; `data prepare` makes one sequence of each document."""
+    import numpy as np
+
+    return np.fromfile(f"{os.fspath(prefix)}.idx", dtype=np.int32, count=read_header(prefix)[1], offset=_HEADER.size)
+
+
+def is_pair(prefix: str | os.PathLike[str]) -> bool:
+    return all(Path(f"{os.fspath(prefix)}{ending}").is_file() for ending in ENDINGS)
+
+
+def sha256(path: Path) -> str:
+    """Return the hash of a file's bytes in hexadecimal."""
+    digest = hashlib.sha256()  # hashlib.file_digest came with Python 3.11
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron data prepare`: from text to Megatron's .bin/.idx.
+
+Hugging Face `datasets` reads the text, tokenizes it in several processes, and keeps in OUT/cache what is done: the same
+command continues after it was stopped. The files of the set get their names when all of them are whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron import __version__
+from simreg_megatron.tools import builtin_corpus
+from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter, sha256, token_dtype
+from simreg_megatron.tools.text_sources import READABLE, Group, file_bytes, find_groups, load_group, texts_of
+from simreg_megatron.tools.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+
+MANIFEST = "manifest.json"
+_SAMPLE_CHARACTERS, _SAMPLE_GROUPS = 6_000_000, 16
+
+
+def add_command(commands: Any) -> None:
+    text = "prepare text for training"
+    data = commands.add_parser("data", help=text, description=text).add_subparsers(metavar="COMMAND", required=True)
+    builtin_corpus.add_command(data)
+    text = "tokenize text into training and validation sets; the same command continues after it was stopped"
+    parser = data.add_parser("prepare", help=text, description=text)
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help=f"{READABLE}; a .txt is one document")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for train and valid .bin/.idx, and manifest.json"
+    )
+    tokenizer = parser.add_mutually_exclusive_group(required=True)
+    tokenizer.add_argument("--tokenizer", help="a sentencepiece .model file, or a Hugging Face folder or name")
+    tokenizer.add_argument(
+        "--train-tokenizer", type=int, metavar="N", help="train one of N pieces: OUT/tokenizer.model"
+    )
+    parser.add_argument("--key", default="text", help="the key or column that has the text (default: text)")
+    parser.add_argument("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
+    parser.add_argument("--valid-share", type=_share, help="without --valid: share of the documents (default: 0.005)")
+    parser.add_argument("--tokens", type=_count, help="at most so many training tokens, such as 20B or 500M")
+    parser.add_argument("--valid-tokens", type=_count, help="the same for the --valid sources")
+    parser.add_argument(
+        "--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)"
+    )
+    parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    found = re.fullmatch(r"([\d_]*\d(?:\.\d+)?)([KMGBT]?)", text.replace(",", ""), re.IGNORECASE)
+    number = round(float(found[1]) * 1000 ** "_KMGT".index(found[2].upper().replace("B", "G") or "_")) if found else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"takes a positive number such as 20B, 500M or 4096, not {text!r}")
+    return number
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"takes a share of the documents from 0 to below 1, not {text!r}")
+    return share
+
+
+def run(options: argparse.Namespace) -> None:
+    names = ("tokenizer", "train_tokenizer", "key", "valid", "valid_share", "tokens", "valid_tokens", "workers")
+    manifest = prepare(options.sources, options.out, **{name: getattr(options, name) for name in names})
+    for side, limit in (("train", options.tokens), ("valid", options.valid_tokens)):
+        tokens = manifest["tokens"][side]
+        print(f"{options.out / side}: {tokens:,} tokens, {manifest['documents'][side]:,} documents")
+        if limit and tokens < limit:
+            print(f"notice: that is all there is; {limit:,} tokens were asked for")
+    if not manifest["tokens"]["valid"]:
+        print("notice: there is no validation set: give --valid SOURCE or a larger --valid-share with another --out")
+    if manifest["end_of_text_inside"]:
+        print(
+            f"notice: the tokenizer made {manifest['end_of_text_inside']:,} end-of-text tokens of texts that spell it"
+        )
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    tokenizer: str | None = None,
+    train_tokenizer: int | None = None,
+    key: str = "text",
+    valid: Sequence[str] | None = None,
+    valid_share: float | None = None,
+    tokens: int | None = None,
+    valid_tokens: int | None = None,
+    workers: int = 1,
+) -> dict[str, Any]:
+    """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the command's.
+
+    Raises:
+        DataError: a source or the tokenizer cannot be used, or `out` holds another set.
+    """
+    import datasets
+
+    if list(sources) == ["c4"] and not Path("c4").exists() and not valid and valid_share is None:
+        valid = ["c4"]
+    if (valid and valid_share) or (valid_tokens and not valid):
+        raise DataError("the validation set is --valid SOURCE (with --valid-tokens) or --valid-share: give one of them")
+    groups = {"valid": find_groups(valid or (), "validation")}
+    apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
+    groups["train"] = find_groups(sources, "train", leave_out=apart)
+    settings: dict[str, Any] = {
+        **{
+            side: [[name, file_bytes(name)] for group in found for name in group.files]
+            for side, found in groups.items()
+        },
+        "tokenizer": train_tokenizer or load_tokenizer(str(tokenizer)).sha256,
+        "key": key,
+        "valid_share": (0.0 if valid else 0.005) if valid_share is None else valid_share,
+        "tokens": tokens,
+        "valid_tokens": valid_tokens,
+    }
+    if (out / MANIFEST).exists():
+        return _finished(out, settings)
+    names = [f"{side}{ending}" for side in groups for ending in ENDINGS]
+    for name in [*names, "tokenizer.model"] if train_tokenizer else names:
+        if (out / name).exists():
+            raise DataError(f"{out / name} is there without a {MANIFEST}: give another --out, or move it away")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    cache = out / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    if train_tokenizer:
+        tokenizer = str(cache / "tokenizer.model")
+        _train_on_sample(groups["train"], key, Path(tokenizer), train_tokenizer, cache)
+    manifest = _write_pairs(groups, load_tokenizer(str(tokenizer)), settings, cache, workers)
+    (cache / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    for name in (*manifest["files"], MANIFEST):
+        (cache / name).replace(out / name)
+    shutil.rmtree(cache)
+    return manifest
+
+
+def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a finished set, if it was made with the same settings and its files are there."""
+    manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text())
+    for name, value in settings.items():
+        if manifest.get("settings", {}).get(name) != value:
+            raise DataError(f"{out} has a set of other settings ({name} differs): give another --out, or remove it")
+    for name, facts in manifest["files"].items():
+        if not (out / name).is_file() or file_bytes(str(out / name)) != facts["bytes"]:
+            raise DataError(
+                f"{out / name} is not the file that {MANIFEST} describes: remove {out}, and prepare it again"
+            )
+    return manifest
+
+
+def _train_on_sample(groups: list[Group], key: str, output: Path, vocab_size: int, cache: Path) -> None:
+    """Train a tokenizer on random documents of up to 16 groups, the same in every run."""
+    chosen = groups[:: -(-len(groups) // _SAMPLE_GROUPS)]
+    texts: list[str] = []
+    for group in chosen:
+        data, left = load_group(group, key, cache), _SAMPLE_CHARACTERS // len(chosen)
+        for number in random.Random(0).sample(range(len(data)), len(data)):
+            some = texts_of(data[number : number + 1], [number], name=group.name, kind=group.kind, key=key)
+            texts += [text[:left] for text in some]
+            left -= sum(map(len, some))
+            if left <= 0:
+                break
+    train_tokenizer(texts, output, vocab_size=vocab_size, longest_line=1 << 16)
+
+
+def _write_pairs(
+    groups: dict[str, list[Group]], tokenizer: Tokenizer, settings: dict[str, Any], cache: Path, workers: int
+) -> dict[str, Any]:
+    """Write the pairs into `cache`, and return the manifest."""
+    writers = {side: PairWriter(cache / side, tokenizer.vocab_size) for side in ("train", "valid")}
+    empty = inside = 0
+    for side, limit in (("train", settings["tokens"]), ("valid", settings["valid_tokens"])):
+        share = settings["valid_share"] if side == "train" else 0.0
+        for ids, is_valid in _documents(groups[side], tokenizer, settings["key"], share, cache, workers):
+            writers["valid" if is_valid else side].add(ids)
+            empty += not len(ids)
+            inside += int((ids[:-1] == tokenizer.eos_id).sum())
+            if limit and writers[side].tokens >= limit:
+                break
+    for writer in writers.values():
+        writer.close()
+    if not writers["train"].tokens:
+        raise DataError(f"there is no text in {', '.join(group.name for group in groups['train'])}")
+    names = [f"{side}{ending}" for side, writer in writers.items() if writer.tokens for ending in ENDINGS]
+    names += ["tokenizer.model"] if Path(tokenizer.source).parent == cache else []
+    return {
+        "made_by": f"simreg-megatron {__version__}",
+        "documents": {side: writer.documents for side, writer in writers.items()},
+        "tokens": {side: writer.tokens for side, writer in writers.items()},
+        "empty_documents": empty,
+        "end_of_text_inside": inside,
+        "dtype": token_dtype(tokenizer.vocab_size),
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "bos_id": tokenizer.bos_id,
+        "tokenizer_name": Path(tokenizer.source).name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "libraries": {name: metadata.version(name) for name in ("datasets", "sentencepiece", "tokenizers")},
+        "settings": settings,
+        "files": {name: {"bytes": file_bytes(str(cache / name)), "sha256": sha256(cache / name)} for name in names},
+    }
+
+
+def _documents(
+    groups: list[Group], tokenizer: Tokenizer, key: str, share: float, cache: Path, workers: int
+) -> Iterator[tuple[Any, bool]]:
+    """Yield the ids of each document, end-of-text included, and whether it is for validation."""
+    from datasets import Features, Sequence, Value
+    from multiprocess import TimeoutError
+
+    versions = [metadata.version(name) for name in ("sentencepiece", "tokenizers")]
+    for group in groups:
+        print(f"> {group.name}", flush=True)
+        data = load_group(group, key, cache)
+        try:
+            encoded = data.map(
+                _encode,
+                batched=True,
+                batch_size=200,
+                with_indices=True,
+                num_proc=workers if workers > 1 else None,
+                remove_columns=data.column_names,
+                features=Features({"ids": Sequence(Value(token_dtype(tokenizer.vocab_size))), "valid": Value("bool")}),
+                fn_kwargs={
+                    "source": {"name": group.name, "kind": group.kind, "key": key},
+                    "tokenizer": tokenizer.source,
+                    "share": share,
+                    "made_with": [tokenizer.sha256, tokenizer.eos_id, *versions],
+                },
+            )
+        except TimeoutError as error:  # Ctrl-C, and then datasets has no patience with its workers
+            raise error.__context__ or error from None
+        for table in encoded.with_format("arrow").iter(batch_size=1000):
+            for ids, is_valid in zip(table["ids"], table["valid"], strict=True):
+                yield ids.values.to_numpy(), is_valid.as_py()
+
+
+def _encode(
+    rows: dict[str, list[Any]],
+    numbers: Sequence[int],
+    *,
+    source: dict[str, str],
+    tokenizer: str,
+    share: float,
+    made_with: list[Any],
+) -> dict[str, list[Any]]:
+    """Tokenize some rows. `datasets` finds earlier results by the arguments, so `made_with` is one."""
+    texts = texts_of(rows, numbers, **source)
+    loaded = load_tokenizer(tokenizer)
+    ids = [[*found, loaded.eos_id] if found else [] for found in loaded.encode(texts)]
+    return {"ids": ids, "valid": [_is_validation(text, share) for text in texts]}
+
+
+def _is_validation(text: str, share: float) -> bool:
+    """Decide by a hash of the text, so that a document stays on its side when others come, and duplicates with it."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The texts behind the words of a command line: files, folders, and data sets of the Hugging Face Hub.
+
+`find_groups` names the files, `load_group` reads them with `datasets`, and `texts_of` takes the texts out of the rows.
+Lines of JSON are read as lines: `datasets` would want one type for every key, in all files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron.tools.indexed import DataError
+
+READABLE = "a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME, or c4"
+_KINDS = {".jsonl": "line", ".ndjson": "line", ".json": "line", ".parquet": "parquet", ".txt": "document"}
+_GROUP_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files of one kind that are read and tokenized together."""
+
+    kind: str
+    files: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1:,} more"
+
+
+def find_groups(sources: Sequence[str], split: str, leave_out: Set[str] = frozenset()) -> list[Group]:
+    """Return the files of the sources in their order, those of folders sorted, in groups of one kind and 1 GiB.
+
+    Args:
+        sources: files, folders, `hf:NAME[:CONFIG][@REVISION]`, `c4`.
+        split: of the data sets of the Hub.
+        leave_out: real paths of files to pass over.
+
+    Raises:
+        DataError: a source is not there, or has nothing to read.
+    """
+    groups: list[tuple[str, list[str]]] = []
+    room = 0
+    for source in sources:
+        found = [name for name in _files_of(source, split) if _is_readable(name)]
+        kept = [name for name in found if os.path.realpath(name) not in leave_out]
+        if not kept:
+            why = "is given as --valid as well: leave it out" if found else f"has nothing to read: give {READABLE}"
+            raise DataError(f"{source} {why}")
+        for name in kept:
+            room -= file_bytes(name)
+            if not groups or groups[-1][0] != _kind(name) or room < 0:
+                groups.append((_kind(name), []))
+                room = _GROUP_BYTES - file_bytes(name)
+            groups[-1][1].append(name)
+    return [Group(kind, tuple(files)) for kind, files in groups]
+
+
+def _files_of(source: str, split: str) -> list[str]:
+    path = Path(source)
+    if path.is_file():
+        return [source]
+    if path.is_dir():  # a plain .json in a folder mostly describes others
+        walked = (Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
+        shown = (one for one in walked if not any(part.startswith(".") for part in one.relative_to(path).parts))
+        first: dict[str, str] = {}  # links may lead to a file twice
+        for one in sorted(shown, key=lambda one: one.parts):
+            if one.suffix != ".json":
+                first.setdefault(os.path.realpath(one), str(one))
+        return list(first.values())
+    if source == "c4" or source.startswith("hf:"):
+        return _files_of_hub("allenai/c4:en" if source == "c4" else source[3:], split)
+    raise DataError(f"there is no {source}: give {READABLE}")
+
+
+def _files_of_hub(source: str, split: str) -> list[str]:
+    """Return the addresses of a data set's files, all of them at the commit that it has now."""
+    import datasets
+
+    name, _, revision = source.partition("@")
+    name, _, configuration = name.partition(":")
+    try:
+        builder = datasets.load_dataset_builder(name, configuration or None, revision=revision or None)
+        return [str(file) for file in builder.config.data_files[split]]
+    except Exception as error:  # the network's, the Hub's and the library's own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise DataError(
+            f"hf:{source} ({split}) cannot be opened ({reason}): check the name and the network, or download its files "
+            "and name the folder"
+        ) from None
+
+
+def _is_readable(name: str) -> bool:
+    """Whether a file can have documents: an empty .txt is an empty document, any other empty file has none."""
+    return _kind(name) == "document" or bool(_kind(name) and file_bytes(name))
+
+
+def _kind(name: str) -> str:
+    return _KINDS.get(Path(re.sub(r"\.(gz|zst)$", "", name)).suffix, "")
+
+
+def file_bytes(name: str) -> int:
+    """Return the size of a file; 1 GiB for one of the Hub, whose size is not known."""
+    return _GROUP_BYTES if "://" in name else Path(name).stat().st_size
+
+
+def load_group(group: Group, key: str, cache: Path) -> Any:
+    """Load a group as a `datasets.Dataset`: a row for each line, document, or value of the column `key`.
+
+    Raises:
+        DataError: a file is damaged or not UTF-8, or has no such column.
+    """
+    import datasets
+
+    options: dict[str, Any] = {"path": "parquet", "columns": [key]}
+    if group.kind != "parquet":
+        features = datasets.Features({"text": datasets.Value("large_string")})
+        options = {"path": "text", "sample_by": group.kind, "encoding": "utf-8-sig", "features": features}
+    try:
+        return datasets.load_dataset(**options, data_files=list(group.files), split="train", cache_dir=str(cache))
+    except Exception as error:  # of many kinds; the cause of a DatasetGenerationError says what is wrong
+        cause = error.__cause__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            name = next((name for name in group.files if not _is_utf8(name)), group.name)
+            raise DataError(
+                f"{name} is not UTF-8 ({cause.reason}): convert it to UTF-8, with iconv for example"
+            ) from None
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
+        key_too = f"; --key is {key!r}" if group.kind == "parquet" else ""
+        raise DataError(f"{group.name} cannot be read ({reason}): copy it again{key_too}") from None
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        Path(name).read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def texts_of(rows: dict[str, list[Any]], numbers: Sequence[int], *, name: str, kind: str, key: str) -> list[str]:
+    """Return the texts of some rows of the group `name`; blank lines have none.
+
+    Raises:
+        DataError: naming the first row without a text.
+    """
+    texts = []
+    for number, row in zip(numbers, rows[key if kind == "parquet" else "text"], strict=True):
+        if kind == "line" and (not row or row.isspace()):
+            continue
+        try:
+            text = json.loads(row)[key] if kind == "line" else row
+            text.encode()  # half of a surrogate pair is no text
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(
+                f"{name}, row {number + 1:,}: expected a text under the key {key!r} (--key), got {str(row)[:80]!r} "
+                f"({type(error).__name__}: {str(error)[:100]})"
+            ) from None
+        if kind == "document" and "\0" in text:
+            raise DataError(f"{name}, file {number + 1:,}: it has zero bytes, so it is no UTF-8 text ({text[:40]!r})")
+        texts.append(text)
+    return texts

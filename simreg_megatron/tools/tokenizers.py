@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers as data and checkpoints need them: a sentencepiece `.model`, or a Hugging Face folder or name.
+
+`load_tokenizer` loads either kind; `Tokenizer.facts` goes into manifests and into the record of a run, so that another
+tokenizer with as many ids is noticed. `train_tokenizer` makes a sentencepiece model of some texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron.tools.indexed import DataError, sha256
+
+RECORD = "tokenizer_hash.json"  # in the record of a run: which tokenizer it trains with
+_SAMPLE_CHARACTERS = 3_000_000  # enough for a small vocabulary, and takes seconds instead of minutes
+# Tokenizers with equal vocabularies may still differ: in cases, digits, spaces, other scripts, bytes.
+_PROBE = (
+    "The 1234 quick  brown\tfoxes' jumps,\n\n  don't_stop CamelCase http://a.b/c?d=e "
+    "na\u00efve \u00dcbergr\u00f6\u00dfe \u6771\u4eac \u3072\u3089\u304c\u306a \u0000 \U0001f98a."
+)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A loaded tokenizer.
+
+    Attributes:
+        sha256: of the file; for a Hugging Face tokenizer of its vocabulary, special ids and the ids of a probe text.
+        vocab_size: number of ids, which is the rows that a model needs.
+        encode: ids of each of many texts, without special tokens around them; a text that spells `<|endoftext|>` or
+            another special token is text.
+    """
+
+    kind: str
+    source: str
+    sha256: str
+    vocab_size: int
+    eos_id: int
+    bos_id: int | None
+    encode: Callable[[Sequence[str]], list[list[int]]] = field(repr=False, compare=False)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what identifies the tokenizer, for the record of a run."""
+        return {name: getattr(self, name) for name in ("kind", "source", "sha256", "vocab_size")}
+
+
+@lru_cache(maxsize=2)
+def load_tokenizer(source: str) -> Tokenizer:
+    """Load a sentencepiece `.model` file, or a Hugging Face folder or name.
+
+    Raises:
+        DataError: it is not there, cannot be read, or has no end-of-text token.
+    """
+    found = _load_sentencepiece(source) if source.endswith(".model") else _load_hugging_face(source)
+    if found.eos_id < 0:
+        raise DataError(f"the tokenizer {source} has no end-of-text token, which closes each document: name one in it")
+    return found
+
+
+def _load_sentencepiece(source: str) -> Tokenizer:
+    import sentencepiece
+
+    path = Path(source)
+    if not path.is_file():
+        raise DataError(f"the tokenizer {source} does not exist: give a .model file, or a Hugging Face folder or name")
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=source)
+        size = model.get_piece_size()
+        model.id_to_piece(list(range(size)))  # damaged pieces are noticed here
+    except (RuntimeError, OSError, ValueError):
+        raise DataError(f"{source} is not a sentencepiece model: give the .model that the data was made with") from None
+    bos = model.bos_id() if model.bos_id() >= 0 else None
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return model.encode(list(texts), num_threads=1)
+
+    return Tokenizer("sentencepiece", source, sha256(path), size, model.eos_id(), bos, encode)
+
+
+def _load_hugging_face(source: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    path = Path(source)
+    if path.is_file():
+        raise DataError(f"{source} is a file, but not a .model: give a .model, or a Hugging Face folder or name")
+    if not path.is_dir() and (path.is_absolute() or source.startswith(".")):
+        raise DataError(
+            f"there is no tokenizer folder {source}: give one, a sentencepiece .model, or a name of the Hub"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=path.is_dir(), trust_remote_code=False)
+        probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
+    except Exception as error:  # OSError, ValueError, KeyError and the Hub's own
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{source} cannot be loaded as a tokenizer ({type(error).__name__}: {reason})") from None
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id  # as Megatron does
+    bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    size, largest = len(tokenizer), vocabulary[-1][1] if vocabulary else 0
+    if largest >= size:  # Megatron makes as many rows as there are tokens
+        raise DataError(
+            f"the tokenizer {source} has {size:,} tokens and gives one of them the id {largest:,}, for which a model "
+            "of that many has no row: fill the gaps of its vocabulary with unused tokens"
+        )
+    digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
+    encode = _fast_encode(tokenizer.backend_tokenizer) if tokenizer.is_fast else _slow_encode(tokenizer)
+    return Tokenizer("huggingface", source, digest, size, -1 if eos is None else eos, bos, encode)
+
+
+def _fast_encode(backend: Any) -> Callable[[Sequence[str]], list[list[int]]]:
+    """Encode with the Rust tokenizer itself, which is twice as fast as its wrapper."""
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return lambda texts: [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def _slow_encode(tokenizer: Any) -> Callable[[Sequence[str]], list[list[int]]]:
+    return lambda texts: tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, longest_line: int | None = None) -> None:
+    """Train byte pairs on a sample of the texts and write them to `output`: ids 0 unknown, 1 begin, 2 end of text.
+
+    Args:
+        texts: documents; a fixed random draw of them is used, up to 3 million characters.
+        output: the .model file to write.
+        vocab_size: number of pieces; every byte is one of them, so that all text can be written.
+        longest_line: bytes; sentencepiece leaves out longer lines (default: its own 4192).
+
+    Raises:
+        DataError: the texts do not have so many pieces in them.
+    """
+    import sentencepiece
+
+    order = list(range(len(texts)))
+    random.Random(0).shuffle(order)
+    lines: list[str] = []
+    characters = 0
+    for index in order:
+        some = [line for line in texts[index].splitlines() if line.strip()]
+        lines += some
+        characters += sum(map(len, some))
+        if characters >= _SAMPLE_CHARACTERS:
+            break
+    model = io.BytesIO()
+    longest: dict[str, Any] = {} if longest_line is None else {"max_sentence_length": longest_line}
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=1.0,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            **longest,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=2,
+            minloglevel=2,
+        )
+    except RuntimeError as error:  # the reason stands behind the line of sentencepiece's source
+        reason = str(error).rpartition("] ")[2].strip()
+        raise DataError(f"no tokenizer of {vocab_size} pieces could be trained on this text: {reason}") from None
+    output.write_bytes(model.getvalue())

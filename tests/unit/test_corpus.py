@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The large corpus, from two small packages; the real one is checked by its hashes in benchmarks/results."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import random
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from research.corpus.build import LOCK, build_corpus
+from research.corpus.debian import Package, fetch, fetch_newest, read_files, read_lock, write_lock
+from research.corpus.duplicates import SeenPages
+from research.corpus.pages import SIDES
+from research.corpus.prose import Block
+from research.corpus.readers import read_page
+from research.corpus.recipe import PACKAGES
+from simreg_megatron.tools.indexed import DataError, read_tokens, sha256
+
+NAMES = ["river", "window", "signal", "garden", "engine", "letter", "market", "planet", "bridge", "winter", "harbour"]
+SHORT = ["the", "of", "and", "to", "in", "is", "that", "with", "for", "from"]
+
+
+def make_package(path: Path, files: Mapping[str, bytes]) -> None:
+    """Write a .deb: an `ar` of three members, whose last is a tar of the files."""
+
+    def member(name: str, data: bytes) -> bytes:
+        return f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(data):<10}`\n".encode() + data + b"\n" * (len(data) % 2)
+
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:xz") as archive:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(f"./{name}")
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    control = member("debian-binary", b"2.0\n") + member("control.tar.xz", b"odd")
+    path.write_bytes(b"!<arch>\n" + control + member("data.tar.xz", content.getvalue()))
+
+
+def page(draw: random.Random) -> bytes:
+    sentences = (" ".join(f"{draw.choice(SHORT)} {draw.choice(NAMES)}" for _ in range(8)) for _ in range(9))
+    paragraphs = "".join(f"<p>{sentence.capitalize()}.</p>" for sentence in sentences)
+    return f"<html><body><nav>Home</nav><h1>A page</h1>{paragraphs}</body></html>".encode()
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two packages, of which the second repeats a page of the first, and their lock."""
+    folder, draw = tmp_path_factory.mktemp("archive"), random.Random(0)
+    pages = {f"usr/share/doc/one/{index:03}.html": page(draw) for index in range(90)}
+    again = {"usr/share/doc/two/copy.html": pages["usr/share/doc/one/007.html"], "usr/share/doc/two/left.txt": b"no"}
+    make_package(folder / "one_1.0-1_all.deb", pages)
+    make_package(folder / "two_1%3a2-1_all.deb", {f"usr/share/doc/two/{i}.html": page(draw) for i in range(30)} | again)
+    packages = []
+    for name, version, file in (("one", "1.0-1", "one_1.0-1_all.deb"), ("two", "1:2-1", "two_1%3a2-1_all.deb")):
+        packages.append(Package(name, version, file, (folder / file).stat().st_size, sha256(folder / file)))
+    write_lock(folder / "lock.json", packages)
+    return folder
+
+
+def build(out: Path, archive: Path, **more: Any) -> dict[str, Any]:
+    settings = {"lock": archive / "lock.json", "recipe": {"one": r"\.html$", "two": r"\.html$"}, "vocab_size": 320}
+    return build_corpus(out, archive, **settings | more)
+
+
+def test_the_whole(archive: Path, tmp_path: Path) -> None:
+    made = build(tmp_path / "large", archive)
+    assert build(tmp_path / "again", archive, workers=2) == made == build(tmp_path / "large", archive)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "large" / "tokenizer.model"))
+    everything = []
+    for side in SIDES:
+        tokens = read_tokens(tmp_path / "large" / side)
+        documents = np.split(tokens, np.flatnonzero(tokens == made["eos_id"]) + 1)[:-1]
+        texts = [model.decode(document[:-1].tolist()) for document in documents]
+        assert (len(documents), len(tokens)) == (made["documents"][side], made["tokens"][side])
+        assert sum(map(len, texts)) == made["characters"][side]
+        everything += texts
+    assert len(set(everything)) == len(everything) == 120 and made["left_out"]["repeated blocks"] == 9
+    one, two = read_lock(archive / "lock.json").values()
+    write_lock(tmp_path / "newer.json", [one, Package("two", "1:2-2", two.file, 3, "00")])
+    with pytest.raises(DataError, match="large is there and is not this corpus"):
+        build(tmp_path / "large", archive, lock=tmp_path / "newer.json")
+    write_lock(tmp_path / "fewer.json", [one])
+    with pytest.raises(DataError, match=r"differ in their packages \(two\)"):
+        build(tmp_path / "other", archive, lock=tmp_path / "fewer.json")
+
+
+def test_readers() -> None:
+    html = b"""<?xml version="1.0"?><html><head><title>Not this: it is of the head</title></head><body>
+    <nav>Go to the start of this book and to its end.</nav><h2>What it is</h2>
+    <p>This is a <b>first</b> paragraph of <code>words</code> in\n a row.</p><pre>for (this; is; not) { it(); }</pre>
+    <h2>Nothing below</h2><h2>Curly</h2><ul><li>It\xe2\x80\x99s an item that has the words of a book.</li></ul>"""
+    manual = rb""".SH "SEE WHAT"
+The command
+.B ls
+shows the files \- all of them \fIin\fP a folder.
+.nf
+this is a listing of the words that are not for us.
+.fi
+"""
+    markup = b"A Title\n=======\n\nRead :ref:`the manual <label>` first, and then all of the words in it.\n"
+    pod = b"=head1 The I<name>\n\nUse L<the other|perlfunc> if C<$a B<and> $b> is what E<lt> you have.\n\n  my $a;\n"
+    assert read_page("a/b.html", html) == [
+        Block("This is a first paragraph of words in a row.", "What it is"),
+        Block("It's an item that has the words of a book.", "Curly"),
+    ]
+    assert read_page("usr/share/man/man1/ls.1.gz", manual) == [
+        Block("The command ls shows the files - all of them in a folder.", "See what")
+    ]
+    assert read_page("x/_sources/a.rst.txt", markup) == [
+        Block("Read the manual first, and then all of the words in it.", "A Title")
+    ]
+    assert read_page("a.pod", pod) == [Block("Use the other if $a and $b is what < you have.", "The name")]
+
+
+def test_a_page_nearly_like_another_is_left_out() -> None:
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdefghijklmnop", k=6)) for _ in range(900)]
+    changed = words.copy()
+    changed[300] = changed[600] = "other"  # 10 of 896 rows of five words: similarity 0.98
+    seen = SeenPages()
+    assert seen.is_new(" ".join(words)) and not seen.is_new(" ".join(changed))
+    assert seen.is_new(" ".join(words[:450] + words[450:][::-1])), "a similarity of about a third"
+
+
+def test_packages(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetched once by an apt-get that has the files of a folder, checked against the lock, read without unpacking."""
+    script = (
+        'case "$2" in *=*) file=$(echo "$2" | sed "s/:/%3a/;s/=/_/")_all.deb;; *) file="$2_*";; esac\n'
+        f'cp {archive}/$file . 2>/dev/null || {{ echo "E: Version of $2 was not found" >&2; exit 100; }}\n'
+    )
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "apt-get").write_text(f"#!/bin/sh\n{script}")
+    (tmp_path / "bin" / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    one, two = read_lock(archive / "lock.json").values()
+    cache = tmp_path / "cache"
+    assert fetch(two, cache).read_bytes() == (archive / two.file).read_bytes() and fetch_newest("one", cache) == one
+    with pytest.raises(DataError, match=r"one 9 cannot be fetched \(Version of one=9 was not found\).*--update-lock"):
+        fetch(Package("one", "9", "one_9_all.deb", 1, ""), cache)
+    (cache / one.file).write_bytes((archive / one.file).read_bytes()[:-1] + b"!")
+    with pytest.raises(DataError, match="its SHA-256 differs"):
+        fetch(one, cache)
+    make_package(tmp_path / "p.deb", {"usr/a.txt": b"one", "usr/b.txt.gz": gzip.compress(b"two"), "usr/c.png": b""})
+    assert list(read_files(tmp_path / "p.deb", r"\.txt")) == [("./usr/a.txt", b"one"), ("./usr/b.txt.gz", b"two")]
+    whole = (tmp_path / "p.deb").read_bytes()
+    for broken in (whole[: len(whole) // 2], b"no package"):
+        (tmp_path / "p.deb").write_bytes(broken)
+        with pytest.raises(DataError, match=r"p\.deb cannot be read"):
+            list(read_files(tmp_path / "p.deb", "."))
+
+
+def test_the_lock_the_recipe_and_the_evidence_are_of_one_corpus() -> None:
+    lock = read_lock(LOCK)
+    assert list(lock) == list(PACKAGES) and all(package.file.endswith("_all.deb") for package in lock.values())
+    recorded = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "large_corpus.json").read_text())
+    assert {one["name"]: one["sha256"] for one in recorded["packages"]} == {
+        name: one.sha256 for name, one in lock.items()
+    }

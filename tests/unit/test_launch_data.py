@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launch checks of the text of a run (its prefixes and blends: test_wrong_inputs.py), and the label histogram."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch import data, launcher
+from launch.flags import LaunchError
+from research import labels
+from simreg_megatron.tools.builtin_corpus import write_pair
+from simreg_megatron.tools.indexed import DataError, PairWriter, read_tokens
+from simreg_megatron.tools.prepare_data import prepare
+from simreg_megatron.tools.tokenizers import train_tokenizer
+from tests.helpers.texts import TEXTS, lines, train_hugging_face
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tokenizers of each kind, and a set made with the first of each."""
+    root = tmp_path_factory.mktemp("sets")
+    for name, texts in (("first", TEXTS), ("second", TEXTS[:60])):
+        train_tokenizer(texts, root / f"{name}.model", vocab_size=350)
+    (root / "text.jsonl").write_bytes(lines(TEXTS))
+    face = train_hugging_face(root / "face")
+    for name, tokenizer in (("set", root / "first.model"), ("face-set", face)):
+        prepare([str(root / "text.jsonl")], root / name, tokenizer=str(tokenizer), valid_share=0.1)
+    shutil.copytree(face, root / "other-face")
+    changed = (face / "tokenizer_config.json").read_text().replace('"bos_token": "<s>"', '"bos_token": "</s>"')
+    (root / "other-face" / "tokenizer_config.json").write_text(changed)
+    return root
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Return what a dry run of the tiny model prints."""
+    monkeypatch.setattr(launcher, "check_with_megatron", lambda *_: None)  # imports it for good
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SIMREG_CPU"):
+        monkeypatch.setenv(name, "1")
+
+    def planned(*words: object) -> str:
+        launcher._launch("llama", [*map(str, words), "--dry-run"])
+        return capsys.readouterr().out
+
+    return planned
+
+
+def test_a_set_with_its_tokenizer_is_taken(place: Path, plan) -> None:
+    """The dry run counts parameters with the vocabulary of the set."""
+    for made, tokenizer, vocabulary in (("set", "first.model", 350), ("face-set", "face", 420)):
+        prefix = place / made
+        said = plan("--data", prefix / "train", "--valid-data", prefix / "valid", "--tokenizer", place / tokenizer)
+        assert "no manifest" not in said and f"with a vocabulary of {vocabulary}" in said
+
+
+@pytest.mark.parametrize(
+    ("made", "words", "sentence"),
+    [
+        ("set", ("--tokenizer", "second.model"), r"made with another tokenizer \(first.model\) than .*second.model"),
+        ("set", ("--tokenizer", "face"), "made with another tokenizer"),
+        ("face-set", ("--tokenizer", "other-face"), r"made with another tokenizer \(face\) than .*other-face"),
+        ("set", ("--tokenizer", "first.model", "--vocab-size", "300"), "350 token ids and --vocab-size 300 has room"),
+        ("set", ("--tokenizer", "first.model", "--seq-length", "90000"), "one sample takes 90001"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--data", "--data-path"])
+def test_what_does_not_fit_is_refused(
+    place: Path, plan, flag: str, made: str, words: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        plan(flag, place / made / "train", words[0], place / words[1], *words[2:])
+
+
+def test_damaged_and_exchanged_files_are_refused(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "set", tmp_path / "set")
+    prefix = str(tmp_path / "set" / "train")
+    write_pair(Path(prefix), TEXTS[:200], place / "first.model")
+    with pytest.raises(LaunchError, match=r"train\.bin has \d+ bytes and .*manifest\.json says \d+"):
+        data.check_data([("--data-path", prefix)])
+    for foreign in (
+        "[" * 20_000,
+        "[]",
+        '{"files": []}',
+        '{"files": {"train.bin": {"bytes": 1}}, "vocab_size": "many"}',
+    ):
+        (tmp_path / "set" / "manifest.json").write_text(foreign)
+        assert "no manifest.json" in data.check_data([("--data-path", prefix)])[0]
+    assert data.count_tokens(prefix) == len(read_tokens(prefix))
+    content = Path(f"{prefix}.bin").read_bytes()
+    Path(f"{prefix}.bin").write_bytes(content[:-2])
+    with pytest.raises(LaunchError, match=r"has \d+ bytes and its \.idx says"):
+        data.check_data([("--data-path", prefix)])
+    index = Path(f"{prefix}.idx").read_bytes()
+    for broken in (index[:-8], b"no index", b""):
+        Path(f"{prefix}.idx").write_bytes(broken)
+        with pytest.raises(LaunchError, match="is not a whole Megatron index"):
+            data.check_data([("--data-path", prefix)])
+
+
+def test_labels_are_counted(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(labels, "_CHUNK", 1000)
+    prefix = place / "set" / "train"
+    tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
+    expected = np.bincount(tokens, minlength=350)
+    np.testing.assert_array_equal(labels.count_labels(prefix), expected)
+    assert labels.main([str(prefix)]) == 0
+    written = json.loads(Path(f"{prefix}.histogram.json").read_text())
+    assert written["counts"] == expected.tolist() and written["top"]["ids"] == 7
+    assert written["top"]["share_of_labels"] == np.sort(expected)[-7:].sum() / len(tokens)
+    assert f"hold {written['top']['share_of_labels']:.2%}" in capsys.readouterr().out
+    assert Path(f"{prefix}.histogram.png").read_bytes().startswith(b"\x89PNG")
+    writer = PairWriter(tmp_path / "wide", 100_000)
+    writer.add([70000, 5, 5])
+    writer.close()
+    assert labels.count_labels(tmp_path / "wide")[[5, 70000]].tolist() == [2, 1]
+    with pytest.raises(DataError, match="id 70000, beyond the vocabulary of 70000"):
+        labels.count_labels(tmp_path / "wide", 70000)
+    assert labels.main([str(tmp_path / "none")]) == 2
