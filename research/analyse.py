@@ -245,8 +245,8 @@ def problems(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
         yield f"{name}: the run {' '.join(twice[0])} stands in it twice"
     if not plan.is_search and (few := [size for size in plan.sizes if plan.seeds_at(size) < FEWEST_SEEDS]):
         yield f"{name}: fewer than {FEWEST_SEEDS} seeds at size {few[0]}"
-    if plan.tuned_in in tables and (found := list(problems(plan.tuned_in, tables))):
-        yield f"{name}: its settings come from a search that allows no conclusion: {found[0]}"
+    if plan.tuned_in in tables and (of_search := list(problems(plan.tuned_in, tables))):
+        yield f"{name}: its settings come from a search that allows no conclusion: {of_search[0]}"
     try:
         planned = entries_of(plan, table.rows[0]["data"] if table.rows else "", settings_of(plan, tables))
     except ResearchError as error:

@@ -209,7 +209,8 @@ def options_of_module(name: str) -> frozenset[str]:
             pass
     if not found:
         raise LookupError(f"{name} parsed nothing")
-    return frozenset(option for action in found[0]._actions for option in action.option_strings)
+    parsers = [found[0], *_subparsers(found[0]).values()]
+    return frozenset(option for parser in parsers for action in parser._actions for option in action.option_strings)
 
 
 def _source_of(name: str) -> Path:

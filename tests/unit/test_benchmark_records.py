@@ -150,11 +150,11 @@ def test_each_line_of_the_picture_has_its_name_and_the_reason_of_its_end(tmp_pat
     rows += [Row("SupConLoss", sizes[2], True, remark="would take 11 GiB"), Row("tiled", sizes[0], False, 9.0, 1)]
     rows += [Row("triton", size, True, remark="needs a GPU") for size in sizes]
     figure = plot.draw(rows, tmp_path / "p.png", title="here")
+    names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert names == ["tiled (ours)", "SupConLoss"]
     for axes in figure.axes:
-        assert [text.get_text() for text in axes.texts] == ["tiled (ours)", "SupConLoss"]
         assert [tick.get_text() for tick in axes.get_xticklabels()] == ["512", "1,024", "2,048"]
-        markers = {line.get_marker() for line in axes.lines}
-        assert len(markers) == 2 and {line.get_color() for line in axes.lines} <= set(plot.COLOURS)
+        assert {line.get_color() for line in axes.lines} <= set(plot.COLOURS)
     np_time = figure.axes[0].lines[0].get_ydata()
     assert list(np_time) == pytest.approx([1e3] * 3), "microseconds per token"
     assert figure.get_supxlabel() == "triton: needs a GPU; SupConLoss at 2,048 tokens: would take 11 GiB"

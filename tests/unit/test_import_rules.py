@@ -63,25 +63,21 @@ LAW = {
     "data": room("tools", "sentencepiece transformers"),  # old names alone, until nothing imports them
     "tools": room(
         f"{TOP} config geometry plugin pretrain sentences",
-        "torch megatron numpy datasets multiprocess sentencepiece transformers filelock",
+        "torch megatron numpy datasets multiprocess sentencepiece transformers filelock matplotlib tensorboard",
     ),
     "checkpoint": room(
         f"{TOP} cpu config plugin data sentences terminal",
         "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
     ),
-    "report": room(f"{TOP} geometry sentences", "matplotlib numpy scipy tensorboard rich torch"),
     "evaluation": room(
         "data tools checkpoint sentences terminal",
         "lm_eval datasets transformers torch numpy matplotlib typer rich filelock",
     ),
-    "reproduce": room(
-        f"{TOP} cpu data installed report sentences terminal",
-        "torch yaml sentencepiece scipy numpy matplotlib typer rich",
-    ),
+    "_old_commands": room("checkpoint evaluation", "typer"),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),
-    "doctor": room(f"{TOP} comparison cpu installed plugin trial", "typer rich torch"),
-    "cli": room(f"{TOP} checkpoint config doctor evaluation plugin reproduce sentences tools", "typer rich"),
+    "doctor": room(f"{TOP} comparison cpu installed plugin sentences trial", "torch"),
+    "cli": room(f"{TOP} _old_commands doctor plugin sentences tools"),
 }
 
 
