@@ -10,7 +10,7 @@ SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
 
 _TEMPERATURE = 0.01
-_TERMS = "simreg_megatron.sharded.sequence:terms_of"
+_TERMS = "simreg_megatron.sharded.sequence:simreg_over_ranks"
 
 
 def _check_none(config: Settings) -> None:

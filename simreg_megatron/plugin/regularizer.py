@@ -34,7 +34,7 @@ from simreg_megatron.plugin.tokens import (
 )
 from simreg_megatron.plugin.writers import timed
 from simreg_megatron.sharded.objectives import objective_terms
-from simreg_megatron.sharded.sequence import views_of
+from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.sharded.views import View
 from simreg_megatron.strength import Strength
 from simreg_megatron.weights.heads import head_terms, label_rows
@@ -236,14 +236,18 @@ class Regularizer:
             assert given.hidden_states is not None  # the settings leave it to the stage with the output layer
             terms = head_terms(config, model, given.hidden_states, given.labels, given.valid, tokens.shard)
             return _Part(terms, self._views_for_log(config, tokens, states[-1]), {})
-        views = [self._views(config, tokens, prefix) for state in states for prefix in _prefixes(config, state)]
+        prefixes = [prefix for state in states for prefix in _prefixes(config, state)]
+        views = [self._views(config, tokens, prefix) for prefix in prefixes]
         learned = learned_scalars(config, model, tokens.shard.tensor_group)
+        exponents = (learned["query"], learned["key"]) if "query" in learned else None
         data_group = functools.partial(compat.data_group, model)
-        of_views = [
-            objective_terms(config, of_state, tokens.shard, learned, self.strength.iteration, data_group)
-            for of_state in views
+        terms_of_states = [
+            simreg_over_ranks(config, tokens.shard, rows, own, sample_length=tokens.sample_length, exponents=exponents)
+            if config.is_simreg
+            else objective_terms(config, own, tokens.shard, learned, self.strength.iteration, data_group)
+            for rows, own in zip(prefixes, views, strict=True)
         ]
-        terms = functools.reduce(torch.add, of_views)
+        terms = functools.reduce(torch.add, terms_of_states)
         if config.is_simreg and config.prefixes:
             terms = terms / len(config.prefixes)
         others = config.sends_no_rows or config.record.relabels  # than what the log describes
@@ -255,7 +259,7 @@ class Regularizer:
         return self._views(config, tokens, states.detach(), for_log=True) if self.metrics.wants_geometry else []
 
     def _views(self, config: SimRegConfig, tokens: Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
-        return views_of(
+        return chunk_views(
             config,
             tokens.shard,
             states,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The terms of the chosen objective on this rank's tokens: SimReg's, or another one's.
+"""The terms of another objective than SimReg on this rank's tokens.
 
 Shapes: B micro-batch, A anchors of this rank, D hidden.
 """
@@ -18,7 +18,6 @@ from simreg_megatron.losses.sigmoid import with_heads
 from simreg_megatron.objectives.record import OptionKind
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.samples import Replicas
-from simreg_megatron.sharded.sequence import terms_of
 from simreg_megatron.sharded.views import View
 
 _SWITCH = {"yes": True, "no": False}
@@ -39,8 +38,6 @@ def objective_terms(
         iteration: of the training loop, from 0.
         replicas: who tells the ranks with other sequences.
     """
-    if config.is_simreg:
-        return terms_of(config, views, (learned["query"], learned["key"]) if "query" in learned else None)
     terms = config.record.terms(config.options)
     found: Tensor
     if config.sums_up:

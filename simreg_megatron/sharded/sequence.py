@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg on a sequence that several ranks hold together: what each must see, and the terms of its own tokens.
+"""SimReg on a sequence that several ranks hold together: `chunk_views` gathers, `simreg_over_ranks` computes.
 
-Each rank computes the terms of its own anchors once, against all tokens that these meet. Labels are gathered where
+Each rank computes the terms of its own anchors once, against all tokens of their chunks. Labels are gathered where
 chunks, chunk weights or documents reach beyond a rank; hidden states travel only where a chunk does.
 
 Shapes: S rows of this rank, B micro-batch, D hidden, K tokens in a view, A anchors.
@@ -30,7 +30,60 @@ from simreg_megatron.sharded.ratios import Pairs, ratios_over_ranks
 from simreg_megatron.sharded.views import View
 
 
-def views_of(
+def simreg_over_ranks(
+    config: SimRegConfig,
+    shard: SequenceShard,
+    hidden_states: Tensor,
+    views: list[View],
+    *,
+    sample_length: int | None = None,
+    exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute SimReg's terms of this rank's anchors against all tokens of their chunks, whichever ranks hold these.
+
+        term_i = log(1 + S_neg,i / S_pos,i),    S = sum over negatives (positives) j of exp((cos(e_i, e_j) - 1) / tau)
+
+    The views have the tokens (`chunk_views` gathered them). A fast form finds the ratios of all views at once, and
+    sends two numbers of each anchor in the backward; the reference differentiates through the gathered rows.
+
+    Args:
+        hidden_states: [S, B, D] of this rank; their gradient is complete, whichever rank's anchors it came from.
+        views: of the same states.
+        sample_length: tokens in a sample, where a row packs several.
+        exponents: the two scalars of similarity "learnable".
+
+    Returns:
+        [B, anchors of this rank], in the order of its rows.
+    """
+    form = fast_form(config, hidden_states)
+    if form is None:
+        return joined([_reference_terms(config, view, exponents) for view in views])
+    plan = shard.plan(Cutting(config.chunk_size, config.scope, sample_length))
+    ratios = ratios_over_ranks(hidden_states, views, shard, plan, Pairs(config.chunk_size, config.tau, form))
+    counts = [view.roles.anchor.shape[1] for view in views]
+    return joined(
+        [terms_of_ratio(ratio, view.roles) for view, ratio in zip(views, ratios.split(counts, dim=1), strict=True)]
+    )
+
+
+def _reference_terms(config: SimRegConfig, view: View, exponents: tuple[Tensor, Tensor] | None) -> Tensor:
+    return simreg_terms(
+        view.embeddings,
+        view.labels,
+        view.usable,
+        view.roles,
+        anchors=view.anchors,
+        documents=view.documents,
+        chunk_size=config.chunk_size,
+        temperature=config.tau,
+        similarity=config.similarity,
+        exponents=exponents,
+        self_positive=config.self_positive,
+        impl="reference",
+    )
+
+
+def chunk_views(
     config: SimRegConfig,
     shard: SequenceShard,
     hidden_states: Tensor,
@@ -43,12 +96,13 @@ def views_of(
     iteration: int = 0,
     for_log: bool = False,
 ) -> list[View]:
-    """What this rank's anchors meet, in the order of its rows. A collective wherever the plan exchanges anything.
+    """Gather what this rank's anchors are compared with: whole chunks, in the order of its rows.
 
-    Where SimReg has a fast form, that form finds the ratios of all views here, and they alone carry the gradient.
+    A collective wherever the plan exchanges labels or rows. The rows have no gradient where a fast form of SimReg
+    computes on them, as `simreg_over_ranks` finds it by itself.
 
     Args:
-        hidden_states: [S, B, D] of this rank; their gradient is complete, whichever rank's anchors it came from.
+        hidden_states: [S, B, D] of this rank.
         labels: [B, S] of the same tokens.
         valid: bool [B, S]; none with a label below 0.
         documents: who tells the borders of documents; None where tokens of all documents meet.
@@ -78,10 +132,7 @@ def views_of(
         stretch = window.domain if by_domain else window.tokens
         names = _Names.of(stretch, all_labels, all_usable, documents)
         found.append(_view(window, names if relabelled is None else relabelled(names), rows, head_rows, make))
-    if not form or for_log:
-        return found
-    ratios = ratios_over_ranks(hidden_states, found, shard, plan, Pairs(config.chunk_size, config.tau, form))
-    return _with_ratios(found, ratios)
+    return found
 
 
 def _say_if_weightless(config: SimRegConfig, plan: RowPlan) -> None:
@@ -161,14 +212,6 @@ def _view(
     )
 
 
-def _with_ratios(views: list[View], ratios: Tensor) -> list[View]:
-    """Each view with those of its anchors, of [B, anchors of all views]."""
-    if len(views) == 1:
-        return [views[0]._replace(ratio=ratios)]
-    counts = [view.roles.anchor.shape[1] for view in views]
-    return [view._replace(ratio=ratio) for view, ratio in zip(views, ratios.split(counts, dim=1), strict=True)]
-
-
 def _gathered(labels: Tensor, usable: Tensor, shard: SequenceShard) -> tuple[Located, Located]:
     """Of all tokens of the sequence, in one collective."""
     both = shard.whole(torch.stack([labels.long(), usable.long()], dim=-1))
@@ -183,34 +226,6 @@ def fast_form(config: SimRegConfig, rows: Tensor | None = None) -> str | None:
         return None
     impl = chosen_impl(config.impl, config.similarity, config.self_positive, rows)
     return impl if impl in MODULES else None
-
-
-def terms_of(config: SimRegConfig, views: list[View], exponents: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """term_i of every anchor of this rank, [B, anchors], in the order of its rows.
-
-    Args:
-        exponents: the two scalars of similarity "learnable".
-    """
-    return joined([_terms(config, view, exponents) for view in views])
-
-
-def _terms(config: SimRegConfig, view: View, exponents: tuple[Tensor, Tensor] | None) -> Tensor:
-    if view.ratio is not None:
-        return terms_of_ratio(view.ratio, view.roles)
-    return simreg_terms(
-        view.embeddings,
-        view.labels,
-        view.usable,
-        view.roles,
-        anchors=view.anchors,
-        documents=view.documents,
-        chunk_size=config.chunk_size,
-        temperature=config.tau,
-        similarity=config.similarity,
-        exponents=exponents,
-        self_positive=config.self_positive,
-        impl="reference",
-    )
 
 
 def _relative(run: Run, origin: Run) -> Run:

@@ -18,11 +18,10 @@ class View(NamedTuple):
     """Some anchors of this rank and all tokens that they meet: whole chunks from their first token on."""
 
     run: Run  # of the tokens, on the sequence
-    embeddings: Tensor  # [B, K, D]; without a gradient where `ratio` has it
+    embeddings: Tensor  # [B, K, D]; without a gradient where a fast form of SimReg finds it by itself
     labels: Tensor  # [B, K]
     usable: Tensor  # [B, K] bool
     documents: Tensor | None  # [B, K]
     anchors: Run  # positions inside K
     roles: TokenRoles  # of the anchors, [B, A]
-    ratio: Tensor | None = None  # S_neg / S_pos of the anchors [B, A], where a fast form found it for all views at once
     heads: Tensor | None = None  # [B, K, D], the output layer's row for each label, where states meet these

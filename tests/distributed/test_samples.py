@@ -22,7 +22,8 @@ from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.objectives import objective_terms
-from simreg_megatron.sharded.sequence import views_of
+from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
+from simreg_megatron.sharded.views import View
 from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, WIDTH, groups, pick, sample
 from tests.helpers.norms import norm_sums
 from tests.helpers.processes import run_processes
@@ -32,12 +33,18 @@ ITERATION = 3
 ALONE = ShardLayout(LENGTH)
 
 
+def terms_of(config: SimRegConfig, shard: SequenceShard, rows: Tensor, views: list[View]) -> Tensor:
+    if config.is_simreg:
+        return simreg_over_ranks(config, shard, rows, views)
+    return objective_terms(config, views, shard, {}, ITERATION, lambda: dist.group.WORLD)
+
+
 def whole(config: SimRegConfig, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Terms and gradient of one process that sees everything."""
     rows = given["embeddings"].transpose(0, 1).clone().requires_grad_()
     shard = SequenceShard(ALONE)
-    views = views_of(config, shard, rows, given["labels"], given["valid"])
-    terms = objective_terms(config, views, shard, {}, ITERATION, lambda: dist.group.WORLD)
+    views = chunk_views(config, shard, rows, given["labels"], given["valid"])
+    terms = terms_of(config, shard, rows, views)
     (terms * given["weights"]).sum().backward()
     assert terms.abs().sum() > 0
     return terms.detach(), rows.grad.transpose(0, 1)
@@ -49,8 +56,8 @@ def check_rank(number: int, layout: ShardLayout, config: SimRegConfig, *, pulls_
     shard = SequenceShard(layout, rank, *groups(rank, layout))
     given, held = sample(), layout.held(rank)
     local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
-    views = views_of(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    terms = objective_terms(config, views, shard, {}, ITERATION, lambda: dist.group.WORLD)
+    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
+    terms = terms_of(config, shard, local, views)
     context = layout.held(rank) if not layout.rows_split else replace(layout, rows_split=False).held(rank)
     base = torch.zeros(len(terms), layout.context_tokens, dtype=torch.float64, requires_grad=True)
     (add_gradient(base, terms, start=shard.start) * pick(given["weights"], context)).sum().backward()
@@ -74,8 +81,8 @@ def check_replica(rank: int, config: SimRegConfig) -> None:
     given = {name: values[:2] for name, values in sample().items()}
     shard, own = SequenceShard(ALONE), {name: values[rank : rank + 1] for name, values in given.items()}
     rows = own["embeddings"].transpose(0, 1).clone().requires_grad_()
-    views = views_of(config, shard, rows, own["labels"], own["valid"])
-    terms = objective_terms(config, views, shard, {}, ITERATION, lambda: dist.group.WORLD)
+    views = chunk_views(config, shard, rows, own["labels"], own["valid"])
+    terms = terms_of(config, shard, rows, views)
     (terms * own["weights"]).sum().backward()
     expected_terms, expected_grad = whole(_alone(config), given)
     torch.testing.assert_close(terms.detach(), expected_terms[rank : rank + 1], **TIGHT)

@@ -22,7 +22,7 @@ from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded import ratios
 from simreg_megatron.sharded.documents import EndTokens, PackedLengths
-from simreg_megatron.sharded.sequence import terms_of, views_of
+from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.sharded.views import View
 from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick
@@ -97,7 +97,7 @@ def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, samp
     shard = SequenceShard(layout, rank, *groups(rank, layout))
     given, held = sample(), layout.held(rank)
     local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
-    views = views_of(
+    views = chunk_views(
         config,
         shard,
         local,
@@ -106,7 +106,7 @@ def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, samp
         documents=EndTokens(END) if config.document_mask else None,
         sample_length=sample_length,
     )
-    terms = terms_of(config, views)
+    terms = simreg_over_ranks(config, shard, local, views, sample_length=sample_length)
 
     # The per-token loss covers the context rank's tokens on every tensor rank, as Megatron's does.
     context = layout.held(rank) if not layout.rows_split else replace(layout, rows_split=False).held(rank)
@@ -268,8 +268,8 @@ def check_local_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig
     shard = SequenceShard(layout, rank, row_group, tensor_group)
     given, held = sample(), layout.held(rank)
     local = pick(given["embeddings"], held).transpose(0, 1).contiguous().requires_grad_()
-    views = views_of(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    terms = terms_of(config, views)
+    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
+    terms = simreg_over_ranks(config, shard, local, views)
     weights = pick(given["weights"], layout.anchors(rank))
     (terms * weights).sum().backward()
 
@@ -314,8 +314,10 @@ def check_bits(rank: int, layout: ShardLayout, config: SimRegConfig) -> None:
     shard = SequenceShard(layout, place, *groups(place, layout))
     given, held = sample(), layout.held(place)
     local = pick(given["embeddings"], held).float().transpose(0, 1).contiguous().requires_grad_()
-    views = views_of(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    (terms_of(config, views) * pick(given["weights"], layout.anchors(place)).float()).sum().backward()
+    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
+    (
+        simreg_over_ranks(config, shard, local, views) * pick(given["weights"], layout.anchors(place)).float()
+    ).sum().backward()
     copies = [torch.empty_like(local.grad) for _ in range(layout.tensor_size)]
     dist.all_gather(copies, local.grad, group=shard.tensor_group)
     assert local.grad.norm() > 0 and all(torch.equal(copies[0], copy) for copy in copies)
@@ -333,8 +335,10 @@ def check_half_precision(rank: int, layout: ShardLayout, config: SimRegConfig, d
     shard = SequenceShard(layout, place, *groups(place, layout))
     given, held = sample(), layout.held(place)
     local = pick(given["embeddings"], held).to(dtype).transpose(0, 1).contiguous().requires_grad_()
-    views = views_of(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    (terms_of(config, views) * pick(given["weights"], layout.anchors(place)).float()).sum().backward()
+    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
+    (
+        simreg_over_ranks(config, shard, local, views) * pick(given["weights"], layout.anchors(place)).float()
+    ).sum().backward()
     assert local.grad.dtype == dtype
     embeddings = given["embeddings"].to(dtype).float().requires_grad_()
     terms = simreg_loss(embeddings, given["labels"], valid=given["valid"], reduction="none", **options_of(config))

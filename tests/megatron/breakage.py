@@ -182,14 +182,14 @@ def not_finite_from_second_step() -> None:
     """SimReg's terms are NaN from the second step on, while the language-model loss stays sound."""
     from simreg_megatron.plugin import regularizer
 
-    objective_terms, calls = regularizer.objective_terms, []
+    compute, calls = regularizer.simreg_over_ranks, []
 
-    def broken(*args: Any) -> Tensor:
+    def broken(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(None)
-        terms = objective_terms(*args)
+        terms = compute(*args, **kwargs)
         return terms * float("nan") if len(calls) > 2 else terms  # two micro-batches a step
 
-    regularizer.objective_terms = broken
+    regularizer.simreg_over_ranks = broken
 
 
 def not_finite_hidden_states() -> None:

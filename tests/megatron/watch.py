@@ -20,7 +20,7 @@ def evaluation() -> None:
 
     from simreg_megatron.plugin import regularizer
 
-    compute, evaluate, calls = regularizer.objective_terms, training.evaluate, []
+    compute, evaluate, calls = regularizer.simreg_over_ranks, training.evaluate, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
@@ -34,7 +34,7 @@ def evaluation() -> None:
         print(f"SimReg calls in training: {before}")
         return result
 
-    regularizer.objective_terms = counted
+    regularizer.simreg_over_ranks = counted
     training.evaluate = watched
 
 

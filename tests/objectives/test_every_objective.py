@@ -23,7 +23,7 @@ from simreg_megatron.objectives.record import resolved
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.objectives import objective_terms
-from simreg_megatron.sharded.sequence import views_of
+from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from tests.distributed.test_samples import check_rank
 from tests.distributed.test_shard import CP2_SP2, CP2_TP2
 from tests.helpers.processes import run_processes
@@ -66,7 +66,9 @@ def _narrow(objective: Objective) -> str:
 def terms(config: SimRegConfig, rows: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
     """[B, S], on one rank that holds all."""
     shard = SequenceShard(ShardLayout(labels.shape[1]))
-    views = views_of(config, shard, rows.transpose(0, 1), labels, valid, iteration=1)
+    views = chunk_views(config, shard, rows.transpose(0, 1), labels, valid, iteration=1)
+    if config.is_simreg:
+        return simreg_over_ranks(config, shard, rows.transpose(0, 1), views)
     return objective_terms(config, views, shard, {}, 1, lambda: dist.group.WORLD)
 
 

@@ -120,7 +120,7 @@ def test_measuring_computes_in_log_steps_alone(monkeypatch: pytest.MonkeyPatch) 
         original = getattr(regularizer_module, name)
         monkeypatch.setattr(regularizer_module, name, lambda *a, **k: (computed.append(name), original(*a, **k))[1])
 
-    for name in ("views_of", "objective_terms", "label_rows", "shard_of"):
+    for name in ("chunk_views", "simreg_over_ranks", "label_rows", "shard_of"):
         counted(name)
     hidden, labels, mask, loss = micro_batch()
     few = mask.clone()
@@ -267,8 +267,8 @@ def test_what_only_the_data_knows_is_told_once(capsys: pytest.CaptureFixture[str
 
 def test_failure_behind_a_sound_loss_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, labels, mask, loss = micro_batch()
-    sound = regularizer_module.objective_terms
-    monkeypatch.setattr(regularizer_module, "objective_terms", lambda *a, **k: sound(*a, **k) * float("inf"))
+    sound = regularizer_module.simreg_over_ranks
+    monkeypatch.setattr(regularizer_module, "simreg_over_ranks", lambda *a, **k: sound(*a, **k) * float("inf"))
     regularizer = Regularizer(SimRegConfig(lambda_=1))
     with pytest.raises(RuntimeError, match="the SimReg term is not finite while the language-model loss is"):
         add(regularizer, hidden, labels, mask, loss)
@@ -326,9 +326,9 @@ def test_a_term_that_is_off_costs_nothing_and_is_still_measured(monkeypatch: pyt
     hidden, labels, mask, loss = micro_batch()
     regularizer = Regularizer(SimRegConfig(lambda_=3, temperature=0.1, chunk_size=6, off_after=0.25))
     computed: list[str] = []
-    original = regularizer_module.objective_terms
+    original = regularizer_module.simreg_over_ranks
     monkeypatch.setattr(
-        regularizer_module, "objective_terms", lambda *a, **k: (computed.append("term"), original(*a, **k))[1]
+        regularizer_module, "simreg_over_ranks", lambda *a, **k: (computed.append("term"), original(*a, **k))[1]
     )
 
     def step(iteration: int, *, logs: bool) -> torch.Tensor:

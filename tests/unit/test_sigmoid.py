@@ -19,7 +19,7 @@ from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import refusals
 from simreg_megatron.sharded.objectives import objective_terms
-from simreg_megatron.sharded.sequence import views_of
+from simreg_megatron.sharded.sequence import chunk_views
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.heads import label_rows
 from tests.helpers.fixtures import fixture_f1, random_tokens
@@ -359,7 +359,7 @@ def test_an_output_layer_of_zeros_has_no_term_yet() -> None:
     everyone = torch.ones_like(labels, dtype=torch.bool)
 
     def terms(heads: Tensor) -> Tensor:
-        views = views_of(config, shard, hidden, labels, everyone, heads=heads)
+        views = chunk_views(config, shard, hidden, labels, everyone, heads=heads)
         return objective_terms(config, views, shard, {}, 0, lambda: None)
 
     found = terms(torch.zeros_like(hidden))

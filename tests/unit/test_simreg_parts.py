@@ -120,9 +120,9 @@ def test_a_chunk_weight_that_weighs_nothing_is_told(
     # In scope local one of two ranks, with two blocks of 4 tokens.
     shard = SequenceShard(ShardLayout(16, context_size=2) if scope == "local" else ShardLayout(8))
     rows, labels = random_tokens((1, 8, 6), num_labels=2)
-    sequence.views_of(config, shard, rows.transpose(0, 1), labels, labels >= 0)
+    sequence.chunk_views(config, shard, rows.transpose(0, 1), labels, labels >= 0)
     assert [said in line for line in heard] == [True] * bool(said)
-    sequence.views_of(replace(config, chunk_weight="token"), shard, rows.transpose(0, 1), labels, labels >= 0)
+    sequence.chunk_views(replace(config, chunk_weight="token"), shard, rows.transpose(0, 1), labels, labels >= 0)
     assert len(heard) == bool(said), "all tokens equally is no weight"
 
 
