@@ -404,6 +404,8 @@ def _prepare(plan: Plan) -> None:
         cpu_backend.activate(cpu_backend.requested(plan.arguments) or "on")
     except cpu_backend.CpuBackendError as error:
         raise LaunchError(str(error)) from None
+    except ImportError as error:
+        raise preflight.without_megatron(error) from None
 
 
 def _build_corpus() -> Corpus:

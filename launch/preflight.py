@@ -242,7 +242,7 @@ def check_with_megatron(
         _check_release()
     use_tree(tree)
     with contextlib.nullcontext() if trains else _silence():
-        parser = _megatrons_parser()
+        parser = _megatrons_parser(trains=trains)
     if parser is None or "--yaml-cfg" in flag_names(flags):
         return None
     words = flatten(flag for flag in flags if not _is_own(flag))
@@ -323,7 +323,20 @@ def _objection(args: argparse.Namespace, world_size: int) -> str | None:
     return None
 
 
-def _megatrons_parser() -> _Refusing | None:
+def without_megatron(error: Exception) -> LaunchError:
+    """The error for a run whose Megatron cannot be imported."""
+    return LaunchError(
+        f"Megatron's training loop cannot be imported ({type(error).__name__}: {error}): run `make setup`, pip install "
+        "'megatron-core>=0.19.2,<0.20', or set MEGATRON_PATH to a Megatron-LM tree"
+    )
+
+
+def _megatrons_parser(*, trains: bool) -> _Refusing | None:
+    """Megatron's parser; None where it cannot be imported and nothing trains here.
+
+    Raises:
+        LaunchError: it cannot be imported, and this process is to train.
+    """
     try:
         import torch
 
@@ -332,8 +345,10 @@ def _megatrons_parser() -> _Refusing | None:
         if not torch.cuda.is_available():
             cpu_backend.activate()  # so that Megatron can be imported; this process plans, or is on the CPU anyway
         from megatron.training.arguments import add_megatron_arguments
-    except Exception:  # what keeps it from being imported is told by the run itself
-        return None
+    except Exception as error:
+        if not trains:
+            return None
+        raise without_megatron(error) from None
     parser = _Refusing(allow_abbrev=False)
     add_megatron_arguments(parser)
     return parser

@@ -970,3 +970,14 @@ def test_own_flags_are_checked_before_anything_slow(tmp_path: Path) -> None:
 def test_nodes_of_pods_without_an_address(tmp_path: Path) -> None:
     done = run_script("bash", str(SCRIPTS[0]), cwd=tmp_path, PET_NNODES="2")
     assert done.returncode == 2 and "several nodes need the address of the first" in done.stderr
+
+
+def test_a_run_without_megatron_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").touch()
+    done = run_script(sys.executable, str(SCRIPTS[0]), cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert (
+        "Megatron's training loop cannot be imported (ModuleNotFoundError: No module named 'megatron.core')"
+        in done.stderr
+    )
