@@ -201,7 +201,10 @@ def _train(plan: Plan, *, verbose: bool) -> None:
 
     number = next((name for name in ("bf16", "fp16") if f"--{name}" in flag_names(plan.flags)), "fp32")
     device = "cpu" if plan.on_cpu else torch.cuda.get_device_name()
-    _say(f"> Trains on {device} in {number}")  # `reproduce` reads this line
+    _say(f"> Trains on {device} in {number}")  # research/run.py reads this line
+    if plan.on_cpu and plan.model == TINY and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more make a tiny step slower, and several times slower on a busy machine
+        _say("> One thread a rank: OMP_NUM_THREADS sets another number")
     try:
         with quiet.quiet_output(verbose=verbose or plan.model != TINY):
             run([str(plan.script), *plan.arguments], plain=plan.plain)

@@ -835,7 +835,7 @@ class TestRecordsKeepNoSecrets:
 
 
 def test_a_release_without_the_training_loop_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(preflight, "_megatrons_parser", lambda: None)
+    monkeypatch.setattr(preflight, "_megatrons_parser", lambda **_: None)
     monkeypatch.setattr(preflight.metadata, "version", {"megatron-core": "0.16.1"}.get)
     with pytest.raises(LaunchError, match=r"megatron-core 0\.19, and 0\.16\.1 is installed: .* or set MEGATRON_PATH"):
         preflight.check_with_megatron((), options=(), tree=None, trains=False, world_size=1)

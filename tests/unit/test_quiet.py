@@ -89,6 +89,6 @@ def test_megatron_is_imported_under_the_output_that_its_log_will_keep(
 ) -> None:
     """Handlers of a log hold the stream that they find: under a silence that ends, all of it would be lost."""
     found = []
-    monkeypatch.setattr(preflight, "_megatrons_parser", lambda: found.append(sys.stderr))
+    monkeypatch.setattr(preflight, "_megatrons_parser", lambda **_: found.append(sys.stderr))
     preflight.check_with_megatron((), options=(), tree=None, trains=trains, world_size=1)
     assert (found == [sys.stderr]) is trains
