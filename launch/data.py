@@ -103,6 +103,7 @@ def check_data(flags: Sequence[Flag]) -> list[str]:
     """
     notices: list[str] = []
     texts = prefixes(flags)
+    tokenizer = _hash_of_tokenizer(flags) if texts else None
     for prefix in dict.fromkeys(texts):
         if not is_pair(prefix):
             raise LaunchError(explain_missing(prefix))
@@ -112,33 +113,35 @@ def check_data(flags: Sequence[Flag]) -> list[str]:
         manifest = read_manifest(prefix)
         if not manifest:
             notices.append(f"{prefix} has no {MANIFEST}: nothing shows which tokenizer made it")
-        _check_tokenizer(prefix, manifest, flags)
+        made_with = manifest.get("tokenizer_sha256")
+        if tokenizer and made_with and made_with != tokenizer:
+            raise LaunchError(
+                f"{prefix} was made with another tokenizer ({manifest.get('tokenizer_name')}) than "
+                f"{flag_value(flags, '--tokenizer-model')}: give the one the data was made with, or prepare it again"
+            )
+        size = manifest.get("vocab_size", 0)
+        if flag_value(flags, "--vocab-size") and size > (given := flag_number(flags, "--vocab-size", 1)):
+            raise LaunchError(
+                f"{prefix} was made with {size} token ids and --vocab-size {given} has room for fewer: leave "
+                "--vocab-size out, or prepare the data with the tokenizer of this model"
+            )
     split = flag_value(flags, "--split")
     for prefix in prefixes(flags, ("--data-path",)) if split else ():
         _check_split(prefix, str(split))
     return notices[:1]  # one is enough for all texts
 
 
-def _check_tokenizer(prefix: str, manifest: dict[str, Any], flags: Sequence[Flag]) -> None:
+def _hash_of_tokenizer(flags: Sequence[Flag]) -> str | None:
+    """Return what manifests have of the run's tokenizer; None for a kind that only Megatron reads."""
     source = flag_value(flags, "--tokenizer-model")
-    if source and flag_value(flags, "--tokenizer-type") in _READ_HERE:
-        from simreg_megatron.tools.tokenizers import load_tokenizer
+    if not source or flag_value(flags, "--tokenizer-type") not in _READ_HERE:
+        return None
+    from simreg_megatron.tools.tokenizers import load_tokenizer
 
-        try:
-            digest = load_tokenizer(source).sha256
-        except DataError as error:
-            raise LaunchError(str(error)) from None
-        if manifest.get("tokenizer_sha256", digest) != digest:
-            raise LaunchError(
-                f"{prefix} was made with another tokenizer ({manifest.get('tokenizer_name')}) than {source}: give the "
-                "tokenizer the data was made with, or prepare the data again"
-            )
-    size = manifest.get("vocab_size", 0)
-    if flag_value(flags, "--vocab-size") and size > flag_number(flags, "--vocab-size", 1):
-        raise LaunchError(
-            f"{prefix} was made with {size} token ids and --vocab-size {flag_value(flags, '--vocab-size')} has room "
-            "for fewer: leave --vocab-size out, or prepare the data with the tokenizer of this model"
-        )
+    try:
+        return load_tokenizer(source).sha256
+    except DataError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _check_split(prefix: str, split: str) -> None:

@@ -63,7 +63,7 @@ def _write_tokenizer(folder: Path, plan: Plan) -> None:
     if source is None:
         return
     source = str(Path(source).absolute()) if Path(source).exists() else source  # else the name of one on the Hub
-    with suppress(DataError):
+    with suppress(DataError, ImportError):
         (folder / RECORD).write_text(json.dumps(load_tokenizer(source).facts(), indent=1) + "\n")
 
 

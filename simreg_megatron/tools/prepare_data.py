@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -260,9 +261,15 @@ def _encode(
 ) -> dict[str, list[Any]]:
     """Tokenize some rows. `datasets` finds earlier results by the arguments, so `made_with` is one."""
     texts = texts_of(rows, numbers, **source)
-    loaded = load_tokenizer(tokenizer)
+    loaded = _load_once(tokenizer, made_with[0])
     ids = [[*found, loaded.eos_id] if found else [] for found in loaded.encode(texts)]
     return {"ids": ids, "valid": [_is_validation(text, share) for text in texts]}
+
+
+@lru_cache(maxsize=1)
+def _load_once(source: str, sha256: str) -> Tokenizer:
+    """Load the tokenizer once in a process, which takes seconds; the file may be another one later."""
+    return load_tokenizer(source)
 
 
 def _is_validation(text: str, share: float) -> bool:

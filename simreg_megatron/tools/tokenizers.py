@@ -13,7 +13,6 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,6 @@ class Tokenizer:
         return {name: getattr(self, name) for name in ("kind", "source", "sha256", "vocab_size")}
 
 
-@lru_cache(maxsize=2)
 def load_tokenizer(source: str) -> Tokenizer:
     """Load a sentencepiece `.model` file, or a Hugging Face folder or name.
 
@@ -111,20 +109,18 @@ def _load_hugging_face(source: str) -> Tokenizer:
             "of that many has no row: fill the gaps of its vocabulary with unused tokens"
         )
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
-    encode = _fast_encode(tokenizer.backend_tokenizer) if tokenizer.is_fast else _slow_encode(tokenizer)
-    return Tokenizer("huggingface", source, digest, size, -1 if eos is None else eos, bos, encode)
+    return Tokenizer("huggingface", source, digest, size, -1 if eos is None else eos, bos, _encoder_of(tokenizer))
 
 
-def _fast_encode(backend: Any) -> Callable[[Sequence[str]], list[list[int]]]:
-    """Encode with the Rust tokenizer itself, which is twice as fast as its wrapper."""
+def _encoder_of(tokenizer: Any) -> Callable[[Sequence[str]], list[list[int]]]:
+    """Encode with the Rust tokenizer where there is one: its wrapper takes twice as long."""
+    if not tokenizer.is_fast:
+        return lambda texts: tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
+    backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
     return lambda texts: [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-
-def _slow_encode(tokenizer: Any) -> Callable[[Sequence[str]], list[list[int]]]:
-    return lambda texts: tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
 
 
 def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, longest_line: int | None = None) -> None:

@@ -19,15 +19,14 @@ import sentencepiece
 
 from research.corpus.build import LOCK, build_corpus
 from research.corpus.debian import Package, fetch, fetch_newest, read_files, read_lock, write_lock
-from research.corpus.duplicates import SeenPages
 from research.corpus.pages import SIDES
 from research.corpus.prose import Block
 from research.corpus.readers import read_page
 from research.corpus.recipe import PACKAGES
 from simreg_megatron.tools.indexed import DataError, read_tokens, sha256
 
-NAMES = ["river", "window", "signal", "garden", "engine", "letter", "market", "planet", "bridge", "winter", "harbour"]
-SHORT = ["the", "of", "and", "to", "in", "is", "that", "with", "for", "from"]
+NAMES = ("river", "window", "signal", "garden", "engine", "letter", "market", "planet")
+SHORT = ("the", "of", "and", "to", "in", "is", "that", "with")
 
 
 def make_package(path: Path, files: Mapping[str, bytes]) -> None:
@@ -89,9 +88,6 @@ def test_the_whole(archive: Path, tmp_path: Path) -> None:
     write_lock(tmp_path / "newer.json", [one, Package("two", "1:2-2", two.file, 3, "00")])
     with pytest.raises(DataError, match="large is there and is not this corpus"):
         build(tmp_path / "large", archive, lock=tmp_path / "newer.json")
-    write_lock(tmp_path / "fewer.json", [one])
-    with pytest.raises(DataError, match=r"differ in their packages \(two\)"):
-        build(tmp_path / "other", archive, lock=tmp_path / "fewer.json")
 
 
 def test_readers() -> None:
@@ -107,7 +103,6 @@ shows the files \- all of them \fIin\fP a folder.
 this is a listing of the words that are not for us.
 .fi
 """
-    markup = b"A Title\n=======\n\nRead :ref:`the manual <label>` first, and then all of the words in it.\n"
     pod = b"=head1 The I<name>\n\nUse L<the other|perlfunc> if C<$a B<and> $b> is what E<lt> you have.\n\n  my $a;\n"
     assert read_page("a/b.html", html) == [
         Block("This is a first paragraph of words in a row.", "What it is"),
@@ -116,20 +111,7 @@ this is a listing of the words that are not for us.
     assert read_page("usr/share/man/man1/ls.1.gz", manual) == [
         Block("The command ls shows the files - all of them in a folder.", "See what")
     ]
-    assert read_page("x/_sources/a.rst.txt", markup) == [
-        Block("Read the manual first, and then all of the words in it.", "A Title")
-    ]
     assert read_page("a.pod", pod) == [Block("Use the other if $a and $b is what < you have.", "The name")]
-
-
-def test_a_page_nearly_like_another_is_left_out() -> None:
-    draw = random.Random(1)
-    words = ["".join(draw.choices("abcdefghijklmnop", k=6)) for _ in range(900)]
-    changed = words.copy()
-    changed[300] = changed[600] = "other"  # 10 of 896 rows of five words: similarity 0.98
-    seen = SeenPages()
-    assert seen.is_new(" ".join(words)) and not seen.is_new(" ".join(changed))
-    assert seen.is_new(" ".join(words[:450] + words[450:][::-1])), "a similarity of about a third"
 
 
 def test_packages(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
