@@ -44,7 +44,7 @@ HF = ["transformers>=4.56,<6", "safetensors>=0.4,<1", "sentencepiece>=0.2,<0.3"]
 EVALUATION = [*HF, "lm-eval[hf]>=0.4.13,<0.5"]
 REPORT = ["matplotlib>=3.9,<4", "tensorboard>=2.17,<3"]
 # Experiments: plans are YAML, verdicts are scipy's tests, and lxml reads the HTML of the large corpus.
-REPRODUCE = [*REPORT, "sentencepiece>=0.2,<0.3", "pyyaml>=6.0.2", "scipy>=1.12,<2", "lxml>=5"]
+RESEARCH = [*REPORT, "sentencepiece>=0.2,<0.3", "pyyaml>=6.0.2", "scipy>=1.12,<2", "lxml>=5"]
 # The documentation as a site; `make docs` installs these alone (tools/extra.py), into a venv of their own.
 DOCS = [
     "mkdocs>=1.6,<2",
@@ -60,13 +60,14 @@ EXTRAS = {
     "hf": HF,
     "eval": [*EVALUATION, *REPORT],
     "report": REPORT,
-    "reproduce": REPRODUCE,
+    "research": RESEARCH,
     "docs": DOCS,
     "fuzz": FUZZ,
     "demo": [*MEGATRON, *DATA, *REPORT],
     "dev": [
         *EVALUATION,
-        *REPRODUCE,
+        *RESEARCH,
+        "rich>=13,<16",  # tables and bars of the longer checks
         "pytest>=8,<10",
         "pytest-xdist>=3.8,<4",
         "hypothesis>=6.100,<7",
@@ -92,9 +93,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["simreg_megatron", "simreg_megatron.*"]),
-    package_data={"simreg_megatron": ["py.typed", "reproduce/plans/*.yaml", "reproduce/results/*"]},
+    package_data={"simreg_megatron": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.6", "numpy>=1.26", "typer>=0.16,<1", "rich>=13,<16"],
+    install_requires=["torch>=2.6", "numpy>=1.26"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["simreg-megatron = simreg_megatron.cli:main"]},
     classifiers=[

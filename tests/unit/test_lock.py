@@ -12,10 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from launch import launcher, lock
-from launch.demo import Settings, _run_demo
+from launch.demo import Settings, run_demo
 from launch.flags import LaunchError
 from launch.lock import NAME, Holder, held
 from simreg_megatron.installed import python_path
@@ -268,7 +267,7 @@ def test_a_second_demo_deletes_nothing_of_the_first(tmp_path: Path, monkeypatch:
     log.parent.mkdir(parents=True)
     log.touch()
     with held(tmp_path / "demo"), pytest.raises(LaunchError, match="in use by another run"):
-        _run_demo(Settings(output=tmp_path / "demo"), Console(quiet=True))
+        run_demo(Settings(2, 1, tmp_path / "demo", ()))
     assert log.is_file()
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typer.testing import CliRunner
 
 from simreg_megatron import SimRegConfig, cli, comparison, doctor, trial
 from simreg_megatron.comparison import Comparison, Shape
@@ -289,20 +288,20 @@ def test_before_the_first_step(
     form_trial.settle(config, [empty, model()], 4, 512)  # a stage without layers
 
 
-def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = CliRunner().invoke(cli.app, ["doctor", "--gpu"])
-    assert found.exit_code == 1 and "torch sees no GPU here" in found.output
+    assert cli.main(["doctor", "--gpu"]) == 1 and "torch sees no GPU here" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(doctor, "_device_sentence", lambda: "Device: one")
-    monkeypatch.setattr(doctor, "_train_one_step", lambda console: console.print("a step"))
+    monkeypatch.setattr(doctor, "_train_one_step", lambda: print("a step") or True)
     plant("bad", WrongGradient)
 
     try_forms = trial.try_forms
     monkeypatch.setattr(trial, "try_forms", lambda shape, device: try_forms(SHAPE, CPU, ("tiled", "bad")))
-    found = CliRunner().invoke(cli.app, ["doctor", "--gpu"], env={"COLUMNS": "200"})
-    assert found.exit_code == 0 and found.output.endswith("a step\n"), found.output
-    assert "LLaMA 350M: 16 x 2048 x 1024 (bfloat16, chunks of 1024)" in found.output and "is wrong" in found.output
+    assert cli.main(["doctor", "--gpu"]) == 0
+    said = capsys.readouterr().out
+    assert "LLaMA 350M: 16 x 2048 x 1024 (bfloat16, chunks of 1024)" in said and "is wrong" in said
+    assert said.endswith("a step\n")
     monkeypatch.setattr(trial, "try_forms", lambda shape, device: try_forms(SHAPE, CPU, ("bad",)))
-    assert CliRunner().invoke(cli.app, ["doctor", "--gpu"]).exit_code == 1
+    assert cli.main(["doctor", "--gpu"]) == 1
