@@ -24,8 +24,8 @@ from benchmarks import records
 from benchmarks.objectives import ROOT, mean_and_spread, train
 from simreg_megatron.checkpoint.export import export, plan_export
 from simreg_megatron.checkpoint.source import open_checkpoint
-from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus
 from simreg_megatron.evaluation.perplexity import measure
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus
 
 WIDTH, PREFIXES, LENGTH = 192, (48, 96), 256  # of the tiny model, and the features that are measured
 TOKENS = 32_768  # of the validation text, that each number of features is measured on

@@ -91,7 +91,6 @@ def _ranks(**settings: Any) -> bytes:
     return checkpoints.pickle_in(checkpoints.archive_of(content))
 
 
-
 def _merges() -> bytes:
     """Each mapping takes over the one before nine times."""
     names = "abcdefgh"
