@@ -85,8 +85,9 @@ def ensure_builtin_corpus(
     directory = Path(directory).resolve()  # what a link leads to is what is replaced
     roots = library_roots() if roots is None else [Path(root) for root in roots]
     # What decides the text. Only packages below the roots: sys.path differs between a script and a test.
-    packages = sorted({f"{dist.name}=={dist.version}" for dist in _distributions(roots)})
-    inputs = [_FORMAT, sys.version, [str(root) for root in roots], vocab_size, _MOST_CHARACTERS, packages]
+    folders = [str(root) for root in roots]
+    packages = sorted({f"{one.name}=={one.version}" for one in importlib.metadata.distributions(path=folders)})
+    inputs = [_FORMAT, sys.version, folders, vocab_size, _MOST_CHARACTERS, packages]
     fingerprint = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     if (found := _existing(directory, fingerprint)) is not None:
         return found
@@ -100,10 +101,6 @@ def ensure_builtin_corpus(
             f"the built-in corpus cannot be written to {directory} ({error.strerror or error}): free some space there "
             "(100 MB), or choose a folder you may write to"
         ) from error
-
-
-def _distributions(roots: Sequence[Path]) -> Any:
-    return importlib.metadata.distributions(path=[str(root) for root in roots])
 
 
 def _existing(directory: Path, fingerprint: str) -> BuiltinCorpus | None:

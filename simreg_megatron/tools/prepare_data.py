@@ -48,7 +48,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--key", default="text", help="the key or column that has the text (default: text)")
     parser.add_argument("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
-    parser.add_argument("--valid-share", type=_share, help="without --valid: share of the documents (default: 0.005)")
+    parser.add_argument("--valid-share", type=float, help="without --valid: share of the documents (default: 0.005)")
     parser.add_argument("--tokens", type=_count, help="at most so many training tokens, such as 20B or 500M")
     parser.add_argument("--valid-tokens", type=_count, help="the same for the --valid sources")
     parser.add_argument(
@@ -63,13 +63,6 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"takes a positive number such as 20B, 500M or 4096, not {text!r}")
     return number
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"takes a share of the documents from 0 to below 1, not {text!r}")
-    return share
 
 
 def run(options: argparse.Namespace) -> None:
@@ -112,6 +105,8 @@ def prepare(
         valid = ["c4"]
     if (valid and valid_share) or (valid_tokens and not valid):
         raise DataError("the validation set is --valid SOURCE (with --valid-tokens) or --valid-share: give one of them")
+    if valid_share is not None and not 0 <= valid_share < 1:
+        raise DataError(f"--valid-share takes a share of the documents from 0 to below 1, not {valid_share:g}")
     groups = {"valid": find_groups(valid or (), "validation")}
     apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
     groups["train"] = find_groups(sources, "train", leave_out=apart)

@@ -369,6 +369,7 @@ simreg-megatron data prepare few.jsonl --tokenizer TOK | the following arguments
 simreg-megatron data prepare none.jsonl --out n --tokenizer TOK | error: there is no none.jsonl: give a .jsonl
 simreg-megatron data prepare few.jsonl --out n --tokenizer none.model | error: the tokenizer none.model does not exist
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid few.jsonl --valid-share 0.1 | error: the valid
+simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid-share 2 | error: --valid-share takes a share of
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --valid-tokens 9 | error: the validation set is --valid
 simreg-megatron data prepare few.jsonl --out n --train-tokenizer 5 | error: no tokenizer of 5 pieces could be trained
 simreg-megatron data prepare empty.jsonl --out n2 --tokenizer TOK | error: empty.jsonl has nothing to read: give
