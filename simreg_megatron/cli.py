@@ -19,6 +19,7 @@ from typing import Any
 
 from simreg_megatron import __version__, doctor
 from simreg_megatron.sentences import SentenceError
+from simreg_megatron.tools import export_hf, import_hf
 
 # What a command needs beyond the package itself, and the extra of setup.py that brings it.
 _EXTRAS = {
@@ -34,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"simreg-megatron {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (doctor,):
+    for module in (doctor, export_hf, import_hf):
         module.add_command(commands)
     _add_flags(commands)
     return parser
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # names and tables need letters that a terminal may not have
             stream.reconfigure(errors="replace")
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("data", "export-hf", "import-hf", "evaluate", "reproduce", "report", "watch"):
+    if argv and argv[0] in ("data", "evaluate", "reproduce", "report", "watch"):
         from simreg_megatron._old_commands import app
 
         return app(argv)  # type: ignore[no-any-return]

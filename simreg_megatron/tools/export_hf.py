@@ -88,6 +88,8 @@ def export(
         check_tokenizer(args, num_rows, tokenizer.size, tokenizer.path)
     if vocab_size:
         check_tokenizer(args, num_rows, vocab_size, None)
+    if not hasattr(args, "make_vocab_size_divisible_by"):  # imported: it may have more rows than the tokenizer
+        kept = max(kept, args.vocab_size)
     if not kept and args.padded_vocab_size != getattr(args, "vocab_size", None):
         notes.append(f"all {num_rows} rows of the embedding are kept, with padding: --tokenizer would leave it out")
     config = make_config(args, kept or num_rows, tokenizer)

@@ -73,6 +73,16 @@ def split(matrix: Tensor, num_parts: int, config: Any) -> list[Tensor]:
     return [part.flatten(0, 2) for part in grouped.split((per_group, 1, 1), dim=1)]
 
 
+def join(parts: list[Tensor], config: Any) -> Tensor:
+    """Join what `split` splits."""
+    import torch
+
+    if len(parts) < 3:
+        return torch.cat(parts)
+    grouped = [part.view(config.num_key_value_heads, -1, config.head_dim, part.shape[-1]) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 2)
+
+
 def check_shapes(found: dict[str, tuple[int, ...]], config: Any, folder: Path) -> None:
     """Refuse a model in `folder` whose tensors are not exactly those of its configuration."""
     hidden, ffn, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
@@ -111,6 +121,10 @@ def new_folder(save: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        umask = os.umask(0)
+        os.umask(umask)
+        for path in partial.rglob("*"):  # safetensors makes its files unreadable to others
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
         os.replace(partial, save)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
