@@ -143,7 +143,6 @@ def megatron_settings(config: Any) -> dict[str, Any]:
 
 def save(folder: Path, config: Any, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:
     """Write a `release` checkpoint (weights alone; training starts at step 0) by Megatron's own writer."""
-    import torch
     from torch import distributed as dist
 
     from simreg_megatron.cpu import backend
