@@ -19,7 +19,7 @@ from typing import Any
 
 from simreg_megatron import __version__, doctor
 from simreg_megatron.sentences import SentenceError
-from simreg_megatron.tools import export_hf, import_hf
+from simreg_megatron.tools import evaluate, export_hf, import_hf
 
 # What a command needs beyond the package itself, and the extra of setup.py that brings it.
 _EXTRAS = {
@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"simreg-megatron {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (doctor, export_hf, import_hf):
+    for module in (doctor, export_hf, import_hf, evaluate):
         module.add_command(commands)
     _add_flags(commands)
     return parser
@@ -102,13 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # names and tables need letters that a terminal may not have
             stream.reconfigure(errors="replace")
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("data", "evaluate", "reproduce", "report", "watch"):
+    if argv and argv[0] in ("data", "reproduce", "report", "watch"):
         from simreg_megatron._old_commands import app
 
-        return app(argv)  # type: ignore[no-any-return]
+        return int(app(argv) or 0)
     options = make_parser().parse_args(argv)
     try:
-        return options.run(options) or 0
+        return int(options.run(options) or 0)
     except SentenceError as error:
         sentence = str(error)
     except ModuleNotFoundError as error:

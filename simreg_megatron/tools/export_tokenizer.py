@@ -86,8 +86,8 @@ def check_tokenizer(args: argparse.Namespace, num_rows: int, size: int, given: P
             f"{given or '--vocab-size'} has {size} tokens, which Megatron pads to {min(rows)} rows, but the checkpoint "
             f"has {num_rows} rows: give the tokenizer of training ({trained}), or leave it out to keep all rows"
         )
-    are_files = given is not None and given.is_file() and trained is not None and Path(trained).is_file()
-    if given and are_files and given.read_bytes() != Path(trained).read_bytes():
+    trained_file = Path(trained or ".")
+    if given and given.is_file() and trained_file.is_file() and given.read_bytes() != trained_file.read_bytes():
         raise CheckpointError(f"{given} is not the tokenizer of training, {trained}: give that one, or none")
 
 

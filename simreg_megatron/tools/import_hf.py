@@ -168,7 +168,9 @@ def save(folder: Path, config: Any, weights: dict[str, Tensor], settings: dict[s
     }
     for key, tensor in megatron_tensors(config, weights):
         state[key] = ShardedTensor.from_rank_offsets(key, tensor)
-    places = [(f"decoder.layers.{module}", (layers,), (layer,)) for module in _WITH_STATE for layer in range(layers)]
+    places: list[Any] = [
+        (f"decoder.layers.{module}", (layers,), (layer,)) for module in _WITH_STATE for layer in range(layers)
+    ]
     places += [
         (f"decoder.layers.mlp.experts.experts.linear_fc{kind}", (layers, experts), (layer, expert))
         for kind in (1, 2) for layer in range(layers) for expert in range(experts or 0)
