@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,7 @@ def export(
             if not (weight := weight.to(chosen)).isfinite().all():
                 raise CheckpointError(f"{name} is incomplete or holds NaN or infinite numbers (in {chosen})")
             weights[name] = weight.clone(memory_format=torch.contiguous_format)
-    check_shapes({name: tuple(weight.shape) for name, weight in weights.items()}, config, folder)
+    check_shapes(weights, config, folder)
     with new_folder(save) as made:
         save_torch_state_dict(weights, made, max_shard_size="4GB")
         if tokenizer:
@@ -132,6 +133,7 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]
     import torch
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
     from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if any(folder.glob("mp_rank_*")):
@@ -153,8 +155,10 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]
                 ("optimizer.", "chained_", "rng_state")
             ):
                 tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except Exception as error:  # torch raises errors of any type for damaged files
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except (Exception, CheckpointException) as error:  # torch raises errors of any type for damaged files
         reason = (str(error).strip().splitlines() or [""])[-1]
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
     if not isinstance(args, argparse.Namespace) or "embedding.word_embeddings.weight" not in tensors:

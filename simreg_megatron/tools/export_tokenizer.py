@@ -78,7 +78,8 @@ def check_tokenizer(args: argparse.Namespace, num_rows: int, size: int, given: P
     """
     # An imported checkpoint does not say how it was padded.
     multiple = getattr(args, "make_vocab_size_divisible_by", 0) * args.tensor_model_parallel_size
-    added = 7 if "SentencePiece" in str(args.tokenizer_type) else 0  # tokens that Megatron up to 0.15 appended
+    is_sentencepiece = "SentencePiece" in str(args.tokenizer_type)  # to which Megatron up to 0.15 appended tokens
+    added = 7 + (getattr(args, "vocab_extra_ids", 0) or 0) if is_sentencepiece else 0
     rows = {-(-(size + more) // multiple) * multiple for more in range(added + 1)} if multiple else {num_rows}
     trained = getattr(args, "tokenizer_model", None)
     if size > num_rows or num_rows not in rows:

@@ -83,26 +83,31 @@ def join(parts: list[Tensor], config: Any) -> Tensor:
     return torch.cat(grouped, dim=1).flatten(0, 2)
 
 
-def check_shapes(found: dict[str, tuple[int, ...]], config: Any, folder: Path) -> None:
-    """Refuse a model in `folder` whose tensors are not exactly those of its configuration."""
+def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of all weights of a model."""
     hidden, ffn, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     queries, keys = (count * config.head_dim for count in (heads, config.num_key_value_heads))
-    rows = (config.vocab_size, hidden)
-    expected = {"model.embed_tokens.weight": rows, "model.norm.weight": (hidden,)}
-    if not config.tie_word_embeddings:
-        expected["lm_head.weight"] = rows
     experts = getattr(config, "num_local_experts", 0)
-    of_layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
-        **({"block_sparse_moe.gate": (experts, hidden)} if experts else {}),
     }  # fmt: skip
-    for name, shape in {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}.items():
-        kind = {"gate": "w1", "up": "w3", "down": "w2"}[name]
-        of_layer |= {f"block_sparse_moe.experts.{expert}.{kind}": shape for expert in range(experts)}
-        of_layer |= {} if experts else {f"mlp.{name}_proj": shape}
-    for layer in range(config.num_hidden_layers):
-        expected |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    if experts:
+        layer["block_sparse_moe.gate"] = (experts, hidden)
+    for expert in range(experts or 1):
+        names = [f"block_sparse_moe.experts.{expert}.{name}" for name in ("w1", "w3", "w2")]
+        names = names if experts else [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+        layer |= zip(names, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True)
+    shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    for number in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes if config.tie_word_embeddings else {**shapes, "lm_head.weight": (config.vocab_size, hidden)}
+
+
+def check_shapes(weights: dict[str, Tensor], config: Any, folder: Path) -> None:
+    """Refuse a model in `folder` whose weights are not exactly those of its configuration."""
+    expected = shapes_of(config)
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
     for name in [*expected, *found]:
         if found.get(name) != expected.get(name):
             raise CheckpointError(

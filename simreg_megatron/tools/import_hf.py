@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from simreg_megatron.tools.safe_load import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_INDEX = "model.safetensors.index.json"
+_INDEX, TRACKER = "model.safetensors.index.json", "latest_checkpointed_iteration.txt"
 _MUST_BE = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
 # Layers that ask for a state when Megatron loads them, those of Transformer Engine among them; it is empty here.
 _WITH_STATE = (
@@ -34,10 +35,9 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     config, weights = open_model(options.model)
-    settings = megatron_settings(config)
-    save(options.save, config, weights, settings)
-    words = [f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
-             for name, value in settings.items() if value is not None and value is not False]  # fmt: skip
+    save(options.save, config, weights)
+    given = [(name.replace("_", "-"), value) for name, value in megatron_settings(config).items()]
+    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given if value is not None]
     rows = config.vocab_size
     print(f"{options.save}: imported from {options.model}")
     print(f"train from it with: --load {options.save} --finetune {' '.join(words)}")
@@ -82,7 +82,7 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
                 "holds other numbers: set tie_word_embeddings to false to keep them, or remove lm_head.weight"
             )
         del weights["lm_head.weight"]
-    check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, config, folder)
+    check_shapes(weights, config, folder)
     for name, tensor in weights.items():
         if not tensor.is_floating_point() or tensor.dtype != weights["model.norm.weight"].dtype:
             raise CheckpointError(f"{name} is {tensor.dtype}: all weights must have one of fp32, bf16 and fp16")
@@ -118,17 +118,17 @@ def megatron_settings(config: Any) -> dict[str, Any]:
         "ffn_hidden_size": config.intermediate_size,
         "num_attention_heads": heads,
         "kv_channels": config.head_dim,
-        "group_query_attention": groups != heads,
+        "group_query_attention": groups != heads or None,
         "num_query_groups": groups if groups != heads else None,
         "max_position_embeddings": config.max_position_embeddings,
         "normalization": "RMSNorm",
         "norm_epsilon": config.rms_norm_eps,
         "position_embedding_type": "rope",
         "rotary_base": int(base),
-        "use_rope_scaling": scaling is not None,
+        "use_rope_scaling": scaling is not None or None,
         "swiglu": True,
         "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings or None,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "vocab_size": config.vocab_size,
@@ -141,7 +141,7 @@ def megatron_settings(config: Any) -> dict[str, Any]:
     return settings
 
 
-def save(folder: Path, config: Any, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:
+def save(folder: Path, config: Any, weights: dict[str, Tensor]) -> None:
     """Write a `release` checkpoint (weights alone; training starts at step 0) by Megatron's own writer."""
     from torch import distributed as dist
 
@@ -152,40 +152,44 @@ def save(folder: Path, config: Any, weights: dict[str, Tensor], settings: dict[s
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    dtype = weights["model.norm.weight"].dtype
-    layers, experts = config.num_hidden_layers, settings.get("num_experts")
-    more = {"add_bias_linear": False, "layernorm_epsilon": config.rms_norm_eps, "num_experts": experts,
-            "params_dtype": dtype, "padded_vocab_size": config.vocab_size, "tokenizer_type": None,
-            "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "moe_ffn_hidden_size": None,
-            "seq_length": config.max_position_embeddings, "add_position_embedding": True}  # fmt: skip
-    args = argparse.Namespace(**{**settings, **more})
-    del args.make_vocab_size_divisible_by, args.disable_bias_linear  # how rows were padded is not known
-    state: dict[str, Any] = {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "content_metadata": {"singleton_local_shards": False},
-    }
+    state: dict[str, Any] = common_state(config, weights["model.norm.weight"].dtype)
     for key, tensor in megatron_tensors(config, weights):
         state[key] = ShardedTensor.from_rank_offsets(key, tensor)
-    places: list[Any] = [
-        (f"decoder.layers.{module}", (layers,), (layer,)) for module in _WITH_STATE for layer in range(layers)
-    ]
-    places += [
-        (f"decoder.layers.mlp.experts.experts.linear_fc{kind}", (layers, experts), (layer, expert))
-        for kind in (1, 2) for layer in range(layers) for expert in range(experts or 0)
-    ]  # fmt: skip
-    for module, shape, offset in [*places, ("decoder.final_layernorm", (1,), (0,))]:
-        key = f"{module}._extra_state"
+    for key, shape, offset in layer_states(config):
         state[f"{key} {offset}"] = ShardedObject(key, None, shape, offset)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with new_folder(folder) as made:
             (made / "release").mkdir()
             dist_checkpointing.save(state, str(made / "release"))
-            (made / "latest_checkpointed_iteration.txt").write_text("release")
+            (made / TRACKER).write_text("release")
     finally:
         dist.destroy_process_group()
+
+
+def common_state(config: Any, dtype: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds in addition to tensors: the arguments under the names of all releases."""
+    settings = megatron_settings(config)
+    del settings["make_vocab_size_divisible_by"], settings["disable_bias_linear"]  # how rows were padded is not known
+    more = {
+        "add_bias_linear": False, "add_position_embedding": True, "layernorm_epsilon": config.rms_norm_eps,
+        "num_experts": settings.get("num_experts"), "moe_ffn_hidden_size": None, "params_dtype": dtype,
+        "padded_vocab_size": config.vocab_size, "seq_length": config.max_position_embeddings, "tokenizer_type": None,
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+    }  # fmt: skip
+    args = argparse.Namespace(**{**settings, **more})
+    content = {"singleton_local_shards": False}
+    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
+
+
+def layer_states(config: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Return key, shape and place of each layer's empty state, in the grid of all layers (and experts)."""
+    layers, experts = config.num_hidden_layers, getattr(config, "num_local_experts", 0)
+    found: list[Any] = [(module, (layers,), (layer,)) for module in _WITH_STATE for layer in range(layers)]
+    for kind, layer, expert in product((1, 2), range(layers), range(experts)):
+        found.append((f"mlp.experts.experts.linear_fc{kind}", (layers, experts), (layer, expert)))
+    states = [(f"decoder.layers.{module}._extra_state", shape, offset) for module, shape, offset in found]
+    return [*states, ("decoder.final_layernorm._extra_state", (1,), (0,))]
 
 
 def megatron_tensors(config: Any, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

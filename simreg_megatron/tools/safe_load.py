@@ -18,7 +18,7 @@ from typing import Any, cast
 from simreg_megatron.sentences import SentenceError
 
 _ALLOWED = re.compile(
-    r"(builtins|__builtin__)\.(set|frozenset|complex)|_codecs\.encode|collections\.OrderedDict|_?io\.BytesIO"
+    r"(builtins|__builtin__)\.(set|frozenset|complex|bytes)|_codecs\.encode|collections\.OrderedDict|_?io\.BytesIO"
     r"|argparse\.Namespace|types\.SimpleNamespace|datetime\.timedelta|signal\.(Signals|SIG[A-Z0-9]+)"
     r"|pathlib\.(_local\.)?(Posix)?Path|numpy\.(ndarray|dtype|dtypes\.\w+DType)"
     r"|numpy\._?core\.multiarray\.(_reconstruct|scalar)|torch\._utils\._rebuild_(tensor|tensor_v2|parameter)"

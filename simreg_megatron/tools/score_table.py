@@ -99,7 +99,7 @@ def table(scores: Mapping[str, Mapping[str, Score]], paper: Mapping[str, Mapping
     for method, values in paper.items():
         yield row(f"paper: {method}", [(values.get(task), None) for task in tasks])
     if others:
-        yield f"\nDifference from {first} (± one standard error, paired by question if the score is a mean over them):\n"
+        yield f"\nDifference from {first} (± a standard error, paired by question if the score is a mean over them):\n"
         yield header
     for name in others:
         yield row(name, [difference(scores[name][task], scores[first][task]) for task in tasks])
