@@ -219,5 +219,5 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
             architectures=["MixtralForCausalLM"], num_local_experts=args.num_experts, sliding_window=None,
             num_experts_per_tok=args.moe_router_topk, router_aux_loss_coef=args.moe_aux_loss_coeff or 0.0, **common,
         )  # fmt: skip
-    except ValueError as error:  # such as a width that the number of heads does not divide
+    except Exception as error:  # transformers 5 checks it, such as that the number of heads divides the width
         raise CheckpointError(f"transformers cannot represent this model: {str(error).splitlines()[-1]}") from None

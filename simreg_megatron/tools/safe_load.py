@@ -48,7 +48,7 @@ def check_checkpoint(folder: Path) -> None:
             path = folder / place.relative_path
             if path.parent != folder:
                 raise CheckpointError(f"{folder}/.metadata points outside its folder, to {place.relative_path}")
-            if not hasattr(metadata.state_dict_metadata[index.fqn], "chunks"):  # an object
+            if not hasattr(metadata.state_dict_metadata.get(index.fqn), "chunks"):  # an object
                 with path.open("rb") as stream:
                     stream.seek(place.offset)
                     check_archive(stream.read(place.length), f"{path} ({index.fqn})")
