@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 from pathlib import Path
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     from lm_eval.utils import handle_non_serializable, make_table
 
     metrics = chosen_tasks(options.tasks, options.allow_code_execution)
-    models = {name: Path(path) for name, _, path in (word.partition("=") for word in options.model)}
+    models = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
     if len(models) < len(options.model) or not all(name and path.is_dir() for name, path in models.items()):
         raise EvaluationError("each --model must be NAME=FOLDER with a name of its own and a folder that exists, got "
                               + ", ".join(options.model))  # fmt: skip
@@ -93,11 +94,18 @@ def hugging_face_folder(name: str, path: Path, options: argparse.Namespace) -> P
     return folder
 
 
+@functools.cache
+def task_manager(include: Path | None) -> Any:
+    """Index the harness's task definitions and those in a folder, which takes 10 seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(include) if include else None)
+
+
 def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Return what lm-evaluation-harness finds: its results and the answer to every question."""
     import lm_eval
     import torch
-    from lm_eval.tasks import TaskManager
 
     if options.allow_code_execution:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
@@ -107,7 +115,7 @@ def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict
             model="hf", model_args={**arguments, "use_safetensors": True}, tasks=tasks, num_fewshot=0,
             batch_size=options.batch_size, limit=options.limit,
             device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            task_manager=TaskManager(include_path=str(options.include) if options.include else None),
+            task_manager=task_manager(options.include),
             confirm_run_unsafe_code=options.allow_code_execution,
         )  # fmt: skip
     except Exception as error:  # whatever the model, the task or its data set raises
