@@ -6,29 +6,11 @@ They are kept among the regressions beside those that the fuzzer found, under th
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import pickle
-import zipfile
 from collections.abc import Iterator
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
-from tests.fuzz.readers import checkpoints
 from tests.fuzz.target import REGRESSIONS
-
-_NORM = "decoder.layers.input_layernorm.weight"
-_MANY = 1 << 40
 
 
 def main() -> None:
@@ -39,18 +21,7 @@ def main() -> None:
 
 
 def _attacks() -> Iterator[tuple[str, str, bytes]]:
-    yield "metadata", "place-for-67-million-objects", b"\x80\x04]r\xff\xff\xff\x01."
-    yield "metadata", "layers-without-numbers", _metadata((_MANY, 0), chunks=False)
-    yield "metadata", "more-layers-than-bytes", _metadata((3_000_000, 1), chunks=True)
     yield "common-pickle", "bytearray-of-256-MiB", b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x10\x85R."
-    yield "common", "compressed", _compressed(80 << 20)
-    yield "rank-pickle", "ranks-without-end", _ranks(tensor_model_parallel_size=100_000_000)
-    yield "rank-pickle", "no-heads", _ranks(num_attention_heads=0, kv_channels=None)
-    yield "rank-pickle", "tensor-as-a-setting", _ranks(normalization=torch.zeros(2))
-    yield "tracker", "step-of-5000-digits", b"9" * 5000
-    yield "tracker", "step-longer-than-a-name", b"1" * 300
-    yield "hf-config", "deep", b"[" * 20_000
-    yield "hf-index", "no-table", b'{"weight_map": ["model.safetensors"]}'
     yield "manifest", "deep", b'{"files":' + b"[" * 20_000
     yield "manifest", "vocabulary-of-words", b'{"files": {"train.bin": {"bytes": 10}}, "vocab_size": "many"}'
     yield "manifest", "vocabulary-without-end", b'{"vocab_size": 100000000}'
@@ -71,29 +42,6 @@ def _attacks() -> Iterator[tuple[str, str, bytes]]:
     yield "cluster-env", "number-of-5000-digits", b"GPUS_PER_NODE=" + b"9" * 5000
     yield "run-csv", "step-beyond-64-bits", b"tag,step,value\nlm loss,99999999999999999999,1\n"
     yield "run-csv", "more-cells-than-heads", b"step,lm loss\n1,2,3\n"
-
-
-def _metadata(shape: tuple[int, ...], *, chunks: bool) -> bytes:
-    entry: Any = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), [])
-    places: dict[Any, Any] = {}
-    if chunks:
-        entry.chunks.append(ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(shape)))
-        places[MetadataIndex(_NORM, torch.Size((0, 0)))] = _StorageInfo("__0_0.distcp", 0, 10)
-    return pickle.dumps(Metadata(state_dict_metadata={_NORM: entry}, storage_data=places))
-
-
-def _compressed(size: int) -> bytes:
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as made:
-        made.writestr("common/data.pkl", b"\x80\x02X" + size.to_bytes(4, "little") + bytes(size) + b".")
-        made.writestr("common/version", "3\n")
-    return archive.getvalue()
-
-
-def _ranks(**settings: Any) -> bytes:
-    content: dict[str, Any] = checkpoints.rank_content()
-    vars(content["args"]).update(settings)
-    return checkpoints.pickle_in(checkpoints.archive_of(content))
 
 
 def _zeros(size: int) -> bytes:

@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from simreg_megatron.data.assemble import store_of
 from simreg_megatron.data.tokenizer import train_tokenizer
 from simreg_megatron.reproduce.dataset import Dataset
@@ -35,7 +33,7 @@ def main() -> None:
     """Write the corpus in place of the one that is there."""
     shutil.rmtree(CORPUS, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        for number, make in enumerate((_checkpoints, _models, _sets, _texts, _tokenizers, _results)):
+        for number, make in enumerate((_checkpoints, _sets, _texts, _tokenizers, _results)):
             (Path(folder) / str(number)).mkdir()
             make(Path(folder) / str(number), _keep)
     size = sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file())
@@ -52,29 +50,7 @@ def _keep(target: str, *contents: bytes) -> None:
 
 
 def _checkpoints(folder: Path, keep: _Keep) -> None:
-    dense = dist_checkpoint(folder / "dense", checkpoints.SMALL)
-    keep("metadata", (dense / ".metadata").read_bytes())
-    keep("distcp", (dense / "__0_0.distcp").read_bytes())
-    common = (dense / "common.pt").read_bytes()
-    keep("common", common)
-    keep("common-pickle", checkpoints.pickle_in(common))
-    chunk = checkpoints.archive_of(torch.zeros(2, 3))
-    keep("chunk", chunk)
-    keep("chunk-pickle", checkpoints.pickle_in(chunk))
-    rank = checkpoints.archive_of(checkpoints.rank_content())
-    keep("rank-file", rank)
-    keep("rank-pickle", checkpoints.pickle_in(rank))
-    experts = checkpoints.archive_of(checkpoints.rank_content(checkpoints.SMALL_EXPERTS))
-    keep("experts-pickle", checkpoints.pickle_in(experts))
-    keep("tracker", b"1000", b"release\n")
-
-
-def _models(folder: Path, keep: _Keep) -> None:
-    model = checkpoints.hugging_face(folder / "model")
-    keep("hf-config", (model / "config.json").read_bytes())
-    keep("safetensors", (model / "model.safetensors").read_bytes())
-    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    keep("hf-index", json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}).encode())
+    keep("common-pickle", checkpoints.pickle_in((dist_checkpoint(folder / "made") / "common.pt").read_bytes()))
 
 
 def _sets(folder: Path, keep: _Keep) -> None:
