@@ -24,7 +24,7 @@ from simreg_megatron.tools import evaluate, export_hf, import_hf
 # What a command needs beyond the package itself, and the extra of setup.py that brings it.
 _EXTRAS = {
     "matplotlib": "report", "tensorboard": "report", "lm_eval": "eval", "transformers": "hf", "safetensors": "hf",
-    "sentencepiece": "data", "datasets": "data", "pyarrow": "data",
+    "sentencepiece": "data", "datasets": "data", "pyarrow": "data", "megatron": "megatron",
 }  # fmt: skip
 
 

@@ -56,8 +56,8 @@ def dist_checkpoint(folder: Path, config: Any = None, **args: Any) -> Path:
     config = config or tiny_config()
     state: dict[str, Any] = dict(import_hf.megatron_tensors(config, random_weights(config)))
     for key, shape, offset in import_hf.layer_states(config):
-        state[f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"] = archive_of([io.BytesIO()])
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+        state[f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"] = archive_of([None])
+    dcp.save(state, checkpoint_id=folder, planner=_AsMegatron(), no_dist=True)
     common = import_hf.common_state(config, torch.float32)
     vars(common["args"]).update(args)
     torch.save(common, folder / "common.pt")
@@ -65,6 +65,13 @@ def dist_checkpoint(folder: Path, config: Any = None, **args: Any) -> Path:
     versions = {"sharded_backend_version": 1, "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps({**backends, **versions}))
     return folder
+
+
+class _AsMegatron(dcp.DefaultSavePlanner):
+    """Writes an object's bytes as they are."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
 
 
 def archive_of(content: object) -> io.BytesIO:

@@ -30,7 +30,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-# Only cpu, plugin, pretrain, checkpoint and tools may name megatron; triton lives in kernels alone.
+# Only cpu, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
 LAW = {
     "schedule": room(),
     "sentences": room(),
@@ -64,23 +64,20 @@ LAW = {
         "datasets sentencepiece transformers tokenizers pyarrow zstandard numpy rich typer filelock lxml",
     ),
     "pretrain": room(f"{TOP} config plugin data", "torch megatron"),
-    "tools": room(f"{TOP} config geometry plugin data pretrain", "torch megatron numpy"),
-    "checkpoint": room(
-        f"{TOP} cpu config plugin data sentences terminal",
-        "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
+    "tools": room(
+        f"{TOP} cpu config geometry plugin pretrain sentences",
+        "torch megatron numpy transformers tokenizers safetensors sentencepiece huggingface_hub lm_eval",
     ),
     "report": room(f"{TOP} geometry sentences", "matplotlib numpy scipy tensorboard rich torch"),
-    "evaluation": room(
-        "data checkpoint sentences terminal", "lm_eval datasets transformers torch numpy matplotlib typer rich filelock"
-    ),
     "reproduce": room(
         f"{TOP} cpu data installed report sentences terminal",
         "torch yaml sentencepiece scipy numpy matplotlib typer rich",
     ),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),
-    "doctor": room(f"{TOP} comparison cpu installed plugin trial", "typer rich torch"),
-    "cli": room(f"{TOP} checkpoint config data doctor evaluation plugin reproduce", "typer rich"),
+    "doctor": room(f"{TOP} comparison cpu installed plugin sentences trial", "torch"),
+    "cli": room(f"{TOP} _old_commands doctor plugin sentences tools"),
+    "_old_commands": room("data reproduce", "typer"),
 }
 
 

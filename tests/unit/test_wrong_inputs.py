@@ -397,18 +397,16 @@ simreg-megatron data merge data/mine | error: data/mine has no parts
 simreg-megatron data tokenizer none.txt --output t.model | error: there is no none.txt: give a .jsonl
 simreg-megatron data tokenizer few.jsonl --output TOK | error: data/mine/tokenizer.model already exists: give another
 simreg-megatron data histogram | Missing argument 'prefix'
-simreg-megatron export-hf | Missing option '--load'
+simreg-megatron export-hf | the following arguments are required: --load
 simreg-megatron export-hf --load none --save model | error: there is no folder none: give the folder that Megatron's
-simreg-megatron export-hf --load data/mine --save model | error: data/mine holds no Megatron checkpoint
+simreg-megatron export-hf --load data/mine --save model | error: data/mine is no whole torch_dist checkpoint
 simreg-megatron export-hf --load notes.txt --save model | error: there is no folder notes.txt
-simreg-megatron export-hf --load data/mine --save model --dtype int8 | for --dtype: int8 is none of fp32, bf16
+simreg-megatron export-hf --load data/mine --save model --dtype int8 | argument --dtype: invalid choice: 'int8'
 simreg-megatron import-hf --model none --save start | error: there is no none/config.json: give the folder of a Hugging
 simreg-megatron import-hf --model notes.txt --save start | error: there is no notes.txt/config.json: give the folder of
-simreg-megatron evaluate | Missing option '--model'
-simreg-megatron evaluate --model none --output scores | error: --model takes NAME=PATH, such as baseline=
-simreg-megatron evaluate --model a=none --output scores | error: --model a: there is no folder none
-simreg-megatron evaluate --model a=data --tasks none --data x --output s --device cuda | error: --device cuda: torch
-simreg-megatron evaluate --model a=data --tasks none --data x --output s --device gpu | error: --device takes cpu, cuda
+simreg-megatron evaluate | the following arguments are required: --model
+simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER with a name of its own
+simreg-megatron evaluate --model a=none --output scores | and a folder that exists, got a=none
 simreg-megatron report none | error: none is not a folder: give the run's output folder or its --tensorboard-dir
 simreg-megatron report data/mine | error: data/mine holds no TensorBoard scalars
 simreg-megatron report check none | error: none holds no results: name the --output folder of `simreg-megatron
