@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, check_shapes, convert, new_folder, write_config
+from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, TRACKER, check_shapes, convert, new_folder, write_config
 from simreg_megatron.tools.safe_load import CheckpointError, check_checkpoint
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from simreg_megatron.tools.export_tokenizer import Tokenizer
 
-TRACKER = "latest_checkpointed_iteration.txt"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # The values with which the model is a LLaMA or Mixtral, and arguments that must be absent, false or 0.
 _MUST_BE: dict[str, Any] = {
@@ -57,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
     folder = checkpoint_folder(options.load, options.ckpt_step)
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
-    for note in export(folder, options.save, tokenizer, dtype=options.dtype, vocab_size=options.vocab_size):
+    for note in export(folder, options.save, tokenizer, dtype=options.dtype, vocab_size=options.vocab_size or 0):
         print(f"note: {note}")
     print(f"{options.save}: exported from {folder}")
     if not options.verify:
@@ -84,7 +83,7 @@ def export(
     args, stored, notes = read(folder)
     refuse_others(args)
     num_rows = len(stored["embedding.word_embeddings.weight"])
-    kept = vocab_size or (tokenizer.size if tokenizer else 0)
+    kept = max(vocab_size, tokenizer.size if tokenizer else 0)
     if tokenizer:
         check_tokenizer(args, num_rows, tokenizer.size, tokenizer.path)
     if vocab_size:
@@ -93,8 +92,12 @@ def export(
         kept = max(kept, args.vocab_size)
     if not kept and args.padded_vocab_size != getattr(args, "vocab_size", None):
         notes.append(f"all {num_rows} rows of the embedding are kept, with padding: --tokenizer would leave it out")
+    if args.tokenizer_type == "Llama2Tokenizer":
+        notes.append("Llama2Tokenizer began every document with BOS up to Megatron 0.14: evaluate as in your training")
     config = make_config(args, kept or num_rows, tokenizer)
     chosen = getattr(torch, DTYPES[dtype]) if dtype else stored["embedding.word_embeddings.weight"].dtype
+    if not dtype and (wider := [key for key, tensor in stored.items() if tensor.dtype.itemsize > chosen.itemsize]):
+        notes.append(f"{len(wider)} weights such as {wider[0]} are stored in a wider type and rounded to {chosen}")
     weights: dict[str, Tensor] = {}
     for key in list(stored):
         for name, weight in convert(key, stored.pop(key), config):
@@ -151,9 +154,7 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]
         for key, entry in reader.read_metadata().state_dict_metadata.items():
             if key.startswith("simreg_"):
                 notes.append(f"left out: {key}, which SimReg trained and the language model does not use")
-            elif isinstance(entry, TensorStorageMetadata) and not key.startswith(
-                ("optimizer.", "chained_", "rng_state")
-            ):
+            elif isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_")):
                 tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
@@ -163,7 +164,7 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
     if not isinstance(args, argparse.Namespace) or "embedding.word_embeddings.weight" not in tensors:
         raise CheckpointError(
-            f"{folder} was not saved by Megatron's training loop: it has no arguments or no embedding"
+            f"{folder} has no arguments or no embedding: it was not saved by Megatron's training loop"
         )
     return args, tensors, notes
 
@@ -215,9 +216,10 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
         if not args.num_experts:
             return LlamaConfig(architectures=["LlamaForCausalLM"], **common)
         common["intermediate_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
+        balance = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, float) else 0.0
         return MixtralConfig(
             architectures=["MixtralForCausalLM"], num_local_experts=args.num_experts, sliding_window=None,
-            num_experts_per_tok=args.moe_router_topk, router_aux_loss_coef=args.moe_aux_loss_coeff or 0.0, **common,
+            num_experts_per_tok=args.moe_router_topk, router_aux_loss_coef=balance, **common,
         )  # fmt: skip
     except Exception as error:  # transformers 5 checks it, such as that the number of heads divides the width
         raise CheckpointError(f"transformers cannot represent this model: {str(error).splitlines()[-1]}") from None

@@ -26,6 +26,7 @@ LLAMA3_ROPE = {  # the only scaling of rotary embeddings that Megatron has; it f
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+TRACKER = "latest_checkpointed_iteration.txt"
 TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",

@@ -10,13 +10,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, TOP, check_shapes, join, new_folder, rope_of
+from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, TOP, TRACKER, check_shapes, join, new_folder, rope_of
 from simreg_megatron.tools.safe_load import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_INDEX, TRACKER = "model.safetensors.index.json", "latest_checkpointed_iteration.txt"
+_INDEX = "model.safetensors.index.json"
 _MUST_BE = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
 # Layers that ask for a state when Megatron loads them, those of Transformer Engine among them; it is empty here.
 _WITH_STATE = (

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the pickles of a `torch_dist` checkpoint before torch or Megatron loads it.
 
-A pickle names the functions and classes that it wants called. Here the names are read without executing anything
-(`pickletools.genops`) and compared with a list of those that Megatron's checkpoints need; a pickle that names any
-other one is refused. Tensors need no check: torch reads them with `weights_only=True`.
+A pickle names the functions and classes that it calls. The names are read without executing anything and compared with
+a list of those that Megatron's checkpoints need. Tensors need no check: torch reads them with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ _ALLOWED = re.compile(
     r"|torch\.(Size|device|\w+Storage|storage\.(Untyped|Typed)Storage|serialization\._get_layout)"
     r"|torch\.(bool|bfloat16|u?int(8|16|32|64)|complex(64|128)|float(16|32|64|8_\w+))"
     r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|planner\.(SavePlan|\w*Write(Data|Item|ItemType)))"
-    r"|torch\.distributed\.checkpoint\.metadata\.(_MEM_FORMAT_ENCODING|TensorProperties|StorageMeta"
-    r"|Metadata(Index)?|(Bytes|Chunk|Tensor)StorageMetadata)"
-    r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.(TensorProperties|MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.(checkpoint|_shard\.sharded_tensor)\.metadata\.(_?MEM_FORMAT_ENCODING|TensorProperties"
+    r"|StorageMeta|Metadata(Index)?|(Bytes|Chunk|Tensor)StorageMetadata)"
     r"|megatron\.core\.((transformer\.)?enums\.[A-Z]\w+|rerun_state_machine\.Rerun(Diagnostic|Mode|State))"
     r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCore(Metadata|SavePlan)"
     r"|megatron\.core\.optimizer(\.optimizer_config)?\.OptimizerConfig|transformer_engine\.common\.recipe\.\w+"
@@ -48,11 +46,11 @@ def check_checkpoint(folder: Path) -> None:
             path = folder / place.relative_path
             if path.parent != folder:
                 raise CheckpointError(f"{folder}/.metadata points outside its folder, to {place.relative_path}")
-            if not hasattr(metadata.state_dict_metadata.get(index.fqn), "chunks"):  # an object
+            if not hasattr(metadata.state_dict_metadata.get(index.fqn), "chunks"):
                 with path.open("rb") as stream:
                     stream.seek(place.offset)
                     check_archive(stream.read(place.length), f"{path} ({index.fqn})")
-        if (path := folder / "common.pt").is_file():  # of releases before 0.19
+        if (path := folder / "common.pt").is_file():
             check_archive(path.read_bytes(), str(path))
     except (SentenceError, OSError):
         raise
@@ -72,8 +70,7 @@ def check_archive(data: bytes, where: str) -> None:
 
 def check_pickle(data: bytes, where: str) -> None:
     """Check the names in a pickle, and in pickles in its `io.BytesIO` objects; `where` begins the error message."""
-    below: str | None = None  # the two values on top of the stack, if the last opcodes pushed strings
-    top: str | None = None
+    below = top = cast("str | None", None)  # the two values on top of the stack, if the last opcodes pushed strings
     memo: dict[int, str | None] = {}
     names, contents = set(), []
     for opcode, value, _ in pickletools.genops(data):
@@ -84,10 +81,9 @@ def check_pickle(data: bytes, where: str) -> None:
             memo[len(memo) if kind == "MEMOIZE" else int(argument)] = top
             continue
         if kind in ("GLOBAL", "INST", "STACK_GLOBAL") or kind.startswith("EXT"):
-            name = f"{below}.{top}" if argument is None else str(argument).replace(" ", ".", 1)
+            names.add(name := f"{below}.{top}" if argument is None else str(argument).replace(" ", ".", 1))
             if not _ALLOWED.fullmatch(name):
                 raise _refused(where, name)
-            names.add(name)
         text = memo.get(int(argument)) if kind.endswith("GET") else argument if "UNICODE" in kind else None
         below, top = (top, text) if text is not None else (None, None)
         if "BYTE" in kind:
@@ -101,6 +97,6 @@ def check_pickle(data: bytes, where: str) -> None:
 
 def _refused(where: str, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} names {name}, which no Megatron checkpoint needs: it may have been made to run code on this machine; "
-        "nothing of it was run. Get the checkpoint from where it was trained"
+        f"{where} names {name}, which no Megatron checkpoint needs: it may have been made to run code here; nothing of it "
+        "was run. Get the checkpoint from where it was trained"
     )
