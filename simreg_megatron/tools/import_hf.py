@@ -37,7 +37,8 @@ def run(options: argparse.Namespace) -> None:
     config, weights = open_model(options.model)
     save(options.save, config, weights)
     given = [(name.replace("_", "-"), value) for name, value in megatron_settings(config).items()]
-    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given if value is not None]
+    given = [(name, value) for name, value in given if value is not None and value is not False]
+    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given]
     rows = config.vocab_size
     print(f"{options.save}: imported from {options.model}")
     print(f"train from it with: --load {options.save} --finetune {' '.join(words)}")
@@ -53,6 +54,7 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         CheckpointError: it is no LLaMA or Mixtral in safetensors files, is damaged, or holds NaN or infinite numbers.
     """
+    import torch
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
@@ -84,8 +86,11 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
         del weights["lm_head.weight"]
     check_shapes(weights, config, folder)
     for name, tensor in weights.items():
-        if not tensor.is_floating_point() or tensor.dtype != weights["model.norm.weight"].dtype:
-            raise CheckpointError(f"{name} is {tensor.dtype}: all weights must have one of fp32, bf16 and fp16")
+        if (
+            tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+            or tensor.dtype != weights["model.norm.weight"].dtype
+        ):
+            raise CheckpointError(f"{name} is {tensor.dtype}: all weights must have one type, fp32, bf16 or fp16")
         if not tensor.isfinite().all():
             raise CheckpointError(f"{name} in {folder} holds NaN or infinite numbers: training would start from them")
     return config, weights
@@ -118,17 +123,17 @@ def megatron_settings(config: Any) -> dict[str, Any]:
         "ffn_hidden_size": config.intermediate_size,
         "num_attention_heads": heads,
         "kv_channels": config.head_dim,
-        "group_query_attention": groups != heads or None,
+        "group_query_attention": groups != heads,
         "num_query_groups": groups if groups != heads else None,
         "max_position_embeddings": config.max_position_embeddings,
         "normalization": "RMSNorm",
         "norm_epsilon": config.rms_norm_eps,
         "position_embedding_type": "rope",
         "rotary_base": int(base),
-        "use_rope_scaling": scaling is not None or None,
+        "use_rope_scaling": scaling is not None,
         "swiglu": True,
         "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": not config.tie_word_embeddings or None,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "vocab_size": config.vocab_size,

@@ -38,6 +38,8 @@ class CheckpointError(SentenceError):
 
 def check_checkpoint(folder: Path) -> None:
     """Check every pickle in the folder of one checkpoint; raise a CheckpointError if one is unsafe or unreadable."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     path = folder / ".metadata"
     try:
         check_pickle(path.read_bytes(), str(path))
@@ -46,7 +48,7 @@ def check_checkpoint(folder: Path) -> None:
             path = folder / place.relative_path
             if path.parent != folder:
                 raise CheckpointError(f"{folder}/.metadata points outside its folder, to {place.relative_path}")
-            if not hasattr(metadata.state_dict_metadata.get(index.fqn), "chunks"):
+            if type(metadata.state_dict_metadata.get(index.fqn)) is not TensorStorageMetadata:
                 with path.open("rb") as stream:
                     stream.seek(place.offset)
                     check_archive(stream.read(place.length), f"{path} ({index.fqn})")
@@ -75,28 +77,24 @@ def check_pickle(data: bytes, where: str) -> None:
     names, contents = set(), []
     for opcode, value, _ in pickletools.genops(data):
         kind, argument = opcode.name, cast(Any, value)
-        if kind in ("PROTO", "FRAME"):
-            continue
         if kind == "MEMOIZE" or kind.endswith("PUT"):
             memo[len(memo) if kind == "MEMOIZE" else int(argument)] = top
-            continue
-        if kind in ("GLOBAL", "INST", "STACK_GLOBAL") or kind.startswith("EXT"):
-            names.add(name := f"{below}.{top}" if argument is None else str(argument).replace(" ", ".", 1))
-            if not _ALLOWED.fullmatch(name):
-                raise _refused(where, name)
-        text = memo.get(int(argument)) if kind.endswith("GET") else argument if "UNICODE" in kind else None
-        below, top = (top, text) if text is not None else (None, None)
-        if "BYTE" in kind:
-            contents.append(bytes(argument))
-        elif text is not None and not (text.isascii() and text.isprintable()):
-            contents.append(text.encode("latin1"))  # protocol 2 writes bytes as text
+        elif kind not in ("PROTO", "FRAME"):
+            if kind in ("GLOBAL", "INST", "STACK_GLOBAL") or kind.startswith("EXT"):
+                names.add(name := f"{below}.{top}" if argument is None else str(argument).replace(" ", ".", 1))
+                if not _ALLOWED.fullmatch(name):
+                    raise _refused(where, name)
+            text = memo.get(int(argument)) if kind.endswith("GET") else argument if "UNICODE" in kind else None
+            below, top = (top, text) if text is not None else (None, None)
+            if "BYTE" in kind:
+                contents.append(bytes(argument))
+            elif text is not None and not (text.isascii() and text.isprintable()):
+                contents.append(text.encode("latin1"))  # protocol 2 writes bytes as text
     if names & {"_io.BytesIO", "io.BytesIO"}:
         for content in filter(None, contents):
             (check_archive if content.startswith(b"PK") else check_pickle)(content, where)
 
 
 def _refused(where: str, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} names {name}, which no Megatron checkpoint needs: it may have been made to run code here; nothing of it "
-        "was run. Get the checkpoint from where it was trained"
-    )
+    advice = "it may have been made to run code. Nothing was run; get the checkpoint from where it was trained"
+    return CheckpointError(f"{where} names {name}, which no Megatron checkpoint needs: {advice}")

@@ -85,6 +85,16 @@ def test_an_object_in_the_data_file(checkpoint: Path, sprung: Path, capsys: pyte
     assert not sprung.exists()
 
 
+def test_an_object_that_looks_like_a_tensor(checkpoint: Path, sprung: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Attributes of an entry are the file's; torch goes by its class."""
+    replaced(checkpoint, STATE, [touches(sprung)])
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    vars(metadata.state_dict_metadata[STATE]).update(chunks=[], size=(1,), properties=None)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(checkpoint, capsys)
+    assert not sprung.exists()
+
+
 def test_a_tensor(checkpoint: Path, sprung: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of tensors, torch itself refuses code."""
     replaced(checkpoint, "output_layer.weight", touches(sprung))
