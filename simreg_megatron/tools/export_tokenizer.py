@@ -54,6 +54,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
             from transformers import AutoTokenizer
 
             found = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            if (largest := max(found.get_vocab().values())) >= len(found):
+                raise ValueError(f"it has {len(found)} tokens and gives one the number {largest}: fill the gaps")
             return Tokenizer(path, found, len(found), found.bos_token_id, found.eos_token_id)
         from sentencepiece import SentencePieceProcessor
 

@@ -25,14 +25,14 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from simreg_megatron.checkpoint.errors import CheckpointError
-from simreg_megatron.checkpoint.tokenizer import open_tokenizer
 from simreg_megatron.data import DataError, check_dataset, encoding, prepare, sample
 from simreg_megatron.data.blocks import LinesBlock
 from simreg_megatron.data.commands import app
 from simreg_megatron.data.encoding import Encoder, describe_tokenizer
 from simreg_megatron.data.prepare import Task, merge
 from simreg_megatron.data.sources import find_inputs
+from simreg_megatron.tools.export_tokenizer import open_tokenizer
+from simreg_megatron.tools.safe_load import CheckpointError
 from simreg_megatron.data.tokenizer import train_tokenizer
 from simreg_megatron.installed import python_path
 from tests.helpers import jobs, megatrons_tool
