@@ -106,7 +106,12 @@ def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict
     """Return what lm-evaluation-harness finds: its results and the answer to every question."""
     import lm_eval
     import torch
+    from transformers import AutoTokenizer
 
+    if options.bos == "document":  # release 4 of transformers does not add it, silently
+        tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=True)
+        if tokenizer.bos_token_id is None or tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
+            raise EvaluationError(f"--bos document: the tokenizer of {folder} puts no BOS before a text: --bos none")
     if options.allow_code_execution:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     arguments = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": options.bos == "document"}

@@ -31,10 +31,10 @@ from simreg_megatron.data.commands import app
 from simreg_megatron.data.encoding import Encoder, describe_tokenizer
 from simreg_megatron.data.prepare import Task, merge
 from simreg_megatron.data.sources import find_inputs
-from simreg_megatron.tools.export_tokenizer import open_tokenizer
-from simreg_megatron.tools.safe_load import CheckpointError
 from simreg_megatron.data.tokenizer import train_tokenizer
 from simreg_megatron.installed import python_path
+from simreg_megatron.tools.export_tokenizer import open_tokenizer
+from simreg_megatron.tools.safe_load import CheckpointError
 from tests.helpers import jobs, megatrons_tool
 from tests.helpers.preparation import BLOCK, NUM_TEXTS, TEXTS, content, lines, make, train_hugging_face
 
