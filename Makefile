@@ -2,7 +2,7 @@
 # `make` alone lists the targets. They work in .venv, which `make setup` makes; nothing has to be activated.
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-all test-slurm test-te test-lowest parity versions lint audit docs bench fuzz faults stress flags gpu cost tables stale dist clean distclean
+TARGETS := help setup demo test test-all test-slurm test-te test-lowest parity versions lint audit docs bench faults stress flags gpu cost tables stale dist clean distclean
 .PHONY: $(TARGETS)
 # A folder's name would be a target that is up to date.
 UNKNOWN := $(filter-out $(TARGETS),$(MAKECMDGOALS))
@@ -24,9 +24,6 @@ PARITY_ARGS ?=
 VERSIONS_ARGS ?=
 # And for the report of a GPU: make gpu GPU_ARGS="--calls a --output runs/right"
 GPU_ARGS ?=
-# Seconds for all targets of make fuzz, and more words for it: make fuzz FUZZ_SECONDS=60 FUZZ_ARGS="--only parquet"
-FUZZ_SECONDS ?= 600
-FUZZ_ARGS ?=
 # How many cases: make stress STRESS_ARGS="--small 1000000 --large 200 --record"
 STRESS_ARGS ?=
 # How many combinations, and where they are counted: make flags FLAGS_ARGS="--combinations 5000 --record"
@@ -95,9 +92,6 @@ build/docs-venv/stamp: setup.py tools/extra.py
 
 bench: setup ## what SimReg costs, as ratios of one run
 	$(PY) -m benchmarks $(BENCH_ARGS)
-
-fuzz: setup ## every reader of untrusted files under mutated inputs (10 minutes; FUZZ_SECONDS=60 is shorter)
-	$(PY) -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 
 faults: setup ## kill, hang and starve tiny runs, and see that they end with the same bits (220 faults: hours)
 	$(PY) -m tests.faults $(FAULTS_ARGS)

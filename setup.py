@@ -52,7 +52,6 @@ DOCS = [
     "mkdocstrings[python]>=1,<2",
     "ruff>=0.14,<0.18",  # wraps the signatures
 ]
-FUZZ = ["atheris>=3,<4"]  # guides `make fuzz` by coverage; without it the mutations are guided by lines
 EXTRAS = {
     "megatron": MEGATRON,
     "gpu": ["transformer-engine[pytorch]>=2"],
@@ -62,7 +61,6 @@ EXTRAS = {
     "report": REPORT,
     "research": RESEARCH,
     "docs": DOCS,
-    "fuzz": FUZZ,
     "demo": [*MEGATRON, *DATA, *REPORT],
     "dev": [
         *EVALUATION,

@@ -3,7 +3,7 @@
 
 Real runs of launch/pretrain_llama.sh, the tiny model on the built-in corpus, the objectives taking turns within each
 seed. Each trained model is then measured on validation text through the first features of its states and of its output
-layer alone, as `simreg-megatron evaluate --features` does. One weight each, not tuned.
+layer alone. One weight each, not tuned.
 
 A row of OUTPUT is one run, written when it is finished; the table beside it (.md) is made from the rows. Started again,
 it goes on with the runs that are not there yet.
@@ -22,10 +22,8 @@ import torch
 
 from benchmarks import records
 from benchmarks.objectives import ROOT, mean_and_spread, train
-from simreg_megatron.checkpoint.export import export, plan_export
-from simreg_megatron.checkpoint.source import open_checkpoint
-from simreg_megatron.evaluation.perplexity import measure
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus
+from simreg_megatron.tools.export_hf import checkpoint_folder, export
 
 WIDTH, PREFIXES, LENGTH = 192, (48, 96), 256  # of the tiny model, and the features that are measured
 TOKENS = 32_768  # of the validation text, that each number of features is measured on
@@ -77,17 +75,37 @@ def run(name: str, seed: int, steps: int, corpus: BuiltinCorpus) -> Row:
             **({"--simreg-objective-options": own} if own else {}),
         }  # fmt: skip
         logged = train(folder, words, steps)
-        export(plan_export(open_checkpoint(folder / "checkpoints"), dtype="fp32"), folder / "model")
-        found = measure(
-            folder / "model", Path(corpus.valid_prefix), seq_length=LENGTH, features=PREFIXES, max_tokens=TOKENS,
-            dtype="float32", device="cpu",
-        ).losses  # fmt: skip
+        export(checkpoint_folder(folder / "checkpoints"), folder / "model", dtype="fp32")
+        losses = measure(folder / "model", Path(corpus.valid_prefix))
     return {
         "run": name, "objective": objective, "options": own, "seed": str(seed), "steps": str(steps),
-        **{f"loss_{part.features}": f"{part.loss:.4f}" for part in found},
-        "validation_loss": f"{logged.last('lm loss validation'):.4f}", "tokens": str(found[0].tokens),
+        **{f"loss_{width}": f"{loss:.4f}" for width, loss in losses.items()},
+        "validation_loss": f"{logged.last('lm loss validation'):.4f}", "tokens": str(TOKENS),
         **{column: str(value) for column, value in records.surroundings(threads=1).items()},
     }  # fmt: skip
+
+
+@torch.inference_mode()
+def measure(model: Path, prefix: Path) -> dict[int, float]:
+    """Cross-entropy of TOKENS tokens of a prepared set in windows of LENGTH, from the first features alone, by number.
+
+    The logits are those of the first so many features of the final states and of the output layer's rows.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from transformers import AutoModelForCausalLM
+
+    documents = IndexedDataset(str(prefix))
+    tokens = torch.cat([torch.from_numpy(documents[number].astype("int64")) for number in range(len(documents))])
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    head, widths = network.get_output_embeddings().weight, (*PREFIXES, WIDTH)
+    sums = dict.fromkeys(widths, 0.0)
+    for start in range(0, TOKENS, LENGTH):
+        window = tokens[start : start + LENGTH + 1]
+        states = network(window[None, :-1], use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+        for width in widths:
+            logits = states[:, :width] @ head[:, :width].T
+            sums[width] += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+    return {width: total / TOKENS for width, total in sums.items()}
 
 
 def read(path: Path) -> list[Row]:

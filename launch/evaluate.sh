@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The paper's zero-shot table: bash launch/evaluate.sh --model baseline=CKPT --model simreg=CKPT --tokenizer PATH --output DIR
-# The same as `simreg-megatron evaluate` (--help tells all), with the Python of .venv.
+# The same as `simreg-megatron evaluate` (see --help), with the Python of .venv.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh
 set -euo pipefail
 
 root=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/start.bash
 source "$root/launch/start.bash"
-find_python "$root" torch transformers lm_eval typer
+find_python "$root" torch transformers lm_eval
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$PYTHON" -m simreg_megatron.cli evaluate "$@"

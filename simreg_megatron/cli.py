@@ -19,12 +19,12 @@ from typing import Any
 
 from simreg_megatron import __version__, doctor
 from simreg_megatron.sentences import SentenceError
-from simreg_megatron.tools import curves, prepare_data
+from simreg_megatron.tools import curves, evaluate, export_hf, import_hf, prepare_data
 
 # What a command needs beyond the package itself, and the extra of setup.py that brings it.
 _EXTRAS = {
     "matplotlib": "report", "tensorboard": "report", "lm_eval": "eval", "transformers": "hf", "safetensors": "hf",
-    "sentencepiece": "data", "datasets": "data", "pyarrow": "data", "filelock": "data",
+    "sentencepiece": "data", "datasets": "data", "pyarrow": "data", "filelock": "data", "megatron": "megatron",
 }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"simreg-megatron {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (doctor, prepare_data, curves):
+    for module in (doctor, prepare_data, export_hf, import_hf, evaluate, curves):
         module.add_command(commands)
     _add_flags(commands)
     return parser
@@ -101,14 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names and tables need letters that a terminal may not have
             stream.reconfigure(errors="replace")
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("export-hf", "import-hf", "evaluate"):
-        from simreg_megatron._old_commands import app
-
-        return int(app(argv) or 0)
     options = make_parser().parse_args(argv)
     try:
-        return options.run(options) or 0
+        return int(options.run(options) or 0)
     except SentenceError as error:
         sentence = str(error)
     except ModuleNotFoundError as error:

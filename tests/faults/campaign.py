@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from benchmarks import records
-from simreg_megatron.checkpoint.errors import CheckpointError
 from tests.faults import disks, judge
 from tests.faults.faults import HANGS, OF_A_DISK, Fault
 from tests.faults.layouts import LAYOUTS, SAVE_INTERVAL
@@ -144,8 +145,8 @@ class Campaign:
             return "no", ["the run did not come to its end"]
         try:
             return self._compared_bits(fault, judge.newest(life.output))
-        except CheckpointError as error:
-            return "no", [str(error)]
+        except (Exception, CheckpointException) as error:  # torch raises errors of any type for a damaged checkpoint
+            return "no", [f"{type(error).__name__}: {error}"]
 
     def _compared_bits(self, fault: Fault, checkpoint: Path) -> tuple[str, list[str]]:
         folder = self.work / "undisturbed" / fault.layout

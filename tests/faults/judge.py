@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from simreg_megatron.checkpoint.dist_format import DistCheckpoint
-from simreg_megatron.checkpoint.source import _common
 from tests.faults.layouts import STEPS
+from tests.helpers import stored
 
 ROUNDING = 2e-3
 """How far the weights may be from the undisturbed run's, relative to their norm, where the layout was changed.
@@ -119,17 +118,18 @@ def newest(output: Path) -> Path:
 
 def bits(checkpoint: Path) -> dict[str, str]:
     """A digest of every weight, our trained scalars among them, and of AdaGC's averages."""
-    stored = DistCheckpoint(checkpoint)
-    found = {name: _digest(tensor.read()) for name, tensor in sorted(stored.tensors.items()) if _is_weight(name)}
-    return {**found, "adagc": hashlib.sha256(json.dumps(_adagc(checkpoint, stored)).encode()).hexdigest()}
+    found = {name: _digest(tensor) for name, tensor in sorted(stored.tensors(checkpoint).items()) if _is_weight(name)}
+    return {**found, "adagc": hashlib.sha256(json.dumps(_adagc(checkpoint)).encode()).hexdigest()}
 
 
 def _is_weight(name: str) -> bool:
     return not name.startswith(("rng_state", "rerun_state", "common_state", "dataloader"))
 
 
-def _adagc(checkpoint: Path, stored: DistCheckpoint) -> Any:
-    scheduler = _common(checkpoint, stored).get("opt_param_scheduler", {})
+def _adagc(checkpoint: Path) -> Any:
+    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+
+    scheduler = load_common_state_dict(str(checkpoint)).get("opt_param_scheduler", {})
     return scheduler.get("simreg_adagc") if isinstance(scheduler, dict) else None
 
 
@@ -145,11 +145,11 @@ def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 def distance(one: Path, other: Path) -> float:
     """The largest difference of any weight, relative to the norm of that weight; infinite where names differ."""
-    stored = [DistCheckpoint(path).tensors for path in (one, other)]
-    names = [{name for name in tensors if _is_weight(name)} for tensors in stored]
+    found = [stored.tensors(path) for path in (one, other)]
+    names = [{name for name in tensors if _is_weight(name)} for tensors in found]
     if names[0] != names[1]:
         return float("inf")
-    gaps = [_apart(stored[0][name].read(), stored[1][name].read()) for name in names[0]]
+    gaps = [_apart(found[0][name], found[1][name]) for name in names[0]]
     return max(gaps)
 
 

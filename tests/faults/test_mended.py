@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ import torch
 from launch import checkpoints, launcher
 from launch.flags import LaunchError, flag_names
 from launch.plan import resumed
-from simreg_megatron.checkpoint.pickles import load_torch
 from simreg_megatron.cpu import stand_ins
 from simreg_megatron.plugin import compat, installation, loop_hooks
 from simreg_megatron.plugin.arguments import add_simreg_arguments
@@ -74,15 +72,6 @@ def test_reading_data_on_the_cpu_draws_no_random_number(monkeypatch: pytest.Monk
     monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)
     stand_ins._give_loaders_a_generator(torch)
     assert not moves()
-
-
-def test_threads_may_read_checkpoints_at_once(tmp_path: Path) -> None:
-    """A checkpoint's arguments are of classes that the reader lists one by one while it reads."""
-    path = tmp_path / "args.pt"
-    torch.save({"args": argparse.Namespace(step=7)}, path)
-    with ThreadPoolExecutor(4) as pool:
-        for loaded in pool.map(lambda _: load_torch(path.read_bytes(), path=path), range(60)):
-            assert vars(loaded["args"])["step"] == 7
 
 
 @pytest.fixture

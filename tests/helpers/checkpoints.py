@@ -1,49 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small checkpoints of random weights, without Megatron."""
+"""Small models and checkpoints of random weights, made without Megatron."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from importlib import metadata
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from simreg_megatron.checkpoint.architecture import Architecture
-from simreg_megatron.checkpoint.dist_writer import write
-from simreg_megatron.checkpoint.weights import Weight
+from simreg_megatron.tools import import_hf
+from simreg_megatron.tools.hf_layout import shapes_of
 
-DENSE = Architecture(
-    num_layers=2, hidden=16, num_heads=4, num_groups=2, head_size=4, ffn=12, vocabulary=10, is_tied=False,
-    norm_epsilon=1e-5, max_positions=32, rope_base=10000.0,
-)  # fmt: skip
-EXPERTS = replace(DENSE, num_experts=4, experts_per_token=2)
-
-
-def transformers_release() -> int:
-    """4 or 5: they name settings of a model and ways of a tokenizer differently."""
-    return int(metadata.version("transformers").split(".")[0])
+_SIZES = {
+    "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 10, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 
-def random_weights(architecture: Architecture, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """By canonical name; no two numbers alike, so that nothing can be exchanged unseen."""
+def tiny_config(*, experts: int = 0, **changes: Any) -> Any:
+    """transformers' configuration of a LLaMA with grouped queries, or of a Mixtral."""
+    from transformers import LlamaConfig, MixtralConfig
+
+    sizes = {**_SIZES, **changes}
+    if not experts:
+        return LlamaConfig(architectures=["LlamaForCausalLM"], **sizes)
+    return MixtralConfig(
+        architectures=["MixtralForCausalLM"], num_local_experts=experts, num_experts_per_tok=2, sliding_window=None,
+        **sizes,
+    )  # fmt: skip
+
+
+def random_weights(config: Any) -> dict[str, Tensor]:
+    """All weights by transformers' names; no two numbers are alike, so that no exchange goes unseen."""
     generator = torch.Generator().manual_seed(11)
-    shapes = architecture.shapes(architecture.vocabulary)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes_of(config).items()}
 
 
-def as_weights(tensors: dict[str, Tensor]) -> dict[str, Weight]:
-    return {name: Weight(tuple(t.shape), t.dtype, partial(t.clone)) for name, t in tensors.items()}
+def hugging_face(folder: Path, config: Any, weights: dict[str, Tensor] | None = None) -> Path:
+    """A model as transformers keeps it."""
+    from safetensors.torch import save_file
 
-
-def dist_checkpoint(folder: Path, architecture: Architecture = DENSE) -> Path:
-    """A `torch_dist` checkpoint, as the importer writes it."""
     folder.mkdir(parents=True)
-    write(folder, architecture, as_weights(random_weights(architecture)))
+    save_file(random_weights(config) if weights is None else weights, folder / "model.safetensors")
+    config.save_pretrained(folder)
     return folder
+
+
+def dist_checkpoint(folder: Path, config: Any = None, **args: Any) -> Path:
+    """A `torch_dist` checkpoint as releases before 0.19 write it, with `args` among Megatron's arguments."""
+    config = config or tiny_config()
+    state: dict[str, Any] = dict(import_hf.megatron_tensors(config, random_weights(config)))
+    for key, shape, offset in import_hf.layer_states(config):
+        state[f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"] = archive_of([None])
+    dcp.save(state, checkpoint_id=folder, planner=_AsMegatron(), no_dist=True)
+    common = import_hf.common_state(config, torch.float32)
+    vars(common["args"]).update(args)
+    torch.save(common, folder / "common.pt")
+    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    versions = {"sharded_backend_version": 1, "common_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps({**backends, **versions}))
+    return folder
+
+
+class _AsMegatron(dcp.DefaultSavePlanner):
+    """Writes an object's bytes as they are."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
+
+
+def archive_of(content: object) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream
 
 
 class Calls:

@@ -72,7 +72,7 @@ class Saved:
 
 
 def megatron_logits(load: Path, tokens: Tensor, scratch: Path) -> Tensor:
-    """Those of `checkpoint.megatron_logits`, on a forked rank that has Megatron in memory already."""
+    """Logits of Megatron's own model, on a forked rank that has Megatron in memory already."""
     given, found = scratch / "tokens.pt", scratch / "logits.pt"
     torch.save(tokens, given)
     log = scratch / "log"
@@ -82,8 +82,8 @@ def megatron_logits(load: Path, tokens: Tensor, scratch: Path) -> Tensor:
 
 
 def _write_logits(load: Path, given: Path, found: Path) -> None:
-    from simreg_megatron.checkpoint import megatron_logits
-    from simreg_megatron.checkpoint.source import open_checkpoint
+    from simreg_megatron.tools import export_hf, verify_export
 
-    model = megatron_logits.build(open_checkpoint(load))
-    torch.save(megatron_logits.logits(model, torch.load(given, weights_only=True)), found)
+    tokens = torch.load(given, weights_only=True)
+    logits = verify_export.megatron_logits(export_hf.checkpoint_folder(load), tokens, torch.float32)
+    torch.save(logits, found)

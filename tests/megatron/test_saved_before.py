@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from simreg_megatron.checkpoint.source import open_checkpoint
+from simreg_megatron.tools import export_hf
 from tests.fixtures import make, snapshot
 from tests.fixtures.runs import KEPT, SAVED_AT, STEPS, write_text
 from tests.helpers.quick import quick
@@ -44,12 +44,12 @@ def values_of(name: str) -> dict[str, Any]:
 
 
 def unpacked(name: str, folder: Path) -> Path:
-    """Megatron unpickles what it loads: so the bytes are those that were saved, and our own reader comes first."""
+    """Megatron unpickles what it loads: so the bytes are those that were saved, and they pass the check first."""
     archive = SAVED[0] / f"{name}{make.ENDING}"
     assert hashlib.sha256(archive.read_bytes()).hexdigest() == values_of(name)["sha256"]
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
-    notes = " ".join(open_checkpoint(folder).notes)
+    notes = " ".join(export_hf.read(export_hf.checkpoint_folder(folder))[2])
     assert "simreg_similarity.query" in notes, notes
     return folder
 

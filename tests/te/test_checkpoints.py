@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from simreg_megatron import cli
-from simreg_megatron.checkpoint.dist_format import DistCheckpoint
+from tests.helpers import jobs, stored
 from tests.te import models
 from tests.te.models import EXPERTS, FFN, GROUPS, HEADS, HIDDEN, LAYERS, VOCABULARY, whole
 
@@ -20,8 +19,7 @@ HEAD = HIDDEN // HEADS
 
 def command(*words: object) -> None:
     """`simreg-megatron WORDS`, which must succeed."""
-    done = CliRunner().invoke(cli.app, [str(word) for word in words], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    jobs.run([sys.executable, "-m", "simreg_megatron.cli", *map(str, words)], check=True)
 
 
 def expected(model: str) -> dict[str, Tensor]:
@@ -85,9 +83,9 @@ def test_there_and_back(model: str, layout: str, other: str, tmp_path: Path) -> 
     from safetensors.torch import load_file
 
     saved = models.save(tmp_path / "saved", model, layout, tmp_path / "save.log")
-    stored = DistCheckpoint(saved / f"iter_{models.ITERATION:07d}")
-    assert any("_extra_state" in key for key in stored.objects), "Transformer Engine's states are there"
-    assert stored.tensors.keys() >= models.SCALARS
+    folder = saved / f"iter_{models.ITERATION:07d}"
+    assert any("_extra_state" in key for key in stored.objects(folder)), "Transformer Engine's states are there"
+    assert stored.tensors(folder).keys() >= models.SCALARS
 
     command("export-hf", "--load", saved, "--save", tmp_path / "model")
     found, truth = load_file(tmp_path / "model" / "model.safetensors"), expected(model)

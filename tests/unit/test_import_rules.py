@@ -30,11 +30,10 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-# Only cpu, plugin, pretrain, checkpoint and tools may name megatron; triton lives in kernels alone.
+# Only cpu, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
 LAW = {
     "schedule": room(),
     "sentences": room(),
-    "terminal": room("sentences", "rich typer"),
     "objectives": room(),
     "config": room("objectives schedule"),
     "losses": room("kernels objectives", "torch"),
@@ -60,24 +59,15 @@ LAW = {
     "loop": room("config plugin"),
     "contract": room("plugin", "torch"),
     "pretrain": room(f"{TOP} config plugin", "torch megatron"),
-    "data": room("tools", "sentencepiece transformers"),  # old names alone, until nothing imports them
     "tools": room(
-        f"{TOP} config geometry plugin pretrain sentences",
-        "torch megatron numpy datasets multiprocess sentencepiece transformers filelock matplotlib tensorboard",
+        f"{TOP} cpu config geometry plugin pretrain sentences",
+        "torch megatron numpy datasets multiprocess sentencepiece transformers tokenizers safetensors huggingface_hub "
+        "lm_eval filelock matplotlib tensorboard",
     ),
-    "checkpoint": room(
-        f"{TOP} cpu config plugin data sentences terminal",
-        "torch megatron transformers tokenizers safetensors sentencepiece numpy typer rich",
-    ),
-    "evaluation": room(
-        "data tools checkpoint sentences terminal",
-        "lm_eval datasets transformers torch numpy matplotlib typer rich filelock",
-    ),
-    "_old_commands": room("checkpoint evaluation", "typer"),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),
     "doctor": room(f"{TOP} comparison cpu installed plugin sentences trial", "torch"),
-    "cli": room(f"{TOP} _old_commands doctor plugin sentences tools"),
+    "cli": room(f"{TOP} doctor plugin sentences tools"),
 }
 
 

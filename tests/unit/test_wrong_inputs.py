@@ -377,18 +377,16 @@ simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: br
 simreg-megatron data prepare cut.jsonl.gz --out n4 --tokenizer TOK | error: cut.jsonl.gz cannot be read (EOFError:
 simreg-megatron data prepare cut.jsonl.zst --out n5 --tokenizer TOK | error: cut.jsonl.zst
 simreg-megatron data prepare photo.png --out n6 --tokenizer TOK | error: photo.png has nothing to read: give a .jsonl
-simreg-megatron export-hf | Missing option '--load'
+simreg-megatron export-hf | the following arguments are required: --load
 simreg-megatron export-hf --load none --save model | error: there is no folder none: give the folder that Megatron's
-simreg-megatron export-hf --load data/mine --save model | error: data/mine holds no Megatron checkpoint
+simreg-megatron export-hf --load data/mine --save model | error: data/mine is no whole torch_dist checkpoint
 simreg-megatron export-hf --load notes.txt --save model | error: there is no folder notes.txt
-simreg-megatron export-hf --load data/mine --save model --dtype int8 | for --dtype: int8 is none of fp32, bf16
+simreg-megatron export-hf --load data/mine --save model --dtype int8 | argument --dtype: invalid choice: 'int8'
 simreg-megatron import-hf --model none --save start | error: there is no none/config.json: give the folder of a Hugging
 simreg-megatron import-hf --model notes.txt --save start | error: there is no notes.txt/config.json: give the folder of
-simreg-megatron evaluate | Missing option '--model'
-simreg-megatron evaluate --model none --output scores | error: --model takes NAME=PATH, such as baseline=
-simreg-megatron evaluate --model a=none --output scores | error: --model a: there is no folder none
-simreg-megatron evaluate --model a=data --tasks none --data x --output s --device cuda | error: --device cuda: torch
-simreg-megatron evaluate --model a=data --tasks none --data x --output s --device gpu | error: --device takes cpu, cuda
+simreg-megatron evaluate | the following arguments are required: --model
+simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER with a name of its own
+simreg-megatron evaluate --model a=none --output scores | and a folder that exists, got a=none
 simreg-megatron report none | error: none is not a folder: give the run's output folder or its --tensorboard-dir
 simreg-megatron report data/mine | error: data/mine holds no TensorBoard scalars
 simreg-megatron report check none | error: none holds no results: name the --output folder of `simreg-megatron

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron evaluate`: zero-shot scores by lm-evaluation-harness, and differences from the first model."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from simreg_megatron.tools import paper_scores
+from simreg_megatron.tools.score_table import GROUPS, EvaluationError, Score, score_of, table
+
+_RUN_CODE = ("humaneval", "mbpp")
+
+
+def add_command(commands: Any) -> None:
+    text = "score models on the paper's zero-shot tasks, and compare them with the first one"
+    parser = commands.add_parser("evaluate", help=text, description=text)
+    add = parser.add_argument
+    add("--model", action="append", required=True, metavar="NAME=PATH", help="a Hugging Face folder, or a Megatron "
+        "checkpoint, which is exported first; give it once per model")  # fmt: skip
+    add("--output", type=Path, required=True, help="a new folder for results and exported models")
+    add("--tokenizer", type=Path, help="that of training, for Megatron checkpoints")
+    add("--tasks", default="paper", help="comma-separated: tasks of lm-evaluation-harness, NAME:METRIC, or the groups "
+        "paper (default) and further")  # fmt: skip
+    add("--paper", choices=paper_scores.SCORES, metavar="SIZE", help="add the paper's rows: %(choices)s")
+    add("--bos", choices=("none", "document"), default="none", help="begin texts with BOS; as in training")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--batch-size", default="auto", help="requests at a time (default: auto)")
+    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--limit", type=int, help="only the first questions of each task: for a trial")
+    add("--include", type=Path, help="folder with more task definitions (YAML of the harness)")
+    add("--allow-code-execution", action="store_true", help="run what the model writes: humaneval, mbpp")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    metrics = chosen_tasks(options.tasks, options.allow_code_execution)
+    models = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
+    if len(models) < len(options.model) or not all(name and path.is_dir() for name, path in models.items()):
+        raise EvaluationError("each --model must be NAME=FOLDER with a name of its own and a folder that exists, got "
+                              + ", ".join(options.model))  # fmt: skip
+    if options.output.exists() and any(options.output.iterdir()):
+        raise EvaluationError(f"{options.output} is not empty: give a new --output")
+    options.output.mkdir(parents=True, exist_ok=True)
+    folders = {name: hugging_face_folder(name, path, options) for name, path in models.items()}
+    scores: dict[str, dict[str, Score]] = {}
+    for name, folder in folders.items():
+        found = answers(folder, list(metrics), options)
+        (options.output / f"{name}.json").write_text(json.dumps(found, default=handle_non_serializable))
+        print(f"{name}: {folder}", make_table(found), sep="\n")
+        if found.get("groups"):
+            print(make_table(found, "groups"))
+        scores[name] = {task: score_of(found, task, metric) for task, metric in metrics.items()}
+    page = "\n".join(table(scores, paper_scores.SCORES.get(options.paper, {})))
+    (options.output / "results.md").write_text(page + "\n")
+    print(page)
+
+
+def chosen_tasks(text: str, allow_code: bool) -> dict[str, str]:
+    """Return metrics by task, "" for the task's first one; a group leaves out tasks that run code, if not allowed."""
+    known = {**GROUPS["paper"], **GROUPS["further"]}
+    chosen: dict[str, str] = {}
+    for word in text.split(","):
+        name, _, metric = word.partition(":")
+        if name in _RUN_CODE and not allow_code:
+            raise EvaluationError(
+                f"{name} runs code that the model writes, on this machine: add --allow-code-execution"
+            )
+        if word in GROUPS:
+            chosen |= {task: metric for task, metric in GROUPS[word].items() if allow_code or task not in _RUN_CODE}
+        else:
+            chosen[name] = metric or known.get(name, "")
+    return chosen
+
+
+def hugging_face_folder(name: str, path: Path, options: argparse.Namespace) -> Path:
+    """Return `path`, or the folder to which its Megatron checkpoint was exported."""
+    if (path / "config.json").is_file():
+        return path
+    from simreg_megatron.tools.export_hf import checkpoint_folder, export
+    from simreg_megatron.tools.export_tokenizer import open_tokenizer
+
+    if options.tokenizer is None:
+        raise EvaluationError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
+    folder = options.output / "models" / name
+    for note in export(checkpoint_folder(path), folder, open_tokenizer(options.tokenizer)):
+        print(f"note: {name}: {note}")
+    return folder
+
+
+@functools.cache
+def task_manager(include: Path | None) -> Any:
+    """Index the harness's task definitions and those in a folder, which takes 10 seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(include) if include else None)
+
+
+def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Return what lm-evaluation-harness finds: its results and the answer to every question."""
+    import lm_eval
+    import torch
+    from transformers import AutoTokenizer
+
+    if options.bos == "document":  # release 4 of transformers does not add it, silently
+        tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=True)
+        if tokenizer.bos_token_id is None or tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
+            raise EvaluationError(f"--bos document: the tokenizer of {folder} puts no BOS before a text: --bos none")
+    if options.allow_code_execution:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    arguments = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": options.bos == "document"}
+    try:
+        found = lm_eval.simple_evaluate(
+            model="hf", model_args={**arguments, "use_safetensors": True}, tasks=tasks, num_fewshot=0,
+            batch_size=options.batch_size, limit=options.limit,
+            device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            task_manager=task_manager(options.include),
+            confirm_run_unsafe_code=options.allow_code_execution,
+        )  # fmt: skip
+    except Exception as error:  # whatever the model, the task or its data set raises
+        raise EvaluationError(
+            f"lm-evaluation-harness cannot score {folder}: {type(error).__name__}: {error}"
+        ) from error
+    return dict(found or {})

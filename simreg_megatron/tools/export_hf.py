@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron export-hf`: write a `torch_dist` checkpoint of a LLaMA or Mixtral as a Hugging Face model."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, TRACKER, check_shapes, convert, new_folder, write_config
+from simreg_megatron.tools.safe_load import CheckpointError, check_checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from simreg_megatron.tools.export_tokenizer import Tokenizer
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# The values with which the model is a LLaMA or Mixtral, and arguments that must be absent, false or 0.
+_MUST_BE: dict[str, Any] = {
+    "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
+    "softmax_type": "vanilla", "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": 1.0,
+    "rope_scaling_factor": 8.0,  # Megatron's scripts never pass another factor to the model
+}  # fmt: skip
+_MUST_NOT_BE = (
+    "apply_layernorm_1p", "layernorm_zero_centered_gamma", "quick_geglu", "glu_linear_offset",
+    "activation_func_clamp_value", "add_bias_linear", "add_qkv_bias", "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor", "no_rope_freq", "qk_layernorm", "qk_l2_norm", "softmax_scale",
+    "attention_output_gate", "window_size", "multi_latent_attention", "experimental_attention_variant",
+    "apply_residual_connection_post_layernorm", "use_mup", "mtp_num_layers", "is_hybrid_model",
+    "hybrid_override_pattern", "hybrid_layer_pattern", "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json", "spec", "moe_router_pre_softmax", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size", "moe_latent_size", "moe_apply_probs_on_input",
+    "moe_mlp_glu_interleave_size", "moe_expert_capacity_factor", "moe_expert_rank_capacity_factor",
+)  # fmt: skip
+_BALANCED_BY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # others change which experts are chosen
+
+
+def add_command(commands: Any) -> None:
+    text = "write a Megatron checkpoint of a LLaMA or Mixtral as a Hugging Face model"
+    parser = commands.add_parser("export-hf", help=text, description=text)
+    parser.add_argument("--load", type=Path, required=True, help="the folder that Megatron's --save named")
+    parser.add_argument("--ckpt-step", type=int, help="the step to take (default: the newest)")
+    parser.add_argument("--save", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--tokenizer", type=Path, help="that of training: a Hugging Face folder or a .model file")
+    parser.add_argument("--vocab-size", type=int, help="tokens without padding, if no tokenizer is given")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
+    parser.add_argument("--verify", action="store_true", help="compare the logits with those of Megatron's own model")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from simreg_megatron.tools.export_tokenizer import open_tokenizer
+
+    folder = checkpoint_folder(options.load, options.ckpt_step)
+    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
+    for note in export(folder, options.save, tokenizer, dtype=options.dtype, vocab_size=options.vocab_size or 0):
+        print(f"note: {note}")
+    print(f"{options.save}: exported from {folder}")
+    if not options.verify:
+        return 0
+    from simreg_megatron.tools.verify_export import verify
+
+    return verify(folder, options.save)
+
+
+def export(
+    folder: Path, save: Path, tokenizer: Tokenizer | None = None, *, dtype: str | None = None, vocab_size: int = 0
+) -> list[str]:
+    """Write the checkpoint in `folder` to the new folder `save`, and return notes for the user.
+
+    Raises:
+        CheckpointError: it names code to run, is damaged, or is no LLaMA or Mixtral.
+    """
+    import torch
+    from huggingface_hub import save_torch_state_dict
+    from transformers import GenerationConfig
+
+    from simreg_megatron.tools.export_tokenizer import check_tokenizer
+
+    args, stored, notes = read(folder)
+    refuse_others(args)
+    num_rows = len(stored["embedding.word_embeddings.weight"])
+    kept = max(vocab_size, tokenizer.size if tokenizer else 0)
+    if tokenizer:
+        check_tokenizer(args, num_rows, tokenizer.size, tokenizer.path)
+    if vocab_size:
+        check_tokenizer(args, num_rows, vocab_size, None)
+    if not hasattr(args, "make_vocab_size_divisible_by"):  # imported: it may have more rows than the tokenizer
+        kept = max(kept, args.vocab_size)
+    if not kept and args.padded_vocab_size != getattr(args, "vocab_size", None):
+        notes.append(f"all {num_rows} rows of the embedding are kept, with padding: --tokenizer would leave it out")
+    if args.tokenizer_type == "Llama2Tokenizer":
+        notes.append("Llama2Tokenizer began every document with BOS up to Megatron 0.14: evaluate as in your training")
+    config = make_config(args, kept or num_rows, tokenizer)
+    chosen = getattr(torch, DTYPES[dtype]) if dtype else stored["embedding.word_embeddings.weight"].dtype
+    if not dtype and (wider := [key for key, tensor in stored.items() if tensor.dtype.itemsize > chosen.itemsize]):
+        notes.append(f"{len(wider)} weights such as {wider[0]} are stored in a wider type and rounded to {chosen}")
+    weights: dict[str, Tensor] = {}
+    for key in list(stored):
+        for name, weight in convert(key, stored.pop(key), config):
+            if not (weight := weight.to(chosen)).isfinite().all():
+                raise CheckpointError(f"{name} is incomplete or holds NaN or infinite numbers (in {chosen})")
+            weights[name] = weight.clone(memory_format=torch.contiguous_format)
+    check_shapes(weights, config, folder)
+    with new_folder(save) as made:
+        save_torch_state_dict(weights, made, max_shard_size="4GB")
+        if tokenizer:
+            tokenizer.write(made)
+        ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+        GenerationConfig(**ids, pad_token_id=config.eos_token_id).save_pretrained(made)
+        write_config(config, str(chosen).removeprefix("torch."), made)
+    return notes
+
+
+def checkpoint_folder(load: Path, step: int | None = None) -> Path:
+    """Find the checkpoint that Megatron's --load and --ckpt-step name; the newest one if `step` is None."""
+    if not load.is_dir():
+        raise CheckpointError(f"there is no folder {load}: give the folder that Megatron's --save named")
+    name = f"iter_{step:07d}" if step is not None else ""
+    if step is None and (load / TRACKER).is_file():
+        text = (load / TRACKER).read_text().strip()
+        name = f"iter_{int(text):07d}" if text.isdecimal() else "release"
+    elif step is None and (load / "checkpoints" / TRACKER).is_file():
+        raise CheckpointError(f"{load} is the folder of a run: give its checkpoints, {load / 'checkpoints'}")
+    if not (load / name).is_dir() or (not name and any(load.glob("iter_*"))):
+        there = ", ".join(sorted(path.name for path in load.glob("iter_*"))[-5:]) or "none"
+        raise CheckpointError(f"{load} has no {name or TRACKER}: name the step with --ckpt-step; there: {there}")
+    return load / name
+
+
+def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]]:
+    """Read Megatron's arguments and the model's tensors by key; the third value are notes on what is left out."""
+    import torch
+    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if any(folder.glob("mp_rank_*")):
+        raise CheckpointError(
+            f"{folder} is in the older format torch, which Megatron itself converts: load it there with "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+        )
+    if missing := [name for name in (".metadata", "metadata.json") if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder} is no whole torch_dist checkpoint: it has no {missing[0]}")
+    check_checkpoint(folder)
+    tensors, notes = {}, []
+    try:
+        args = load_common_state_dict(str(folder)).get("args")
+        reader = dcp.FileSystemReader(folder)
+        for key, entry in reader.read_metadata().state_dict_metadata.items():
+            if key.startswith("simreg_"):
+                notes.append(f"left out: {key}, which SimReg trained and the language model does not use")
+            elif isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_")):
+                tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except (Exception, CheckpointException) as error:  # torch raises errors of any type for damaged files
+        reason = (str(error).strip().splitlines() or [""])[-1]
+        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {reason}): copy it again") from None
+    if not isinstance(args, argparse.Namespace) or "embedding.word_embeddings.weight" not in tensors:
+        raise CheckpointError(
+            f"{folder} has no arguments or no embedding: it was not saved by Megatron's training loop"
+        )
+    return args, tensors, notes
+
+
+def refuse_others(args: argparse.Namespace) -> None:
+    """Refuse a model that computes something else than transformers' LLaMA and Mixtral."""
+    balanced = getattr(args, "moe_router_load_balancing_type", None) or "none"
+    wrong = [name for name in _MUST_NOT_BE if getattr(args, name, None) not in (None, False, 0, "")]
+    wrong += [name for name, value in _MUST_BE.items() if getattr(args, name, value) not in (None, value)]
+    if not set([balanced] if isinstance(balanced, str) else balanced) <= set(_BALANCED_BY):
+        wrong.append("moe_router_load_balancing_type")
+    if args.num_experts and set(str(getattr(args, "moe_layer_freq", 1))) - set("1,[] "):
+        wrong.append("moe_layer_freq")
+    if wrong:
+        only = f"only {_MUST_BE[wrong[0]]} can be exported" if wrong[0] in _MUST_BE else "it cannot be exported"
+        value = getattr(args, wrong[0])
+        raise CheckpointError(
+            f"the model has {wrong[0]} = {value}, which transformers' LLaMA and Mixtral do not support: {only}"
+        )
+
+
+def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Any:
+    """Make transformers' configuration from Megatron's arguments (of any release since 0.12)."""
+    from transformers import LlamaConfig, MixtralConfig
+
+    epsilon = getattr(args, "layernorm_epsilon", None) or getattr(args, "norm_epsilon", None)
+    if epsilon is None:
+        raise CheckpointError("the checkpoint's arguments have no norm epsilon (layernorm_epsilon or norm_epsilon)")
+    heads = args.num_attention_heads
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.ffn_hidden_size,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": args.num_query_groups if args.group_query_attention else heads,
+        "head_dim": args.kv_channels or args.hidden_size // heads,
+        "max_position_embeddings": args.max_position_embeddings,
+        "rms_norm_eps": epsilon,
+        "rope_theta": float(args.rotary_base or 10000),
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "bos_token_id": tokenizer.bos if tokenizer else None,
+        "eos_token_id": tokenizer.eos if tokenizer else None,
+        "pad_token_id": None,
+    }
+    if getattr(args, "use_rope_scaling", False):
+        common["rope_scaling"] = dict(LLAMA3_ROPE)
+    try:
+        if not args.num_experts:
+            return LlamaConfig(architectures=["LlamaForCausalLM"], **common)
+        common["intermediate_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
+        balance = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, float) else 0.0
+        return MixtralConfig(
+            architectures=["MixtralForCausalLM"], num_local_experts=args.num_experts, sliding_window=None,
+            num_experts_per_tok=args.moe_router_topk, router_aux_loss_coef=balance, **common,
+        )  # fmt: skip
+    except Exception as error:  # transformers 5 checks it, such as that the number of heads divides the width
+        raise CheckpointError(f"transformers cannot represent this model: {str(error).splitlines()[-1]}") from None

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simreg-megatron import-hf`: write a Hugging Face LLaMA or Mixtral as a checkpoint to continue pretraining from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, TOP, TRACKER, check_shapes, join, new_folder, rope_of
+from simreg_megatron.tools.safe_load import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_INDEX = "model.safetensors.index.json"
+_MUST_BE = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
+# Layers that ask for a state when Megatron loads them, those of Transformer Engine among them; it is empty here.
+_WITH_STATE = (
+    "input_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj",
+    "self_attention.core_attention", "mlp.linear_fc1", "mlp.linear_fc2",
+)  # fmt: skip
+
+
+def add_command(commands: Any) -> None:
+    text = "write a Hugging Face LLaMA or Mixtral as a Megatron checkpoint"
+    parser = commands.add_parser("import-hf", help=text, description=text)
+    parser.add_argument("--model", type=Path, required=True, help="the folder of the model, with safetensors files")
+    parser.add_argument("--save", type=Path, required=True, help="the folder to make, for Megatron's --load")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    config, weights = open_model(options.model)
+    save(options.save, config, weights)
+    given = [(name.replace("_", "-"), value) for name, value in megatron_settings(config).items()]
+    given = [(name, value) for name, value in given if value is not None and value is not False]
+    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given]
+    rows = config.vocab_size
+    print(f"{options.save}: imported from {options.model}")
+    print(f"train from it with: --load {options.save} --finetune {' '.join(words)}")
+    print(
+        f"note: --make-vocab-size-divisible-by {rows} keeps the {rows} rows of the embedding whichever tokenizer you "
+        "name; divide it by your --tensor-model-parallel-size. With fewer rows Megatron drops the last ones silently"
+    )
+
+
+def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Read the configuration and the weights of a Hugging Face model.
+
+    Raises:
+        CheckpointError: it is no LLaMA or Mixtral in safetensors files, is damaged, or holds NaN or infinite numbers.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"there is no {folder}/config.json: give the folder of a Hugging Face model")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        index = json.loads((folder / _INDEX).read_text())["weight_map"] if (folder / _INDEX).is_file() else {}
+        files = {folder / Path(name).name for name in index.values()} or {folder / "model.safetensors"}
+        if not all(path.is_file() for path in files):
+            raise CheckpointError(
+                f"{folder} has no {min(path.name for path in files if not path.is_file())}: save the model with "
+                "transformers' save_pretrained (pickled .bin files could run code and are not read)"
+            )
+        weights = {name: tensor for path in sorted(files) for name, tensor in load_file(path).items()}
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers and safetensors raise errors of any type for damaged files
+        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}): get it again") from None
+    refuse_others(config)
+    weights = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
+    if config.tie_word_embeddings and head is not None and embedding is not None:
+        if not head.equal(embedding):
+            raise CheckpointError(
+                f"{folder}/config.json says that the head is the embedding (tie_word_embeddings), but lm_head.weight "
+                "holds other numbers: set tie_word_embeddings to false to keep them, or remove lm_head.weight"
+            )
+        del weights["lm_head.weight"]
+    check_shapes(weights, config, folder)
+    for name, tensor in weights.items():
+        if (
+            tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+            or tensor.dtype != weights["model.norm.weight"].dtype
+        ):
+            raise CheckpointError(f"{name} is {tensor.dtype}: all weights must have one type, fp32, bf16 or fp16")
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{name} in {folder} holds NaN or infinite numbers: training would start from them")
+    return config, weights
+
+
+def refuse_others(config: Any) -> None:
+    """Refuse a model that computes something else than Megatron's LLaMA and Mixtral."""
+    if config.model_type not in ("llama", "mixtral"):
+        raise CheckpointError(f"the model is of type {config.model_type}: only llama and mixtral can be imported")
+    for name, value in {**_MUST_BE, "quantization_config": None}.items():
+        if getattr(config, name, value) != value:
+            raise CheckpointError(f"its config.json has {name} = {getattr(config, name)}: only {value} can be imported")
+    base, scaling = rope_of(config)
+    if scaling not in (None, LLAMA3_ROPE) or base != int(base):
+        raise CheckpointError(
+            f"its config.json has rotary embeddings with base {base} and {scaling}, but Megatron has only whole bases "
+            f"without scaling or with {LLAMA3_ROPE}"
+        )
+    if not config.head_dim:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+
+
+def megatron_settings(config: Any) -> dict[str, Any]:
+    """Return Megatron's settings for this model, by the names of its arguments; True stands for a switch."""
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    base, scaling = rope_of(config)
+    settings = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": heads,
+        "kv_channels": config.head_dim,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else None,
+        "max_position_embeddings": config.max_position_embeddings,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.rms_norm_eps,
+        "position_embedding_type": "rope",
+        "rotary_base": int(base),
+        "use_rope_scaling": scaling is not None,
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "vocab_size": config.vocab_size,
+        "make_vocab_size_divisible_by": config.vocab_size,
+    }
+    if config.model_type == "mixtral":
+        settings["num_experts"] = config.num_local_experts
+        settings["moe_router_topk"] = config.num_experts_per_tok
+        settings["moe_aux_loss_coeff"] = config.router_aux_loss_coef
+    return settings
+
+
+def save(folder: Path, config: Any, weights: dict[str, Tensor]) -> None:
+    """Write a `release` checkpoint (weights alone; training starts at step 0) by Megatron's own writer."""
+    from torch import distributed as dist
+
+    from simreg_megatron.cpu import backend
+
+    backend.activate("force")  # Megatron's writer asks for a GPU, and needs none here
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    state: dict[str, Any] = common_state(config, weights["model.norm.weight"].dtype)
+    for key, tensor in megatron_tensors(config, weights):
+        state[key] = ShardedTensor.from_rank_offsets(key, tensor)
+    for key, shape, offset in layer_states(config):
+        state[f"{key} {offset}"] = ShardedObject(key, None, shape, offset)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with new_folder(folder) as made:
+            (made / "release").mkdir()
+            dist_checkpointing.save(state, str(made / "release"))
+            (made / TRACKER).write_text("release")
+    finally:
+        dist.destroy_process_group()
+
+
+def common_state(config: Any, dtype: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds in addition to tensors: the arguments under the names of all releases."""
+    settings = megatron_settings(config)
+    del settings["make_vocab_size_divisible_by"], settings["disable_bias_linear"]  # how rows were padded is not known
+    more = {
+        "add_bias_linear": False, "add_position_embedding": True, "layernorm_epsilon": config.rms_norm_eps,
+        "num_experts": settings.get("num_experts"), "moe_ffn_hidden_size": None, "params_dtype": dtype,
+        "padded_vocab_size": config.vocab_size, "seq_length": config.max_position_embeddings, "tokenizer_type": None,
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+    }  # fmt: skip
+    args = argparse.Namespace(**{**settings, **more})
+    content = {"singleton_local_shards": False}
+    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
+
+
+def layer_states(config: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Return key, shape and place of each layer's empty state, in the grid of all layers (and experts)."""
+    layers, experts = config.num_hidden_layers, getattr(config, "num_local_experts", 0)
+    found: list[Any] = [(module, (layers,), (layer,)) for module in _WITH_STATE for layer in range(layers)]
+    for kind, layer, expert in product((1, 2), range(layers), range(experts)):
+        found.append((f"mlp.experts.experts.linear_fc{kind}", (layers, experts), (layer, expert)))
+    states = [(f"decoder.layers.{module}._extra_state", shape, offset) for module, shape, offset in found]
+    return [*states, ("decoder.final_layernorm._extra_state", (1,), (0,))]
+
+
+def megatron_tensors(config: Any, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield Megatron's tensors by key, each stacked over the layers (and experts)."""
+    import torch
+
+    for key, name in TOP.items():
+        if name in weights:
+            yield key, weights[name]
+    for key, names in LAYER.items():
+        if f"model.layers.0.{names[0].format(0)}" not in weights:
+            continue
+        layers = []
+        for layer in range(config.num_hidden_layers):
+            matrices = [
+                join([weights[f"model.layers.{layer}.{name.format(expert)}"] for name in names], config)
+                for expert in range(config.num_local_experts if ".experts." in key else 1)
+            ]
+            layers.append(torch.stack(matrices) if ".experts." in key else matrices[0])
+        yield f"decoder.layers.{key}", torch.stack(layers)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the pickles of a `torch_dist` checkpoint before torch or Megatron loads it.
+
+A pickle names the functions and classes that it calls. The names are read without executing anything and compared with
+a list of those that Megatron's checkpoints need. Tensors need no check: torch reads them with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from simreg_megatron.sentences import SentenceError
+
+_ALLOWED = re.compile(
+    r"(builtins|__builtin__)\.(set|frozenset|complex|bytes)|_codecs\.encode|collections\.OrderedDict|_?io\.BytesIO"
+    r"|argparse\.Namespace|types\.SimpleNamespace|datetime\.timedelta|signal\.(Signals|SIG[A-Z0-9]+)"
+    r"|pathlib\.(_local\.)?(Posix)?Path|numpy\.(ndarray|dtype|dtypes\.\w+DType)"
+    r"|numpy\._?core\.multiarray\.(_reconstruct|scalar)|torch\._utils\._rebuild_(tensor|tensor_v2|parameter)"
+    r"|torch\.(Size|device|\w+Storage|storage\.(Untyped|Typed)Storage|serialization\._get_layout)"
+    r"|torch\.(bool|bfloat16|u?int(8|16|32|64)|complex(64|128)|float(16|32|64|8_\w+))"
+    r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|planner\.(SavePlan|\w*Write(Data|Item|ItemType)))"
+    r"|torch\.distributed\.(checkpoint|_shard\.sharded_tensor)\.metadata\.(_?MEM_FORMAT_ENCODING|TensorProperties"
+    r"|StorageMeta|Metadata(Index)?|(Bytes|Chunk|Tensor)StorageMetadata)"
+    r"|megatron\.core\.((transformer\.)?enums\.[A-Z]\w+|rerun_state_machine\.Rerun(Diagnostic|Mode|State))"
+    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCore(Metadata|SavePlan)"
+    r"|megatron\.core\.optimizer(\.optimizer_config)?\.OptimizerConfig|transformer_engine\.common\.recipe\.\w+"
+)
+
+
+class CheckpointError(SentenceError):
+    """A checkpoint, model or option that cannot be used."""
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Check every pickle in the folder of one checkpoint; raise a CheckpointError if one is unsafe or unreadable."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    path = folder / ".metadata"
+    try:
+        check_pickle(path.read_bytes(), str(path))
+        metadata = pickle.loads(path.read_bytes())  # noqa: S301
+        for index, place in metadata.storage_data.items():
+            path = folder / place.relative_path
+            if path.parent != folder:
+                raise CheckpointError(f"{folder}/.metadata points outside its folder, to {place.relative_path}")
+            if type(metadata.state_dict_metadata.get(index.fqn)) is not TensorStorageMetadata:
+                with path.open("rb") as stream:
+                    stream.seek(place.offset)
+                    check_archive(stream.read(place.length), f"{path} ({index.fqn})")
+        if (path := folder / "common.pt").is_file():
+            check_archive(path.read_bytes(), str(path))
+    except (SentenceError, OSError):
+        raise
+    except Exception as error:  # damaged bytes make pickle and torch raise errors of any type
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): copy it again") from None
+
+
+def check_archive(data: bytes, where: str) -> None:
+    """Check the pickle in what `torch.save` wrote, read from the archive as `torch.load` does."""
+    import torch
+
+    reader = torch._C.PyTorchFileReader(io.BytesIO(data))
+    if "constants.pkl" in reader.get_all_records():
+        raise _refused(where, "TorchScript code")
+    check_pickle(reader.get_record("data.pkl"), where)
+
+
+def check_pickle(data: bytes, where: str) -> None:
+    """Check the names in a pickle, and in pickles in its `io.BytesIO` objects; `where` begins the error message."""
+    below = top = cast("str | None", None)  # the two values on top of the stack, if the last opcodes pushed strings
+    memo: dict[int, str | None] = {}
+    names, contents = set(), []
+    for opcode, value, _ in pickletools.genops(data):
+        kind, argument = opcode.name, cast(Any, value)
+        if kind == "MEMOIZE" or kind.endswith("PUT"):
+            memo[len(memo) if kind == "MEMOIZE" else int(argument)] = top
+        elif kind not in ("PROTO", "FRAME"):
+            if kind in ("GLOBAL", "INST", "STACK_GLOBAL") or kind.startswith("EXT"):
+                names.add(name := f"{below}.{top}" if argument is None else str(argument).replace(" ", ".", 1))
+                if not _ALLOWED.fullmatch(name):
+                    raise _refused(where, name)
+            text = memo.get(int(argument)) if kind.endswith("GET") else argument if "UNICODE" in kind else None
+            below, top = (top, text) if text is not None else (None, None)
+            if "BYTE" in kind:
+                contents.append(bytes(argument))
+            elif text is not None and not (text.isascii() and text.isprintable()):
+                contents.append(text.encode("latin1"))  # protocol 2 writes bytes as text
+    if names & {"_io.BytesIO", "io.BytesIO"}:
+        for content in filter(None, contents):
+            (check_archive if content.startswith(b"PK") else check_pickle)(content, where)
+
+
+def _refused(where: str, name: str) -> CheckpointError:
+    advice = "it may have been made to run code. Nothing was run; get the checkpoint from where it was trained"
+    return CheckpointError(f"{where} names {name}, which no Megatron checkpoint needs: {advice}")

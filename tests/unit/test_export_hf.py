@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`export-hf`: settings, files and tokenizers; what transformers lacks or is damaged is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simreg_megatron import cli
+from simreg_megatron.tools import import_hf
+from simreg_megatron.tools.export_hf import checkpoint_folder, export, refuse_others
+from simreg_megatron.tools.export_tokenizer import check_tokenizer, open_tokenizer
+from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, TRACKER, join, new_folder, split
+from simreg_megatron.tools.safe_load import CheckpointError
+from tests.helpers import jobs
+from tests.helpers.checkpoints import dist_checkpoint, random_weights, tiny_config
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("megatron.core")
+
+VARIANTS = {
+    "dense": {},
+    "experts": {"experts": 4, "rope_theta": 20000.0},
+    "tied": {"tie_word_embeddings": True},
+    "wide heads": {"head_dim": 6, "rope_theta": 500000.0, "rope_scaling": dict(LLAMA3_ROPE), "rms_norm_eps": 2e-6},
+    "one group": {"num_key_value_heads": 1},
+}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert cli.main(["export-hf", *map(str, words)]) == 2
+    (sentence,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    return sentence
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_transformers_reads_every_number_and_every_weight(name: str, tmp_path: Path) -> None:
+    config = tiny_config(**VARIANTS[name])
+    assert export(dist_checkpoint(tmp_path / "checkpoint", config), tmp_path / "model") == []
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for setting in (
+        "rms_norm_eps",
+        "head_dim",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+    ):
+        assert getattr(model.config, setting) == getattr(config, setting)
+    entries = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert entries["rope_theta"] == VARIANTS[name].get("rope_theta", 10000.0), "release 4 of transformers reads this"
+    assert entries["rope_scaling"] == (LLAMA3_ROPE if "rope_scaling" in VARIANTS[name] else None)
+    truth, state = random_weights(config), model.state_dict()
+    for weight in truth.keys() & state.keys():
+        assert torch.equal(state[weight], truth[weight]), weight
+    assert len(truth.keys() & state.keys()) >= 8 and model.generate(torch.tensor([[1, 2]]), max_new_tokens=2).numel()
+    readable = stat.S_IMODE((tmp_path / "model" / "config.json").stat().st_mode)
+    assert stat.S_IMODE((tmp_path / "model" / "model.safetensors").stat().st_mode) == readable
+
+
+def test_queries_keys_and_values_lie_by_group() -> None:
+    """Rows are numbered: group 0 holds queries of heads 0 and 1, its key, its value; then group 1."""
+    rows = torch.arange(32.0)[:, None].expand(32, 16).contiguous()
+    queries, keys, values = split(rows, 3, tiny_config())
+    assert queries[:, 0].tolist() == [*range(0, 8), *range(16, 24)]
+    assert keys[:, 0].tolist() == [*range(8, 12), *range(24, 28)]
+    assert values[:, 0].tolist() == [*range(12, 16), *range(28, 32)]
+    assert torch.equal(join([queries, keys, values], tiny_config()), rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("normalization", "LayerNorm"),
+        ("layernorm_zero_centered_gamma", True),
+        ("swiglu", False),
+        ("add_bias_linear", True),
+        ("position_embedding_type", "yarn"),
+        ("rotary_percent", 0.5),
+        ("rotary_seq_len_interpolation_factor", 4),
+        ("rope_scaling_factor", 32.0),
+        ("qk_layernorm", True),
+        ("window_size", (128, 0)),
+        ("mtp_num_layers", 1),
+        ("spec", ["my.module", "my_spec"]),
+        ("hybrid_layer_pattern", "M*-"),
+        ("moe_router_score_function", "sigmoid"),
+        ("moe_router_topk_scaling_factor", 2.5),
+        ("moe_shared_expert_intermediate_size", 64),
+        ("moe_expert_capacity_factor", 1.25),
+        ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
+        ("moe_layer_freq", 2),
+        ("moe_layer_freq", [0, 1]),
+    ],
+)
+def test_what_transformers_lacks_is_refused_by_name(name: str, value: Any) -> None:
+    args = import_hf.common_state(tiny_config(experts=4), torch.float32)["args"]
+    args.moe_layer_freq, args.moe_router_load_balancing_type = [1, 1], ["aux_loss", "global_aux_loss"]
+    refuse_others(args)
+    setattr(args, name, value)
+    with pytest.raises(CheckpointError, match=f"the model has {name} = "):
+        refuse_others(args)
+
+
+def test_heads_that_do_not_divide_the_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mixtral's class takes them, with head_dim; LLaMA's refuses them in release 5 of transformers."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+    experts = dist_checkpoint(tmp_path / "experts", tiny_config(experts=2, **sizes))
+    export(experts, tmp_path / "mixtral")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mixtral")
+    assert model.config.head_dim == 8 and model.model.layers[0].self_attn.q_proj.weight.shape == (24, 16)
+    dense = dist_checkpoint(
+        tmp_path / "dense", tiny_config(num_key_value_heads=4), num_attention_heads=3, kv_channels=8
+    )
+    if transformers.__version__ >= "5":
+        assert "(16) is not a multiple of the number of attention heads (3)" in refused(
+            capsys, "--load", dense, "--save", tmp_path / "model"
+        )
+
+
+def test_trained_scalars_are_left_out_and_other_weights_refused(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    def with_more(name: str, key: str) -> Path:
+        folder = dist_checkpoint(tmp_path / name)
+        state = dict(import_hf.megatron_tensors(tiny_config(), random_weights(tiny_config())))
+        dcp.save({**state, key: torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+        return folder
+
+    assert "simreg_similarity" in export(with_more("scalars", "simreg_similarity.query"), tmp_path / "model")[0]
+    with pytest.raises(CheckpointError, match=r"decoder\.final_layernorm\.bias is no weight of a LLaMA"):
+        export(with_more("bias", "decoder.final_layernorm.bias"), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [("gap", "incomplete or holds NaN"), ("missing", r"model\.norm\.weight \(missing\)"), ("file", "cannot be read")],
+)
+def test_damaged(damage: str, sentence: str, tmp_path: Path) -> None:
+    folder = dist_checkpoint(tmp_path / "checkpoint")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    if damage == "gap":
+        metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+    elif damage == "missing":
+        del metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+    else:
+        next(folder.glob("*.distcp")).unlink()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises((CheckpointError, OSError), match=sentence if damage != "file" else "distcp"):
+        export(folder, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_foreign_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def sentence(load: Path) -> str:
+        return refused(capsys, "--load", load, "--save", tmp_path / "model")
+
+    assert "there is no folder" in sentence(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "it has no .metadata" in sentence(tmp_path / "empty")
+    (tmp_path / "old" / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "old" / TRACKER).write_text("5")
+    assert "--ckpt-convert-format torch_dist" in sentence(tmp_path / "old")
+    (tmp_path / "old" / TRACKER).write_text("7")
+    assert "has no iter_0000007: name the step with --ckpt-step; there: iter_0000005" in sentence(tmp_path / "old")
+    assert checkpoint_folder(tmp_path / "old", 5) == tmp_path / "old" / "iter_0000005"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "old").rename(tmp_path / "run" / "checkpoints")
+    assert f"give its checkpoints, {tmp_path / 'run' / 'checkpoints'}" in sentence(tmp_path / "run")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious").write_text("kept")
+    assert "already exists" in sentence(dist_checkpoint(tmp_path / "checkpoint"))
+    assert (tmp_path / "model" / "precious").read_text() == "kept"
+
+
+def test_a_program_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "model") as partial:
+        (partial / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+PADDING = {"make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 2}  # 1024 rows
+
+
+@pytest.mark.parametrize(
+    ("args", "size", "fits"),
+    [
+        (PADDING, 900, True),
+        (PADDING, 769, True),
+        (PADDING, 768, False),
+        (PADDING, 1025, False),
+        ({"tensor_model_parallel_size": 1}, 100, True),  # imported: how it was padded is not known
+        ({"tensor_model_parallel_size": 1}, 1025, False),
+        # Up to 0.15 Megatron added tokens of its own behind those of a sentencepiece model.
+        ({**PADDING, "tokenizer_type": "SentencePieceTokenizer"}, 762, True),
+        ({**PADDING, "tokenizer_type": "SentencePieceTokenizer"}, 761, False),
+    ],
+)
+def test_a_vocabulary_must_be_that_of_training(args: dict, size: int, fits: bool) -> None:
+    import argparse
+
+    given = argparse.Namespace(**{"tokenizer_type": None, **args})
+    if fits:
+        check_tokenizer(given, 1024, size, None)
+        return
+    with pytest.raises(CheckpointError, match=f"has {size} tokens"):
+        check_tokenizer(given, 1024, size, None)
+
+
+def train_sentencepiece(path: Path, source: str, **options: Any) -> Path:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(source).read_text().splitlines()), model_prefix=str(path.with_suffix("")),
+        vocab_size=500, model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2, **options,
+    )  # fmt: skip
+    return path
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"add_dummy_prefix": False}, {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}]
+)
+def test_a_sentencepiece_model_becomes_the_same_tokenizer(options: dict, tmp_path: Path) -> None:
+    path = train_sentencepiece(tmp_path / "t.model", json.__file__, **options)
+    tokenizer = open_tokenizer(path)
+    rows = tiny_config(vocab_size=512)
+    folder = dist_checkpoint(tmp_path / "c", rows, tokenizer_model=str(path), make_vocab_size_divisible_by=64)
+    assert export(folder, tmp_path / "model", tokenizer) == []
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = Path(__file__).read_text() + "\n\u00e9\u4f60 \t  x <s> </s> <unk> as plain text"
+    (truth,) = tokenizer.encode([text])
+    assert fast(text)["input_ids"] == truth and fast.decode(truth) == text, "and nothing is added in front or behind"
+    assert (fast.bos_token_id, fast.eos_token_id, fast.unk_token_id) == (1, 2, options.get("unk_id", 0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(model.lm_head.weight, random_weights(rows)["lm_head.weight"][:500]), "padding is left out"
+    export(folder, tmp_path / "copied", open_tokenizer(tmp_path / "model"))
+    assert (tmp_path / "copied" / "tokenizer.json").read_bytes() == (tmp_path / "model/tokenizer.json").read_bytes()
+
+
+def test_other_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = train_sentencepiece(tmp_path / "own.model", json.__file__)
+    other = train_sentencepiece(tmp_path / "other.model", subprocess.__file__)
+    symbols = train_sentencepiece(tmp_path / "s.model", json.__file__, user_defined_symbols=["<|turn|>"])
+    (tmp_path / "notes.txt").write_text("no tokenizer")
+    folder = dist_checkpoint(tmp_path / "checkpoint", tiny_config(vocab_size=500), tokenizer_model=str(own))
+    for tokenizer, sentence in {
+        other: "is not the tokenizer of training",
+        tmp_path / "notes.txt": "cannot be loaded as one",
+        tmp_path / "none": "cannot be loaded as one",
+    }.items():
+        words = ("--load", folder, "--save", tmp_path / "model", "--tokenizer", tokenizer)
+        assert sentence in refused(capsys, *words)
+    unnamed = dist_checkpoint(tmp_path / "unnamed", tiny_config(vocab_size=500))
+    with pytest.raises(CheckpointError, match="would tokenize some texts differently"):
+        export(unnamed, tmp_path / "model", open_tokenizer(symbols))
+    assert not (tmp_path / "model").exists()
+
+
+def test_one_type_for_all_weights(tmp_path: Path) -> None:
+    folder = dist_checkpoint(tmp_path / "checkpoint")
+    export(folder, tmp_path / "model", dtype="bf16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    truth = random_weights(tiny_config())["lm_head.weight"].bfloat16()
+    assert model.dtype == torch.bfloat16 and torch.equal(model.lm_head.weight, truth)
+
+
+def test_the_commands_cost_nothing_until_they_run() -> None:
+    code = "import sys, simreg_megatron.cli; print({'torch', 'transformers', 'megatron', 'numpy'} & sys.modules.keys())"
+    done = jobs.run([sys.executable, "-c", code])
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr
