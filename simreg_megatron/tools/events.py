@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simreg_megatron.sentences import SentenceError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 TRAIN_LOSS, VALIDATION_LOSS = "lm loss", "lm loss validation"
 SIMREG_LOSS, NEGATIVE_COSINE = "simreg loss", "simreg negative cosine"
@@ -86,6 +87,8 @@ def read_run(folder: str | Path, name: str = "") -> Run:
 
 def _by_step(events: Mapping[str, Iterable[Any]]) -> dict[str, Series]:
     """Keep one value a step, the last; and none of what a run logged before it was resumed from an earlier step."""
+    import numpy as np
+
     in_order = {tag: sorted(of_tag, key=lambda event: event.wall_time) for tag, of_tag in events.items()}
     logged = pairwise(in_order.get(TRAIN_LOSS, ()))
     restarts = [(after.wall_time, after.step) for before, after in logged if after.step <= before.step]

@@ -377,6 +377,9 @@ simreg-megatron data prepare broken.parquet --out n3 --tokenizer TOK | error: br
 simreg-megatron data prepare cut.jsonl.gz --out n4 --tokenizer TOK | error: cut.jsonl.gz cannot be read (EOFError:
 simreg-megatron data prepare cut.jsonl.zst --out n5 --tokenizer TOK | error: cut.jsonl.zst
 simreg-megatron data prepare photo.png --out n6 --tokenizer TOK | error: photo.png has nothing to read: give a .jsonl
+simreg-megatron curves none | error: none is not a folder: give a run's --output folder or its --tensorboard-dir
+simreg-megatron curves data/mine | error: data/mine holds no TensorBoard scalars
+simreg-megatron curves | the following arguments are required: RUN
 simreg-megatron export-hf | the following arguments are required: --load
 simreg-megatron export-hf --load none --save model | error: there is no folder none: give the folder that Megatron's
 simreg-megatron export-hf --load data/mine --save model | error: data/mine is no whole torch_dist checkpoint
@@ -387,28 +390,6 @@ simreg-megatron import-hf --model notes.txt --save start | error: there is no no
 simreg-megatron evaluate | the following arguments are required: --model
 simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER with a name of its own
 simreg-megatron evaluate --model a=none --output scores | and a folder that exists, got a=none
-simreg-megatron report none | error: none is not a folder: give the run's output folder or its --tensorboard-dir
-simreg-megatron report data/mine | error: data/mine holds no TensorBoard scalars
-simreg-megatron report check none | error: none holds no results: name the --output folder of `simreg-megatron
-simreg-megatron report page none | error: none holds no results
-simreg-megatron reproduce | Missing argument 'plans'
-simreg-megatron reproduce foo | error: there is no experiment foo: choose from baselines,
-simreg-megatron reproduce none.yaml | error: none.yaml is not there: name a plan's file, or one of baselines
-simreg-megatron reproduce twice.yaml | error: twice.yaml: 'seeds' stands twice (line 2): write it once
-simreg-megatron reproduce noise --jobs 99999999999999999999 | Invalid value for '--jobs'
-simreg-megatron reproduce noise --seeds 20000 --dry-run | error: noise asks for 20,000 runs, and at most 10,000 are
-simreg-megatron reproduce noise --sizes "" --dry-run | error: --sizes is empty: give it a value, or leave it out
-simreg-megatron reproduce noise --data "" --dry-run | error: --data is empty
-simreg-megatron reproduce noise --slurm x.env --dry-run | error: --dry-run prints what would run on this machine
-simreg-megatron report data/mine data/mine | is given 2 times, and counts once
-simreg-megatron reproduce bad.yaml | error: bad.yaml cannot be read as YAML: while parsing a flow node
-simreg-megatron reproduce list.yaml | error: list.yaml: expected a mapping of name, question, arms
-simreg-megatron reproduce noise --jobs 0 | Invalid value for '--jobs'
-simreg-megatron reproduce noise --seeds -1 | Invalid value for '--seeds'
-simreg-megatron reproduce noise --sizes 65 --dry-run | error: noise has no size 65: its sizes are 64
-simreg-megatron reproduce noise --model tiny --sizes 64 --dry-run | error: --model and --sizes both choose the models
-simreg-megatron reproduce noise --model 99b --dry-run | error: there is no preset 99b of llama: choose from
-simreg-megatron reproduce noise --data none --dry-run | error: the data set none is not there
 simreg-megatron doctor none.py | cannot read none.py as Python
 simreg-megatron doctor notes.txt | cannot read notes.txt as Python
 """
