@@ -139,7 +139,7 @@ def new_folder(save: Path) -> Iterator[Path]:
 
 def rope_of(config: Any) -> tuple[float, dict[str, Any] | None]:
     """Return the rotary base and the scaling (None without), which transformers 4 and 5 store differently."""
-    rope = dict(getattr(config, "rope_parameters", None) or config.rope_scaling or {})
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     base = rope.pop("rope_theta", None) or config.rope_theta
     return float(base), None if rope.get("rope_type", "default") == "default" else rope
 
