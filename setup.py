@@ -59,7 +59,7 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2"],
     "data": DATA,
     "hf": HF,
-    "eval": [*EVALUATION, *REPORT],
+    "eval": EVALUATION,
     "report": REPORT,
     "reproduce": REPRODUCE,
     "docs": DOCS,
