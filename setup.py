@@ -57,7 +57,7 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2"],
     "data": DATA,
     "hf": HF,
-    "eval": [*EVALUATION, *REPORT],
+    "eval": EVALUATION,
     "report": REPORT,
     "research": RESEARCH,
     "docs": DOCS,

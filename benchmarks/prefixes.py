@@ -23,7 +23,8 @@ import torch
 from benchmarks import records
 from benchmarks.objectives import ROOT, mean_and_spread, train
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus
-from simreg_megatron.tools.export_hf import checkpoint_folder, export
+from simreg_megatron.tools.export_hf import export
+from simreg_megatron.tools.folders import checkpoint_folder
 
 WIDTH, PREFIXES, LENGTH = 192, (48, 96), 256  # of the tiny model, and the features that are measured
 TOKENS = 32_768  # of the validation text, that each number of features is measured on

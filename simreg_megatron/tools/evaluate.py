@@ -83,8 +83,9 @@ def hugging_face_folder(name: str, path: Path, options: argparse.Namespace) -> P
     """Return `path`, or the folder to which its Megatron checkpoint was exported."""
     if (path / "config.json").is_file():
         return path
-    from simreg_megatron.tools.export_hf import checkpoint_folder, export
+    from simreg_megatron.tools.export_hf import export
     from simreg_megatron.tools.export_tokenizer import open_tokenizer
+    from simreg_megatron.tools.folders import checkpoint_folder
 
     if options.tokenizer is None:
         raise EvaluationError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")

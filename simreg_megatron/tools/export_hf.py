@@ -8,7 +8,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, TRACKER, check_shapes, convert, new_folder, write_config
+from simreg_megatron.tools.folders import checkpoint_folder, new_folder, refuse_taken
+from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, check_shapes, convert, write_config
 from simreg_megatron.tools.safe_load import CheckpointError, check_checkpoint
 
 if TYPE_CHECKING:
@@ -69,17 +70,14 @@ def run(options: argparse.Namespace) -> int:
 def export(
     folder: Path, save: Path, tokenizer: Tokenizer | None = None, *, dtype: str | None = None, vocab_size: int = 0
 ) -> list[str]:
-    """Write the checkpoint in `folder` to the new folder `save`, and return notes for the user.
-
-    Raises:
-        CheckpointError: it names code to run, is damaged, or is no LLaMA or Mixtral.
-    """
+    """Write the checkpoint in `folder` to the new folder `save`, and return notes for the user."""
     import torch
     from huggingface_hub import save_torch_state_dict
     from transformers import GenerationConfig
 
     from simreg_megatron.tools.export_tokenizer import check_tokenizer
 
+    refuse_taken(save)
     args, stored, notes = read(folder)
     refuse_others(args)
     num_rows = len(stored["embedding.word_embeddings.weight"])
@@ -113,22 +111,6 @@ def export(
         GenerationConfig(**ids, pad_token_id=config.eos_token_id).save_pretrained(made)
         write_config(config, str(chosen).removeprefix("torch."), made)
     return notes
-
-
-def checkpoint_folder(load: Path, step: int | None = None) -> Path:
-    """Find the checkpoint that Megatron's --load and --ckpt-step name; the newest one if `step` is None."""
-    if not load.is_dir():
-        raise CheckpointError(f"there is no folder {load}: give the folder that Megatron's --save named")
-    name = f"iter_{step:07d}" if step is not None else ""
-    if step is None and (load / TRACKER).is_file():
-        text = (load / TRACKER).read_text().strip()
-        name = f"iter_{int(text):07d}" if text.isdecimal() else "release"
-    elif step is None and (load / "checkpoints" / TRACKER).is_file():
-        raise CheckpointError(f"{load} is the folder of a run: give its checkpoints, {load / 'checkpoints'}")
-    if not (load / name).is_dir() or (not name and any(load.glob("iter_*"))):
-        there = ", ".join(sorted(path.name for path in load.glob("iter_*"))[-5:]) or "none"
-        raise CheckpointError(f"{load} has no {name or TRACKER}: name the step with --ckpt-step; there: {there}")
-    return load / name
 
 
 def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]]:
@@ -180,10 +162,8 @@ def refuse_others(args: argparse.Namespace) -> None:
         wrong.append("moe_layer_freq")
     if wrong:
         only = f"only {_MUST_BE[wrong[0]]} can be exported" if wrong[0] in _MUST_BE else "it cannot be exported"
-        value = getattr(args, wrong[0])
-        raise CheckpointError(
-            f"the model has {wrong[0]} = {value}, which transformers' LLaMA and Mixtral do not support: {only}"
-        )
+        what = f"the model has {wrong[0]} = {getattr(args, wrong[0])}"
+        raise CheckpointError(f"{what}, which transformers' LLaMA and Mixtral do not support: {only}")
 
 
 def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Any:

@@ -104,7 +104,8 @@ def _convert(tokenizer: Tokenizer, folder: Path) -> None:
     shutil.copyfile(tokenizer.path, scratch / "tokenizer.model")
     texts = [*_SAMPLES, *(f"a{model.id_to_piece(i)}b".replace(_SPACE, " ") for i in range(tokenizer.size))]
     try:
-        fast = transformers.LlamaTokenizerFast.from_pretrained(scratch, local_files_only=True).backend_tokenizer
+        llama = transformers.LlamaTokenizerFast.from_pretrained(scratch, local_files_only=True, add_bos_token=False)
+        fast = llama.backend_tokenizer
         steps = [normalizers.Prepend(_SPACE)] if model.encode("a", out_type=str)[0].startswith(_SPACE) else []
         fast.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
         fast.pre_tokenizer = None

@@ -9,11 +9,8 @@ and the same numbers.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +23,6 @@ LLAMA3_ROPE = {  # the only scaling of rotary embeddings that Megatron has; it f
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-TRACKER = "latest_checkpointed_iteration.txt"
 TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -117,29 +113,9 @@ def check_shapes(weights: dict[str, Tensor], config: Any, folder: Path) -> None:
             )
 
 
-@contextmanager
-def new_folder(save: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `save` at the end; after an error or a stop nothing is left of it."""
-    save = save.resolve()
-    if save.exists() and (not save.is_dir() or any(save.iterdir())):
-        raise CheckpointError(f"{save} already exists: name a new folder, or remove it first")
-    partial = save.with_name(f".{save.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        umask = os.umask(0)
-        os.umask(umask)
-        for path in partial.rglob("*"):  # safetensors makes its files unreadable to others
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
-        os.replace(partial, save)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
 def rope_of(config: Any) -> tuple[float, dict[str, Any] | None]:
     """Return the rotary base and the scaling (None without), which transformers 4 and 5 store differently."""
-    rope = dict(getattr(config, "rope_parameters", None) or config.rope_scaling or {})
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     base = rope.pop("rope_theta", None) or config.rope_theta
     return float(base), None if rope.get("rope_type", "default") == "default" else rope
 

@@ -10,7 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, TOP, TRACKER, check_shapes, join, new_folder, rope_of
+from simreg_megatron.tools.folders import TRACKER, new_folder, refuse_taken
+from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, TOP, check_shapes, join, rope_of
 from simreg_megatron.tools.safe_load import CheckpointError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    refuse_taken(options.save)
     config, weights = open_model(options.model)
     save(options.save, config, weights)
     given = [(name.replace("_", "-"), value) for name, value in megatron_settings(config).items()]

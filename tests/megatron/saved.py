@@ -82,8 +82,8 @@ def megatron_logits(load: Path, tokens: Tensor, scratch: Path) -> Tensor:
 
 
 def _write_logits(load: Path, given: Path, found: Path) -> None:
-    from simreg_megatron.tools import export_hf, verify_export
+    from simreg_megatron.tools import folders, verify_export
 
     tokens = torch.load(given, weights_only=True)
-    logits = verify_export.megatron_logits(export_hf.checkpoint_folder(load), tokens, torch.float32)
+    logits = verify_export.megatron_logits(folders.checkpoint_folder(load), tokens, torch.float32)
     torch.save(logits, found)

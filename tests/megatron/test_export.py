@@ -12,8 +12,9 @@ from torch import Tensor
 
 from simreg_megatron import cli
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
-from simreg_megatron.tools.export_hf import checkpoint_folder, export, read
+from simreg_megatron.tools.export_hf import export, read
 from simreg_megatron.tools.export_tokenizer import open_tokenizer
+from simreg_megatron.tools.folders import checkpoint_folder
 from simreg_megatron.tools.verify_export import TOLERANCE, compare
 from tests.helpers import jobs
 from tests.megatron import forks, runs, saved

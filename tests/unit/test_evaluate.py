@@ -76,7 +76,11 @@ def test_scores_and_differences_are_those_of_a_computation_by_hand(
 ) -> None:
     words = [word for name, path in models.items() for word in ("--model", f"{name}={path}")]
     options = ["--dtype", "float32", "--batch-size", "4", "--include", str(task[0]), "--bos", bos, "--device", "cpu"]
-    assert cli.main(["evaluate", *words, "--output", str(tmp_path / "out"), "--tasks", NAME, *options]) == 0
+    status = cli.main(["evaluate", *words, "--output", str(tmp_path / "out"), "--tasks", NAME, *options])
+    if bos == "document" and transformers.__version__ < "5":
+        assert status == 2 and "puts no BOS before a text" in capsys.readouterr().err
+        return
+    assert status == 0
     printed = capsys.readouterr().out
     by_hand = [right_by_hand(folder, task[1], bos=bos == "document") for folder in models.values()]
     count = len(task[1])

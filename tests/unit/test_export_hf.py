@@ -16,9 +16,10 @@ import torch
 
 from simreg_megatron import cli
 from simreg_megatron.tools import import_hf
-from simreg_megatron.tools.export_hf import checkpoint_folder, export, refuse_others
+from simreg_megatron.tools.export_hf import export, refuse_others
 from simreg_megatron.tools.export_tokenizer import check_tokenizer, open_tokenizer
-from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, TRACKER, join, new_folder, split
+from simreg_megatron.tools.folders import TRACKER, checkpoint_folder, new_folder
+from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, join, split
 from simreg_megatron.tools.safe_load import CheckpointError
 from tests.helpers import jobs
 from tests.helpers.checkpoints import dist_checkpoint, random_weights, tiny_config
