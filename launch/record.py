@@ -13,11 +13,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from launch.flags import flag_value
 from launch.plan import ROOT, Plan
 
 _SECRET = re.compile(
@@ -45,26 +43,12 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
         "git": _git("rev-parse", "HEAD"),
     }
     (folder / "versions.json").write_text(json.dumps(facts, indent=1) + "\n")
-    _write_tokenizer(folder, plan)
     changes = _git("diff", "HEAD")
     if changes:
         (folder / "changes.patch").write_text(masked(changes) + "\n")
     if job:
         (folder / "job.sbatch").write_text(masked(_run(["scontrol", "write", "batch_script", job, "-"])) + "\n")
     return folder
-
-
-def _write_tokenizer(folder: Path, plan: Plan) -> None:
-    """Its hash, by which an export recognises it; none of a kind that only Megatron reads."""
-    from simreg_megatron.tools.indexed import DataError
-    from simreg_megatron.tools.tokenizers import RECORD, load_tokenizer
-
-    source = flag_value(plan.flags, "--tokenizer-model")
-    if source is None:
-        return
-    source = str(Path(source).absolute()) if Path(source).exists() else source  # else the name of one on the Hub
-    with suppress(DataError, ImportError):
-        (folder / RECORD).write_text(json.dumps(load_tokenizer(source).facts(), indent=1) + "\n")
 
 
 def shown(environ: Mapping[str, str]) -> list[str]:

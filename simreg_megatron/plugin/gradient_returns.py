@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a gradient ever comes back to the terms that leave with a loss.
+"""Whether the terms that leave with a loss train anything: a gradient comes back to them, and they are finite.
 
 A loop whose own loss is not computed from the one that the model returns would train without SimReg, under a log that
 shows nothing of it.
@@ -7,7 +7,16 @@ shows nothing of it.
 
 from __future__ import annotations
 
+import functools
+import math
+
+import torch
 from torch import Tensor
+
+_STOPPED = (
+    "the SimReg term is not finite while the language-model loss is: the step is stopped "
+    "(with tensor or context parallelism, see the other ranks' logs too: one of them may have failed first)"
+)
 
 
 class Returns:
@@ -39,3 +48,19 @@ class Returns:
 
     def _note(self, _: Tensor) -> None:
         self._is_back = True
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    """NaN if there is one."""
+    return torch.linalg.vector_norm(numbers.detach(), ord=math.inf)
+
+
+def stop_hidden_failure(beside: Tensor, terms: list[Tensor]) -> None:
+    """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
+
+    A loss (or, on an earlier stage, output) that is not finite itself is left to Megatron, which stops or reruns the
+    step. Where terms are made of states of other ranks, these may be at fault: their own loss is not finite then.
+    """
+    largest = functools.reduce(torch.add, [_largest(part) for part in terms])
+    sound = (largest < math.inf) >= (_largest(beside) < math.inf)
+    torch._assert_async(sound, _STOPPED)

@@ -8,7 +8,6 @@ and per-token loss [B, S] (all tokens of the context rank, also where sequence p
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from simreg_megatron.measures.metrics import Metrics
 from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.gradient_returns import Returns
+from simreg_megatron.plugin.gradient_returns import Returns, stop_hidden_failure
 from simreg_megatron.plugin.inner import InnerStates, State
 from simreg_megatron.plugin.stages import DataOfStages, MicroBatch
 from simreg_megatron.plugin.tokens import (
@@ -56,12 +55,6 @@ class Terms(NamedTuple):
     model: Any
     labels: Tensor  # [B, S]
     start: int  # first column of the loss that they belong to
-
-
-_STOPPED = (
-    "the SimReg term is not finite while the language-model loss is: the step is stopped "
-    "(with tensor or context parallelism, see the other ranks' logs too: one of them may have failed first)"
-)
 
 
 class Regularizer:
@@ -221,7 +214,7 @@ class Regularizer:
 
     def _weighted(self, parts: list[_Part], model: Any, beside: Tensor) -> Tensor:
         """lambda * term of all objectives, [B, anchors of this rank], in the type of `beside`, or float32."""
-        _stop_hidden_failure(beside, [part.terms for part in parts])
+        stop_hidden_failure(beside, [part.terms for part in parts])
         dtype = torch.promote_types(beside.dtype, torch.float32)
         weighted = [
             part.terms.to(dtype) * self.strength.weight(config, model.config.hidden_size)
@@ -285,19 +278,3 @@ def _prefixes(config: SimRegConfig, states: Tensor) -> list[Tensor]:
     if not (config.is_simreg and config.prefixes):
         return [states]
     return [states[..., :prefix] for prefix in config.prefixes]
-
-
-def _largest(numbers: Tensor) -> Tensor:
-    """NaN if there is one."""
-    return torch.linalg.vector_norm(numbers.detach(), ord=math.inf)
-
-
-def _stop_hidden_failure(beside: Tensor, terms: list[Tensor]) -> None:
-    """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
-
-    A loss (or, on an earlier stage, output) that is not finite itself is left to Megatron, which stops or reruns the
-    step. Where terms are made of states of other ranks, these may be at fault: their own loss is not finite then.
-    """
-    largest = functools.reduce(torch.add, [_largest(part) for part in terms])
-    sound = (largest < math.inf) >= (_largest(beside) < math.inf)
-    torch._assert_async(sound, _STOPPED)

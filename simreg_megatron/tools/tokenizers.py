@@ -18,7 +18,6 @@ from typing import Any
 
 from simreg_megatron.tools.indexed import DataError, sha256
 
-RECORD = "tokenizer_hash.json"  # in the record of a run: which tokenizer it trains with
 _SAMPLE_CHARACTERS = 3_000_000  # enough for a small vocabulary, and takes seconds instead of minutes
 # Tokenizers with equal vocabularies may still differ: in cases, digits, spaces, other scripts, bytes.
 _PROBE = (
