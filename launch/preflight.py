@@ -302,17 +302,18 @@ def _check_own_combinations(flags: Sequence[Flag], args: argparse.Namespace) -> 
 
 def _objection(args: argparse.Namespace, world_size: int) -> str | None:
     """The first of the assertions that a run of Megatron begins with and these arguments do not meet."""
-    from megatron.training.arguments import core_transformer_config_from_args, validate_args
+    from megatron.training import arguments
 
+    config_of = getattr(arguments, "core_transformer_config_from_args", lambda args: None)  # not in every release
     args.rank, args.world_size = 0, world_size
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with _silence():
-            validate_args(args, {})
+            arguments.validate_args(args, {})
             args.apply_rope_fusion = False  # this machine may lack kernels that the run has
-            core_transformer_config_from_args(args)  # has checks of its own
+            config_of(args)  # which has checks of its own
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return " ".join(str(error).split()) or f"{place.line} ({Path(place.filename).name}, line {place.lineno})"

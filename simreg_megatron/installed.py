@@ -72,6 +72,6 @@ def without_make(compile_helpers: Callable[[], None]) -> Callable[[], None]:
     return compile_if_needed
 
 
-def python_path(*folders: Path | str, environ: Mapping[str, str] = os.environ) -> str:
+def python_path(*folders: Path | str, environ: Mapping[str, str] | None = None) -> str:
     """Return a PYTHONPATH with the folders in front of its present ones, where packages may be installed."""
-    return os.pathsep.join([*map(str, folders), *filter(None, [environ.get("PYTHONPATH")])])
+    return os.pathsep.join([*map(str, folders), *filter(None, [(environ or os.environ).get("PYTHONPATH")])])

@@ -60,10 +60,10 @@ def simreg_over_ranks(
         return joined([_reference_terms(config, view, exponents) for view in views])
     plan = shard.plan(Cutting(config.chunk_size, config.scope, sample_length))
     ratios = ratios_over_ranks(hidden_states, views, shard, plan, Pairs(config.chunk_size, config.tau, form))
-    counts = [view.roles.anchor.shape[1] for view in views]
-    return joined(
-        [terms_of_ratio(ratio, view.roles) for view, ratio in zip(views, ratios.split(counts, dim=1), strict=True)]
-    )
+    if len(views) == 1:  # a split would be one launch more in the backward
+        return terms_of_ratio(ratios, views[0].roles)
+    of_views = ratios.split([view.roles.anchor.shape[1] for view in views], dim=1)
+    return joined([terms_of_ratio(ratio, view.roles) for view, ratio in zip(views, of_views, strict=True)])
 
 
 def _reference_terms(config: SimRegConfig, view: View, exponents: tuple[Tensor, Tensor] | None) -> Tensor:

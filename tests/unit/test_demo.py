@@ -16,6 +16,7 @@ import pytest
 
 from launch import demo, jobs, timing
 from launch.jobs import Job, JobFailed, run_jobs
+from tests.helpers import jobs as jobs_of_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,7 +121,7 @@ def test_the_real_demo(tmp_path: Path) -> None:
         "--simreg-lambda",
         "2",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
+    done = jobs_of_tests.run(command, cwd=ROOT, timeout=3000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "demo" / "result.json").read_text())
     assert result["runs"]["simreg"]["validation_loss"] > 0 and result["seconds_per_step"]["base"] > 0
@@ -135,13 +136,14 @@ def test_the_real_demo(tmp_path: Path) -> None:
 @pytest.mark.megatron
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "launch/demo.py", "--steps", "400", "--output", str(tmp_path / "demo")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "step" in line and "lm loss" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    said = process.stdout.read()
-    assert process.wait(60) == 130 and "Stopped" in said
-    left = subprocess.run(["pgrep", "-f", str(tmp_path / "demo")], capture_output=True, text=True).stdout
-    assert not left.strip()
+    with jobs_of_tests.started(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step" in line and "lm loss" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        said = process.stdout.read()
+        assert process.wait(60) == 130 and "Stopped" in said
+        assert process.left() == []

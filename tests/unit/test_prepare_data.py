@@ -6,7 +6,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from simreg_megatron.tools import prepare_data, text_sources
 from simreg_megatron.tools.indexed import DataError, read_lengths, read_tokens
 from simreg_megatron.tools.prepare_data import prepare
 from simreg_megatron.tools.tokenizers import load_tokenizer
+from tests.helpers import jobs
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures" / "data"
@@ -93,9 +93,8 @@ for length in (5, 0, 1, 300, 0):
 theirs.finalize("theirs.idx")
 ours.close()
 """
-    subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    jobs.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=env)
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
     assert read_lengths(tmp_path / "ours").tolist() == [5, 1, 300] and len(read_tokens(tmp_path / "ours")) == 306
