@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice
 from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, usable_tokens
-from simreg_megatron.losses._prefixes import default_prefixes
+from simreg_megatron.losses.prefixes_ce import default_prefixes
 from simreg_megatron.losses.sigreg import in_samples
 from simreg_megatron.losses.similarity import unit_rows
 

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._chunks import as_batch, check_device, check_tokens
-from simreg_megatron.losses._prefixes import default_prefixes
 
 
 def prefixes_ce_loss(
@@ -85,3 +84,17 @@ def _check_layer(embeddings: Tensor, weight: Tensor, bias: Tensor | None) -> Non
             raise ValueError(
                 f"bias must be {list(weight.shape[:1])} and {weight.dtype}, got {list(bias.shape)} and {bias.dtype}."
             )
+
+
+def default_prefixes(width: int) -> tuple[int, ...]:
+    """Powers of two from 16 to half the width, or half the width, at least 1, where it is below 32."""
+    return tuple(2**k for k in range(4, 31) if 2**k <= width // 2) or (max(1, width // 2),)
+
+
+def cross_entropies(losses: Tensor) -> Tensor:
+    """They come as they are."""
+    return losses
+
+
+def squared_normalizers(normalizers: Tensor) -> Tensor:
+    return normalizers.square()

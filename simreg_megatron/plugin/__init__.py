@@ -10,7 +10,7 @@ In the order of a run:
     refusals          settings, flags and models under which SimReg would be wrong or silent
     loop_hooks        around Megatron's loop: set-up, the step's number, the log, the resume
     other_loops       the same for loops that are not Megatron's, called through simreg_megatron.loop
-    before_training   for every loop: whole_graph (CUDA graphs), form_trial (the fastest kernels), announce (what is on)
+    before_training   for every loop: what is on; whole_graph (CUDA graphs), form_trial (the fastest kernels)
     model_hooks       around the model: its final hidden states and labels meet here
     regularizer       from these to the term, and to Megatron's loss
     tokens            which positions count

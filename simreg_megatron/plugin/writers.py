@@ -5,17 +5,27 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from simreg_megatron.measures import charts
 from simreg_megatron.plugin import compat
 
 TIMER = "simreg-forward"
+_CHARTS: dict[str, Callable[[str], bool]] = {
+    "losses": lambda name: name.endswith(" loss"),
+    "cosines": lambda name: name.endswith(" cosine"),
+    "margins of predictions": lambda name: " margin" in name,
+    "isotropy": lambda name: name == "simreg isotropy",
+    "norms by label": lambda name: "norm difference" in name,
+    "lambda": lambda name: name.endswith(" lambda"),
+    "clipping": lambda name: name.startswith("adagc"),
+}
+"""What stands in one chart. The rest has charts of its own anyway."""
+
 _laid_out: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -24,12 +34,20 @@ def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
     tensorboard, wandb = _writers()
     if tensorboard and tensorboard not in _laid_out:
         _laid_out.add(tensorboard)
-        tensorboard.add_custom_scalars(charts.layout(means))
+        tensorboard.add_custom_scalars(charts_of(means))
     for name, value in means.items():
         if tensorboard:
             tensorboard.add_scalar(name, value, iteration)
         if wandb:
             wandb.log({name: value}, iteration)
+
+
+def charts_of(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    """As `SummaryWriter.add_custom_scalars` takes it, each name a regular expression; language-model loss included."""
+    found = {chart: [f"^{name}$" for name in names if belongs(name)] for chart, belongs in _CHARTS.items()}
+    if found["losses"]:
+        found["losses"].insert(0, "^lm loss$")
+    return {"SimReg": {chart: ["Multiline", tags] for chart, tags in found.items() if tags}}
 
 
 def _writers() -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.losses._prefixes import default_prefixes
+from simreg_megatron.losses.prefixes_ce import default_prefixes
 from simreg_megatron.parallel.collectives import gather, gather_rows, share_work, wide
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses

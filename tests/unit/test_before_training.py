@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import announce, compat, form_trial, installation, loop_hooks, other_loops
+from simreg_megatron.plugin import before_training, compat, form_trial, installation, loop_hooks, other_loops
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.clip.clipping import Clipping
 from tests.unit.test_other_loops import LENGTH, WIDTH, Model
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """What was called, in order; the model has no decoder that could be refused."""
     made: list[tuple] = []
-    for module, name in ((form_trial, "settle"), (announce, "open_row_group"), (Clipping, "attach")):
+    for module, name in ((form_trial, "settle"), (before_training, "open_row_group"), (Clipping, "attach")):
         monkeypatch.setattr(module, name, lambda *given, name=name: made.append((name, *given)))
     for module in (other_loops, loop_hooks):
         monkeypatch.setattr(module, "refuse_models", lambda *given: None)

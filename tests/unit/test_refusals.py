@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig, loop, notices
-from simreg_megatron.measures.charts import layout
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat, loop_hooks, refusals
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
-from simreg_megatron.plugin.writers import write_scalars
+from simreg_megatron.plugin.writers import charts_of, write_scalars
 from simreg_megatron.weights import heads, learnable
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
@@ -329,12 +328,12 @@ def test_values_that_belong_together_share_a_chart(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     names = ("simreg loss", "simreg positive cosine", "simreg negative cosine", "simreg margin 10%", "simreg norm")
-    charts = layout(names)["SimReg"]
+    charts = charts_of(names)["SimReg"]
     assert charts["cosines"] == ["Multiline", ["^simreg positive cosine$", "^simreg negative cosine$"]]
     assert charts.keys() == {"losses", "cosines", "margins of predictions"}, "nothing empty"
-    assert layout(["adagc clipped share"]) == {"SimReg": {"clipping": ["Multiline", ["^adagc clipped share$"]]}}
+    assert charts_of(["adagc clipped share"]) == {"SimReg": {"clipping": ["Multiline", ["^adagc clipped share$"]]}}
     with SummaryWriter(tmp_path) as writer:
-        writer.add_custom_scalars(layout(names))
+        writer.add_custom_scalars(charts_of(names))
     read = EventAccumulator(str(tmp_path)).Reload()
     assert read.Tags()["tensors"] == ["custom_scalars__config__"]
 
