@@ -15,6 +15,15 @@ from torch import Tensor
 from simreg_megatron.losses._chunks import NO_LABEL, chunk_length, fold, unfold
 
 
+def uninformative_labels(
+    labels: Tensor, usable: Tensor, *, kind: str, chunk_size: int, longest: int, seed: int, iteration: int
+) -> Tensor:
+    """Labels [b, n] of a control: "permuted" inside each chunk, or "none", which are all different."""
+    if kind == "none":
+        return torch.where(usable, torch.arange(labels.shape[1], device=labels.device), labels.long())
+    return permuted_labels(labels, usable, chunk_size=chunk_size, longest=longest, seed=seed, iteration=iteration)
+
+
 @torch.no_grad()
 def permuted_labels(
     labels: Tensor, usable: Tensor, *, chunk_size: int, longest: int, seed: int, iteration: int

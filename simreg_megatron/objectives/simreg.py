@@ -23,6 +23,8 @@ def _check_none(config: Settings) -> None:
 
 
 def _warn_of_placebo(config: Settings) -> str:
+    if config.options["labels"] == "none":
+        return "no labels are used; this is a control"
     return "labels are moved around inside each chunk; this is a control and should not help"
 
 
@@ -39,10 +41,10 @@ PLACEBO = Objective(
     ways={Kind.SIMREG: _TERMS},
     asks="SimReg with labels moved around inside each chunk: a control",
     temperature=_TEMPERATURE,
-    options={"prefixes": "whole", "seed": 0},
+    options={"prefixes": "whole", "labels": ("permuted", "none"), "seed": 0},
     warning=_warn_of_placebo,
     draws=True,
-    relabels="simreg_megatron.losses.placebo:permuted_labels",
+    relabels="simreg_megatron.losses.placebo:uninformative_labels",
     invariant=("scale", "rotation", "names"),
 )
 NONE = Objective(

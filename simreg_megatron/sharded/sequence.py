@@ -170,6 +170,7 @@ class _Relabelling(NamedTuple):
         labels = resolved(self.config.record.relabels)(
             names.labels,
             names.usable,
+            kind=str(self.config.options["labels"]),
             chunk_size=self.config.chunk_size,
             longest=chunk_length(self.length, self.config.chunk_size),
             seed=int(self.config.options["seed"]),

@@ -109,3 +109,19 @@ def test_stages_must_agree_on_the_iteration() -> None:
     given = SimpleNamespace(labels=None)
     with pytest.raises(NotImplementedError, match="placebo draws random numbers by the iteration"):
         regularizer.add_to_stage(torch.zeros(1), MODEL, given)
+
+
+def test_without_labels_each_token_is_alone() -> None:
+    """SimReg on labels that are all different, whatever the tokens' own are."""
+    hidden, labels, mask, loss = micro_batch()
+    settings = {"lambda_": 2.0, "temperature": 0.1, "chunk_size": 6}
+    add(Regularizer(SimRegConfig(objective="placebo", objective_options="labels=none", **settings)),
+        hidden, labels, mask, loss).sum().backward()  # fmt: skip
+    found, hidden.grad = hidden.grad.clone(), None
+    alone = torch.arange(labels.shape[1]).expand_as(labels)
+    add(Regularizer(SimRegConfig(**settings)), hidden, alone, mask, loss).sum().backward()
+    torch.testing.assert_close(found, hidden.grad, rtol=1e-12, atol=0)
+    own = hidden.grad.clone()
+    hidden.grad = None
+    add(Regularizer(SimRegConfig(**settings)), hidden, labels, mask, loss).sum().backward()
+    assert not torch.allclose(own, hidden.grad, rtol=0.1), "labels matter in this sample"
