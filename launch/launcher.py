@@ -154,6 +154,7 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
         _say(f"> {note}")
     preflight.check_output(plan.output)
     preflight.check_load(plan.flags)
+    preflight.check_writers(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
     if not plan.builtin_corpus:

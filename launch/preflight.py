@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib.util
 import io
 import logging
 import os
@@ -86,6 +87,16 @@ def check_counts(flags: Sequence[Flag]) -> None:
     """
     for name in ("--save-interval", "--log-interval", "--seq-length"):
         flag_number(flags, name, 1)
+
+
+def check_writers(flags: Sequence[Flag]) -> None:
+    """See that Weights & Biases is there if it is asked for: Megatron imports it on one rank, after the start.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    if flag_value(flags, "--wandb-project") and importlib.util.find_spec("wandb") is None:
+        raise LaunchError("--wandb-project needs wandb, which is not installed: pip install wandb, or drop the flag")
 
 
 def check_load(flags: Sequence[Flag]) -> None:

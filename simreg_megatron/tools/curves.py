@@ -95,7 +95,8 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
         plain_axes(axes)
         drawn = [(place, run) for place, run in enumerate(runs) if tag in run.scalars]
         for place, run in drawn:
-            _draw(axes, run.scalars[tag], run.name, place, smooths=tag != VALIDATION_LOSS)
+            end = run.last(tag) if tag == VALIDATION_LOSS else run.mean_of_end(tag)
+            _draw(axes, run.scalars[tag], run.name, place, end, smooths=tag != VALIDATION_LOSS)
         if not drawn:
             axes.text(0.5, 0.5, f'"{tag}" was not logged', transform=axes.transAxes, ha="center", color="0.4")
         elif tag == SIMREG_LOSS:
@@ -109,7 +110,8 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
     return figure
 
 
-def _draw(axes: Axes, series: Series, name: str, place: int, *, smooths: bool) -> None:
+def _draw(axes: Axes, series: Series, name: str, place: int, end: float | None, *, smooths: bool) -> None:
+    """Draw a line, and beside its end the value that tables have: the last one, or the mean over the last tenth."""
     steps, values = series
     colour, label = COLOURS[place % len(COLOURS)], name.replace("$", r"\$").lstrip("_")
     if smooths and len(values) > _SMOOTHED_POINTS:

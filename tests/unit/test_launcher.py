@@ -981,3 +981,10 @@ def test_a_run_without_megatron_is_one_sentence(tmp_path: Path) -> None:
         "Megatron's training loop cannot be imported (ModuleNotFoundError: No module named 'megatron.core')"
         in done.stderr
     )
+
+
+def test_weights_and_biases_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match="needs wandb, which is not installed"):
+        preflight.check_writers([("--wandb-project", "mine")])
+    preflight.check_writers([("--wandb-project", "")])
