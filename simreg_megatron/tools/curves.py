@@ -119,7 +119,7 @@ def _draw(axes: Axes, series: Series, name: str, place: int, end: float | None, 
         values = running_mean(values, len(values) // 20)
     axes.plot(steps, values, DASHES[place % len(DASHES)], color=colour, label=label, linewidth=1.8)
     axes.annotate(
-        f"{values[-1]:.4g}", (steps[-1], values[-1]), (4, 0), textcoords="offset points", color=colour, fontsize=8
+        f"{end:.4g}", (steps[-1], values[-1]), (4, 0), textcoords="offset points", color=colour, fontsize=8
     )
 
 
