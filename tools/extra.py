@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python tools/extra.py NAME`: print what the list NAME of setup.py asks for, a requirement a line.
+"""`python tools/extra.py NAME ...`: print the requirements in the lists NAME ... of setup.py, one a line.
 
-`pip install '.[docs]'` would bring torch along, which builds no page. Any Python reads this; setuptools is not needed.
+`pip install '.[docs]'` would install torch, too: the documentation needs none, and a container has its own. Any Python
+reads this; setuptools is not needed.
 """
 
 from __future__ import annotations
@@ -26,4 +27,4 @@ def requirements(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(requirements(sys.argv[1])))
+    print("\n".join(line for name in sys.argv[1:] for line in requirements(name)))

@@ -90,14 +90,12 @@ echo '[shown](only.md)'
         ("", None),
         ("[x](#twice-2)", "names no heading"),
         ("[x](#what-verify-compares)", "names no heading"),
-        ("[x](#What---verify-compares)", "names no heading"),
         ("[x](missing.md)", "leads to no file"),
         ("![x](missing.png)", "leads to no file"),
         ("[x]\n\n[x]: missing.md", "leads to no file"),
         ('<img src="missing.png">', "leads to no file"),
         ("[x](folder/code.py#L3)", "has an anchor"),
         ("[x](../page.md)", "leads out of the repository"),
-        ("[x](/page.md)", "leads out of the repository"),
     ],
 )
 def test_a_doctored_page_is_caught(link: str, said: str | None, tmp_path: Path) -> None:
@@ -107,14 +105,6 @@ def test_a_doctored_page_is_caught(link: str, said: str | None, tmp_path: Path) 
     page.write_text(DOCTORED.format(link=link))
     found = list(broken(page, tmp_path))
     assert (found == []) if said is None else (len(found) == 1 and said in found[0] and "page.md:" in found[0])
-
-
-@pytest.mark.parametrize(
-    "address",
-    ["http://arxiv.org/abs/2605.08809", "https://arxiv.org/pdf/2605.08809", "https://localhost/x", "https://u:p@a.org"],
-)
-def test_a_doctored_address_is_caught(address: str) -> None:
-    assert malformed(address)
 
 
 # ---- the site ------------------------------------------------------------------------------------------------------
