@@ -116,7 +116,7 @@ def check_limits(found: Needs, job: Job) -> None:
     if found.memory and sum(found.memory) > job.site.gpu_memory:
         raise LaunchError(
             f"the run needs {_memory(found.memory, job)}: give a smaller --micro-batch-size, more --nodes, "
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, the GPU_MEMORY of larger "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, the GPU_MEMORY of your "
             f"cards in the cluster's file, {force}"
         )
     if found.free is not None and found.disk > found.free:
