@@ -4,10 +4,7 @@
 # The same as `simreg-megatron evaluate` (see --help), with the Python of .venv.
 ''':' <<'bash' # Python reads the lines from here to "bash", bash all others
 '''
-import sys
-
-print("error: this is a bash script, not Python: run bash launch/evaluate.sh ...", file=sys.stderr)
-raise SystemExit(2)
+import sys; sys.exit(print("error: this is a bash script, not Python: run bash launch/evaluate.sh ...", file=sys.stderr) or 2)
 r'''
 bash
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh

@@ -19,14 +19,7 @@ _DECIDED = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
 
 
 def check_schedule(args: argparse.Namespace) -> None:
-    """Refuse a schedule that differs from the checkpoint's, as Megatron does with an assertion while it loads.
-
-    Args:
-        args: Megatron's arguments, as its validate_args leaves them.
-
-    Raises:
-        LaunchError: it differs, and no flag decides which one counts.
-    """
+    """Raise a LaunchError if the schedule differs from the checkpoint's: Megatron's load would end in an assertion."""
     folder = vars(args).get("load")
     if not folder or any(vars(args).get(name) for name in _DECIDED):
         return
@@ -72,7 +65,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # that there is one process
             check_checkpoint(checkpoint)
             return dict(load_common_state_dict(str(checkpoint)))
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # torch's CheckpointException is no Exception; Megatron itself says what is wrong
-        return {}
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return {}  # Megatron itself says what is wrong

@@ -89,19 +89,17 @@ def needs_of(plan: Plan, job: Job, args: argparse.Namespace | None) -> Needs:
     vocabulary = vocabulary_of(plan)
     steps = _steps_left(plan, job.save)
     texts = [] if plan.builtin_corpus else data.prefixes(plan.flags, ("--data-path", "--train-data-path"))
-    is_seen = texts and all(map(is_pair, texts))
     saved = checkpoints.size(job.save)
     size = saved or sizes.checkpoint_bytes(plan.flags, vocabulary=vocabulary)
-    room = (job.keep + 1) * size
     there = next(path for path in (job.save, *job.save.parents) if path.exists())
     return Needs(
         steps=steps,
         tokens=steps * step_tokens(plan),
-        tokens_there=sum(map(data.count_tokens, texts)) if is_seen else None,
+        tokens_there=sum(map(data.count_tokens, texts)) if texts and all(map(is_pair, texts)) else None,
         texts=" and ".join(texts),
         memory=gpu_memory(args, vocabulary) if args and job.site.gpus_per_node else None,
         checkpoint=size,
-        disk=max(0, room - saved * len(checkpoints.iterations(job.save))),
+        disk=max(0, (job.keep + 1) * size - saved * len(checkpoints.iterations(job.save))),
         free=shutil.disk_usage(there).free if there != there.parent else None,  # at / another disk is yet to be mounted
     )
 

@@ -5,10 +5,7 @@
 # A login node's own Python 3.10 or newer is enough; with the packages of the run's environment it checks more.
 ''':' <<'bash' # Python reads the lines from here to "bash", bash all others
 '''
-import sys
-
-print("error: this is a bash script, not Python: run bash launch/slurm/submit.sh ...", file=sys.stderr)
-raise SystemExit(2)
+import sys; sys.exit(print("error: this is a bash script, not Python: run bash launch/slurm/submit.sh ...", file=sys.stderr) or 2)
 r'''
 bash
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh

@@ -1016,8 +1016,8 @@ def test_a_longer_run_is_asked_which_schedule_counts_and_a_document_mask_without
         done = run_script(*command_line, cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
             f"error: the checkpoint of iteration 2 in {tmp_path}/run/checkpoints has --train-iters 2, and this run "
-            "asks for --train-iters 4, which is another learning-rate schedule: add --override-opt_param-scheduler to take "
-            "the new one, or --use-checkpoint-opt_param-scheduler to keep the checkpoint's"
+            "asks for --train-iters 4, which is another learning-rate schedule: add --override-opt_param-scheduler to "
+            "take the new one, or --use-checkpoint-opt_param-scheduler to keep the checkpoint's"
         ), done.stderr
         assert "Traceback" not in done.stdout + done.stderr
     done = run_script(*longer[1], "--override-opt_param-scheduler", cwd=tmp_path)
