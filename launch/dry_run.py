@@ -26,8 +26,7 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resume
 
     `resumes` is the iteration of the checkpoint that the run goes on from.
     """
-    assumed = BUILTIN_VOCABULARY if plan.builtin_corpus else ASSUMED_VOCABULARY
-    vocabulary = flag_number(plan.flags, "--vocab-size", data.vocabulary(plan.flags, assumed))
+    vocabulary = vocabulary_of(plan)
     parameters = sizes.count_parameters(plan.flags, vocabulary=vocabulary)
     tokens = flag_number(plan.flags, "--global-batch-size", 1) * flag_number(plan.flags, "--seq-length", 1)
     implementation = flag_value(plan.flags, "--transformer-impl")
@@ -35,7 +34,7 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resume
         "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
         "tokens": f"{tokens:,} per step, {_length(plan)}",
         "data": "the built-in corpus (the run builds it, a dry run does not)" if plan.builtin_corpus else "yours",
-        "simreg": _simreg(plan),
+        "simreg": describe_simreg(plan),
         "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
         "megatron": megatron_version(environ),
         "script": str(plan.script),
@@ -48,6 +47,12 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resume
     return "\n".join([*lines, command(plan, machine, environ=environ)])
 
 
+def vocabulary_of(plan: Plan) -> int:
+    """Return the size of the vocabulary: as asked for, as the manifest of the text has it, or assumed."""
+    assumed = BUILTIN_VOCABULARY if plan.builtin_corpus else ASSUMED_VOCABULARY
+    return flag_number(plan.flags, "--vocab-size", data.vocabulary(plan.flags, assumed))
+
+
 def _length(plan: Plan) -> str:
     sequence = flag_number(plan.flags, "--seq-length", 1)
     if "--train-samples" in flag_names(plan.flags):
@@ -57,8 +62,8 @@ def _length(plan: Plan) -> str:
     return f"{steps:,} steps, {steps * batch * sequence:,} in all"
 
 
-def _simreg(plan: Plan) -> str:
-    """What it will do here, with the number that auto stands for."""
+def describe_simreg(plan: Plan) -> str:
+    """Describe objective, lambda and chunks, with the number that auto stands for."""
     if plan.plain:
         return "left out, as is the whole plugin"
     config = preflight.check_own_flags(plan.flags)

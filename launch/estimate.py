@@ -8,19 +8,16 @@ peak that the GPUs are assumed to reach.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
-import sys
-import warnings
+import copy
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import sizes
+from launch import preflight, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
-from launch.flags import flag_number
-from launch.launcher import make_parser
+from launch.flags import LaunchError, flag_number
+from launch.launcher import check_with_megatron, make_parser
 from launch.plan import LAYOUTS, Machine, build_plan, read_layout
 from launch.sizes import PEAK, SHARE_OF_PEAK
 
@@ -28,6 +25,9 @@ _GPUS_PER_NODE = 8
 _BEGIN, _END = "<!-- launch.estimate -->", "<!-- end -->"  # of the table in a page
 _PAPER_GPU_HOURS = {"llama-350m": 56, "llama-7b": 2000}
 _AT_LEAST = {"llama-7b"}  # the paper says "over 2,000"
+# Arguments with which a run holds less than Megatron's formulas say, of weights or of activations.
+_FEWER_WEIGHTS = ("use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload", "use_precision_aware_optimizer")
+_FEWER_ACTIVATIONS = ("recompute_granularity", "cpu_offloading", "fine_grained_activation_offloading")
 
 
 @dataclass(frozen=True)
@@ -72,45 +72,39 @@ def estimate(layout: str, model: str) -> Estimate:
     words = ["--model", size, "--layout", layout, "--data", "text", "--tokenizer", "tokenizer.model"]
     options, rest = make_parser(family).parse_known_args(words)
     plan = build_plan(family, options, rest, machine, environ={})
-    args = _megatron_args(plan.arguments, world)
-
-    from megatron.training.theoretical_memory_usage import report_theoretical_memory
+    answer = check_with_megatron(plan, machine)
+    if answer is None or answer.args is None:
+        raise LaunchError(f"Megatron cannot be asked for {model}: {answer.objection if answer else 'see make setup'}")
+    args = answer.args
+    weights, activations = gpu_memory(args, ASSUMED_VOCABULARY) or (math.nan, math.nan)
     from megatron.training.training import num_floating_point_operations
 
-    micro_batches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
-    with _silence():
-        weights, activations, _ = report_theoretical_memory(args, num_microbatches=micro_batches)
-        flops = num_floating_point_operations(args, args.global_batch_size)
-    checkpoint = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
-    return Estimate(model, nodes, args, weights / 1024, activations / 1024, checkpoint / 2**30, flops)
-
-
-def _megatron_args(words: list[str], world: int) -> Any:
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(_GPUS_PER_NODE))
-    with _silence():
-        import torch
-
-        from simreg_megatron.cpu import backend as cpu_backend
-
-        if not torch.cuda.is_available():
-            cpu_backend.activate("on")  # so that Megatron can be imported; the flags are those of GPUs
-        from megatron.training.arguments import parse_args, validate_args
-
-        kept, sys.argv = sys.argv, ["estimate", *words]
-        try:
-            args = validate_args(parse_args(ignore_unknown_args=True))
-        finally:
-            sys.argv = kept
     args.padded_vocab_size = ASSUMED_VOCABULARY
-    return args
+    flops = num_floating_point_operations(args, args.global_batch_size)
+    checkpoint = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+    return Estimate(model, nodes, args, weights, activations, checkpoint / 2**30, flops)
 
 
-@contextlib.contextmanager
-def _silence() -> Any:
-    """Megatron prints every argument, and warns of kernels that a machine for planning does not have."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def gpu_memory(args: argparse.Namespace, vocabulary: int) -> tuple[float, float] | None:
+    """Ask Megatron for its theoretical estimate, in GiB a GPU.
+
+    Returns:
+        Weights with gradients and optimizer, and activations; 0 for either if the run keeps less of it than Megatron's
+        formula says, by recomputation for example. None if this release has no such estimate.
+    """
+    args = copy.copy(args)
+    args.padded_vocab_size = vocabulary
+    args.seq_length //= args.context_parallel_size  # which the formula leaves out
+    micro_batches = args.global_batch_size // args.micro_batch_size // args.data_parallel_size
+    with preflight.silence():
+        from megatron.training.theoretical_memory_usage import report_theoretical_memory
+
+        found = report_theoretical_memory(args, num_microbatches=micro_batches)
+    if found is None:
+        return None
+    weights, activations = (mebibytes / 1024 for mebibytes in found[:2])
+    held = [not any(getattr(args, name, None) for name in names) for names in (_FEWER_WEIGHTS, _FEWER_ACTIVATIONS)]
+    return weights * held[0], activations * held[1]
 
 
 _COLUMNS = (

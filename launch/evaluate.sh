@@ -2,6 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # The paper's zero-shot table: bash launch/evaluate.sh --model baseline=CKPT --model simreg=CKPT --tokenizer PATH --output DIR
 # The same as `simreg-megatron evaluate` (see --help), with the Python of .venv.
+''':' <<'bash' # Python reads the lines from here to "bash", bash all others
+'''
+import sys; sys.exit(print("error: this is a bash script, not Python: run bash launch/evaluate.sh ...", file=sys.stderr) or 2)
+r'''
+bash
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh
 set -euo pipefail
 
@@ -11,3 +16,4 @@ source "$root/launch/start.bash"
 find_python "$root" torch transformers lm_eval
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$PYTHON" -m simreg_megatron.cli evaluate "$@"
+# '''

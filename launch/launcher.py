@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from launch import checkpoints, lock, orphans, preflight, progress, quiet, record, signals, sizes
 from launch.data import check_data, explain_missing, prefixes
-from launch.dry_run import ASSUMED_VOCABULARY, describe
+from launch.dry_run import describe, vocabulary_of
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value
 from launch.plan import (
     BUILTIN_CORPUS,
@@ -41,6 +41,7 @@ from launch.plan import (
     resumed,
     with_stand_ins,
 )
+from launch.schedule import check_schedule
 from simreg_megatron.installed import broken_transformer_engine
 from simreg_megatron.tools.indexed import is_pair
 
@@ -161,26 +162,38 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
         _tell(check_data(plan.flags))
     _prepare(plan)
     with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
-        check_with_megatron(plan, machine, trains=True)
+        check_with_megatron(continued(plan)[0] if options.auto_resume else plan, machine, trains=True)
 
 
 def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """What a dry run says; text that is not here may lie where this machine does not see it."""
     preflight.check_output(plan.output)
     preflight.check_load(plan.flags)
-    objection = check_with_megatron(plan, machine)
-    newest = checkpoints.newest_whole(Path(flag_value(plan.flags, "--save") or "")) if options.auto_resume else None
-    _say(describe(plan if newest is None else resumed(plan), machine, environ=os.environ, resumes=newest))
+    begins, newest = continued(plan) if options.auto_resume else (plan, None)
+    answer = check_with_megatron(begins, machine)
+    _say(describe(begins, machine, environ=os.environ, resumes=newest))
     if options.auto_resume and progress.has_ended(plan):
         _say(f"# note      the run itself would do nothing: {progress.length(plan)} are done")
-    if objection:
-        _say(f"# note      on this machine, without a GPU, Megatron would refuse these flags: {objection}")
-    missing = [] if plan.builtin_corpus else [prefix for prefix in prefixes(plan.flags) if not is_pair(prefix)]
+    if answer and answer.objection:
+        _say(f"# note      on this machine, without a GPU, Megatron would refuse these flags: {answer.objection}")
+    missing = missing_data(plan)
     if not missing and not plan.builtin_corpus:
         _tell(check_data(plan.flags))
-    for prefix in missing:
-        why = "no --data is given" if prefix == NO_DATA else explain_missing(prefix)
-        _say(f"# note      the run itself would be refused on this machine: {why}")
+    for note in missing:
+        _say(f"# note      {note}")
+
+
+def missing_data(plan: Plan) -> list[str]:
+    """Return a note for each text of the run that is not on this machine, for a dry run."""
+    missing = [] if plan.builtin_corpus else [prefix for prefix in prefixes(plan.flags) if not is_pair(prefix)]
+    reasons = ("no --data is given" if prefix == NO_DATA else explain_missing(prefix) for prefix in missing)
+    return [f"the run itself would be refused on this machine: {reason}" for reason in reasons]
+
+
+def continued(plan: Plan) -> tuple[Plan, int | None]:
+    """Return the plan as it continues from its newest complete checkpoint, and the iteration; None without one."""
+    newest = checkpoints.newest_whole(Path(flag_value(plan.flags, "--save") or ""))
+    return (plan if newest is None else resumed(plan)), newest
 
 
 def _alone(plan: Plan) -> AbstractContextManager[None]:
@@ -200,9 +213,8 @@ def _train(plan: Plan, *, verbose: bool) -> None:
 
     from simreg_megatron.__main__ import run
 
-    number = next((name for name in ("bf16", "fp16") if f"--{name}" in flag_names(plan.flags)), "fp32")
     device = "cpu" if plan.on_cpu else torch.cuda.get_device_name()
-    _say(f"> Trains on {device} in {number}")  # research/run.py reads this line
+    _say(f"> Trains on {device} in {plan.number_type}")  # research/run.py reads this line
     if plan.on_cpu and plan.model == TINY and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # more make a tiny step slower, and several times slower on a busy machine
         _say("> One thread a rank: OMP_NUM_THREADS sets another number")
@@ -226,7 +238,7 @@ def _of_a_checkpoint(failures: Mapping[int, tuple[BaseException, Any]], plan: Pl
             return told
     folder = Path(flag_value(plan.flags, "--save") or plan.output)
     free = shutil.disk_usage(folder).free
-    need = checkpoints.size(folder) or sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+    need = checkpoints.size(folder) or sizes.checkpoint_bytes(plan.flags, vocabulary=vocabulary_of(plan))
     if free > need:
         return None
     return (
@@ -273,11 +285,12 @@ def _stopped(save: Path) -> NoReturn:
     raise SystemExit(130) from None
 
 
-def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -> str | None:
-    """Ask Megatron about the run's flags.
+def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -> preflight.Answer | None:
+    """Ask Megatron about the run's flags, and compare its schedule with that of the checkpoint it would load.
 
     Returns:
-        What it has against them where a run on GPUs is planned without one: some of its checks ask the GPU.
+        What it says; None where it cannot be asked. It objects only where a run on GPUs is planned without one: some
+        of its checks ask the GPU.
 
     Raises:
         LaunchError: it would not start.
@@ -288,12 +301,14 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
 
     pretends = machine.gpus > 0 and (cpu_backend.is_active() or not is_available())
     own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
-    objection = preflight.check_with_megatron(
+    answer = preflight.check_with_megatron(
         plan.flags, options=own, tree=plan.tree, trains=trains, world_size=machine.world_size
     )
-    if objection and not pretends:
-        raise LaunchError(f"Megatron refuses these flags together: {objection}")
-    return objection
+    if answer and answer.objection and not pretends:
+        raise LaunchError(f"Megatron refuses these flags together: {answer.objection}")
+    if answer and answer.args:
+        check_schedule(answer.args)
+    return answer
 
 
 def _record(plan: Plan, stamp: str) -> None:

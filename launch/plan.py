@@ -81,6 +81,7 @@ class Machine:
     apex_gradient_kernel: bool = False  # fuses gradient accumulation; built with NVIDIA's Apex only
     world_size: int = 1
     local_world_size: int = 1
+    whole_nodes: bool = False  # submitted to SLURM: the number of ranks is set by --nodes
 
 
 class Corpus(Protocol):
@@ -124,6 +125,10 @@ class Plan:
     def arguments(self) -> list[str]:
         """Megatron's command line, word by word."""
         return flatten(self.flags)
+
+    @property
+    def number_type(self) -> str:
+        return next((name for name in ("bf16", "fp16") if f"--{name}" in flag_names(self.flags)), "fp32")
 
     @property
     def tree(self) -> Path | None:
@@ -403,7 +408,7 @@ def _fit_preset(
 ) -> tuple[list[Flag], list[str]]:
     """Bring sizes that depend on each other together: FFN and ranks, batch and ranks, warm-up and length."""
     notes: list[str] = []
-    preflight.check_layout([*preset, *user], machine.world_size)
+    preflight.check_layout([*preset, *user], machine.world_size, machine.local_world_size if machine.whole_nodes else 0)
     preflight.check_counts(user)
     preset = _fit_ffn(preset, user, ffn, notes)
     preset = _fit_batch(preset, user, machine, notes, strict=strict)
@@ -469,7 +474,13 @@ def _fit_batch(
 
 
 def _other_ranks(batch: int, replicas: int, machine: Machine) -> str:
-    """More or fewer ranks, whole nodes of them, that could share the batch as it is: the run would be the same."""
+    """Name more or fewer ranks, in whole nodes, that could share the batch as it is: the run would be the same."""
+    if machine.whole_nodes:
+        size, local = machine.world_size // replicas, machine.local_world_size
+        counts = [size * each for each in range(1, batch + 1) if not (batch % each or size * each % local)]
+        below, above = ([count for count in counts if (count > machine.world_size) == more] for more in (False, True))
+        whole = [str(count // local) for count in (*below[-1:], *above[:1])]
+        return f", or --nodes {' or '.join(whole)}" if whole else ""
     ranks = [count * (machine.world_size // replicas) for count in sizes.neighbouring_divisors(batch, replicas)]
     nodes = {count: count // machine.local_world_size for count in ranks if not count % machine.local_world_size}
     if machine.world_size == machine.local_world_size or not nodes:  # of one node, some of the GPUs will do

@@ -13,6 +13,7 @@ import difflib
 import importlib.util
 import io
 import logging
+import math
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from launch import checkpoints, sizes
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags
@@ -115,16 +116,24 @@ def check_load(flags: Sequence[Flag]) -> None:
     )
 
 
-def check_layout(flags: Sequence[Flag], world_size: int) -> None:
-    """See that the ranks can share out replicas, layers, heads and experts.
+def check_layout(flags: Sequence[Flag], world_size: int, node: int = 0) -> None:
+    """Check that the ranks can share out layers, heads, replicas and experts.
+
+    Args:
+        node: ranks a node, if the run is submitted and the user chooses nodes.
 
     Raises:
         LaunchError: they cannot; the sentence names sizes that would do.
     """
     tensor, pipeline, context = sizes.model_parallel_sizes(flags)
     ranks = tensor * pipeline * context
+    _check_layers(flags, pipeline)
+    _check_heads(flags, tensor)
     if world_size % ranks:
         fix = f"start {max(world_size // ranks, 1) * ranks} (--nproc-per-node, --nnodes)"
+        if node:
+            whole = math.lcm(ranks, node)
+            fix = f"give --nodes {max(world_size // whole, 1) * whole // node} before the script"
         smaller = f"give sizes whose product divides {world_size}" if world_size > 1 else "leave these sizes out"
         raise LaunchError(
             f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
@@ -137,8 +146,6 @@ def check_layout(flags: Sequence[Flag], world_size: int) -> None:
             f"sequences of {length} tokens cannot be cut for TP {tensor} with sequence parallelism and CP {context}: "
             f"give a --seq-length that {parts} divides"
         )
-    _check_layers(flags, pipeline)
-    _check_heads(flags, tensor)
     _check_experts(flags, world_size, pipeline)
 
 
@@ -230,9 +237,16 @@ def check_output(folder: Path) -> None:
         raise LaunchError(f"--output {folder}: nothing can be written in {there}: name another folder")
 
 
+class Answer(NamedTuple):
+    """What Megatron has against a run's flags, and its arguments if its validate_args has completed them."""
+
+    objection: str | None
+    args: argparse.Namespace | None
+
+
 def check_with_megatron(
     flags: Sequence[Flag], *, options: Sequence[str], tree: Path | None, trains: bool, world_size: int
-) -> str | None:
+) -> Answer | None:
     """Let Megatron's own parser and checks read the flags that are its own; where it is missing, nobody can tell.
 
     Args:
@@ -244,7 +258,7 @@ def check_with_megatron(
         world_size: ranks of the run.
 
     Returns:
-        What Megatron says against flags that go together badly.
+        What Megatron says; None where it could not be asked.
 
     Raises:
         LaunchError: Megatron has no such flag, or the flag takes no such value; or the installed one is too old.
@@ -252,7 +266,7 @@ def check_with_megatron(
     if tree is None:
         _check_release()
     use_tree(tree)
-    with contextlib.nullcontext() if trains else _silence():
+    with contextlib.nullcontext() if trains else silence():
         parser = _megatrons_parser(trains=trains)
     if parser is None or "--yaml-cfg" in flag_names(flags):
         return None
@@ -264,10 +278,10 @@ def check_with_megatron(
         raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
     if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings
         return None
-    objection = _objection(args, world_size)
-    if objection is None:
+    answer = _ask(args, world_size)
+    if answer.objection is None:
         _check_own_combinations(flags, args)
-    return objection
+    return answer
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
@@ -311,28 +325,30 @@ def _check_own_combinations(flags: Sequence[Flag], args: argparse.Namespace) -> 
         raise LaunchError(str(error)) from None
 
 
-def _objection(args: argparse.Namespace, world_size: int) -> str | None:
-    """The first of the assertions that a run of Megatron begins with and these arguments do not meet."""
+def _ask(args: argparse.Namespace, world_size: int) -> Answer:
+    """Find the first of the assertions that a run of Megatron begins with and these arguments do not meet."""
     from megatron.training import arguments
 
     config_of = getattr(arguments, "core_transformer_config_from_args", lambda args: None)  # not in every release
     args.rank, args.world_size = 0, world_size
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
-    disabled = logging.root.manager.disable
+    disabled, validated = logging.root.manager.disable, None
     logging.disable(logging.CRITICAL)
     try:
-        with _silence():
+        with silence():
             arguments.validate_args(args, {})
+            validated = args
             args.apply_rope_fusion = False  # this machine may lack kernels that the run has
             config_of(args)  # which has checks of its own
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return " ".join(str(error).split()) or f"{place.line} ({Path(place.filename).name}, line {place.lineno})"
+        says = " ".join(str(error).split()) or f"{place.line} ({Path(place.filename).name}, line {place.lineno})"
+        return Answer(says, validated)
     except Exception:  # of what only a run knows
-        return None
+        return Answer(None, validated)
     finally:
         logging.disable(disabled)
-    return None
+    return Answer(None, validated)
 
 
 def without_megatron(error: Exception) -> LaunchError:
@@ -377,7 +393,7 @@ def main(words: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Megatron warns of kernels that a machine for planning does not have."""
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), warnings.catch_warnings():

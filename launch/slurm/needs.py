@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run will take of its cluster: tokens, hours, slices, disk. Told before hours in a queue are spent on it."""
+"""What a run takes of its cluster: tokens, hours, slices, memory, disk; known before hours in a queue are spent."""
 
 from __future__ import annotations
 
+import argparse
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch import checkpoints, data, sizes
-from launch.dry_run import ASSUMED_VOCABULARY
-from launch.flags import LaunchError, flag_names, flag_number
+from launch.dry_run import describe_simreg, vocabulary_of
+from launch.estimate import gpu_memory
+from launch.flags import LaunchError, flag_number
 from launch.plan import Machine, Plan
 from launch.slurm.chain import measured_rank_seconds
 from launch.slurm.job import Job, seconds_of
 from simreg_megatron.tools.indexed import is_pair
+
+_MOST_EPOCHS = 4  # up to which repeated text is worth about as much as new text
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ def step_of(plan: Plan, machine: Machine, given: float | None) -> Step | None:
         return Step(measured[ranks] / machine.world_size, source, is_guess=True)
     if plan.on_cpu:
         return None
-    flops = step_tokens(plan) * sizes.flops_per_token(plan.flags, vocabulary=ASSUMED_VOCABULARY)
+    flops = step_tokens(plan) * sizes.flops_per_token(plan.flags, vocabulary=vocabulary_of(plan))
     seconds = flops / (machine.world_size * sizes.PEAK * sizes.SHARE_OF_PEAK)
     return Step(seconds, f"guessed at {sizes.SHARE_OF_PEAK:.0%} of the peak; --step-seconds S sets it", is_guess=True)
 
@@ -65,29 +70,87 @@ def check_save_interval(plan: Plan, name: str, step: Step | None, slice_seconds:
     )
 
 
-def told(plan: Plan, job: Job, step: Step | None) -> Iterator[str]:
-    """Yield lines for the one who submits."""
+@dataclass(frozen=True)
+class Needs:
+    """What a run takes, and what is there for it; bytes, tokens, and GiB of memory a GPU."""
+
+    steps: int
+    tokens: int
+    tokens_there: int | None  # None if this machine does not see all of the text
+    texts: str
+    memory: tuple[float, float] | None  # weights with optimizer, activations; see `gpu_memory`
+    checkpoint: int
+    disk: int  # of the checkpoints that are still to be written
+    free: int | None  # None if the disk is not seen
+
+
+def needs_of(plan: Plan, job: Job, args: argparse.Namespace | None) -> Needs:
+    """Count what is left of the run; `args` are Megatron's arguments, None if it cannot be asked for memory."""
+    vocabulary = vocabulary_of(plan)
     steps = _steps_left(plan, job.save)
-    if steps is None:
-        return
-    yield f"reads  {_tokens(steps, plan)}"
+    texts = [] if plan.builtin_corpus else data.prefixes(plan.flags, ("--data-path", "--train-data-path"))
+    saved = checkpoints.size(job.save)
+    size = saved or sizes.checkpoint_bytes(plan.flags, vocabulary=vocabulary)
+    there = next(path for path in (job.save, *job.save.parents) if path.exists())
+    return Needs(
+        steps=steps,
+        tokens=steps * step_tokens(plan),
+        tokens_there=sum(map(data.count_tokens, texts)) if texts and all(map(is_pair, texts)) else None,
+        texts=" and ".join(texts),
+        memory=gpu_memory(args, vocabulary) if args and job.site.gpus_per_node else None,
+        checkpoint=size,
+        disk=max(0, (job.keep + 1) * size - saved * len(checkpoints.iterations(job.save))),
+        free=shutil.disk_usage(there).free if there != there.parent else None,  # at / another disk is yet to be mounted
+    )
+
+
+def check_limits(found: Needs, job: Job) -> None:
+    """Refuse what the card or the disk cannot hold, and text that is read too often.
+
+    Raises:
+        LaunchError: the run needs more than is there.
+    """
+    force = "or --force before the script to submit it all the same"
+    if found.memory and sum(found.memory) > job.site.gpu_memory:
+        raise LaunchError(
+            f"the run needs {_memory(found.memory, job)}: give a smaller --micro-batch-size, more --nodes, "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, the GPU_MEMORY of your "
+            f"cards in the cluster's file, {force}"
+        )
+    if found.free is not None and found.disk > found.free:
+        raise LaunchError(
+            f"{job.keep} checkpoints and one being written take {_size(found.disk)} more, and {_size(found.free)} are "
+            f"free for {job.save}: give a smaller --keep, an --output on another disk, {force}"
+        )
+    if found.tokens_there and found.tokens > _MOST_EPOCHS * found.tokens_there:
+        raise LaunchError(
+            f"the run reads {_count(found.tokens)} tokens, {found.tokens / found.tokens_there:,.1f} epochs of the "
+            f"{_count(found.tokens_there)} in {found.texts}: give more text, fewer --train-iters, {force}"
+        )
+
+
+def summary(found: Needs, plan: Plan, job: Job, step: Step | None) -> Iterator[str]:
+    """Yield lines for the user who submits."""
+    yield f"trains in {plan.number_type}, SimReg: {describe_simreg(plan)}"
+    again = ""
+    if found.tokens_there is not None:
+        again = f", of the {_count(found.tokens_there)} in {found.texts}"
+        again += f", {found.tokens / found.tokens_there:,.1f} epochs" if found.tokens > found.tokens_there else ""
+    yield f"reads  {_count(found.tokens)} tokens in {found.steps:,} iterations{again}"
     if step is not None:
-        yield _time(job, steps * step.seconds, step)
-    size = sizes.checkpoint_bytes(plan.flags, vocabulary=data.vocabulary(plan.flags, ASSUMED_VOCABULARY))
-    room = (job.keep + 1) * size
-    yield f"disk   {_size(size)} a checkpoint, {_size(room)} for {job.keep} and one being written"
+        yield _time(job, found.steps * step.seconds, step)
+    if found.memory:
+        yield f"memory {_memory(found.memory, job)}"
+    free = "" if found.free is None else f"; {_size(found.free)} are free"
+    room = (job.keep + 1) * found.checkpoint
+    yield f"disk   {_size(found.checkpoint)} a checkpoint, {_size(room)} for {job.keep} and one being written{free}"
 
 
-def _tokens(steps: int, plan: Plan) -> str:
-    """Compare the tokens of the run with those of its text, if this machine sees all of it."""
-    asked = steps * step_tokens(plan)
-    told = f"{_count(asked)} tokens in {steps:,} iterations"
-    texts = data.prefixes(plan.flags, ("--data-path", "--train-data-path"))
-    if plan.builtin_corpus or not texts or not all(map(is_pair, texts)):
-        return told
-    there = sum(map(data.count_tokens, texts))
-    again = f", {asked / there:,.1f} times over" if asked > there else ""
-    return f"{told}, of the {_count(there)} in {' and '.join(texts)}{again}"
+def _memory(memory: tuple[float, float], job: Job) -> str:
+    known = zip(memory, ("weights and optimizer", "activations"), strict=True)
+    parts = " and ".join(f"{gib:,.1f} of {name}" for gib, name in known if gib)
+    least = "" if all(memory) else "at least "
+    return f"{least}{sum(memory):,.1f} GiB of a GPU's {job.site.gpu_memory}, by Megatron's estimate ({parts})"
 
 
 def _count(number: int) -> str:
@@ -111,9 +174,7 @@ def _time(job: Job, seconds: float, step: Step) -> str:
     return f"takes  {hours:,.1f} h{cost}, {many}, at {step.seconds:.2f} s a step ({step.source}){short}"
 
 
-def _steps_left(plan: Plan, save: Path) -> int | None:
-    """None where the length is given in sequences."""
-    if "--train-samples" in flag_names(plan.flags):
-        return None
-    done = checkpoints.newest_whole(save) or 0
-    return max(0, flag_number(plan.flags, "--train-iters", 0) - done)
+def _steps_left(plan: Plan, save: Path) -> int:
+    batch = flag_number(plan.flags, "--global-batch-size", 1)
+    steps = flag_number(plan.flags, "--train-samples", batch * flag_number(plan.flags, "--train-iters", 1)) // batch
+    return max(0, steps - (checkpoints.newest_whole(save) or 0))

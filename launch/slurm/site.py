@@ -27,6 +27,7 @@ class Site:
     qos: str = ""
     constraint: str = ""
     gpus_per_node: int = 8
+    gpu_memory: int = 80
     gpu_request: str = ""
     cpus_per_task: int = 1
     sbatch_extra: str = ""

@@ -14,20 +14,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from launch import data, preflight, progress
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, group_flags
-from launch.launcher import check_with_megatron, make_parser
-from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
+from launch.launcher import check_with_megatron, continued, make_parser, missing_data
+from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout, with_stand_ins
 from launch.slurm import needs
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
 from launch.slurm.site import DEFAULT, Site, check_full, read_site
-from simreg_megatron.tools.indexed import is_pair
 
 _FOLDERS = {  # which may have yet to be made
     "--save", "--load", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path",
@@ -75,6 +74,8 @@ def make_submit_parser() -> argparse.ArgumentParser:
         help="of one step, to check --save-interval (default: as measured, else a guess)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the text that would be submitted, and stop")
+    text = "submit a run although it needs more memory or disk than there is, or reads its text more than 4 times"
+    parser.add_argument("--force", action="store_true", help=text)
     parser.add_argument("script", help="launch/pretrain_llama.sh or launch/pretrain_mixtral.sh")
     return parser
 
@@ -86,42 +87,50 @@ The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}`
 def main() -> None:
     try:
         job, options, plan, machine, step = prepare(sys.argv[1:], dict(os.environ))
-        for note in _ask_megatron(job.site, plan, machine):
+        notes, args = _ask_megatron(job.site, plan, machine)
+        for note in notes:
             print(f"> note: {note}", file=sys.stderr)
+        found = needs.needs_of(plan, job, args)
+        if not options.force:
+            needs.check_limits(found, job)
         text = render(job)
         if options.dry_run:
             sys.stdout.write(text)
         else:
             _submit(job, text)
-        for line in needs.told(plan, job, step):
+        for line in needs.summary(found, plan, job, step):
             print(f"> {line}" if options.dry_run else f"  {line}", file=sys.stderr if options.dry_run else sys.stdout)
     except (LaunchError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> Iterator[str]:
-    """What Megatron says of the flags; that of this machine has the last word only where no container brings its own.
+def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], argparse.Namespace | None]:
+    """Ask Megatron about the flags; that of this machine has the last word only if no container brings its own.
+
+    Returns:
+        Notes for the user, and Megatron's arguments; None if it cannot be asked.
 
     Raises:
         LaunchError: it would not start.
     """
     preflight.use_tree(plan.tree)
     if _missing("torch", "megatron") or _missing("megatron.training"):
-        yield (
+        return [
             f"{sys.executable} has no Megatron to ask, so its flags are not checked here, and a misspelt one ends the "
             "job when it begins: activate an environment with torch and megatron-core to check them"
-        )
-        return
-    where = "on this machine Megatron would refuse these flags"
+        ], None
     try:
-        objection = check_with_megatron(plan, machine)
+        answer = check_with_megatron(continued(plan)[0], machine)
     except LaunchError as error:
         if site.runtime == "venv":
             raise
-        objection, where = str(error), "in a container with this machine's Megatron the run would be refused"
-    if objection:
-        yield f"{where}: {objection}"
+        return [f"in a container with this machine's Megatron the run would be refused: {error}"], None
+    if answer is None:
+        return [], None
+    return [
+        f"on this machine Megatron would refuse these flags: {answer.objection}"
+    ] if answer.objection else [], answer.args
 
 
 class Prepared(NamedTuple):
@@ -148,6 +157,8 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:
         raise LaunchError("put --dry-run before the script: there it prints the job")
+    if options.dry_run:
+        run_options = with_stand_ins(run_options, words)
     if _takes_layout(run_options, site):
         run_options.layout = site.layout
         words = ["--layout", site.layout, *words]
@@ -159,7 +170,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     time = _Named("--time", options.time) if options.time else _Named(f"TIME in {options.cluster},", site.time)
     step = needs.step_of(plan, machine, options.step_seconds)
     _check(plan, options, step, time, rest)
-    _check_data(plan, site)
+    _check_data(plan, site, previews=options.dry_run)
     outside = site.outside(ROOT, plan.output.absolute())
     for note in (*plan.notes, *outside):
         print(f"> {note}", file=sys.stderr)
@@ -212,6 +223,7 @@ def _machine(nodes: int, site: Site) -> Machine:
         transformer_engine=bool(site.gpus_per_node),
         world_size=nodes * site.ranks_per_node,
         local_world_size=site.ranks_per_node,
+        whole_nodes=True,
     )
 
 
@@ -319,14 +331,16 @@ def _check(
     needs.check_save_interval(plan, whose, step, seconds)
 
 
-def _check_data(plan: Plan, site: Site) -> None:
+def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
     """Check the text before hours in a queue; in a container the paths may be other ones."""
     if site.runtime == "venv":
         preflight.check_load(plan.flags)
-    elif not all(map(is_pair, data.prefixes(plan.flags))):
-        return
+    missing = missing_data(plan)
     try:
-        notices = [] if plan.builtin_corpus else data.check_data(plan.flags)
+        if missing and (previews or site.runtime != "venv"):
+            notices = missing if previews else []
+        else:
+            notices = [] if plan.builtin_corpus else data.check_data(plan.flags)
     except ImportError as error:
         notices = [
             f"note: {sys.executable} has no {error.name}, so the data is not checked here: activate the environment of "

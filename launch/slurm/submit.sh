@@ -3,6 +3,11 @@
 # Submit a run to SLURM as a chain of jobs:
 #   bash launch/slurm/submit.sh --cluster my.env launch/pretrain_llama.sh --model 7b --data PREFIX --tokenizer PATH ...
 # A login node's own Python 3.10 or newer is enough; with the packages of the run's environment it checks more.
+''':' <<'bash' # Python reads the lines from here to "bash", bash all others
+'''
+import sys; sys.exit(print("error: this is a bash script, not Python: run bash launch/slurm/submit.sh ...", file=sys.stderr) or 2)
+r'''
+bash
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started by another shell, such as sh
 set -euo pipefail
 root=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -13,3 +18,4 @@ for python in "${VIRTUAL_ENV:-$root/.venv}/bin/python" "$root/.venv/bin/python" 
 done
 echo "error: no Python 3.10 or newer was found: activate an environment that has one" >&2
 exit 2
+# '''

@@ -57,6 +57,7 @@ class Metrics:
         self._learned: dict[str, Tensor] = {}  # the same on every rank
         self._tensor_group: dist.ProcessGroup | None = None
         self._oddities_told: set[int] = set()
+        self._checks_documents = self.config.document_mask  # once: in the first step whose geometry is logged
 
     @torch.no_grad()
     def observe_terms(self, terms: list[Tensor], valid: Tensor, shard: SequenceShard) -> None:
@@ -69,7 +70,9 @@ class Metrics:
             self._sums[slot].add_(of_objective.sum(dtype=torch.float64))
 
     def _nothing(self, device: torch.device | int) -> Tensor:
-        return torch.zeros(slots.NUMBER + len(self._term_slots) - 1, dtype=torch.float64, device=device)
+        """Zeros, and with a document mask one more: tokens that are not of their view's first document."""
+        size = slots.NUMBER + len(self._term_slots) - 1 + self.config.document_mask
+        return torch.zeros(size, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def observe(
@@ -119,6 +122,8 @@ class Metrics:
     def _add_pairs(self, view: View) -> None:
         """Cosines, and the norm of each own token once for every anchor that meets it: as often as it meets others."""
         assert self._sums is not None
+        if self._checks_documents and view.documents is not None:
+            self._sums[-1].add_((view.documents != view.documents[:, :1]).sum())
         own = slice(*view.anchors)
         met: dict[str, Any] = {"documents": view.documents, "chunk_size": self.config.chunk_size}
         usable = view.usable[:, own]
@@ -226,6 +231,13 @@ class Metrics:
             if stage < num_stages - 1:
                 return {}
         self._tell_oddities(sums)
+        if self._checks_documents and self._has_measured:
+            self._checks_documents = False
+            if not sums[-1]:
+                log_once(
+                    "warning: --simreg-document-mask has no effect so far: no chunk of this step reaches into a second "
+                    "document; if yours are shorter, tokenize them with an end-of-document token after each"
+                )
         losses = naming.losses(sums, dict(zip(self._objectives, self._term_slots, strict=True)))
         if not self._shows_geometry():
             return losses

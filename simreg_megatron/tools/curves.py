@@ -118,9 +118,7 @@ def _draw(axes: Axes, series: Series, name: str, place: int, end: float | None, 
         axes.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8)
         values = running_mean(values, len(values) // 20)
     axes.plot(steps, values, DASHES[place % len(DASHES)], color=colour, label=label, linewidth=1.8)
-    axes.annotate(
-        f"{end:.4g}", (steps[-1], values[-1]), (4, 0), textcoords="offset points", color=colour, fontsize=8
-    )
+    axes.annotate(f"{end:.4g}", (steps[-1], values[-1]), (4, 0), textcoords="offset points", color=colour, fontsize=8)
 
 
 def plain_axes(axes: Axes) -> None:

@@ -31,6 +31,7 @@ from launch.plan import (
     resumed,
 )
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
+from simreg_megatron.tools.indexed import PairWriter
 from tests.helpers import jobs
 from tests.megatron import runs
 
@@ -988,3 +989,47 @@ def test_weights_and_biases_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(LaunchError, match="needs wandb, which is not installed"):
         preflight.check_writers([("--wandb-project", "mine")])
     preflight.check_writers([("--wandb-project", "")])
+
+
+@pytest.mark.megatron
+def test_a_longer_run_is_asked_which_schedule_counts_and_a_document_mask_without_documents_is_said(
+    tmp_path: Path,
+) -> None:
+    """A real run of two steps on text without end-of-document tokens, then the same with more steps, three ways."""
+    pair = PairWriter(tmp_path / "text", 1000)
+    for first in range(300):
+        pair.add(range(first % 50, first % 50 + 40))
+    pair.close()
+    words = ["--data", str(tmp_path / "text"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+    words += ["--eval-iters", "0", "--num-layers", "1", "--seq-length", "64", "--save-interval", "2"]
+    words += ["--simreg-lambda", "1", "--simreg-document-mask", "--output", str(tmp_path / "run")]
+    start = ("bash", str(SCRIPTS[0]), *words, "--auto-resume", "--train-iters")
+    done = run_script(*start, "2", "--verbose", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("warning: --simreg-document-mask has no effect so far") == 1
+    site = tmp_path / "my.env"
+    site.write_text("GPUS_PER_NODE=0\nTIME=60\n")
+    submit = (
+        "bash",
+        str(ROOT / "launch/slurm/submit.sh"),
+        "--cluster",
+        str(site),
+        "--force",
+        "--dry-run",
+        str(SCRIPTS[0]),
+    )
+    longer = ((*start, "4"), (*start, "4", "--dry-run"), (*submit, *words, "--train-iters", "4"))
+    for command_line in longer:
+        done = run_script(*command_line, cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+            f"error: the checkpoint of iteration 2 in {tmp_path}/run/checkpoints has --train-iters 2, and this run "
+            "asks for --train-iters 4, which is another learning-rate schedule: add --override-opt_param-scheduler to "
+            "take the new one, or --use-checkpoint-opt_param-scheduler to keep the checkpoint's"
+        ), done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+    done = run_script(*longer[1], "--override-opt_param-scheduler", cwd=tmp_path)
+    assert done.returncode == 0 and "# resumes   from iteration 2" in done.stdout
+    done = run_script(*start, "4", "--use-checkpoint-opt_param-scheduler", cwd=tmp_path)
+    assert (
+        done.returncode == 0 and json.loads((tmp_path / "run" / "ended.json").read_text())["length"] == "4 iterations"
+    )

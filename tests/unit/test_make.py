@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,5 +60,12 @@ def test_another_shell_hands_over_to_bash(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["evaluate.sh", "prepare_data.sh", "slurm/submit.sh"])
 def test_scripts_of_bash_alone_hand_over_before_they_say_anything_else(script: str) -> None:
-    first = next(line for line in (ROOT / "launch" / script).read_text().splitlines() if not line.startswith("#"))
-    assert first.startswith('[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"')
+    text = (ROOT / "launch" / script).read_text()
+    assert text.partition("\nbash\n")[2].startswith('[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"')
+
+
+@pytest.mark.parametrize("script", ["evaluate.sh", "prepare_data.sh", "slurm/submit.sh"])
+def test_a_script_of_bash_that_python_is_given_is_one_sentence(script: str) -> None:
+    done = jobs.run([sys.executable, str(ROOT / "launch" / script), "--help"])
+    sentence = f"error: this is a bash script, not Python: run bash launch/{script} ...\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)

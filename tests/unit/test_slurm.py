@@ -28,7 +28,7 @@ CPU_SITE = "GPUS_PER_NODE=0\nTIME=60\n"
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Words for text that nobody looks at here."""
-    monkeypatch.setattr(submit, "_check_data", lambda *_: None)
+    monkeypatch.setattr(submit, "_check_data", lambda *_, **__: None)
     return ["--data", "text", "--tokenizer", "tokenizer.model", "--output", str(tmp_path / "run")]
 
 
@@ -187,9 +187,21 @@ def test_times_are_read_as_sbatch_does(time: str, seconds: int) -> None:
         pytest.param(("--time", "10"), (), "leaves less than a minute", id="reserve"),
         pytest.param(("--time", "tomorrow"), (), "takes minutes", id="no-time"),
         pytest.param(("--nodes", "0"), (), "--nodes must be at least 1", id="nodes"),
-        pytest.param(("--nodes", "3"), (), "cannot be shared by 24 data-parallel ranks", id="batch"),
+        pytest.param(("--nodes", "3"), (), "24 data-parallel ranks: .* 2064, or --nodes 2 or 4$", id="batch"),
         pytest.param(("--keep", "0"), (), "--keep must be at least 1", id="keep"),
         pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
+        pytest.param(
+            (), ("--pipeline-model-parallel-size", "3"), "32 layers .*-parallel-size of 1, 2, 4, 8, 16 or 32$", id="pp"
+        ),
+        pytest.param(
+            (), ("--tensor-model-parallel-size", "3"), "32 attention heads .*-parallel-size of 1, 2, 4, 8", id="tp"
+        ),
+        pytest.param(
+            ("--nodes", "3"),
+            ("--tensor-model-parallel-size", "16"),
+            "among replicas: give --nodes 2 before",
+            id="tp-16",
+        ),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
     ],
 )
@@ -308,7 +320,7 @@ class TestWhatMegatronSays:
         words = ["--save-interval", "5", "--output", "out", "--weight-decayy", "1"]
         options, rest = submit.make_parser("llama").parse_known_args(words)
         plan = submit.build_plan("llama", options, rest, Machine(), environ={})
-        return list(submit._ask_megatron(site, plan, Machine()))
+        return submit._ask_megatron(site, plan, Machine())[0]
 
     def test_a_misspelt_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object) -> None:
@@ -398,6 +410,12 @@ def test_a_login_nodes_own_python_submits_what_another_one_runs(tmp_path: Path, 
     ]
     words += ["--save-interval", "5"]
     bare = [sys.executable, "-S", "-m", "launch.slurm.submit", "--cluster", str(site), "--dry-run", LLAMA, *words]
+    done = jobs.run(bare, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+        f"error: the run reads 819,200 tokens, 409.6 epochs of the 2,000 in {tmp_path / 'text'}: give more text, fewer "
+        "--train-iters, or --force before the script to submit it all the same"
+    )
+    bare.insert(bare.index("--dry-run"), "--force")
     done = jobs.run(bare, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert value_of(done.stdout, "PYTHON") == [sys.executable]
@@ -660,15 +678,21 @@ class TestWhatARunTakes:
     """Told with every submission and dry run."""
 
     def told(self, *argv: str) -> list[str]:
-        prepared = submit.prepare(argv, dict(os.environ))
-        return list(needs.told(prepared.plan, prepared.job, prepared.step))
+        job, _, plan, _, step = submit.prepare(argv, dict(os.environ))
+        return list(needs.summary(needs.needs_of(plan, job, None), plan, job, step))
 
     def test_of_a_real_size(self, data: list[str]) -> None:
         """12,500 steps of 2048 sequences of 2048 tokens; 14 bytes for each of 6.74 billion weights."""
-        reads, takes, disk = self.told(LLAMA, "--model", "7b", *data)
+        trains, reads, takes, disk = self.told(LLAMA, "--model", "7b", *data, "--simreg-lambda", "auto")
+        assert trains == "trains in bf16, SimReg: simreg, lambda 20 (auto), chunks of 1024 tokens"
         assert reads == "reads  52.4 billion tokens in 12,500 iterations"
         assert takes.startswith("takes  11.9 h on 128 GPUs, 1,519 GPU hours, 4 slices, at 3.42 s a step (guessed")
-        assert disk == "disk   87.9 GiB a checkpoint, 351.4 GiB for 3 and one being written"
+        assert disk.startswith("disk   87.9 GiB a checkpoint, 351.4 GiB for 3 and one being written; ")
+        assert disk.endswith(" are free")
+
+    def test_of_a_length_in_samples(self, data: list[str]) -> None:
+        _, reads, *_ = self.told(LLAMA, "--model", "7b", *data, "--train-samples", "2048000")
+        assert reads == "reads  4.19 billion tokens in 1,000 iterations"
 
     def test_what_is_left_and_how_often_the_text_is_read(self, data: list[str], tmp_path: Path) -> None:
         _write_text(tmp_path / "text")
@@ -677,9 +701,9 @@ class TestWhatARunTakes:
         for name in ("metadata.json", ".metadata"):
             (checkpoint / name).write_text("{}")
         words = ["--model", "7b", *data, "--data", str(tmp_path / "text"), "--save-interval", "100"]
-        reads, takes, _ = self.told("--step-seconds", "3", "--slices", "1", "--time", "20", LLAMA, *words)
+        _, reads, takes, _ = self.told("--step-seconds", "3", "--slices", "1", "--time", "20", LLAMA, *words)
         assert reads == (
-            f"reads  2.1 billion tokens in 500 iterations, of the 2,000 in {tmp_path / 'text'}, 1,048,576.0 times over"
+            f"reads  2.1 billion tokens in 500 iterations, of the 2,000 in {tmp_path / 'text'}, 1,048,576.0 epochs"
         )
         assert takes.endswith("3 slices, at 3.00 s a step (--step-seconds); --slices 1 is too few for that")
 
@@ -693,8 +717,40 @@ class TestWhatARunTakes:
 
     def test_on_cpus_before_the_first_slice(self, data: list[str], tmp_path: Path) -> None:
         site = site_file(tmp_path, CPU_SITE)
-        reads, disk = self.told("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
-        assert reads == "reads  819,200 tokens in 400 iterations" and disk.endswith("MiB for 3 and one being written")
+        _, reads, disk = self.told("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
+        assert reads == "reads  819,200 tokens in 400 iterations"
+        assert "MiB for 3 and one being written" in disk
+
+    def test_a_checkpoint_of_the_builtin_corpus_before_it_is_built(self, tmp_path: Path, monkeypatch) -> None:
+        """4,096 token ids and 12 bytes for each of 3.34 million weights: 38.3 MiB, and not the 161 of 32,000 ids."""
+        monkeypatch.setattr("launch.plan.PlannedCorpus.train_prefix", tmp_path / "train")
+        site, words = site_file(tmp_path, CPU_SITE), ("--save-interval", "5", "--output", str(tmp_path / "run"))
+        *_, disk = self.told("--cluster", str(site), LLAMA, *words)
+        assert disk.startswith("disk   38.3 MiB a checkpoint")
+
+    @pytest.mark.megatron
+    def test_what_exceeds_the_card_or_the_disk_is_refused_unless_forced(self, tmp_path: Path) -> None:
+        """Of a 7B that is previewed before its text is there, on a disk that every machine here is smaller than."""
+        run = [LLAMA, "--model", "7b", "--recipe", "paper", "--output", str(tmp_path / "run")]
+        large = [*run, "--micro-batch-size", "16"]
+
+        def submitted(*words: str) -> tuple[int, str]:
+            done = jobs.run(["bash", str(ROOT / "launch/slurm/submit.sh"), "--dry-run", *words], cwd=ROOT)
+            return done.returncode, done.stderr
+
+        status, said = submitted(*large)
+        assert status == 2 and said.splitlines()[-1].startswith(
+            "error: the run needs 183.5 GiB of a GPU's 80, by Megatron's estimate (38.2 of weights and optimizer and "
+            "145.2 of activations): give a smaller --micro-batch-size, "
+        )
+        status, said = submitted("--keep", "99999", *run)
+        assert status == 2 and re.search(r"99999 checkpoints and one being written take 8,78\d,\d+\.\d GiB more", said)
+        status, said = submitted("--force", "--keep", "99999", *large)
+        assert status == 0 and "\n> memory 183.5 GiB of a GPU's 80, by" in said
+        assert "the run itself would be refused on this machine: no --data is given" in said
+        site = site_file(tmp_path, f"{DEFAULT.read_text()}\nGPU_MEMORY=192\n")
+        status, said = submitted("--cluster", str(site), *large)
+        assert "GPU's" not in said or status == 0
 
 
 @pytest.mark.parametrize(
