@@ -103,11 +103,10 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
         elif tag == TRAIN_LOSS:
             leave_out_the_start(axes, [run.scalars[tag] for _, run in drawn])
     lines = {str(line.get_label()): line for axes in grid for line in axes.lines if line.get_label()[:1] != "_"}
-    bold = {"size": 12, "weight": "bold"}
-    place = "outside upper center"
-    figure.legend(
-        list(lines.values()), list(lines), title=title, title_fontproperties=bold, loc=place, ncols=4, frameon=False
+    legend = figure.legend(
+        list(lines.values()), list(lines), title=title, loc="outside upper center", ncols=4, frameon=False
     )
+    legend.get_title().set(fontsize=12, fontweight="bold")
     return figure
 
 
