@@ -104,9 +104,10 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
         elif tag == TRAIN_LOSS:
             leave_out_the_start(axes, [run.scalars[tag] for _, run in drawn])
     lines = {str(line.get_label()): line for axes in grid for line in axes.lines if line.get_label()[:1] != "_"}
-    figure.legend(list(lines.values()), list(lines), loc="outside upper center", ncols=4, frameon=False)
-    if title:
-        figure.suptitle(title, fontsize=12, fontweight="bold")
+    legend = figure.legend(
+        list(lines.values()), list(lines), title=title, loc="outside upper center", ncols=4, frameon=False
+    )
+    legend.get_title().set(fontsize=12, fontweight="bold")
     return figure
 
 

@@ -9,6 +9,7 @@ in one process. The file holds hidden [n, d] float32, labels [n] (the ids of the
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ def hidden_states(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def main() -> None:
+    # A script's folder comes first, where tokenizers.py and evaluate.py would hide the libraries of these names.
+    sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
     args = parse_and_validate_args(add_probe_arguments, args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
     if args.load is None:
         raise SystemExit("error: the probe reads a checkpoint: give --load CHECKPOINTS, what the run had as --save")
