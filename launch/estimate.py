@@ -23,8 +23,6 @@ from launch.sizes import PEAK, SHARE_OF_PEAK
 
 _GPUS_PER_NODE = 8
 _BEGIN, _END = "<!-- launch.estimate -->", "<!-- end -->"  # of the table in a page
-_PAPER_GPU_HOURS = {"llama-350m": 56, "llama-7b": 2000}
-_AT_LEAST = {"llama-7b"}  # the paper says "over 2,000"
 # Arguments with which a run holds less than Megatron's formulas say, of weights or of activations.
 _FEWER_WEIGHTS = ("use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload", "use_precision_aware_optimizer")
 _FEWER_ACTIVATIONS = ("recompute_granularity", "cpu_offloading", "fine_grained_activation_offloading")
@@ -55,12 +53,6 @@ class Estimate:
 
     def gpu_hours(self, share: float) -> float:
         return self.step_seconds(share) * self.args.train_iters * self.gpus / 3600
-
-    @property
-    def paper_share(self) -> float | None:
-        """The share of the peak at which the paper's GPU hours would be met."""
-        hours = _PAPER_GPU_HOURS.get(self.model)
-        return self.gpu_hours(1.0) / hours if hours else None
 
 
 def estimate(layout: str, model: str) -> Estimate:
@@ -110,7 +102,6 @@ def gpu_memory(args: argparse.Namespace, vocabulary: int) -> tuple[float, float]
 _COLUMNS = (
     "model", "nodes", "TP x PP x EP, DP", "micro-batch", "recompute", "weights, optimizer (GiB)", "activations (GiB)",
     "sum (GiB)", "checkpoint (GiB)", "tokens (billion)", "tokens/s per GPU", "step (s)", "hours", "GPU hours",
-    "the paper's GPU hours",
 )  # fmt: skip
 
 
@@ -118,7 +109,6 @@ def row(one: Estimate) -> list[str]:
     """The cells of one line."""
     args = one.args
     layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
-    hours = _PAPER_GPU_HOURS.get(one.model)
     return [
         one.model,
         str(one.nodes),
@@ -132,14 +122,7 @@ def row(one: Estimate) -> list[str]:
         f"{one.step_seconds(SHARE_OF_PEAK):.1f}",
         f"{one.gpu_hours(SHARE_OF_PEAK) / one.gpus:.1f}",
         f"{one.gpu_hours(SHARE_OF_PEAK):,.0f}",
-        _of_the_paper(one, hours) if hours else "not stated",
     ]
-
-
-def _of_the_paper(one: Estimate, hours: int) -> str:
-    if one.model in _AT_LEAST:
-        return f"over {hours:,}, met at less than {one.paper_share:.0%} of the peak"
-    return f"{hours:,}, met at {one.paper_share:.0%} of the peak"
 
 
 def main() -> None:

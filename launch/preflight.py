@@ -79,16 +79,6 @@ def _is_own(flag: Flag) -> bool:
     return flag_name(flag).startswith(_OWN)
 
 
-def check_counts(flags: Sequence[Flag]) -> None:
-    """See that what counts something is a positive number.
-
-    Raises:
-        LaunchError: one is not.
-    """
-    for name in ("--save-interval", "--log-interval", "--seq-length"):
-        flag_number(flags, name, 1)
-
-
 def check_load(flags: Sequence[Flag]) -> None:
     """See that --load names checkpoints: Megatron would begin anew, and say so in one line of hundreds.
 
