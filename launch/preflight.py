@@ -138,12 +138,6 @@ def _check_layers(flags: Sequence[Flag], pipeline: int) -> None:
             f"{layers // pipeline * pipeline or pipeline} or {-(-layers // pipeline) * pipeline}, or a "
             f"--pipeline-model-parallel-size of {_divisors(layers)}"
         )
-    virtual = flag_number(flags, "--num-layers-per-virtual-pipeline-stage", 1)
-    if layers // pipeline % virtual:
-        raise LaunchError(
-            f"a pipeline stage has {layers // pipeline} layers, which virtual stages of {virtual} cannot share: give "
-            f"--num-layers-per-virtual-pipeline-stage {_divisors(layers // pipeline)}"
-        )
 
 
 def _check_heads(flags: Sequence[Flag], tensor: int) -> None:
@@ -155,11 +149,6 @@ def _check_heads(flags: Sequence[Flag], tensor: int) -> None:
             f"--tensor-model-parallel-size of {_divisors(heads)}"
         )
     groups = flag_number(flags, "--num-query-groups", tensor)
-    if "--group-query-attention" in given and groups % tensor and tensor % groups:
-        raise LaunchError(
-            f"{groups} query groups cannot be divided among {tensor} tensor-parallel ranks: give a "
-            f"--tensor-model-parallel-size of {_divisors(groups)}"
-        )
     if "--group-query-attention" in given and heads % groups:
         raise LaunchError(
             f"{heads} attention heads cannot be divided among {groups} query groups: give --num-query-groups "

@@ -23,6 +23,7 @@ from launch import data, preflight, progress
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, group_flags
 from launch.launcher import check_with_megatron, continued, make_parser, missing_data
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout, with_stand_ins
+from launch.schedule import ScheduleError
 from launch.slurm import needs
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
@@ -123,14 +124,11 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], 
     try:
         answer = check_with_megatron(continued(plan)[0], machine)
     except LaunchError as error:
-        if site.runtime == "venv":
+        if site.runtime == "venv" or isinstance(error, ScheduleError):
             raise
         return [f"in a container with this machine's Megatron the run would be refused: {error}"], None
-    if answer is None:
-        return [], None
-    return [
-        f"on this machine Megatron would refuse these flags: {answer.objection}"
-    ] if answer.objection else [], answer.args
+    objection, args = answer or (None, None)
+    return [f"on this machine Megatron would refuse these flags: {objection}"] if objection else [], args
 
 
 class Prepared(NamedTuple):
@@ -159,7 +157,8 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
         raise LaunchError("put --dry-run before the script: there it prints the job")
     if options.dry_run:
         run_options = with_stand_ins(run_options, words)
-    if _takes_layout(run_options, site):
+    is_real = (run_options.model or TINY) != TINY
+    if run_options.layout is None and is_real and site.gpus_per_node and site.layout:
         run_options.layout = site.layout
         words = ["--layout", site.layout, *words]
     _check_python(site, options.cluster)
@@ -209,12 +208,6 @@ def _check_python(site: Site, cluster: Path) -> None:
             f"the job would run {sys.executable}, which has no torch: activate the environment of the run before you "
             f"submit, or name its Python in {cluster} (PYTHON=)"
         )
-
-
-def _takes_layout(run_options: argparse.Namespace, site: Site) -> bool:
-    """Whether the cluster's layout fills in: for real sizes on GPUs, where the user names none."""
-    is_real = (run_options.model or TINY) != TINY
-    return run_options.layout is None and is_real and bool(site.gpus_per_node and site.layout)
 
 
 def _machine(nodes: int, site: Site) -> Machine:

@@ -37,4 +37,4 @@ def test_a_layout_that_is_not_there_is_refused(
     monkeypatch.setattr("sys.argv", ["estimate", "--layout", "nosuch"])
     with pytest.raises(SystemExit):
         estimate.main()
-    assert "there is no layout nosuch: choose from " in capsys.readouterr().err
+    assert "invalid choice: 'nosuch' (choose from" in capsys.readouterr().err
