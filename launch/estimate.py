@@ -42,16 +42,12 @@ class Estimate:
     flops: float  # per step
 
     @property
-    def gpus(self) -> int:
-        return self.nodes * _GPUS_PER_NODE
-
-    @property
     def step_tokens(self) -> int:
         return int(self.args.global_batch_size * self.args.seq_length)
 
     @property
     def step_seconds(self) -> float:
-        return self.flops / (self.gpus * PEAK * SHARE_OF_PEAK)
+        return self.flops / (self.args.world_size * PEAK * SHARE_OF_PEAK)
 
 
 def estimate(layout: str, model: str) -> Estimate:
@@ -117,10 +113,10 @@ def row(one: Estimate) -> list[str]:
         *(f"{gib:.1f}" for gib in (one.weights, one.activations, one.weights + one.activations)),
         f"{one.checkpoint:.1f}",
         f"{one.step_tokens * args.train_iters / 1e9:.1f}",
-        f"{one.step_tokens / one.step_seconds / one.gpus:,.0f}",
+        f"{one.step_tokens / one.step_seconds / args.world_size:,.0f}",
         f"{one.step_seconds:.1f}",
         f"{one.step_seconds * args.train_iters / 3600:.1f}",
-        f"{one.step_seconds * args.train_iters / 3600 * one.gpus:,.0f}",
+        f"{one.step_seconds * args.train_iters / 3600 * args.world_size:,.0f}",
     ]
 
 

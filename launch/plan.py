@@ -38,13 +38,7 @@ _OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
 
 NO_DATA = "YOUR_DATA"  # stands for --data in a dry run without it, and is none of the words in the pages
-_OWN_DATA = {
-    "--data-path",
-    "--train-data-path",
-    "--data-args-path",
-    "--per-split-data-args-path",
-    "--mock-data",
-}
+_OWN_DATA = {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"}
 _ADAGC = ("--adagc", "--adagc-lambda-rel", "1.04", "--adagc-beta", "0.99")
 # What the paper compares: one objective each, all else alike; SimReg on chunks (table 2's "SimReg-Chunk") and on whole
 # sequences ("SimReg", in both tables). Its weights for the baselines are not stated.
@@ -665,7 +659,7 @@ def _choose_script(environ: Mapping[str, str], user: Sequence[Flag]) -> Path:
 def _environment(flags: Sequence[Flag], *, on_cpu: bool) -> dict[str, str]:
     """Defaults for the run; what the user has set stays."""
     environment = {
-        "TOKENIZERS_PARALLELISM": "false",  # Hugging Face's threads do not survive the data loader's fork
+        "TOKENIZERS_PARALLELISM": "false"  # Hugging Face's threads do not survive the data loader's fork
     }
     if not flag_names(flags) & _FSDP:  # which refuses it
         # One hardware queue: Megatron relies on its order to overlap communication with matrix products. That of

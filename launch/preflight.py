@@ -80,11 +80,7 @@ def _is_own(flag: Flag) -> bool:
 
 
 def check_load(flags: Sequence[Flag]) -> None:
-    """See that --load names checkpoints: Megatron would begin anew, and say so in one line of hundreds.
-
-    Raises:
-        LaunchError: it does not.
-    """
+    """Raise a LaunchError if --load names no checkpoints: Megatron would start from scratch and hardly say so."""
     folder = flag_value(flags, "--load")
     if folder is None or folder == flag_value(flags, "--save") or checkpoints.is_loadable(Path(folder)):
         return
@@ -191,11 +187,7 @@ def _divisors(number: int) -> str:
 
 
 def check_output(folder: Path) -> None:
-    """See that a run could write there; nothing is made.
-
-    Raises:
-        LaunchError: it could not.
-    """
+    """Raise a LaunchError if a run could not write there; nothing is made."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent

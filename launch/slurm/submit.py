@@ -107,13 +107,9 @@ def main() -> None:
 
 
 def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], argparse.Namespace | None]:
-    """Ask Megatron about the flags; that of this machine has the last word only if no container brings its own.
+    """Ask Megatron about the flags, and return notes for the user and its arguments; None if it cannot be asked.
 
-    Returns:
-        Notes for the user, and Megatron's arguments; None if it cannot be asked.
-
-    Raises:
-        LaunchError: it would not start.
+    The installed one has the last word, by a LaunchError, only if no container brings its own.
     """
     preflight.use_tree(plan.tree)
     if _missing("torch", "megatron") or _missing("megatron.training"):
@@ -142,11 +138,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
-    """Check what is asked as far as the place of submission can.
-
-    Raises:
-        LaunchError: it could not run as asked.
-    """
+    """Check what is asked as far as this machine can; raise a LaunchError if it could not run."""
     own, script, words = _split(argv)
     options = make_submit_parser().parse_args([*own, script])
     site = _with_tree(read_site(options.cluster, environ), options.cluster, environ.get("MEGATRON_PATH", ""))
@@ -166,14 +158,14 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     run_options.auto_resume = True
     machine = _machine(nodes, site)
     plan = build_plan(family, run_options, rest, machine, environ=environ)
-    time = _Named("--time", options.time) if options.time else _Named(f"TIME in {options.cluster},", site.time)
+    time = ("--time", options.time) if options.time else (f"TIME in {options.cluster},", site.time)
     step = needs.step_of(plan, machine, options.step_seconds)
     _check(plan, options, step, time, rest)
     _check_data(plan, site, previews=options.dry_run)
     outside = site.outside(ROOT, plan.output.absolute())
     for note in (*plan.notes, *outside):
         print(f"> {note}", file=sys.stderr)
-    return Prepared(_job(plan, options, site, nodes, time.value, words), options, plan, machine, step)
+    return Prepared(_job(plan, options, site, nodes, time[1], words), options, plan, machine, step)
 
 
 def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
@@ -288,15 +280,8 @@ def _name(output: Path) -> str:
     return f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
 
 
-class _Named(NamedTuple):
-    """A setting, and where the user finds it."""
-
-    name: str
-    value: str
-
-
 def _check(
-    plan: Plan, options: argparse.Namespace, step: needs.Step | None, time: _Named, given: Sequence[str]
+    plan: Plan, options: argparse.Namespace, step: needs.Step | None, time: tuple[str, str], given: Sequence[str]
 ) -> None:
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -314,10 +299,10 @@ def _check(
         raise LaunchError(f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output")
     if (plan.output / STOP).exists():
         raise LaunchError(f"{plan.output / STOP} stops every slice: remove it first")
-    seconds = seconds_of(time.value, time.name) - options.reserve * 60
+    seconds = seconds_of(time[1], time[0]) - options.reserve * 60
     if seconds < 60:
         raise LaunchError(
-            f"{time.name} {time.value} leaves less than a minute besides --reserve {options.reserve:g} minutes: give a "
+            f"{time[0]} {time[1]} leaves less than a minute besides --reserve {options.reserve:g} minutes: give a "
             "longer --time"
         )
     whose = "--save-interval" if "--save-interval" in flag_names(group_flags(given)) else "the preset's --save-interval"
