@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,11 @@ from launch import preflight, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import LaunchError, flag_number
 from launch.launcher import check_with_megatron, make_parser
-from launch.plan import LAYOUTS, Machine, build_plan, read_layout
+from launch.plan import LAYOUTS, Machine, build_plan, layout_names, read_layout
 from launch.sizes import PEAK, SHARE_OF_PEAK
 
 _GPUS_PER_NODE = 8
 _BEGIN, _END = "<!-- launch.estimate -->", "<!-- end -->"  # of the table in a page
-_PAPER_GPU_HOURS = {"llama-350m": 56, "llama-7b": 2000}
-_AT_LEAST = {"llama-7b"}  # the paper says "over 2,000"
 # Arguments with which a run holds less than Megatron's formulas say, of weights or of activations.
 _FEWER_WEIGHTS = ("use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload", "use_precision_aware_optimizer")
 _FEWER_ACTIVATIONS = ("recompute_granularity", "cpu_offloading", "fine_grained_activation_offloading")
@@ -43,24 +42,12 @@ class Estimate:
     flops: float  # per step
 
     @property
-    def gpus(self) -> int:
-        return self.nodes * _GPUS_PER_NODE
-
-    @property
     def step_tokens(self) -> int:
         return int(self.args.global_batch_size * self.args.seq_length)
 
-    def step_seconds(self, share: float) -> float:
-        return self.flops / (self.gpus * PEAK * share)
-
-    def gpu_hours(self, share: float) -> float:
-        return self.step_seconds(share) * self.args.train_iters * self.gpus / 3600
-
     @property
-    def paper_share(self) -> float | None:
-        """The share of the peak at which the paper's GPU hours would be met."""
-        hours = _PAPER_GPU_HOURS.get(self.model)
-        return self.gpu_hours(1.0) / hours if hours else None
+    def step_seconds(self) -> float:
+        return self.flops / (self.args.world_size * PEAK * SHARE_OF_PEAK)
 
 
 def estimate(layout: str, model: str) -> Estimate:
@@ -110,7 +97,6 @@ def gpu_memory(args: argparse.Namespace, vocabulary: int) -> tuple[float, float]
 _COLUMNS = (
     "model", "nodes", "TP x PP x EP, DP", "micro-batch", "recompute", "weights, optimizer (GiB)", "activations (GiB)",
     "sum (GiB)", "checkpoint (GiB)", "tokens (billion)", "tokens/s per GPU", "step (s)", "hours", "GPU hours",
-    "the paper's GPU hours",
 )  # fmt: skip
 
 
@@ -118,7 +104,6 @@ def row(one: Estimate) -> list[str]:
     """The cells of one line."""
     args = one.args
     layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
-    hours = _PAPER_GPU_HOURS.get(one.model)
     return [
         one.model,
         str(one.nodes),
@@ -128,49 +113,30 @@ def row(one: Estimate) -> list[str]:
         *(f"{gib:.1f}" for gib in (one.weights, one.activations, one.weights + one.activations)),
         f"{one.checkpoint:.1f}",
         f"{one.step_tokens * args.train_iters / 1e9:.1f}",
-        f"{one.step_tokens / one.step_seconds(SHARE_OF_PEAK) / one.gpus:,.0f}",
-        f"{one.step_seconds(SHARE_OF_PEAK):.1f}",
-        f"{one.gpu_hours(SHARE_OF_PEAK) / one.gpus:.1f}",
-        f"{one.gpu_hours(SHARE_OF_PEAK):,.0f}",
-        _of_the_paper(one, hours) if hours else "not stated",
+        f"{one.step_tokens / one.step_seconds / args.world_size:,.0f}",
+        f"{one.step_seconds:.1f}",
+        f"{one.step_seconds * args.train_iters / 3600:.1f}",
+        f"{one.step_seconds * args.train_iters / 3600 * args.world_size:,.0f}",
     ]
-
-
-def _of_the_paper(one: Estimate, hours: int) -> str:
-    if one.model in _AT_LEAST:
-        return f"over {hours:,}, met at less than {one.paper_share:.0%} of the peak"
-    return f"{hours:,}, met at {one.paper_share:.0%} of the peak"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m launch.estimate", description=__doc__)
-    parser.add_argument("--layout", default="h800", help="launch/layouts/NAME (default: h800)")
+    parser.add_argument("--layout", default="h800", choices=layout_names(), help="default: h800")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"put the table there, between {_BEGIN} and {_END}")
     options = parser.parse_args()
     models = [path.stem for path in (LAYOUTS / options.layout).glob("*.args")]
-    if not models:
-        known = ", ".join(sorted(path.name for path in LAYOUTS.iterdir() if any(path.glob("*.args"))))
-        parser.error(f"there is no layout {options.layout}: choose from {known}")
     found = sorted((estimate(options.layout, model) for model in models), key=lambda one: one.flops / one.step_tokens)
     lines = [f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *map(row, found))]
     print("\n".join(lines))
     if options.output:
         from tools import tables  # which are of the repository alone: nothing that runs needs them
 
-        _put(options.output, "\n".join([tables.stamp("estimate"), "", *lines, ""]))
-
-
-def _put(page: Path, text: str) -> None:
-    """Between the marks of the page.
-
-    Raises:
-        ValueError: it has no such marks.
-    """
-    before, begin, rest = page.read_text(encoding="utf-8").partition(f"{_BEGIN}\n")
-    _, end, after = rest.partition(f"\n{_END}")
-    if not (begin and end):
-        raise ValueError(f"{page} has no place for the table: a line {_BEGIN}, and after it a line {_END}")
-    page.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf-8")
+        text, page = "\n".join([tables.stamp("estimate"), "", *lines, ""]), options.output.read_text(encoding="utf-8")
+        page, found_places = re.subn(f"(?s)(?<={_BEGIN}\n).*?(?=\n{_END})", lambda _: text, page)
+        if not found_places:
+            raise SystemExit(f"error: {options.output} has no lines {_BEGIN} and {_END} to put the table between")
+        options.output.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

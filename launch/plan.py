@@ -38,13 +38,7 @@ _OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
 
 NO_DATA = "YOUR_DATA"  # stands for --data in a dry run without it, and is none of the words in the pages
-_OWN_DATA = {
-    "--data-path",
-    "--train-data-path",
-    "--data-args-path",
-    "--per-split-data-args-path",
-    "--mock-data",
-}
+_OWN_DATA = {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"}
 _ADAGC = ("--adagc", "--adagc-lambda-rel", "1.04", "--adagc-beta", "0.99")
 # What the paper compares: one objective each, all else alike; SimReg on chunks (table 2's "SimReg-Chunk") and on whole
 # sequences ("SimReg", in both tables). Its weights for the baselines are not stated.
@@ -409,7 +403,8 @@ def _fit_preset(
     """Bring sizes that depend on each other together: FFN and ranks, batch and ranks, warm-up and length."""
     notes: list[str] = []
     preflight.check_layout([*preset, *user], machine.world_size, machine.local_world_size if machine.whole_nodes else 0)
-    preflight.check_counts(user)
+    for name in ("--save-interval", "--log-interval", "--seq-length"):
+        flag_number(user, name, 1)  # refuses what is no positive number
     preset = _fit_ffn(preset, user, ffn, notes)
     preset = _fit_batch(preset, user, machine, notes, strict=strict)
     preset = _fit_warmup(_in_samples(preset, user, notes), user, notes)
@@ -475,17 +470,16 @@ def _fit_batch(
 
 def _other_ranks(batch: int, replicas: int, machine: Machine) -> str:
     """Name more or fewer ranks, in whole nodes, that could share the batch as it is: the run would be the same."""
+    now, node = machine.world_size, machine.local_world_size
+    counts = [now // replicas * share for share in range(1, batch + 1) if not batch % share]
+    whole = [count for count in counts if not count % node]
+    by_nodes = machine.whole_nodes or (now > node and bool(whole))  # of one node, some of the GPUs will do
+    there = whole if by_nodes else counts
+    near = [count for count in there if count < now][-1:] + [count for count in there if count > now][:1]
+    ranks, nodes = " or ".join(map(str, near)), " or ".join(str(count // node) for count in near)
     if machine.whole_nodes:
-        size, local = machine.world_size // replicas, machine.local_world_size
-        counts = [size * each for each in range(1, batch + 1) if not (batch % each or size * each % local)]
-        below, above = ([count for count in counts if (count > machine.world_size) == more] for more in (False, True))
-        whole = [str(count // local) for count in (*below[-1:], *above[:1])]
-        return f", or --nodes {' or '.join(whole)}" if whole else ""
-    ranks = [count * (machine.world_size // replicas) for count in sizes.neighbouring_divisors(batch, replicas)]
-    nodes = {count: count // machine.local_world_size for count in ranks if not count % machine.local_world_size}
-    if machine.world_size == machine.local_world_size or not nodes:  # of one node, some of the GPUs will do
-        return f", or start {' or '.join(map(str, ranks))} ranks"
-    return f", or start {' or '.join(map(str, nodes))} ranks, {' or '.join(map(str, nodes.values()))} nodes"
+        return f", or --nodes {nodes}" if near else ""
+    return f", or start {ranks} ranks{f', {nodes} nodes' if by_nodes else ''}"
 
 
 def _in_samples(preset: list[Flag], user: Sequence[Flag], notes: list[str]) -> list[Flag]:
@@ -665,7 +659,7 @@ def _choose_script(environ: Mapping[str, str], user: Sequence[Flag]) -> Path:
 def _environment(flags: Sequence[Flag], *, on_cpu: bool) -> dict[str, str]:
     """Defaults for the run; what the user has set stays."""
     environment = {
-        "TOKENIZERS_PARALLELISM": "false",  # Hugging Face's threads do not survive the data loader's fork
+        "TOKENIZERS_PARALLELISM": "false"  # Hugging Face's threads do not survive the data loader's fork
     }
     if not flag_names(flags) & _FSDP:  # which refuses it
         # One hardware queue: Megatron relies on its order to overlap communication with matrix products. That of

@@ -80,16 +80,6 @@ def _is_own(flag: Flag) -> bool:
     return flag_name(flag).startswith(_OWN)
 
 
-def check_counts(flags: Sequence[Flag]) -> None:
-    """See that what counts something is a positive number.
-
-    Raises:
-        LaunchError: one is not.
-    """
-    for name in ("--save-interval", "--log-interval", "--seq-length"):
-        flag_number(flags, name, 1)
-
-
 def check_writers(flags: Sequence[Flag]) -> None:
     """See that Weights & Biases is there if it is asked for: Megatron imports it on one rank, after the start.
 
@@ -101,11 +91,7 @@ def check_writers(flags: Sequence[Flag]) -> None:
 
 
 def check_load(flags: Sequence[Flag]) -> None:
-    """See that --load names checkpoints: Megatron would begin anew, and say so in one line of hundreds.
-
-    Raises:
-        LaunchError: it does not.
-    """
+    """Raise a LaunchError if --load names no checkpoints: Megatron would start from scratch and hardly say so."""
     folder = flag_value(flags, "--load")
     if folder is None or folder == flag_value(flags, "--save") or checkpoints.is_loadable(Path(folder)):
         return
@@ -159,12 +145,6 @@ def _check_layers(flags: Sequence[Flag], pipeline: int) -> None:
             f"{layers // pipeline * pipeline or pipeline} or {-(-layers // pipeline) * pipeline}, or a "
             f"--pipeline-model-parallel-size of {_divisors(layers)}"
         )
-    virtual = flag_number(flags, "--num-layers-per-virtual-pipeline-stage", 1)
-    if layers // pipeline % virtual:
-        raise LaunchError(
-            f"a pipeline stage has {layers // pipeline} layers, which virtual stages of {virtual} cannot share: give "
-            f"--num-layers-per-virtual-pipeline-stage {_divisors(layers // pipeline)}"
-        )
 
 
 def _check_heads(flags: Sequence[Flag], tensor: int) -> None:
@@ -176,11 +156,6 @@ def _check_heads(flags: Sequence[Flag], tensor: int) -> None:
             f"--tensor-model-parallel-size of {_divisors(heads)}"
         )
     groups = flag_number(flags, "--num-query-groups", tensor)
-    if "--group-query-attention" in given and groups % tensor and tensor % groups:
-        raise LaunchError(
-            f"{groups} query groups cannot be divided among {tensor} tensor-parallel ranks: give a "
-            f"--tensor-model-parallel-size of {_divisors(groups)}"
-        )
     if "--group-query-attention" in given and heads % groups:
         raise LaunchError(
             f"{heads} attention heads cannot be divided among {groups} query groups: give --num-query-groups "
@@ -223,11 +198,7 @@ def _divisors(number: int) -> str:
 
 
 def check_output(folder: Path) -> None:
-    """See that a run could write there; nothing is made.
-
-    Raises:
-        LaunchError: it could not.
-    """
+    """Raise a LaunchError if a run could not write there; nothing is made."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent

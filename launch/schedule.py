@@ -18,8 +18,12 @@ _FLAGS = (
 _DECIDED = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "finetune", "no_load_optim")
 
 
+class ScheduleError(LaunchError):
+    """A schedule that the checkpoint does not have."""
+
+
 def check_schedule(args: argparse.Namespace) -> None:
-    """Raise a LaunchError if the schedule differs from the checkpoint's: Megatron's load would end in an assertion."""
+    """Raise a ScheduleError if the schedule differs from the checkpoint's, which Megatron's load asserts."""
     folder = vars(args).get("load")
     if not folder or any(vars(args).get(name) for name in _DECIDED):
         return
@@ -33,7 +37,7 @@ def check_schedule(args: argparse.Namespace) -> None:
     differing = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
     differing = differing or {name: (before[name], now[name]) for name in changed}
     then, asked = (" and ".join(f"{name} {pair[side]}" for name, pair in differing.items()) for side in (0, 1))
-    raise LaunchError(
+    raise ScheduleError(
         f"the checkpoint of iteration {iteration} in {folder} has {then}, and this run asks for {asked}, which is "
         "another learning-rate schedule: add --override-opt_param-scheduler to take the new one, or "
         "--use-checkpoint-opt_param-scheduler to keep the checkpoint's"

@@ -64,12 +64,6 @@ def largest_divisor(number: int, limit: int) -> int:
     return max(size for size in range(1, limit + 1) if number % size == 0)
 
 
-def neighbouring_divisors(number: int, near: int) -> list[int]:
-    """The divisors below and above `near`, of which one may not be there."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    return [size for size in divisors if size < near][-1:] + [size for size in divisors if size > near][:1]
-
-
 def count_parameters(flags: Sequence[Flag], *, vocabulary: int, active: bool = False) -> int:
     """Weights of a LLaMA or Mixtral model: attention, SwiGLU (times experts), RMSNorm, embedding and head.
 

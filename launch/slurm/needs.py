@@ -54,11 +54,7 @@ def step_tokens(plan: Plan) -> int:
 
 
 def check_save_interval(plan: Plan, name: str, step: Step | None, slice_seconds: float) -> None:
-    """A slice that crashes before its first save has done nothing, and neither will the next one.
-
-    Raises:
-        LaunchError: no save falls into a slice.
-    """
+    """Raise a LaunchError if no save falls into a slice: one that crashes then has done nothing."""
     every = flag_number(plan.flags, "--save-interval", 1)
     if step is None or every * step.seconds < slice_seconds:
         return
@@ -105,11 +101,7 @@ def needs_of(plan: Plan, job: Job, args: argparse.Namespace | None) -> Needs:
 
 
 def check_limits(found: Needs, job: Job) -> None:
-    """Refuse what the card or the disk cannot hold, and text that is read too often.
-
-    Raises:
-        LaunchError: the run needs more than is there.
-    """
+    """Raise a LaunchError for what the card or the disk cannot hold, and for text that is read too often."""
     force = "or --force before the script to submit it all the same"
     if found.memory and sum(found.memory) > job.site.gpu_memory:
         raise LaunchError(

@@ -23,6 +23,7 @@ from launch import data, preflight, progress
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, group_flags
 from launch.launcher import check_with_megatron, continued, make_parser, missing_data
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout, with_stand_ins
+from launch.schedule import ScheduleError
 from launch.slurm import needs
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render, seconds_of
@@ -106,13 +107,9 @@ def main() -> None:
 
 
 def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], argparse.Namespace | None]:
-    """Ask Megatron about the flags; that of this machine has the last word only if no container brings its own.
+    """Ask Megatron about the flags, and return notes for the user and its arguments; None if it cannot be asked.
 
-    Returns:
-        Notes for the user, and Megatron's arguments; None if it cannot be asked.
-
-    Raises:
-        LaunchError: it would not start.
+    The installed one has the last word, by a LaunchError, only if no container brings its own.
     """
     preflight.use_tree(plan.tree)
     if _missing("torch", "megatron") or _missing("megatron.training"):
@@ -123,14 +120,11 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], 
     try:
         answer = check_with_megatron(continued(plan)[0], machine)
     except LaunchError as error:
-        if site.runtime == "venv":
+        if site.runtime == "venv" or isinstance(error, ScheduleError):
             raise
         return [f"in a container with this machine's Megatron the run would be refused: {error}"], None
-    if answer is None:
-        return [], None
-    return [
-        f"on this machine Megatron would refuse these flags: {answer.objection}"
-    ] if answer.objection else [], answer.args
+    objection, args = answer or (None, None)
+    return [f"on this machine Megatron would refuse these flags: {objection}"] if objection else [], args
 
 
 class Prepared(NamedTuple):
@@ -144,11 +138,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
-    """Check what is asked as far as the place of submission can.
-
-    Raises:
-        LaunchError: it could not run as asked.
-    """
+    """Check what is asked as far as this machine can; raise a LaunchError if it could not run."""
     own, script, words = _split(argv)
     options = make_submit_parser().parse_args([*own, script])
     site = _with_tree(read_site(options.cluster, environ), options.cluster, environ.get("MEGATRON_PATH", ""))
@@ -159,7 +149,8 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
         raise LaunchError("put --dry-run before the script: there it prints the job")
     if options.dry_run:
         run_options = with_stand_ins(run_options, words)
-    if _takes_layout(run_options, site):
+    is_real = (run_options.model or TINY) != TINY
+    if run_options.layout is None and is_real and site.gpus_per_node and site.layout:
         run_options.layout = site.layout
         words = ["--layout", site.layout, *words]
     _check_python(site, options.cluster)
@@ -167,14 +158,14 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     run_options.auto_resume = True
     machine = _machine(nodes, site)
     plan = build_plan(family, run_options, rest, machine, environ=environ)
-    time = _Named("--time", options.time) if options.time else _Named(f"TIME in {options.cluster},", site.time)
+    time = ("--time", options.time) if options.time else (f"TIME in {options.cluster},", site.time)
     step = needs.step_of(plan, machine, options.step_seconds)
     _check(plan, options, step, time, rest)
     _check_data(plan, site, previews=options.dry_run)
     outside = site.outside(ROOT, plan.output.absolute())
     for note in (*plan.notes, *outside):
         print(f"> {note}", file=sys.stderr)
-    return Prepared(_job(plan, options, site, nodes, time.value, words), options, plan, machine, step)
+    return Prepared(_job(plan, options, site, nodes, time[1], words), options, plan, machine, step)
 
 
 def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
@@ -209,12 +200,6 @@ def _check_python(site: Site, cluster: Path) -> None:
             f"the job would run {sys.executable}, which has no torch: activate the environment of the run before you "
             f"submit, or name its Python in {cluster} (PYTHON=)"
         )
-
-
-def _takes_layout(run_options: argparse.Namespace, site: Site) -> bool:
-    """Whether the cluster's layout fills in: for real sizes on GPUs, where the user names none."""
-    is_real = (run_options.model or TINY) != TINY
-    return run_options.layout is None and is_real and bool(site.gpus_per_node and site.layout)
 
 
 def _machine(nodes: int, site: Site) -> Machine:
@@ -295,15 +280,8 @@ def _name(output: Path) -> str:
     return f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
 
 
-class _Named(NamedTuple):
-    """A setting, and where the user finds it."""
-
-    name: str
-    value: str
-
-
 def _check(
-    plan: Plan, options: argparse.Namespace, step: needs.Step | None, time: _Named, given: Sequence[str]
+    plan: Plan, options: argparse.Namespace, step: needs.Step | None, time: tuple[str, str], given: Sequence[str]
 ) -> None:
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -321,10 +299,10 @@ def _check(
         raise LaunchError(f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output")
     if (plan.output / STOP).exists():
         raise LaunchError(f"{plan.output / STOP} stops every slice: remove it first")
-    seconds = seconds_of(time.value, time.name) - options.reserve * 60
+    seconds = seconds_of(time[1], time[0]) - options.reserve * 60
     if seconds < 60:
         raise LaunchError(
-            f"{time.name} {time.value} leaves less than a minute besides --reserve {options.reserve:g} minutes: give a "
+            f"{time[0]} {time[1]} leaves less than a minute besides --reserve {options.reserve:g} minutes: give a "
             "longer --time"
         )
     whose = "--save-interval" if "--save-interval" in flag_names(group_flags(given)) else "the preset's --save-interval"

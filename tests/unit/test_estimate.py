@@ -25,16 +25,3 @@ def test_the_guides_table_is_the_commands(tmp_path: Path) -> None:
     lines = done.output.splitlines()
     assert len(lines) == 7 and lines[0].startswith("| model | nodes |")
     assert done.output in (ROOT / "docs" / "cluster.md").read_text(), "python -m launch.estimate, and put it there"
-
-
-@pytest.mark.megatron
-def test_a_layout_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It would put an empty table into the page."""
-    from launch import estimate  # with megatron, which takes a while
-
-    monkeypatch.setattr("sys.argv", ["estimate", "--layout", "nosuch"])
-    with pytest.raises(SystemExit):
-        estimate.main()
-    assert "there is no layout nosuch: choose from " in capsys.readouterr().err

@@ -77,25 +77,16 @@ def test_a_job_has_the_paths_of_the_folder_where_it_was_submitted(tmp_path: Path
     for name in ("a.idx", "b.idx", "tokenizer.model", "30"):
         (tmp_path / name).touch()
     paths = ["--save", "kept", "--load=first", "--tensorboard-dir", "tb", "--data-cache-path", "cache"]
-    texts = [
-        "--train-data-path",
-        "30",
-        "a",
-        "70",
-        "b",
-        "--valid-data-path",
-        "elsewhere",
-        "--tokenizer",
-        "tokenizer.model",
-    ]
+    texts = ["--train-data-path", "30", "a", "70", "b", "--valid-data-path", "elsewhere"]
+    texts += ["--tokenizer", "tokenizer.model"]
     text = text_of(LLAMA, "--model", "7b", "--output", "run", *paths, *texts)
     words = value_of(text, "TRAIN")
-    for name, value in {
-        "--save": "kept",
-        "--load": "first",
-        "--tensorboard-dir": "tb",
-        "--data-cache-path": "cache",
-    }.items():
+    for name, value in (
+        ("--save", "kept"),
+        ("--load", "first"),
+        ("--tensorboard-dir", "tb"),
+        ("--data-cache-path", "cache"),
+    ):
         assert words[words.index(name) + 1] == str(tmp_path / value)
     place = words.index("--train-data-path")
     assert words[place + 1 : place + 5] == ["30", str(tmp_path / "a"), "70", str(tmp_path / "b")]
@@ -190,18 +181,9 @@ def test_times_are_read_as_sbatch_does(time: str, seconds: int) -> None:
         pytest.param(("--nodes", "3"), (), "24 data-parallel ranks: .* 2064, or --nodes 2 or 4$", id="batch"),
         pytest.param(("--keep", "0"), (), "--keep must be at least 1", id="keep"),
         pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
-        pytest.param(
-            (), ("--pipeline-model-parallel-size", "3"), "32 layers .*-parallel-size of 1, 2, 4, 8, 16 or 32$", id="pp"
-        ),
-        pytest.param(
-            (), ("--tensor-model-parallel-size", "3"), "32 attention heads .*-parallel-size of 1, 2, 4, 8", id="tp"
-        ),
-        pytest.param(
-            ("--nodes", "3"),
-            ("--tensor-model-parallel-size", "16"),
-            "among replicas: give --nodes 2 before",
-            id="tp-16",
-        ),
+        pytest.param((), ("--pipeline-model-parallel-size", "3"), "-parallel-size of 1, 2, 4, 8, 16 or 32$", id="pp"),
+        pytest.param((), ("--tensor-model-parallel-size", "3"), "-parallel-size of 1, 2, 4, 8, 16 or 32$", id="tp"),
+        pytest.param(("--nodes", "3"), ("--tensor-model-parallel-size", "16"), "give --nodes 2 before", id="tp-16"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
     ],
 )
@@ -348,11 +330,8 @@ class TestWhatMegatronSays:
         site = site_file(tmp_path, CPU_SITE + ("" if given else f"export MEGATRON_PATH={tree}\n"))
         words = ["--dry-run", "--cluster", str(site), LLAMA, "--train-iters", "5", "--save-interval", "5"]
         environ = {**os.environ, "MEGATRON_PATH": str(tree) if given else ""}
-        asked = jobs.run(
-            [sys.executable, "-m", "launch.slurm.submit", *words, "--output", str(tmp_path / "run")],
-            cwd=ROOT,
-            env=environ,
-        )
+        command = [sys.executable, "-m", "launch.slurm.submit", *words, "--output", str(tmp_path / "run")]
+        asked = jobs.run(command, cwd=ROOT, env=environ)
         assert asked.returncode == 2 and "refuses these flags together: so says the tree" in asked.stderr, asked.stderr
 
     def test_nobody_to_ask(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,15 +378,8 @@ def test_a_login_nodes_own_python_submits_what_another_one_runs(tmp_path: Path, 
     _write_text(tmp_path / "text")
     (tmp_path / "tokenizer.model").write_text("of another program")
     site = site_file(tmp_path, f"{CPU_SITE}PYTHON={sys.executable}\n")
-    words = [
-        "--model",
-        "tiny",
-        *data,
-        "--data",
-        str(tmp_path / "text"),
-        "--tokenizer",
-        str(tmp_path / "tokenizer.model"),
-    ]
+    text, tokenizer = str(tmp_path / "text"), str(tmp_path / "tokenizer.model")
+    words = ["--model", "tiny", *data, "--data", text, "--tokenizer", tokenizer]
     words += ["--save-interval", "5"]
     bare = [sys.executable, "-S", "-m", "launch.slurm.submit", "--cluster", str(site), "--dry-run", LLAMA, *words]
     done = jobs.run(bare, cwd=ROOT)
@@ -687,8 +659,7 @@ class TestWhatARunTakes:
         assert trains == "trains in bf16, SimReg: simreg, lambda 20 (auto), chunks of 1024 tokens"
         assert reads == "reads  52.4 billion tokens in 12,500 iterations"
         assert takes.startswith("takes  11.9 h on 128 GPUs, 1,519 GPU hours, 4 slices, at 3.42 s a step (guessed")
-        assert disk.startswith("disk   87.9 GiB a checkpoint, 351.4 GiB for 3 and one being written; ")
-        assert disk.endswith(" are free")
+        assert re.fullmatch(r"disk   87\.9 GiB a checkpoint, 351\.4 GiB for 3 and one being written; .* are free", disk)
 
     def test_of_a_length_in_samples(self, data: list[str]) -> None:
         _, reads, *_ = self.told(LLAMA, "--model", "7b", *data, "--train-samples", "2048000")
@@ -749,8 +720,7 @@ class TestWhatARunTakes:
         assert status == 0 and "\n> memory 183.5 GiB of a GPU's 80, by" in said
         assert "the run itself would be refused on this machine: no --data is given" in said
         site = site_file(tmp_path, f"{DEFAULT.read_text()}\nGPU_MEMORY=192\n")
-        status, said = submitted("--cluster", str(site), *large)
-        assert "GPU's" not in said or status == 0
+        assert "the run needs" not in submitted("--cluster", str(site), *large)[1]
 
 
 @pytest.mark.parametrize(

@@ -121,14 +121,12 @@ def refused(ask: Ask, command: str, sentence: str) -> None:
          "ranks, and 128 cannot be divided among replicas: start 126 ("),
         ("1 llama --tensor-model-parallel-size 2", "one replica takes TP 2 x PP 1 x CP 1 = 2 ranks, and 1 cannot be "
          "divided among replicas: start 2 (--nproc-per-node, --nnodes), or leave these sizes out"),
-        ("4 llama --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 3", "3 query groups"),
         ("1 llama --num-attention-heads 7", "--hidden-size 192 cannot be cut into 7 attention heads"),
         ("2 llama --expert-model-parallel-size 2", "--expert-model-parallel-size 2 has no experts to divide"),
         ("4 mixtral --expert-model-parallel-size 3", "4 experts cannot be divided among 3 ranks"),
         ("4 mixtral --expert-model-parallel-size 4 --pipeline-model-parallel-size 2", "the experts of one model take"),
         ("1 llama --micro-batch-size 3", "each of 1 data-parallel ranks has 8 sequences of the global batch, which "
          "micro-batches of 3 cannot share: give --micro-batch-size 2"),
-        ("4 llama --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "a pipeline stage has"),
     ],
 )  # fmt: skip
 def test_sizes_over_ranks(command: str, sentence: str, ask: Ask) -> None:
