@@ -192,8 +192,8 @@ def print_progress(job: Job, line: str) -> None:
     """Print what a line of Megatron's log says of the losses."""
     if iteration := _ITERATION.search(line):
         losses = re.findall(r"(?:^|\| )(lm loss|simreg loss): +(\S+)", line)
-        told = ", ".join(f"{name} {float(value):.4g}" for name, value in losses)
-        print(f"{job.name:<13} step {iteration[1]:>4}  {told}", flush=True)
+        values = ", ".join(f"{name} {float(value):.4g}" for name, value in losses)
+        print(f"{job.name:<13} step {iteration[1]:>4}  {values}", flush=True)
     elif evaluation := _VALIDATION.match(line):
         print(f"{job.name:<13} step {evaluation[1]:>4}  validation loss {float(evaluation[2]):.4f}", flush=True)
 

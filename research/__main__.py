@@ -33,7 +33,7 @@ def main() -> int:
     run.add_argument("--data", help="builtin, large or a folder, instead of the plan's")
     run.add_argument("--quick", action="store_true", help="six steps of each arm, to see that the plan runs")
     run.add_argument("--dry-run", action="store_true", help="print the commands and stop")
-    run.add_argument("--low-priority", action="store_true", help="run only when nobody else wants the processor")
+    run.add_argument("--low-priority", action="store_true", help="run only when the processor is otherwise idle")
     run.set_defaults(work=_run)
     report = commands.add_parser(
         "report", help="print the verdict on every claim, and draw a figure of each experiment"

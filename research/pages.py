@@ -101,18 +101,18 @@ def claims_table(tables: Mapping[str, Table]) -> Iterator[str]:
     sure = surest([verdict for name in tables if not list(problems(name, tables)) for verdict in judge(name, tables)])
     for claimed in (*OF_THE_PAPER, *BEYOND_THE_PAPER):
         if claimed.untestable:
-            told, seen = "cannot be tested here", claimed.untestable
+            verdict, seen = "cannot be tested here", claimed.untestable
         elif claimed.experiment not in tables or list(problems(claimed.experiment, tables)):
-            told, seen = "not tested yet", f"`python -m research run {claimed.experiment}`"
+            verdict, seen = "not tested yet", f"`python -m research run {claimed.experiment}`"
         else:
             found = _verdicts_of(claimed, tables)
-            told = "; ".join(dict.fromkeys(word.lower() for word, _ in found))
+            verdict = "; ".join(dict.fromkeys(word.lower() for word, _ in found))
             seen = "<br>".join(_seen(verdict, test_of(verdict) in sure) for _, verdict in found)
-        yield f"| {claimed.says} | {claimed.source} | {told} | {seen} |"
+        yield f"| {claimed.says} | {claimed.source} | {verdict} | {seen} |"
 
 
 def test_of(verdict: Verdict) -> tuple[object, ...]:
-    """Equal for verdicts on the same numbers, which are one test whatever their tables call them."""
+    """Equal for verdicts on the same numbers, which are one test in all tables."""
     return (verdict.claim.metric, verdict.claim.sign, tuple(verdict.arm), tuple(verdict.than))
 
 

@@ -258,7 +258,7 @@ def _commit() -> str:
 
 
 def give_way() -> None:
-    """Let this program and all it starts run only when nobody else wants the processor."""
+    """Let this program and all it starts run only when the processor is otherwise idle."""
     os.nice(19)
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
