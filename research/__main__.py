@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _asked(plan: Plan, options: argparse.Namespace) -> Plan:
-    """The plan with what the command line says instead."""
+    """Apply the options of the command line to the plan."""
     sizes = [options.model] if options.model else plan.sizes
     if options.sizes:
         sizes = [size for size in sizes if str(size) in options.sizes]
@@ -144,7 +144,8 @@ def _keep(options: argparse.Namespace) -> int:
         found = list(analyse.problems(name, tables))
         place = KEPT / "unfinished" if found else KEPT
         place.mkdir(exist_ok=True)
-        entries = {entry.run.digest[:16]: entry for entry in _entries(table, tables)}
+        settings = settings_of(table.plan, tables)
+        entries = {entry.run.digest[:16]: entry for entry in entries_of(table.plan, table.rows[0]["data"], settings)}
         results = [(entries[row["run"]], row, table.curves.get(row["run"], {})) for row in table.rows]
         write_table(place, table.plan, results, most=60)
         print(f"{name}: {found[0] if found else 'kept'}")
@@ -153,10 +154,6 @@ def _keep(options: argparse.Namespace) -> int:
                 old.unlink()
     pages.write_tables()
     return 0
-
-
-def _entries(table: Table, tables: dict[str, Table]) -> list[Entry]:
-    return entries_of(table.plan, table.rows[0]["data"], settings_of(table.plan, tables))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,10 +123,9 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
 
 
 def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8", newline="") as stream:
-        csv.writer(stream, lineterminator="\n").writerows([columns, *rows])
-    aside.replace(path)
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows([columns, *rows])
+    write_whole(path, stream.getvalue())
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The terms of another objective than SimReg on this rank's tokens.
+"""Compute the terms of the objectives other than SimReg on this rank's tokens.
 
 Shapes: B micro-batch, A anchors of this rank, D hidden.
 """

@@ -99,7 +99,7 @@ def chunk_views(
     """Gather what this rank's anchors are compared with: whole chunks, in the order of its rows.
 
     A collective wherever the plan exchanges labels or rows. The rows have no gradient where a fast form of SimReg
-    computes on them, as `simreg_over_ranks` finds it by itself.
+    computes on them: `simreg_over_ranks` computes that gradient itself.
 
     Args:
         hidden_states: [S, B, D] of this rank.

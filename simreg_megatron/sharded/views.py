@@ -18,7 +18,7 @@ class View(NamedTuple):
     """Some anchors of this rank and all tokens that they meet: whole chunks from their first token on."""
 
     run: Run  # of the tokens, on the sequence
-    embeddings: Tensor  # [B, K, D]; without a gradient where a fast form of SimReg finds it by itself
+    embeddings: Tensor  # [B, K, D]; without a gradient where a fast form of SimReg computes it
     labels: Tensor  # [B, K]
     usable: Tensor  # [B, K] bool
     documents: Tensor | None  # [B, K]

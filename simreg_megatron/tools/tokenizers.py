@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers as data and checkpoints need them: a sentencepiece `.model`, or a Hugging Face folder or name.
+"""Load and train tokenizers: a sentencepiece `.model`, or a Hugging Face folder or name.
 
-`load_tokenizer` loads either kind; `Tokenizer.facts` goes into manifests and into the record of a run, so that another
-tokenizer with as many ids is noticed. `train_tokenizer` makes a sentencepiece model of some texts.
+`load_tokenizer` loads either kind; `Tokenizer.sha256` tells apart two tokenizers with equally many ids.
+`train_tokenizer` makes a sentencepiece model of some texts.
 """
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ class Tokenizer:
     eos_id: int
     bos_id: int | None
     encode: Callable[[Sequence[str]], list[list[int]]] = field(repr=False, compare=False)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what identifies the tokenizer, for the record of a run."""
-        return {name: getattr(self, name) for name in ("kind", "source", "sha256", "vocab_size")}
 
 
 def load_tokenizer(source: str) -> Tokenizer:
