@@ -613,7 +613,7 @@ def _data_flags(options: argparse.Namespace, corpus: Corpus, given: Sequence[Fla
 
 
 def _cache_flags(output: Path, *, builtin: bool) -> list[Flag]:
-    """Keep the index of the samples with the run if nothing can be written beside the text, as in a shared clone."""
+    """Keep the index of the samples with the run if the folder of the text is read-only, as in a shared clone."""
     is_shared = builtin and BUILTIN_CORPUS.is_dir() and not os.access(BUILTIN_CORPUS, os.W_OK)
     return [("--data-cache-path", str(output / "cache"))] if is_shared else []
 

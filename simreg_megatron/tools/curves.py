@@ -83,7 +83,7 @@ def table_of(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
-    """Draw the losses and cosines of several runs over the training steps, and the last value beside each line."""
+    """Draw the losses and cosines of several runs over the training steps, and label each with its last value."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), dpi=160, layout="constrained")

@@ -124,7 +124,7 @@ def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict
             task_manager=task_manager(options.include),
             confirm_run_unsafe_code=options.allow_code_execution,
         )  # fmt: skip
-    except Exception as error:  # whatever the model, the task or its data set raises
+    except Exception as error:  # the model, the task or its data set may raise any type
         raise EvaluationError(
             f"lm-evaluation-harness cannot score {folder}: {type(error).__name__}: {error}"
         ) from error

@@ -75,7 +75,7 @@ def read_run(folder: str | Path, name: str = "") -> Run:
         scalars = _by_step({tag: events.Scalars(tag) for tag in tags["scalars"] if not tag.endswith(" vs samples")})
         texts = {tag.removesuffix(_TEXT): events.Tensors(tag)[-1] for tag in tags["tensors"] if tag.endswith(_TEXT)}
         settings = {tag: b"".join(text.tensor_proto.string_val).decode() for tag, text in texts.items()}
-    except Exception as error:  # TensorBoard raises whatever a damaged record leads to
+    except Exception as error:  # a damaged record may raise any type in TensorBoard
         raise ReportError(f"{inner} holds a damaged TensorBoard file ({type(error).__name__}: {error})") from None
     if not scalars:
         raise ReportError(f"{inner} holds no TensorBoard scalars: the run has logged nothing yet, or elsewhere")

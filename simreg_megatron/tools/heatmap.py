@@ -85,7 +85,7 @@ def mean_cosines(states: HiddenStates) -> MeanCosines:
 def excerpt(states: HiddenStates, length: int = _NAMED_TOKENS) -> HiddenStates:
     """Choose `length` tokens in a row by the text alone, so that every model's map has the same.
 
-    Fewest blanks beside blanks come first, then most pairs of one label, then the earliest.
+    Fewest adjacent blanks come first, then most pairs of one label, then the earliest.
     """
     if len(states.tokens) <= length:
         return states

@@ -49,7 +49,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--key", default="text", help="the key or column that has the text (default: text)")
     parser.add_argument("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
     parser.add_argument("--valid-share", type=float, help="without --valid: share of the documents (default: 0.005)")
-    parser.add_argument("--tokens", type=_count, help="at most so many training tokens, such as 20B or 500M")
+    parser.add_argument("--tokens", type=_count, help="upper bound of training tokens, such as 20B or 500M")
     parser.add_argument("--valid-tokens", type=_count, help="the same for the --valid sources")
     parser.add_argument(
         "--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)"

@@ -128,7 +128,7 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, long
         longest_line: bytes; sentencepiece leaves out longer lines (default: its own 4192).
 
     Raises:
-        DataError: the texts do not have so many pieces in them.
+        DataError: the texts yield fewer pieces than that.
     """
     import sentencepiece
 
