@@ -18,6 +18,8 @@ from research.run import Runner, Store, command_of, give_way, open_dataset
 from research.tables import KEPT, Table, read_table, read_tables, settings_of, write_table
 from simreg_megatron.sentences import SentenceError
 
+_KEPT_CURVES = ("train_loss", "validation_loss", "simreg_loss", "positive_cosine", "negative_cosine")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m research", description=__doc__)
@@ -146,7 +148,10 @@ def _keep(options: argparse.Namespace) -> int:
         place.mkdir(exist_ok=True)
         settings = settings_of(table.plan, tables)
         entries = {entry.run.digest[:16]: entry for entry in entries_of(table.plan, table.rows[0]["data"], settings)}
-        results = [(entries[row["run"]], row, table.curves.get(row["run"], {})) for row in table.rows]
+        results = []
+        for row in table.rows:
+            curves = table.curves.get(row["run"], {})
+            results.append((entries[row["run"]], row, {tag: curves[tag] for tag in _KEPT_CURVES if tag in curves}))
         write_table(place, table.plan, results, most=60)
         print(f"{name}: {found[0] if found else 'kept'}")
         if not found:

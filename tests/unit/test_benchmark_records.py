@@ -177,5 +177,5 @@ def test_pairs_of_steps_are_compared_within_their_window() -> None:
 
 
 def test_what_is_kept_stays_small() -> None:
-    """A clone brings all of it; `benchmarks.evidence` keeps few points of each curve."""
-    assert sum(path.stat().st_size for path in RESULTS.rglob("*") if path.is_file()) < 5_000_000
+    """A clone brings all of it; `python -m research keep` keeps few points of each curve."""
+    assert sum(path.stat().st_size for path in RESULTS.rglob("*") if path.is_file()) < 4_000_000
