@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.kernels import walk
-from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.kernels.form import form_named
 from simreg_megatron.losses import simreg_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # embeddings [b, n, d], labels [b, n]
@@ -93,19 +93,25 @@ ON_GPU = ("triton", "gemm")
 
 def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, backward: bool) -> int:
     """Of the products of features, counted tile by tile; exponentials and masks are not in it."""
+    if name == "triton":
+        from simreg_megatron.kernels import triton
+
+        # Half of the pairs forward; backward all of their products, and the pairs again if they are not kept.
+        again = size.length > triton.LONGEST_KEPT
+        return size.all_pairs // 2 + (size.all_pairs * (2 if again else 1) if backward else 0)
     if name not in ("tiled", *ON_GPU):
         return size.all_pairs * (3 if backward else 1)
-    tiles = form_named(name).tiles
+    form = form_named(name)
+    assert isinstance(form, walk.WalkForm)
     rows = torch.empty(size.batch, 1, size.length, size.width, dtype=dtype, device=device)
     anchors = 0, size.length
     computed = both = 0
     per_token = torch.empty(rows.shape[:3], dtype=torch.promote_types(dtype, torch.float32), device=device)
     given = walk.Given(rows, per_token, per_token, None)
-    for one, others in walk.panels(anchors, size.length, walk.way_through(tiles, given).side):
+    for one, others in walk.panels(anchors, size.length, walk.way_through(form.tiles, given).side):
         for other in others:
             pairs = (one[1] - one[0]) * (other[1] - other[0])
             both += pairs if one == other else 2 * pairs
-            computed += pairs // 2 if name == "triton" and one == other else pairs
-    keeps = 0 < walk.kept_bytes(tiles, given, anchors) <= walk.limits(rows).kept
-    again = 0 if keeps else computed
+            computed += pairs
+    again = 0 if form.keeps(rows, computed * size.batch, size.length, by_document=False) else computed
     return size.batch * size.width * (computed + (again + both if backward else 0))

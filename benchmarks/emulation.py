@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from simreg_megatron.kernels import halves, walk
-from simreg_megatron.kernels.contrast import _ContrastRatio, form_named
+from simreg_megatron.kernels import halves
+from simreg_megatron.kernels.contrast import _ContrastRatio
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.losses.roles import token_roles
 from simreg_megatron.losses.simreg import terms_of_ratio
@@ -80,15 +80,14 @@ def predicted_bytes(
     divide the sequence.
     """
     chunk = chunk_size or length
-    form = form_named(impl)
-    with FakeTensorMode(), mock.patch.dict(walk.FORMS, {impl: walk.plain_form(form.tiles)}):
+    with FakeTensorMode():
         rows = torch.empty(batch, length, width, dtype=dtype, device=device)
         labels = torch.empty(batch, length, dtype=torch.int64, device=device)
         with LiveBytes() as live:
             context, usable = _Context(), usable_tokens(rows, labels, None)
             roles = token_roles(labels, usable, chunk_size=chunk_size, dtype=torch.promote_types(dtype, torch.float32))
             tokens = [part.unflatten(1, (-1, chunk)) for part in (rows, labels, usable)]
-            ratio = _ContrastRatio.forward(context, *tokens, None, (0, chunk), 0.01, impl, True)
+            ratio = _ContrastRatio.forward(context, *tokens, None, 0.01, impl, True)
             terms = terms_of_ratio(ratio.flatten(1), roles)
             del tokens, usable
             grad = _ContrastRatio.backward(context, torch.ones_like(terms).view_as(ratio))[0]

@@ -23,8 +23,9 @@ import torch
 from benchmarks import records
 from benchmarks.records import ROOT, Record
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.kernels import fused, gemm
+from simreg_megatron.kernels import gemm
 from simreg_megatron.kernels import rows as row_kernels
+from simreg_megatron.kernels import triton as triton_kernels
 from simreg_megatron.plugin.regularizer import Regularizer
 
 BATCH, LENGTH, WIDTH, CHUNK = 2, 64, 16, 32
@@ -80,9 +81,10 @@ def _step(form: str) -> Callable[[], None]:
 def _kernels_that_do_nothing() -> Iterator[None]:
     """Replace Triton's kernels. Their outputs stay uninitialised and may not be finite, so no check looks at them."""
     with contextlib.ExitStack() as patches:
-        for module in (row_kernels, gemm, fused):
+        for module in (row_kernels, gemm, triton_kernels):
             patches.enter_context(mock.patch.object(module, "run", lambda *_, **__: None))
-        patches.enter_context(mock.patch.object(row_kernels, "INTERPRETS", True))
+        for module in (row_kernels, triton_kernels):
+            patches.enter_context(mock.patch.object(module, "INTERPRETS", True))
         patches.enter_context(mock.patch.object(torch, "_assert_async", lambda *_: None))
         yield
 

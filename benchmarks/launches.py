@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -39,12 +39,12 @@ from launch.flags import flag_number, read_preset
 from launch.plan import LAYOUTS, PRESETS
 from launch.sizes import PEAK, SHARE_OF_PEAK
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.kernels import fused, gemm, walk
+from simreg_megatron.kernels import gemm
 from simreg_megatron.kernels import rows as row_kernels
-from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.kernels import triton as triton_kernels
 from simreg_megatron.plugin.regularizer import Regularizer
 
-FORMS = ("tiled", "gemm")
+FORMS = ("tiled", "gemm", "triton")
 BANDWIDTH, RATE, LAUNCH = 2.5e12, 600e12, 3e-6  # bytes/s, FLOP/s and seconds a kernel, of an H800 in bf16
 _RESERVES = ("empty", "new_empty", "_local_scalar_dense", "_assert_async")
 _LOOKS = (
@@ -106,9 +106,10 @@ class Trace(TorchDispatchMode):
         return found
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """In the place of `kernels.rows.run`."""
+        """In the place of `run` of the modules with kernels."""
         tensors = {id(given): given for given in arguments if isinstance(given, Tensor)}
-        self._count(kernel.__name__, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()), 0)
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self._count(kernel.__name__, moved, _flops_of_kernel(kernel, arguments, constants))
 
     def _count(self, name: str, moved: int, flops: int) -> None:
         self.names[name] += 1
@@ -136,6 +137,19 @@ def _flops_of_product(args: Any, name: str) -> int:
     return 2 * left.numel() * right.shape[-1]
 
 
+def _flops_of_kernel(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
+    """Of the two kernels that multiply."""
+    given = dict(zip(kernel.arg_names, arguments, strict=False))
+    if kernel is triton_kernels._pairs:
+        height, breadth = given["last_i"] - given["first_i"], given["last_j"] - given["first_j"]
+        pairs = height * (height + 1) // 2 if constants["UPPER"] else height * breadth
+    elif kernel is triton_kernels._product:
+        pairs = given["height"] * given["length"]
+    else:
+        return 0
+    return 2 * given["num_chunks"] * pairs * given["width"]
+
+
 def trace(case: Case) -> Trace:
     """One micro-batch, forward and backward, with the default settings but for the form."""
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -146,10 +160,8 @@ def trace(case: Case) -> Trace:
     )
     regularizer = Regularizer(SimRegConfig(lambda_="auto", chunk_size=case.chunk, impl=case.form))
     regularizer.metrics.wants_geometry = case.logs
-    # The operators inside the walk over the tiles, and not the one that torch.compile sees in their place.
-    plain = mock.patch.dict(walk.FORMS, {case.form: walk.plain_form(form_named(case.form).tiles)})
     trace = Trace()
-    with FakeTensorMode(), plain, _kernels_launched_by(trace):
+    with FakeTensorMode(), _kernels_launched_by(trace):
         cuda = {"device": "cuda"}
         hidden = torch.empty(case.length, case.batch, case.width, dtype=torch.bfloat16, **cuda).requires_grad_()
         labels = torch.empty(case.batch, case.length, dtype=torch.int64, **cuda)
@@ -169,8 +181,10 @@ def trace(case: Case) -> Trace:
 def _kernels_launched_by(trace: Trace) -> Iterator[None]:
     """Triton's own launcher wants a GPU."""
     with contextlib.ExitStack() as patches:
-        for module in (row_kernels, gemm, fused):
+        for module in (row_kernels, gemm, triton_kernels):
             patches.enter_context(mock.patch.object(module, "run", trace.launch))
+        for name, value in (("_multiprocessors", 132), ("_capability", 9)):
+            patches.enter_context(mock.patch.object(triton_kernels, name, lambda _, value=value: value))
         yield
 
 

@@ -32,8 +32,7 @@ from benchmarks.launches import Trace
 from benchmarks.partners import disagreements, mismatches
 from benchmarks.records import Record
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.kernels import contrast, walk
-from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.kernels import walk
 from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, ShardLayout, row_plan
 from simreg_megatron.plugin.regularizer import Regularizer
 
@@ -118,7 +117,7 @@ def sent_by(case: Case, rank: Rank, *, data: int = 0) -> Sent:
 
 def cost_of(case: Case, rank: Rank, *, tiles: bool = True) -> Cost:
     """Without its tiles, whose number grows with that of the pairs, only what is outside them is looked at."""
-    with as_rank(case.layout, rank) as groups, _tiles_open() if tiles else _tiles_shut(), FakeTensorMode():
+    with as_rank(case.layout, rank) as groups, contextlib.nullcontext() if tiles else _tiles_shut(), FakeTensorMode():
         add = _regularized(case, rank, groups)
         with LiveBytes() as live, HostTensors() as host, Trace() as counted:
             result = add()
@@ -156,11 +155,6 @@ def _model(case: Case, groups: SimpleNamespace) -> SimpleNamespace:
     )
 
 
-def _tiles_open() -> contextlib.AbstractContextManager[Any]:
-    """The operators inside the walk over the tiles, and not the one that torch.compile sees in their place."""
-    return mock.patch.dict(walk.FORMS, {"tiled": walk.plain_form(form_named("tiled").tiles)})
-
-
 @contextlib.contextmanager
 def _tiles_shut() -> Iterator[None]:
     """Sums that ranks share come from nowhere; all other tiles are inside the operators that torch.compile sees."""
@@ -168,9 +162,10 @@ def _tiles_shut() -> Iterator[None]:
     def sums(tiles: Any, given: walk.Given, *rest: Any) -> Tensor:
         return given.names.new_zeros(2, *given.names.shape, dtype=torch.float64)
 
-    operators = torch.ops.simreg_megatron
-    form = walk.Form(form_named("tiled").tiles, operators.tiled_sums, operators.tiled_gradient)
-    with mock.patch.object(contrast, "shared_sums", sums), mock.patch.dict(walk.FORMS, {"tiled": form}):
+    with (
+        mock.patch.object(walk, "shared_sums", sums),
+        mock.patch.object(walk.WalkForm, "walks", property(lambda form: form.compiled)),
+    ):
         yield
 
 

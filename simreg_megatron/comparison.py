@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import Tokens, anchor_pull, finish, measure, measure_part, pull_back
+from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.kernels.precision import row_by_row, row_norms
 from simreg_megatron.losses.simreg import simreg_loss
 
@@ -146,29 +146,30 @@ def _as_two_ranks(
         keep: each rank computes all pairs of its anchors and keeps them for its backward, where they are few enough;
             else every pair is computed on one of the two, for both.
     """
+    form = form_named(impl)
     tokens = Tokens(rows.transpose(0, 1).unsqueeze(1), labels.unsqueeze(1), valid.unsqueeze(1), None)
     first = max(1, shape.length // 3)
     parts = (0, first), (first, shape.length)
     middle = first // 2
     if keep:
-        kept = [measure(tokens, part, shape.temperature, impl, keep=True) for part in parts]
+        kept = [form.measure(tokens, part, shape.temperature, keep=True) for part in parts]
     else:
         between = [((0, middle), parts[1])], [(parts[1], (middle, first))]
         measured = [
-            measure_part(tokens, part, shared, shape.temperature, impl)
+            form.measure_part(tokens, part, shared, shape.temperature)
             for part, shared in zip(parts, between, strict=True)
         ]
         sums = measured[0][1] + measured[1][1]
         kept = [
-            finish(given, sums[..., slice(*part)], part, impl) for (given, _), part in zip(measured, parts, strict=True)
+            form.finish(given, sums[..., slice(*part)], part) for (given, _), part in zip(measured, parts, strict=True)
         ]
     count = valid.sum()
     loss = (kept[0].ratio.log1p().sum() + kept[1].ratio.log1p().sum()) / count
-    pulls = [anchor_pull(factor / count / (1 + each.ratio), each, shape.temperature, impl) for each in kept]
+    pulls = [form.anchor_pull(factor / count / (1 + each.ratio), each, shape.temperature) for each in kept]
     pull, grad = torch.cat(pulls, dim=-1), torch.empty_like(rows)
     for part, each in zip(parts, kept, strict=True):
         into = grad.transpose(0, 1).unsqueeze(1)[:, :, slice(*part)]
-        pull_back(tokens.rows, each, pull, part, part, shape.temperature, impl, into)
+        form.pull_back(tokens.rows, each, pull, part, shape.temperature, into)
     return loss, grad
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from simreg_megatron.comparison import Shape, comparisons, sample, value_and_gradient
-from simreg_megatron.kernels.contrast import MODULES
+from simreg_megatron.kernels.form import MODULES
 from simreg_megatron.losses.simreg import AUTO
 
 _ROUNDS = 5

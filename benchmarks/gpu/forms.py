@@ -25,7 +25,7 @@ from benchmarks import records
 from benchmarks.cases import Size, hidden_states
 from benchmarks.measure import _errors, in_turns, peak_bytes
 from benchmarks.records import ROOT, Record
-from simreg_megatron.kernels.contrast import MODULES
+from simreg_megatron.kernels.form import MODULES
 from simreg_megatron.losses import simreg_loss
 
 _CHUNKS = (Size(32, 1024, 1024), Size(16, 1024, 2048), Size(8, 1024, 3072), Size(4, 1024, 4096))  # micro-batches

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.records import ROOT
-from simreg_megatron.kernels.contrast import MODULES
+from simreg_megatron.kernels.form import MODULES
 
 CALLS = {"a": "is it right?", "b": "how fast is it?"}
 WORKERS = max(1, min(12, len(os.sched_getaffinity(0)) - 4))  # tests of one GPU at a time: each takes a core

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.kernels import halves
-from simreg_megatron.kernels.walk import Given, Slab, Span, Tiles, add_form, cut, limits
+from simreg_megatron.kernels.form import Span, cut
+from simreg_megatron.kernels.walk import Given, Slab, Tiles, add_form, limits
 
 TILE = {"cpu": 512, "cuda": 2048}
 """Longest side of a tile. On a CPU a tile should lie near its cache; on a GPU it should fill the device."""

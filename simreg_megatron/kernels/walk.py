@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from simreg_megatron.kernels.form import FORMS, Form, Kept, Span, Tokens, cut
 from simreg_megatron.kernels.precision import full_float32
 
-Span = tuple[int, int]
 Slab = tuple[slice, slice]  # of sequences and of chunks; one of the two has length 1, or all chunks are in it
 
 
@@ -201,7 +201,7 @@ def shared_sums(
         rectangles: and pairs of a token in the first span with one in the second, which share no token.
     """
     way = way_through(tiles, given)
-    own = list(cut(anchors, way.side))
+    own = cut(anchors, way.side)
     steps = [(one, [(other, one != other) for other in own[number:]]) for number, one in enumerate(own)]
     for rows, columns in rectangles:
         steps += [(one, [(other, True) for other in cut(columns, way.side)]) for one in cut(rows, way.side)]
@@ -242,18 +242,14 @@ def pair_gradient(
     kept: Tensor,
     pull: Tensor,
     anchors: Span,
-    reach: Span,
     temperature: float,
     grad: Tensor,
 ) -> None:
-    """Gradient of the rows in reach, into `grad` [b, c, reach, d] of their type, from pairs that hold an anchor.
+    """Gradient of the anchors' rows, into `grad` [b, c, p, d] of their type.
 
     Args:
         kept: from `anchor_sums`.
         pull: (a, b) of all tokens, [2, b, c, k]; tokens that are anchors on other ranks have theirs, too.
-        anchors: of this call, inside the reach.
-        reach: all rows, or the anchors alone, whose gradient is then complete if all tokens that they meet have
-            their pull.
     """
     way = way_through(tiles, given)
     shelf = _Shelf(kept)
@@ -262,42 +258,37 @@ def pair_gradient(
         of_both = (slice(None), *slab)
         of_slab = pull[of_both].flatten(1, 2)
         if way.shares:
-            _both_sides(pairs, grad[slab], of_slab, shelf, anchors, reach)
+            _both_sides(pairs, grad[slab], of_slab, shelf, anchors)
         else:
-            _panel_by_panel(pairs, grad[slab], of_slab, reach)
+            _panel_by_panel(pairs, grad[slab], of_slab, anchors)
 
 
-def _both_sides(pairs: Tiles, grad: Tensor, pull: Tensor, shelf: _Shelf, anchors: Span, reach: Span) -> None:
+def _both_sides(pairs: Tiles, grad: Tensor, pull: Tensor, shelf: _Shelf, anchors: Span) -> None:
     steps = panels(anchors, pairs.rows.shape[2], pairs.side)
-    fresh = len(steps) == len(steps[0][1]) == 1 and steps[0][0] == reach  # one tile is all there is
+    fresh = len(steps) == len(steps[0][1]) == 1 and steps[0][0] == anchors  # one tile is all there is
     of_unit, in_place = _room_for(grad, pairs.scale.dtype, zeros=not fresh)
 
     def at(span: Span) -> Tensor:
-        return of_unit[:, span[0] - reach[0] : span[1] - reach[0]]
+        return of_unit[:, span[0] - anchors[0] : span[1] - anchors[0]]
 
     for one, others in steps:
         pairs.hold(one)
         for other in others:
-            inside = one != other and reach[0] <= other[0] < reach[1]
+            inside = one != other and anchors[0] <= other[0] < anchors[1]
             kept, to_other = shelf.next(pairs, other), at(other) if inside else None
             pairs.add_gradient(other, pull, kept, at(one), to_other, fresh)
-    pairs.project(of_unit, reach, None if in_place else grad)
+    pairs.project(of_unit, anchors, None if in_place else grad)
 
 
-def _panel_by_panel(pairs: Tiles, grad: Tensor, pull: Tensor, reach: Span) -> None:
+def _panel_by_panel(pairs: Tiles, grad: Tensor, pull: Tensor, anchors: Span) -> None:
     side, length = pairs.side, pairs.rows.shape[2]
-    for one in cut(reach, side):
-        part = grad[:, :, one[0] - reach[0] : one[1] - reach[0]]
+    for one in cut(anchors, side):
+        part = grad[:, :, one[0] - anchors[0] : one[1] - anchors[0]]
         of_unit, in_place = _room_for(part, pairs.scale.dtype, zeros=False)
         pairs.hold(one)
         for other in (one, *cut((0, one[0]), side), *cut((one[1], length), side)):
             pairs.add_gradient(other, pull, None, of_unit, None, fresh=other == one)
         pairs.project(of_unit, one, None if in_place else part)
-
-
-def kept_bytes(tiles: type[Tiles], given: Given, anchors: Span) -> int:
-    """What the exponentials of all tiles take; 0 where they are better computed again."""
-    return _kept(tiles, given, anchors, way_through(tiles, given))[0]
 
 
 def _kept(tiles: type[Tiles], given: Given, anchors: Span, way: Way) -> tuple[int, torch.dtype]:
@@ -367,37 +358,24 @@ def _slabs(rows: Tensor, together: int) -> Iterator[Slab]:
 @functools.lru_cache(maxsize=256)
 def panels(anchors: Span, length: int, side: int) -> list[tuple[Span, list[Span]]]:
     """Each span of anchors with those it meets: anchors in the upper triangle, then all other tokens."""
-    own = list(cut(anchors, side))
+    own = cut(anchors, side)
     others = [*cut((0, anchors[0]), side), *cut((anchors[1], length), side)]
     return [(one, [*own[number:], *others]) for number, one in enumerate(own)]
-
-
-def cut(span: Span, size: int) -> Iterator[Span]:
-    for first in range(span[0], span[1], size):
-        yield first, min(first + size, span[1])
 
 
 def limits(tensor: Tensor) -> Budget:
     return BUDGET.get(tensor.device.type, BUDGET["cuda"])
 
 
-# Forms --------------------------------------------------------------------------------------------------------------
+class Walks(NamedTuple):
+    """The two walks over some tiles, as functions of plain arguments."""
+
+    sums: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]  # 1 / |e|, and what `anchor_sums` returns
+    gradient: Callable[..., None]
 
 
-class Form(NamedTuple):
-    """The two walks over some tiles as operators of their own: torch.compile keeps each whole and unrolls no tile."""
-
-    tiles: type[Tiles]
-    anchor_sums: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]  # 1 / |e|, and what `anchor_sums` returns
-    pair_gradient: Callable[..., None]
-
-
-FORMS: dict[str, Form] = {}
-"""Those whose modules were imported, by name."""
-
-
-def plain_form(tiles: type[Tiles]) -> Form:
-    """The two walks as functions, which can be looked into."""
+def walks_over(tiles: type[Tiles]) -> Walks:
+    """The walks as they are, which can be looked into."""
 
     def sums(
         rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
@@ -416,24 +394,20 @@ def plain_form(tiles: type[Tiles]) -> Form:
         pull: Tensor,
         first: int,
         last: int,
-        reach_first: int,
-        reach_last: int,
         temperature: float,
         grad: Tensor,
     ) -> None:
-        given, reach = Given(rows, names, scale, documents), (reach_first, reach_last)
         with full_float32():
-            pair_gradient(tiles, given, kept, pull, (first, last), reach, temperature, grad)
+            pair_gradient(tiles, Given(rows, names, scale, documents), kept, pull, (first, last), temperature, grad)
 
-    return Form(tiles, sums, gradient)
+    return Walks(sums, gradient)
 
 
-def add_form(name: str, tiles: type[Tiles]) -> None:
-    """Put the two walks over `tiles` into FORMS, and register them as operators simreg_megatron::NAME_sums and
-    ::NAME_gradient for torch.compile: eager code calls them directly, as an operator costs the host 0.1 ms a call."""
-    plain = plain_form(tiles)
-    sums = torch.library.custom_op(f"simreg_megatron::{name}_sums", plain.anchor_sums, mutates_args=())
-    gradient = torch.library.custom_op(f"simreg_megatron::{name}_gradient", plain.pair_gradient, mutates_args=("grad",))
+def operators_over(name: str, tiles: type[Tiles]) -> Walks:
+    """The walks as operators simreg_megatron::NAME_sums and ::NAME_gradient: torch.compile keeps each whole."""
+    plain = walks_over(tiles)
+    sums = torch.library.custom_op(f"simreg_megatron::{name}_sums", plain.sums, mutates_args=())
+    gradient = torch.library.custom_op(f"simreg_megatron::{name}_gradient", plain.gradient, mutates_args=("grad",))
 
     @sums.register_fake
     def _(
@@ -450,8 +424,67 @@ def add_form(name: str, tiles: type[Tiles]) -> None:
     @gradient.register_fake
     def _(*_: object) -> None: ...
 
-    FORMS[name] = Form(
-        tiles,
-        lambda *given: (sums if torch.compiler.is_compiling() else plain.anchor_sums)(*given),
-        lambda *given: (gradient if torch.compiler.is_compiling() else plain.pair_gradient)(*given),
-    )
+    return Walks(sums, gradient)
+
+
+class WalkForm(Form):
+    """A form by walks over its tiles. Eager code calls them directly, as an operator costs the host 0.1 ms a call."""
+
+    def __init__(self, name: str, tiles: type[Tiles]) -> None:
+        self.tiles = tiles
+        self.plain, self.compiled = walks_over(tiles), operators_over(name, tiles)
+
+    @property
+    def walks(self) -> Walks:
+        return self.compiled if torch.compiler.is_compiling() else self.plain
+
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
+        names = token_names(tokens.labels, tokens.usable, as_labels=self.tiles.compares_labels)
+        found = self.walks.sums(tokens.rows, names, tokens.documents, *anchors, temperature, keep)
+        return Kept(tokens.documents, names, *found)
+
+    def measure_part(
+        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+    ) -> tuple[Kept, Tensor]:
+        names = token_names(tokens.labels, tokens.usable, as_labels=self.tiles.compares_labels)
+        given = Given(tokens.rows, names, self.tiles.inverse_norms(tokens.rows, names), tokens.documents)
+        nothing = tokens.rows.new_empty(0)
+        with full_float32():
+            sums = shared_sums(self.tiles, given, anchors, rectangles, temperature)
+        return Kept(tokens.documents, names, given.scale, nothing, nothing, nothing), sums
+
+    def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
+        own = slice(*anchors)
+        total, ratio = self.tiles.ratio_of(sums, part.names[..., own], part.scale[..., own])
+        return part._replace(total=total, ratio=ratio)
+
+    def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
+        return self.tiles.anchor_pull(grad_ratio, kept.total, kept.ratio, temperature)
+
+    def pull_back(
+        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
+    ) -> None:
+        given = rows, kept.names, kept.scale, kept.documents
+        self.walks.gradient(*given, kept.pairs, pull, *anchors, temperature, grad)
+
+    def keeps(self, rows: Tensor, num_pairs: int, chunk: int, *, by_document: bool) -> bool:
+        dtype = self.tiles.kept_dtype(rows, chunk, by_document)
+        return dtype is not None and num_pairs * dtype.itemsize <= limits(rows).kept
+
+
+def add_form(name: str, tiles: type[Tiles]) -> None:
+    FORMS[name] = WalkForm(name, tiles)
+
+
+def token_names(labels: Tensor, usable: Tensor, *, as_labels: bool = False) -> Tensor:
+    """Labels [..., k] as small numbers, equal where labels are, exact in float32; -1 for tokens not usable.
+
+    Args:
+        as_labels: the labels themselves will do, which needs no sort.
+    """
+    signed = labels if labels.dtype.is_signed else labels.long()  # bytes of a text would make 255 of -1
+    known = torch.where(usable, signed, -1).contiguous()
+    if as_labels:
+        return known
+    ranks = torch.searchsorted(known.sort(dim=-1).values, known)
+    return ranks.float().masked_fill_(~usable, -1.0)

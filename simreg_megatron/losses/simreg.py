@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import MODULES, Tokens, contrast_ratio, kept_bytes
+from simreg_megatron.kernels.contrast import contrast_ratio
+from simreg_megatron.kernels.form import MODULES, Tokens, form_named
 from simreg_megatron.kernels.precision import no_autocast
-from simreg_megatron.kernels.walk import limits
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature
 from simreg_megatron.losses._chunks import (
     Block,
@@ -160,16 +160,17 @@ def simreg_terms(
     """
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     impl = chosen_impl(impl, similarity, self_positive, embeddings)
-    parts, room = [], limits(embeddings).kept
+    parts, num_pairs = [], 0
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
             own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
             if impl in MODULES:
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
-                takes = kept_bytes(tokens, stretch.inside, impl)
-                keep, room = takes <= room, room - takes
-                ratio = contrast_ratio(tokens, anchors=stretch.inside, temperature=temperature, impl=impl, keep=keep)
-                parts.append(terms_of_ratio(ratio.reshape(own.anchor.shape), own))
+                num_pairs += tokens.labels.numel() * stretch.length
+                keep = form_named(impl).keeps(embeddings, num_pairs, stretch.length, by_document=documents is not None)
+                ratio = contrast_ratio(tokens, temperature=temperature, impl=impl, keep=keep)
+                of_anchors = ratio[..., slice(*stretch.inside)].reshape(own.anchor.shape)
+                parts.append(terms_of_ratio(of_anchors, own))
             else:
                 block = block_of(stretch, embeddings, labels, usable, documents)
                 logits_of = get_similarity(similarity, exponents)

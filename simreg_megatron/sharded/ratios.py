@@ -20,17 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from simreg_megatron.kernels.contrast import (
-    Kept,
-    Tokens,
-    anchor_pull,
-    finish,
-    form_named,
-    measure,
-    measure_part,
-    pull_back,
-)
-from simreg_megatron.kernels.walk import limits
+from simreg_megatron.kernels.contrast import unused
+from simreg_megatron.kernels.form import Kept, Tokens, form_named
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
 from simreg_megatron.parallel.shard import SequenceShard
@@ -76,11 +67,11 @@ class _RatiosOverRanks(torch.autograd.Function):
             kept = list(_measured_together(views, shard, plan, pairs))
         else:
             kept = [
-                measure(tokens, stretch.inside, pairs.temperature, pairs.impl, keep=keeps)
+                form_named(pairs.impl).measure(tokens, stretch.inside, pairs.temperature, keep=keeps)
                 for _, stretch, tokens in _stretches(views, pairs.chunk_size)
             ]
         ctx.save_for_backward(hidden_states, *(tensor for each in kept for tensor in each))
-        ctx.rest = windows, shard, plan, pairs
+        ctx.rest, ctx.is_used = (windows, shard, plan, pairs), False
         return joined([each.ratio.flatten(1) for each in kept])
 
     @staticmethod
@@ -94,14 +85,14 @@ def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
     """Of this rank's rows."""
     hidden_states, *saved = ctx.saved_tensors
     windows, shard, plan, pairs = ctx.rest
-    size = len(Kept._fields)
-    kept = [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)]
+    form, size = form_named(pairs.impl), len(Kept._fields)
+    kept = unused(ctx, [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)])
 
     own, first = [], 0
     for each in kept:
         last = first + each.ratio[0].numel()
         grad = grad_ratios[:, first:last].reshape(each.ratio.shape)
-        own.append(anchor_pull(grad, each, pairs.temperature, pairs.impl).flatten(2))
+        own.append(form.anchor_pull(grad, each, pairs.temperature).flatten(2))
         first = last
     pull_2BS = own[0] if len(own) == 1 else torch.cat(own, dim=2)
     pull_SB2 = shard.from_all_anchors(pull_2BS.permute(2, 1, 0))
@@ -112,10 +103,9 @@ def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
     first = 0
     for (run, stretch), each in zip(_cut(windows, pairs.chunk_size), kept, strict=True):
         pull_of_all = stretch.chunks(pull.at(run)).movedim(-1, 0)
-        inside = stretch.inside, stretch.inside
         last = first + each.ratio[0].numel()
         grad = grad_ABD[first:last].transpose(0, 1).unflatten(1, each.ratio.shape[1:])
-        pull_back(stretch.chunks(rows.at(run)), each, pull_of_all, *inside, pairs.temperature, pairs.impl, grad)
+        form.pull_back(stretch.chunks(rows.at(run)), each, pull_of_all, stretch.inside, pairs.temperature, grad)
         first = last
     return shard.from_all_anchors(grad_ABD)
 
@@ -124,10 +114,9 @@ def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs, by_documen
     """Whether the exponentials stay between forward and backward: by what all ranks know, so that all agree."""
     layout = shard.layout
     chunk = min(pairs.chunk_size or layout.length, layout.length)
-    dtype = form_named(pairs.impl).tiles.kept_dtype(hidden_states, chunk, by_document)
     num_pairs = hidden_states.shape[1] * layout.length * chunk
     per_rank = num_pairs // (layout.context_size * layout.tensor_size)
-    return dtype is not None and per_rank * dtype.itemsize <= limits(hidden_states).kept
+    return form_named(pairs.impl).keeps(hidden_states, per_rank, chunk, by_document=by_document)
 
 
 def _measured_together(views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs) -> Iterator[Kept]:
@@ -143,13 +132,13 @@ def _measured_together(views: Sequence[View], shard: SequenceShard, plan: RowPla
         # Several chunks in a stretch hold nothing but anchors of this rank: there is nothing to share.
         rectangles = shared_pairs(chunk, own, plan.all_anchors) if tokens.labels.shape[1] == 1 else []
         inside = [((i - start, j - start), (k - start, m - start)) for (i, j), (k, m) in rectangles]
-        given, sums = measure_part(tokens, stretch.inside, inside, pairs.temperature, pairs.impl)
+        part, sums = form_named(pairs.impl).measure_part(tokens, stretch.inside, inside, pairs.temperature)
         totals[:, :, slice(*chunk)] += sums.flatten(2)
-        parts.append((given, stretch, chunk))
+        parts.append((part, stretch, chunk))
     shard.sum_over_anchors(totals)
-    for given, stretch, chunk in parts:
-        sums = totals[:, :, slice(*chunk)].view(2, *given.names.shape)
-        yield finish(given, sums[..., slice(*stretch.inside)], stretch.inside, pairs.impl)
+    for part, stretch, chunk in parts:
+        sums = totals[:, :, slice(*chunk)].view(2, *part.names.shape)
+        yield form_named(pairs.impl).finish(part, sums[..., slice(*stretch.inside)], stretch.inside)
 
 
 def _stretches(views: Sequence[View], chunk_size: int) -> Iterator[tuple[View, Stretch, Tokens]]:

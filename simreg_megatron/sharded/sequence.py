@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.kernels.contrast import MODULES
+from simreg_megatron.kernels.form import MODULES
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio

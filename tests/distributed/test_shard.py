@@ -15,12 +15,11 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.geometry import pair_cosines
 from simreg_megatron.kernels import tiled, walk
-from simreg_megatron.kernels.contrast import Tokens
+from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.sharded import ratios
 from simreg_megatron.sharded.documents import EndTokens, PackedLengths
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.sharded.views import View
@@ -200,7 +199,8 @@ def check_sharing_rank(rank_number: int, layout: ShardLayout, config: SimRegConf
     walk.BUDGET["cpu"] = walk.BUDGET["cpu"]._replace(kept=0)
     tiled.TILE["cpu"] = 5
     counts = []
-    measure_part = ratios.measure_part
+    form = form_named("tiled")
+    measure_part = form.measure_part
 
     def counted(tokens: Tokens, anchors: Run, rectangles: list[tuple[Run, Run]], *options: Any) -> Any:
         (p, q), chunks = anchors, tokens.labels.shape[0] * tokens.labels.shape[1]
@@ -208,7 +208,7 @@ def check_sharing_rank(rank_number: int, layout: ShardLayout, config: SimRegConf
         counts.extend(chunks * (j - i) * (m - k) for (i, j), (k, m) in rectangles)
         return measure_part(tokens, anchors, rectangles, *options)
 
-    ratios.measure_part = counted
+    form.measure_part = counted
     check_rank(rank_number, layout, config, None)
     total = torch.tensor([sum(counts)])
     dist.all_reduce(total)

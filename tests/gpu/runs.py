@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from simreg_megatron.cpu.backend import MEGATRON_FLAGS
-from simreg_megatron.kernels.contrast import MODULES
+from simreg_megatron.kernels.form import MODULES
 from tests.megatron.runs import PRETRAIN, torchrun
 
 IMPLS = tuple(MODULES)  # every fast form of the loss

@@ -26,8 +26,6 @@ from benchmarks.fake_ranks import HostTensors, Layout, as_rank
 from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron import objectives
 from simreg_megatron.config import IMPLEMENTATIONS, SimRegConfig
-from simreg_megatron.kernels import walk
-from simreg_megatron.kernels.contrast import MODULES, form_named
 from simreg_megatron.losses import placebo
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.sharded import samples
@@ -87,11 +85,9 @@ def step(case: Case, *, replaces_kernels: bool = True) -> Found:
     """A micro-batch of the rank, forward and backward."""
     config, dtype = case.config, DTYPES[case.dtype]
     tokens = case.length // LAYOUT.context
-    # The operators inside the walk over the tiles, and not the one that torch.compile sees in their place.
-    inside = {case.impl: walk.plain_form(form_named(case.impl).tiles)} if case.impl in MODULES else {}
     counted = Trace()
     kernels = _kernels_launched_by(counted) if replaces_kernels else contextlib.nullcontext()
-    with mock.patch.dict(walk.FORMS, inside), kernels, as_rank(LAYOUT, RANK) as groups, FakeTensorMode():
+    with kernels, as_rank(LAYOUT, RANK) as groups, FakeTensorMode():
         with torch.device("cuda"):  # for what Megatron brings, and not in the step itself
             head = torch.empty(VOCABULARY // LAYOUT.tensor, WIDTH, dtype=dtype, requires_grad=True)
             model = SimpleNamespace(

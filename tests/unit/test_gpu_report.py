@@ -21,7 +21,7 @@ from benchmarks.gpu.report import FAIL, PASS, SKIP, Case, Report
 from benchmarks.gpu.run import ENDED, FAILED, NO_TIME, TOO_LONG, Outcome, Runner
 from launch.launcher import make_parser
 from launch.plan import Machine, build_plan
-from simreg_megatron.kernels.contrast import MODULES
+from simreg_megatron.kernels.form import MODULES
 
 # Both calls ----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.geometry import pair_cosines
-from simreg_megatron.kernels.contrast import token_names
+from simreg_megatron.kernels.walk import token_names
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.losses.roles import token_roles

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from simreg_megatron.kernels import tiled
-from simreg_megatron.kernels.contrast import Tokens, contrast_ratio
+from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.kernels.walk import Given, way_through
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS
@@ -169,7 +169,7 @@ def test_inside_a_compiled_model() -> None:
 
 @pytest.mark.parametrize("together", [2, 3])
 def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank with a part of a chunk: its own tile and one beside it, of fewer sequences at a time on the way back."""
+    """A rank with a part of a chunk: its own tile and the rest, of fewer sequences at a time in the backward."""
     rows, labels = random_tokens((4, 16, 64), num_labels=5, seed=4)
     tokens = Tokens(*(part.unsqueeze(1) for part in (rows.bfloat16(), labels, labels >= 0)), None)
     given = Given(tokens.rows, labels.unsqueeze(1), torch.ones(4, 1, 16), None)
@@ -178,11 +178,12 @@ def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPa
     way = way_through(tiled.TorchTiles, given)
     assert way.together == together < way.measured, "forward more of them go together"
     grads = []
+    form = form_named("tiled")
     for keep in (True, False):
-        leaf = tokens.rows.clone().requires_grad_()
-        ratio = contrast_ratio(tokens._replace(rows=leaf), anchors=(0, 8), temperature=0.1, keep=keep)
-        ratio.sum().backward()
-        grads.append(leaf.grad)
+        kept = form.measure(tokens, (0, 8), 0.1, keep=keep)
+        own = form.anchor_pull(torch.ones_like(kept.ratio), kept, 0.1)
+        grads.append(torch.empty_like(tokens.rows[:, :, :8]))
+        form.pull_back(tokens.rows, kept, torch.nn.functional.pad(own, (0, 8)), (0, 8), 0.1, grads[-1])
     torch.testing.assert_close(*grads)
 
 

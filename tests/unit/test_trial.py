@@ -18,7 +18,7 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig, cli, comparison, doctor, trial
 from simreg_megatron.comparison import Comparison, Shape
-from simreg_megatron.kernels import contrast, halves, walk
+from simreg_megatron.kernels import form, halves, walk
 from simreg_megatron.kernels.tiled import TorchTiles
 from simreg_megatron.losses import simreg
 from simreg_megatron.plugin import compat, form_trial
@@ -94,8 +94,10 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
 
     def planted(name: str, tiles: type[TorchTiles]) -> None:
-        monkeypatch.setitem(walk.FORMS, name, walk.plain_form(tiles))
-        monkeypatch.setitem(contrast.MODULES, name, "planted")
+        planted_form = walk.WalkForm.__new__(walk.WalkForm)
+        planted_form.tiles, planted_form.plain = tiles, walk.walks_over(tiles)
+        monkeypatch.setitem(form.FORMS, name, planted_form)
+        monkeypatch.setitem(form.MODULES, name, "planted")
         monkeypatch.setattr(simreg, "IMPLEMENTATIONS", (*simreg.IMPLEMENTATIONS, name))
 
     return planted

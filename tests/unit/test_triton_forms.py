@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simreg_megatron import trial
 from simreg_megatron.kernels import halves, walk
-from simreg_megatron.kernels.contrast import Tokens, anchor_pull, contrast_ratio, finish, measure, measure_part
+from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS
 from tests.helpers import jobs
@@ -28,29 +28,29 @@ from tests.helpers.quick import quick
 from tests.helpers.ways import budget, one_side_only
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-fused = pytest.importorskip("simreg_megatron.kernels.fused")
+kernels = pytest.importorskip("simreg_megatron.kernels.triton")
 gemm = pytest.importorskip("simreg_megatron.kernels.gemm")
 row_kernels = pytest.importorskip("simreg_megatron.kernels.rows")
 
 tl = triton.language
 interpreted = pytest.mark.skipif(not row_kernels.INTERPRETS, reason="a GPU is here: tests/gpu runs the kernels on it")
 
-SMALL = {2: {"SIDE": 16, "BK": 16}, 4: {"SIDE": 32, "BK": 16}}
-WAYS = {  # bytes that may be kept, longest block, whether the whole gradient fits
-    "one block, kept": (1 << 20, 256, True),
-    "one block": (0, 256, True),
-    "many blocks, kept": (1 << 20, 16, True),
-    "many blocks": (0, 16, True),
-    "panels": (0, 16, False),
+WAYS = {  # bytes that gemm may keep, its longest tile, whether the whole gradient fits; whether triton keeps pairs
+    "one block, kept": (1 << 20, 256, True, True),
+    "one block": (0, 256, True, False),
+    "many blocks, kept": (1 << 20, 16, True, True),
+    "many blocks": (0, 16, True, False),
+    "panels": (0, 16, False, False),
 }
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size, tile in SMALL.items():
-        monkeypatch.setitem(fused.TILE, size, {**tile, "num_warps": 4, "num_stages": 1})
-    monkeypatch.setattr(fused, "_BLOCK_UNIT", 16)
-    monkeypatch.setattr(fused, "_MIRRORED", 16)
+    for size in (2, 4):
+        pipeline = {"BK": 16, "num_warps": 4, "num_stages": 1}
+        monkeypatch.setitem(kernels.PAIRS, size, {"SIDE": 16, **pipeline})
+        monkeypatch.setitem(kernels.PRODUCT, size, {"BM": 16, "BN": 16, **pipeline})
+    monkeypatch.setattr(kernels, "WEIGHTS", {"ROWS": 8, "COLUMNS": 32, "num_warps": 4})
     monkeypatch.setattr(gemm, "_TILE_UNIT", 16)
     monkeypatch.setattr(gemm, "BLOCK", {"ROWS": 8, "COLUMNS": 32, "num_warps": 4})
 
@@ -70,10 +70,11 @@ def only(*chosen: Any) -> Callable[[Any], bool]:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    kept, longest, fits = WAYS[request.param]
+    kept, longest, fits, keeps = WAYS[request.param]
     budget(monkeypatch, kept=kept)
-    monkeypatch.setattr(fused, "LONGEST_BLOCK", longest)
     monkeypatch.setattr(gemm, "LONGEST_TILE", longest)
+    monkeypatch.setattr(kernels, "LONGEST_KEPT", 256 if keeps else 0)
+    monkeypatch.setattr(kernels, "PANEL", longest)
     if not fits:
         one_side_only(monkeypatch)
     return request.param
@@ -129,6 +130,7 @@ def test_equals_float64(impl: str, options: dict[str, Any], way: str) -> None:
 def test_the_fixture_of_the_printed_facts(impl: str, temperature: float, chunk_size: int) -> None:
     """What test_simreg_facts holds the reference to, here in float32."""
     rows, labels = fixture_f1()
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8))  # triton reads units of 16 bytes
     options = {"temperature": temperature, "chunk_size": chunk_size}
     loss, grad = value_and_gradient(rows.float(), labels, impl, **options)
     expected_loss, expected_grad = value_and_gradient(rows.float().double(), labels, "reference", **options)
@@ -179,13 +181,13 @@ def of_rounded_weights(rows: Tensor, labels: Tensor, rounding: Callable[[Tensor]
         pytest.param(2, False, marks=pytest.mark.slow),
     ],
 )
-def test_bfloat16_rounds_the_weights_and_the_result_alone(
-    impl: str, numbers: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
+def test_gemm_rounds_the_weights_and_the_result_alone(
+    numbers: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(halves, "numbers_per_weight", lambda *_: numbers)
     monkeypatch.setattr(halves, "kept_dtype", lambda *_: torch.float32 if keeps else None)
     rows, labels = clustered(length=50, dtype=torch.bfloat16)
-    loss, grad = value_and_gradient(rows, labels, impl)
+    loss, grad = value_and_gradient(rows, labels, "gemm")
     assert apart(loss, value_and_gradient(rows.double(), labels, "reference")[0]) < 2e-5
 
     def of(weights: Callable[[Tensor], Tensor], result: Callable[[Tensor], Tensor]) -> Tensor:
@@ -197,10 +199,39 @@ def test_bfloat16_rounds_the_weights_and_the_result_alone(
     assert apart(grad, of(lambda numbers: numbers.bfloat16().double(), lambda numbers: numbers)) > 1e-3
 
 
+def of_rounded_pairs(rows: Tensor, labels: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient in float64, but for P, W and the result, as impl triton rounds them."""
+    rows = rows.double()
+    scale = 1 / rows.norm(dim=-1, keepdim=True)
+    unit = rows * scale
+    exponentials = ((unit @ unit.mT - 1) / 0.01).exp().masked_fill(torch.eye(rows.shape[1]).bool(), 0.0)
+    same = labels[:, :, None] == labels[:, None]
+    total = 1 + (exponentials * same).sum(-1)
+    ratio = (exponentials * ~same).sum(-1) / total
+    a = 2.0**24 / labels.numel() / (1 + ratio) / (0.01 * total)
+    b = a * ratio
+    kept = rounding(exponentials)
+    weights = rounding(
+        torch.where(same, -(b[:, :, None] + b[:, None]), a[:, :, None] + a[:, None]) * kept * scale * scale.mT
+    )
+    cosines = 1 + 0.01 * kept.clamp(min=1e-37).log()
+    radial = (weights * cosines / scale.mT).sum(-1, keepdim=True) * scale
+    return rounding(weights @ rows - radial * rows)
+
+
 @interpreted
-def test_float16(impl: str) -> None:
+def test_triton_rounds_pairs_weights_and_the_result_alone() -> None:
+    rows, labels = clustered(length=50, dtype=torch.bfloat16)
+    loss, grad = value_and_gradient(rows, labels, "triton")
+    assert apart(loss, value_and_gradient(rows.double(), labels, "reference")[0]) < 2e-5
+    assert apart(grad, of_rounded_pairs(rows, labels, cut_off)) < 5e-4
+    assert apart(grad, of_rounded_weights(rows, labels, cut_off)) > 1e-3, "the test sees whether P is rounded"
+
+
+@interpreted
+def test_float16() -> None:
     rows, labels = clustered(length=50, dtype=torch.float16)
-    loss, grad = value_and_gradient(rows, labels, impl)
+    loss, grad = value_and_gradient(rows, labels, "gemm")
     expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference")
     assert apart(loss, expected_loss) < 2e-5
     assert apart(grad, expected_grad) < 3e-4 + torch.finfo(torch.float16).eps / 2
@@ -214,7 +245,7 @@ def test_what_is_not_usable_may_hold_anything(impl: str, way: str) -> None:
     valid[0, 5:9] = valid[1, -3:] = False
     rows[1, 20] = 0.0
     expected = value_and_gradient(rows.double(), labels, "reference", valid=valid)
-    rows[~valid] = torch.nan
+    rows[~valid] = torch.nan if impl == "gemm" else 1e4  # triton: finite, as Megatron's own masked loss must be
     loss, grad = value_and_gradient(rows, labels, impl, valid=valid)
     assert apart(loss, expected[0]) < 2e-5 and apart(grad, expected[1]) < 3e-5
     assert (grad[~valid] == 0).all() and (grad[1, 20] == 0).all()
@@ -244,20 +275,37 @@ def test_a_usable_row_that_is_not_finite_shows(impl: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("anchors", quick([(0, 45), (10, 37), (22, 45)], only((10, 37))))
-@pytest.mark.parametrize("way", quick(WAYS, only(BLOCKS)), indirect=True)
+@pytest.mark.parametrize("way", quick(WAYS, only(BLOCKS, PANELS)), indirect=True)
 def test_some_anchors_and_any_strides(impl: str, anchors: tuple[int, int], way: str) -> None:
-    """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]."""
+    """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]; the others' pull is known."""
     rows, labels = clustered()
-    grads = []
-    for form, given in ((impl, rows), ("tiled", rows.double())):
-        leaf = given.transpose(0, 1).contiguous().requires_grad_()
-        tokens = Tokens(
-            leaf.transpose(0, 1).unsqueeze(1), labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None
-        )
-        ratio = contrast_ratio(tokens, anchors=anchors, temperature=0.1, impl=form)
-        (ratio * torch.arange(1, ratio.shape[-1] + 1)).sum().backward()
-        grads.append(leaf.grad)
+    factors = torch.arange(1.0, 46).expand(2, 1, 45)
+    grads, own = [], slice(*anchors)
+    for name, given in ((impl, rows), ("tiled", rows.double())):
+        form = form_named(name)
+        strided = given.transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(1)
+        tokens = Tokens(strided, labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None)
+        kept = form.measure(tokens, (0, 45), 0.1, keep=False)
+        pull = form.anchor_pull(factors.to(given.dtype), kept, 0.1)
+        kept = form.measure(tokens, anchors, 0.1, keep=True)
+        grad = given.new_empty(anchors[1] - anchors[0], 2, given.shape[-1]).transpose(0, 1).unsqueeze(1)
+        form.pull_back(strided, kept, pull, anchors, 0.1, grad)
+        grads.append(grad)
+        leaf = given.clone().requires_grad_()
+        terms = simreg_loss(leaf, labels, temperature=0.1, reduction="none", impl="reference")
+        (terms.expm1() * factors[:, 0]).sum().backward()
+        assert apart(grad.squeeze(1), leaf.grad[:, own]) < 2e-6
     assert apart(*grads) < 2e-6
+
+
+@interpreted
+def test_a_second_backward_is_as_the_first(impl: str) -> None:
+    """The first one of impl triton writes over what the forward kept."""
+    rows, labels = clustered(length=30)
+    rows.requires_grad_()
+    loss = simreg_loss(rows, labels, temperature=0.1, impl=impl)
+    first, second = (torch.autograd.grad(loss, rows, retain_graph=True)[0] for _ in range(2))
+    assert apart(second, first) < 1e-6
 
 
 @interpreted
@@ -267,13 +315,14 @@ def test_ranks_that_share_the_pairs(impl: str, way: str) -> None:
     rows, labels = clustered()
     tokens = Tokens(rows.unsqueeze(1), labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None)
     first, second = (0, 22), (22, 45)
-    given, sums = measure_part(tokens, first, [(first, second)], 0.1, impl)
-    sums = sums + measure_part(tokens, second, [], 0.1, impl)[1]
-    shared = finish(given, sums[..., 10:37], (10, 37), impl)
-    alone = measure(tokens, (10, 37), 0.1, impl, keep=False)
+    form = form_named(impl)
+    part, sums = form.measure_part(tokens, first, [(first, second)], 0.1)
+    sums = sums + form.measure_part(tokens, second, [], 0.1)[1]
+    shared = form.finish(part, sums[..., 10:37], (10, 37))
+    alone = form.measure(tokens, (10, 37), 0.1, keep=False)
     assert apart(shared.ratio, alone.ratio) < 1e-6 and apart(shared.total, alone.total) < 1e-6
     grad = torch.randn(shared.ratio.shape)
-    pulls = [anchor_pull(grad, shared, 0.1, form) for form in (impl, "tiled")]
+    pulls = [form_named(name).anchor_pull(grad, shared, 0.1) for name in (impl, "tiled")]
     assert apart(*pulls) < 1e-6
 
 
@@ -310,14 +359,14 @@ def test_inside_a_compiled_model(impl: str) -> None:
 @triton.jit
 def _columns_kernel(guesses, columns, COUNT: tl.constexpr):
     program = tl.arange(0, COUNT)
-    tl.store(columns + program, fused._column_of(program, tl.load(guesses + program)))
+    tl.store(columns + program, kernels._column_of(program, tl.load(guesses + program)))
 
 
 @interpreted
 @pytest.mark.parametrize("units", [-2, -1, 0, 1, 2])
 def test_every_tile_is_found_however_a_square_root_is_rounded(units: int) -> None:
     """sm_90's is approximate; every program of the largest grid there can be, with a root that is `units` off."""
-    most = fused.LONGEST_BLOCK // 64
+    most = kernels.LONGEST_KEPT // 64
     expected = torch.arange(most).repeat_interleave(torch.arange(1, most + 1))
     root = (8 * torch.arange(len(expected)) + 1).float().sqrt()
     for _ in range(abs(units)):
@@ -342,8 +391,10 @@ def test_a_kernel_runs_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     with FakeTensorMode():
         rows = torch.empty(4, device="cuda:1")
-    row_kernels.run({(1,): lambda *_: launched_on.append(current[-1])}, (1,), rows)
-    assert launched_on == [1]
+    launch = {(1,): lambda *_: launched_on.append(current[-1])}
+    row_kernels.run(launch, (1,), rows)
+    kernels.run(launch, 1, rows)
+    assert launched_on == [1, 1]
 
 
 def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,15 +403,18 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         simreg_loss(rows.double(), labels, impl="triton")
     with pytest.raises(ValueError, match="impl 'triton' supports only similarity 'cosine'"):
         simreg_loss(rows, labels, impl="triton", similarity="dot")
+    with pytest.raises(ValueError, match=r"not torch.float16: use impl 'tiled'"):
+        simreg_loss(rows.half(), labels, impl="triton")
+    with pytest.raises(ValueError, match="needs a width that is a multiple of 4, got 39: use impl 'tiled'"):
+        simreg_loss(rows[..., :39], labels, impl="triton")
     with pytest.raises(ValueError, match="at most 32767 chunks at once, and these are 32768: take larger chunks"):
-        simreg_loss(torch.ones(1, 65536, 1), torch.ones(1, 65536, dtype=torch.int64), impl="triton", chunk_size=2)
-    monkeypatch.setattr(row_kernels, "INTERPRETS", False)
+        simreg_loss(torch.ones(1, 65536, 1), torch.ones(1, 65536, dtype=torch.int64), impl="gemm", chunk_size=2)
+    monkeypatch.setattr(kernels, "INTERPRETS", False)
     with pytest.raises(ValueError, match="needs a CUDA device, and the rows are on cpu"):
         simreg_loss(rows, labels, impl="triton")
 
 
-@pytest.mark.parametrize("tiles", [fused.FusedTiles, gemm.GemmTiles])
-def test_blocks_fit_into_the_budget(tiles: type[walk.Tiles]) -> None:
+def test_blocks_of_gemm_fit_into_the_budget() -> None:
     """What is kept, the blocks of one chunk and what sums its gradient: 256 MiB, less 32 for the tokens' numbers."""
     for width in (512, 1024, 2048, 4096, 8192):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -368,10 +422,10 @@ def test_blocks_fit_into_the_budget(tiles: type[walk.Tiles]) -> None:
                 rows = torch.empty(1, 1, length, width, dtype=dtype, device="meta")
                 per_token = torch.empty(1, 1, length, device="meta")
                 given = walk.Given(rows, per_token, per_token, None)
-                way = walk.way_through(tiles, given)
+                way = walk.way_through(gemm.GemmTiles, given)
                 side = min(way.side, length)
                 summed = 4 * width * (length if way.shares else side) * (dtype != torch.float32)
-                takes = tiles.bytes_per_chunk(given, side) + summed
+                takes = gemm.GemmTiles.bytes_per_chunk(given, side) + summed
                 assert takes + walk.BUDGET["cuda"].kept <= (256 - 32) << 20
                 assert way.side % 16 == 0 and way.side >= 16
 
@@ -382,7 +436,7 @@ def test_blocks_fit_into_the_budget(tiles: type[walk.Tiles]) -> None:
 def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: str) -> None:
     """Registers do not spill and shared memory fits for every configuration that is shipped.
 
-    On sm_80, without wgmma, a handful of bytes do where no tile divides the width.
+    On sm_80, without wgmma, a handful of bytes do where `_pairs` stores both sides of a square.
     """
     compiled = jobs.run(
         [sys.executable, "-m", "tests.helpers.compile_kernels", str(architecture), which],
@@ -391,13 +445,13 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
     )
     assert compiled.returncode == 0, compiled.stderr[-2000:]
     found = [json.loads(line) for line in compiled.stdout.splitlines()]
-    assert {kernel["kernel"] for kernel in found} == {
-        name for module in (fused, gemm, row_kernels) for name in vars(module) if name.endswith("_kernel")
+    launched = {"_names_and_norms", "_pairs", "_ratios", "_pull", "_weights", "_product"}
+    assert {kernel["kernel"] for kernel in found} == launched | {
+        name for module in (gemm, row_kernels) for name in vars(module) if name.endswith("_kernel")
     }
-    assert len({(kernel["kernel"], kernel["dtype"]) for kernel in found}) >= 12
     for kernel in found:
-        may_spill = architecture == 80 and kernel["even"] is False
-        assert max(kernel["spilled_bytes"], kernel["stack_bytes"]) <= 32 * may_spill, kernel
+        may_spill = architecture == 80 and kernel["kernel"] == "_pairs"
+        assert max(kernel["spilled_bytes"], kernel["stack_bytes"]) <= 64 * may_spill, kernel
         assert 0 <= kernel["shared_bytes"] <= most_shared_kib * 1024, kernel
-        if architecture == 90 and kernel["dtype"] != "fp32" and kernel["computes_products"]:
+        if architecture == 90 and kernel["computes_products"]:
             assert kernel["uses_wgmma"], kernel

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every fast form of SimReg offers, and the forms by name.
+
+Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+Span = tuple[int, int]  # first position and one past the last
+
+MODULES = {
+    "tiled": "simreg_megatron.kernels.tiled",
+    "triton": "simreg_megatron.kernels.triton",
+    "gemm": "simreg_megatron.kernels.gemm",
+}
+"""Module by the name of the `impl`. Those with Triton are imported where they are first used, as not every machine has
+it; the other one is imported from the start, as torch.compile traces no import."""
+
+
+class Tokens(NamedTuple):
+    """The tokens whose pairs are compared."""
+
+    rows: Tensor  # [b, c, k, d], of any strides
+    labels: Tensor  # [b, c, k] integer
+    usable: Tensor  # [b, c, k] bool
+    documents: Tensor | None  # [b, c, k]; tokens of different documents never meet
+
+
+class Kept(NamedTuple):
+    """What the gradient needs in addition to the rows."""
+
+    documents: Tensor | None  # [b, c, k], or None
+    names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
+    scale: Tensor  # 1 / |row| [b, c, k]
+    total: Tensor  # S_pos [b, c, p]
+    ratio: Tensor  # S_neg / S_pos [b, c, p]
+    pairs: Tensor  # P of all pairs, in an order of the form's own; empty where it is computed again
+
+
+class Form(ABC):
+    """One implementation of the sums over pairs and of their gradient; see `contrast` for the equations."""
+
+    @abstractmethod
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
+        """Compute S_pos and S_neg / S_pos of the anchors; `keep`: for a gradient to come."""
+
+    @abstractmethod
+    def measure_part(
+        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+    ) -> tuple[Kept, Tensor]:
+        """Sum P over a part of the pairs, for ranks that share the pairs of a chunk; `finish` follows.
+
+        Args:
+            anchors: pairs of two of these are all counted.
+            rectangles: and pairs of a token in the first span with one in the second, which share no token.
+
+        Returns:
+            Kept without total and ratio, and float64 sums over positives and over negatives [2, b, c, k]: each pair is
+            added to both of its tokens.
+        """
+
+    @abstractmethod
+    def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
+        """Return what `measure` does, from the sums [2, b, c, p] over all tokens that the anchors meet."""
+
+    @abstractmethod
+    def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
+        """(a, b) of the anchors, [2, b, c, p]: how strongly each pulls at its negatives and at its positives."""
+
+    @abstractmethod
+    def pull_back(
+        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
+    ) -> None:
+        """Write the gradient of the anchors' rows into `grad` [b, c, p, d]. It may write over `kept.pairs`.
+
+        Args:
+            pull: (a, b) of all tokens, [2, b, c, k]; tokens that are anchors on other ranks have theirs, too.
+        """
+
+    @abstractmethod
+    def keeps(self, rows: Tensor, num_pairs: int, chunk: int, *, by_document: bool) -> bool:
+        """Whether the exponentials of `num_pairs` pairs, in chunks of `chunk` tokens, stay for the backward.
+
+        Args:
+            rows: [..., d] of the type and device of the rows.
+            by_document: whether tokens meet those of their document only.
+        """
+
+
+FORMS: dict[str, Form] = {}
+"""The forms whose modules were imported, by name."""
+
+
+def form_named(impl: str) -> Form:
+    """Import a form.
+
+    Raises:
+        ValueError: it needs a Triton that is not here.
+    """
+    if impl not in FORMS:
+        try:
+            importlib.import_module(MODULES[impl])
+        except ModuleNotFoundError as error:
+            raise ValueError(f"impl {impl} needs {error.name}, which is not installed: use tiled") from error
+    return FORMS[impl]
+
+
+def cut(span: Span, size: int) -> list[Span]:
+    """Cut a span into spans of at most `size`."""
+    return [(first, min(first + size, span[1])) for first in range(span[0], span[1], size)]

@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""SimReg in Triton, for bfloat16 and float32 rows: three kernels compute the pairs, and three small ones the tokens.
+
+    _pairs     P_ij = exp((cos_ij - 1) / tau), its sums over rows and columns, and P itself where it is kept
+    _weights   W_ij = H_ij / (|e_i| |e_j|), written over P, and r_i = sum_j W_ij <e_i, e_j> / |e_i|^2
+    _product   dL/de_i = sum_j W_ij e_j - r_i e_i
+
+H is that of `contrast`. r_i projects the gradient onto the tangent of the sphere at e_i: cos_ij comes back from P_ij,
+so r is known before the product, whose epilogue applies it. A square of pairs is symmetric: only tiles on and above its
+diagonal are computed, and stored on both sides. P and W are bfloat16 for bfloat16 rows. Sums of tiles are stored one by
+one and added in a fixed order: the same bits every time.
+
+Chunks of up to LONGEST_KEPT tokens keep P for the backward: at most 16 KiB an anchor, a twelfth of the logits of 32,000
+tokens in bfloat16 and float32, which Megatron holds at the same time. In longer chunks the backward computes P again,
+PANEL rows at a time.
+
+A row that is not usable has weight 0 in every product, so it must be finite where Megatron's own loss is to be finite.
+
+Shapes: m = b * c chunks of n tokens with d features, c of them in each sequence; rectangles of R rows and C columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simreg_megatron.kernels.form import FORMS, Form, Kept, Span, Tokens, cut
+
+LONGEST_KEPT = 8192
+PANEL = 4096
+PAIRS = {
+    2: {"SIDE": 128, "BK": 64, "num_warps": 8, "num_stages": 4},
+    4: {"SIDE": 64, "BK": 32, "num_warps": 4, "num_stages": 3},
+}
+"""Tile of `_pairs` by bytes of an element: SIDE x SIDE pairs, BK features at a time."""
+PRODUCT = {
+    2: {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 4},
+    4: {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3},
+}
+"""Tile of `_product`: BM rows, BN features, BK tokens at a time."""
+WEIGHTS = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
+_TOKENS = 512  # of those that a program of `_ratios` and `_pull` takes
+_FEATURES = 1024  # of a row at a time
+
+
+@triton.jit
+def _names_and_norms(
+    rows, labels, usable, chunks, stride_b, stride_c, stride_k, length, width, names, scale, FEATURES: tl.constexpr
+):  # fmt: skip
+    """Label and 1 / |e| of a token; -1 and 1 where it is not usable."""
+    token = tl.program_id(0)
+    chunk, row = token // length, token % length
+    at = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
+    at += row.to(tl.int64) * stride_k
+    features = tl.arange(0, FEATURES)
+    squares = tl.zeros((FEATURES,), dtype=tl.float64)  # of float32: neither too large nor too small, rounded once
+    for start in range(0, width, FEATURES):
+        numbers = tl.load(at + start + features, mask=features + start < width, other=0.0).to(tl.float64)
+        squares += numbers * numbers
+    is_usable = tl.load(usable + token) != 0
+    tl.store(scale + token, tl.where(is_usable, 1.0 / tl.sqrt(tl.sum(squares, axis=0)), 1.0).to(tl.float32))
+    tl.store(names + token, tl.where(is_usable, tl.load(labels + token), -1).to(tl.int32))
+
+
+@triton.jit
+def _column_of(tile, guess):
+    """Column j of the tiles j (j + 1) / 2 ... on and above a diagonal, from a guess that is off by one at most."""
+    guess -= (guess * (guess + 1) // 2 > tile).to(tl.int32)
+    return guess + ((guess + 1) * (guess + 2) // 2 <= tile).to(tl.int32)
+
+
+@triton.jit
+def _pairs(
+    rows, chunks, stride_b, stride_c, stride_k, num_chunks, length, width, names, scale, documents,
+    first_i, last_i, first_j, last_j, to_exponent, of_rows, of_columns, pairs, pitch,
+    UPPER: tl.constexpr, SUMS: tl.constexpr, KEEP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """P of a rectangle, to pairs [m, R, pitch]; sums over positives and negatives, to of_rows [2, m, tiles of columns,
+    R] and of_columns [2, m, tiles of rows, C].
+
+    UPPER: the rectangle is a square, of_rows and of_columns are the same, and each tile also fills its mirror image.
+    """
+    tiles_i, tiles_j = tl.cdiv(last_i - first_i, SIDE), tl.cdiv(last_j - first_j, SIDE)
+    height, breadth = last_i - first_i, last_j - first_j
+    tiles = tiles_i * tiles_j
+    if UPPER:
+        tiles = tiles_i * (tiles_i + 1) // 2
+    side = tl.arange(0, SIDE)
+    for work in tl.range(tl.program_id(0), num_chunks * tiles, PROGRAMS, flatten=FLATTEN):
+        chunk, tile = work // tiles, work % tiles
+        if UPPER:
+            tile_j = _column_of(tile, ((tl.sqrt((8 * tile + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32))
+            tile_i = tile - tile_j * (tile_j + 1) // 2
+        else:
+            tile_i, tile_j = tile % tiles_i, tile // tiles_i
+        base = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
+        tokens = tl.make_tensor_descriptor(base, [length, width], [stride_k, 1], [SIDE, BK])
+        products = tl.zeros((SIDE, SIDE), tl.float32)
+        for start in range(0, width, BK):
+            left = tokens.load([first_i + tile_i * SIDE, start])
+            right = tokens.load([first_j + tile_j * SIDE, start])
+            if WIDEN:  # Triton's interpreter multiplies the bits of bfloat16
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            products = tl.dot(left, right.T, products, input_precision=PRECISION)
+        i, j = tile_i * SIDE + side, tile_j * SIDE + side
+        at_i, at_j = chunk * length + first_i + i, chunk * length + first_j + j
+        in_i, in_j = i < height, j < breadth
+        name_i, name_j = tl.load(names + at_i, in_i, -1), tl.load(names + at_j, in_j, -1)
+        scale_i, scale_j = tl.load(scale + at_i, in_i, 0.0), tl.load(scale + at_j, in_j, 0.0)
+        meet = (first_i + i)[:, None] != (first_j + j)[None, :]
+        if HAS_DOCUMENTS:
+            document_i = tl.where(name_i >= 0, tl.load(documents + at_i, in_i, 0), -1)
+            document_j = tl.where(name_j >= 0, tl.load(documents + at_j, in_j, 0), -2)
+            meet = meet & (document_i[:, None] == document_j[None, :])
+        else:
+            meet = meet & (name_i >= 0)[:, None] & (name_j >= 0)[None, :]
+        exponentials = tl.exp2((products * scale_i[:, None] * scale_j[None, :] - 1.0) * to_exponent)
+        exponentials = tl.where(meet, exponentials, 0.0)
+        if SUMS:
+            positive = tl.where(name_i[:, None] == name_j[None, :], exponentials, 0.0)
+            negative = exponentials - positive  # exact: one of the two is 0
+            kind = height.to(tl.int64) * num_chunks * tiles_j
+            to = of_rows + (chunk.to(tl.int64) * tiles_j + tile_j) * height + i
+            tl.store(to, tl.sum(positive, axis=1), in_i)
+            tl.store(to + kind, tl.sum(negative, axis=1), in_i)
+            if UPPER:
+                in_j = in_j & (tile_i != tile_j)  # on the diagonal the rows have counted both sides
+            kind = breadth.to(tl.int64) * num_chunks * tiles_i
+            to = of_columns + (chunk.to(tl.int64) * tiles_i + tile_i) * breadth + j
+            tl.store(to, tl.sum(positive, axis=0), in_j)
+            tl.store(to + kind, tl.sum(negative, axis=0), in_j)
+        if KEEP:
+            kept = exponentials.to(pairs.dtype.element_ty)
+            to = pairs + chunk.to(tl.int64) * height * pitch
+            tl.store(to + i[:, None].to(tl.int64) * pitch + j[None, :], kept, in_i[:, None] & (j < breadth)[None, :])
+            if UPPER:
+                tl.store(to + j[:, None].to(tl.int64) * pitch + i[None, :], kept.T, in_j[:, None] & in_i[None, :])
+
+
+@triton.jit
+def _ratios(sums, kind, tiles, height, names, scale, length, first, total, ratio, SIZE: tl.constexpr):
+    """S_pos and S_neg / S_pos [m, R] from sums [2, m, tiles, R] over all other tokens; 0 where not usable."""
+    blocks = tl.cdiv(height, SIZE)
+    chunk, i = tl.program_id(0) // blocks, tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
+    inside = i < height
+    at = sums + chunk.to(tl.int64) * tiles * height + i
+    positive, negative = tl.zeros((SIZE,), tl.float64), tl.zeros((SIZE,), tl.float64)
+    for _ in range(tiles):
+        positive += tl.load(at, inside, 0.0).to(tl.float64)
+        negative += tl.load(at + kind, inside, 0.0).to(tl.float64)
+        at += height
+    whole = (positive + 1.0).to(tl.float32)  # the token itself is a positive
+    token = chunk * length + first + i
+    inverse = tl.load(scale + token, inside, 1.0)
+    # NaN for a row that is not finite, whose scale is NaN or 0: one that meets nobody would pass as a 0.
+    doubt = tl.where(inverse == 0.0, float("nan"), inverse * 0.0)
+    is_usable = tl.load(names + token, inside, -1) >= 0
+    tl.store(total + chunk * height + i, whole, inside)
+    tl.store(ratio + chunk * height + i, tl.where(is_usable, negative.to(tl.float32) / whole + doubt, 0.0), inside)
+
+
+@triton.jit
+def _pull(grad, total, ratio, temperature, pull, count, SIZE: tl.constexpr):
+    """(a, b) [2, tokens] from the gradient of the ratio."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    own = tl.load(ratio + at, inside, 0.0)
+    found = tl.load(grad + at, inside, 0.0) / (tl.load(total + at, inside, 1.0) * temperature)
+    found = tl.where(own == 0.0, 0.0, found)
+    tl.store(pull + at, found, inside)
+    tl.store(pull + count + at, found * own, inside)
+
+
+@triton.jit
+def _weights(
+    pairs, pitch, num_chunks, length, names, scale, pull, first_i, last_i, first_j, last_j, temperature, radial,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """W over P, in some rows of pairs [m, R, pitch], and r [m, R]."""
+    height, breadth = last_i - first_i, last_j - first_j
+    blocks = tl.cdiv(height, ROWS)
+    chunk, i = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    in_i, at_i = i < height, chunk * length + first_i + i
+    other = num_chunks * length  # from a to b
+    scale_i, name_i = tl.load(scale + at_i, in_i, 0.0), tl.load(names + at_i, in_i, -1)
+    a_i, b_i = tl.load(pull + at_i, in_i, 0.0), tl.load(pull + other + at_i, in_i, 0.0)
+    place = pairs + chunk.to(tl.int64) * height * pitch + i[:, None].to(tl.int64) * pitch
+    along = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, breadth, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        in_j, at_j = j < breadth, chunk * length + first_j + j
+        scale_j, name_j = tl.load(scale + at_j, in_j, 1.0), tl.load(names + at_j, in_j, -1)
+        a_j, b_j = tl.load(pull + at_j, in_j, 0.0), tl.load(pull + other + at_j, in_j, 0.0)
+        inside = in_i[:, None] & in_j[None, :]
+        exponentials = tl.load(place + j[None, :], inside, 0.0).to(tl.float32)
+        same = name_i[:, None] == name_j[None, :]
+        found = tl.where(same, -(b_i[:, None] + b_j[None, :]), a_i[:, None] + a_j[None, :]) * exponentials
+        weights = (found * scale_i[:, None] * scale_j[None, :]).to(pairs.dtype.element_ty)
+        tl.store(place + j[None, :], weights, inside)
+        cosines = 1.0 + temperature * tl.log(tl.maximum(exponentials, 1e-37))
+        along += tl.sum(weights.to(tl.float32) * cosines / scale_j[None, :], axis=1)
+    tl.store(radial + chunk * height + i, along * scale_i, in_i)
+
+
+@triton.jit
+def _product(
+    weights, pitch, num_chunks, height, first, rows, chunks, stride_b, stride_c, stride_k, length, width, radial,
+    grad, grad_b, grad_c, grad_k,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """W e - r e of R rows, from weights [m, R, pitch] with all n tokens of their chunks."""
+    down, across = tl.cdiv(height, BM), tl.cdiv(width, BN)
+    for work in tl.range(tl.program_id(0), num_chunks * down * across, PROGRAMS, flatten=True):
+        chunk, tile = work // (down * across), work % (down * across)
+        row, feature = tile % down * BM, tile // down * BN
+        base = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
+        left = tl.make_tensor_descriptor(
+            weights + chunk.to(tl.int64) * height * pitch, [height, length], [pitch, 1], [BM, BK]
+        )
+        right = tl.make_tensor_descriptor(base, [length, width], [stride_k, 1], [BK, BN])
+        own = tl.make_tensor_descriptor(base, [length, width], [stride_k, 1], [BM, BN])
+        to = grad + (chunk // chunks).to(tl.int64) * grad_b + (chunk % chunks).to(tl.int64) * grad_c
+        out = tl.make_tensor_descriptor(to, [height, width], [grad_k, 1], [BM, BN])
+        found = tl.zeros((BM, BN), tl.float32)
+        for start in range(0, length, BK):
+            one, two = left.load([row, start]), right.load([start, feature])
+            if WIDEN:
+                one, two = one.to(tl.float32), two.to(tl.float32)
+            found = tl.dot(one, two, found, input_precision=PRECISION)
+        i = row + tl.arange(0, BM)
+        along = tl.load(radial + chunk * height + i, i < height, 0.0)
+        found -= along[:, None] * own.load([first + row, feature]).to(tl.float32)
+        out.store([row, feature], found.to(grad.dtype.element_ty))
+
+
+INTERPRETS = not isinstance(_pairs, triton.runtime.JITFunction)
+"""Triton runs its kernels in Python, on the CPU: TRITON_INTERPRET=1 in the environment when it is imported."""
+
+
+def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Launch on the device of the first argument; Triton itself takes the current one.
+
+    One place, so that launches can be counted where no GPU is.
+    """
+    with torch.cuda.device_of(arguments[0]) if arguments[0].is_cuda else contextlib.nullcontext():
+        kernel[(programs,)](*arguments, **constants)
+
+
+def cdiv(count: int, size: int) -> int:
+    return -(-count // size)  # triton.cdiv costs the host 10 us a call
+
+
+def _with_room(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the kernels that `launch` starts memory for the descriptors that they make.
+
+    Triton takes its allocator from the context, and autograd's threads have contexts of their own: so it is set in each
+    call, in a copy of the context, which leaves the program's own allocator alone.
+    """
+
+    @functools.wraps(launch)
+    def wrapped(*given: Any) -> Any:
+        context = contextvars.copy_context()
+        context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
+        return context.run(launch, *given)
+
+    return wrapped
+
+
+@_with_room
+def pair_sums(
+    rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, first: int, last: int, temperature: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Names, 1 / |e|, S_pos, S_neg / S_pos and P (or nothing), as in `Kept`."""
+    rows = _aligned(rows)
+    names, scale = _prepared(rows, labels, usable)
+    given, anchors, length = (rows, names, scale, documents), (first, last), rows.shape[2]
+    if length > LONGEST_KEPT or not rows.numel():
+        pairs = _room_for_pairs(rows, 0)
+        rest = [(anchors, other) for other in ((0, first), (last, length))]
+        found = _part_sums(*given, anchors, rest, temperature)[..., first:last].unsqueeze(3)
+    else:
+        pairs = _room_for_pairs(rows, last - first if keep else 0)
+        found = _run_pairs(*given, anchors, (0, length), temperature, pairs)[0]
+    return names, scale, *_finished(found, names, scale, first), pairs
+
+
+@_with_room
+def pair_gradient(
+    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, pairs: Tensor, pull: Tensor, first: int,
+    last: int, temperature: float, grad: Tensor,
+) -> None:  # fmt: skip
+    """See `Form.pull_back`."""
+    rows, num_chunks, length = _aligned(rows), rows.shape[0] * rows.shape[1], rows.shape[2]
+    if not grad.numel():
+        return
+    is_kept, pull = pairs.numel() > 0, pull.contiguous()
+    panels = [(first, last)] if is_kept else cut((first, last), PANEL)
+    room = pairs if is_kept else _room_for_pairs(rows, panels[0][1] - panels[0][0])
+    pitch, constants = room.shape[2], _constants(rows)
+    radial = scale.new_empty(num_chunks, room.shape[1])
+    for start, end in panels:
+        height, spans = end - start, (start, end, 0, length)
+        own = room.view(-1)[: num_chunks * height * pitch].view(num_chunks, height, pitch)
+        if not is_kept:
+            _run_pairs(rows, names, scale, documents, (start, end), (0, length), temperature, own, with_sums=False)
+        run(
+            _weights, num_chunks * cdiv(height, WEIGHTS["ROWS"]),
+            own, pitch, num_chunks, length, names, scale, pull, *spans, temperature, radial, **WEIGHTS,
+        )  # fmt: skip
+        tile, into = PRODUCT[rows.itemsize], grad[:, :, start - first : end - first]
+        tiles = num_chunks * cdiv(height, tile["BM"]) * cdiv(rows.shape[3], tile["BN"])
+        run(
+            _product, min(tiles, constants["PROGRAMS"]),
+            own, pitch, num_chunks, height, start, rows, rows.shape[1], *rows.stride()[:3], *rows.shape[2:], radial,
+            into, *into.stride()[:3], **constants, **tile,
+        )  # fmt: skip
+
+
+@_with_room
+def part_sums(
+    rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, anchors: Span,
+    rectangles: Sequence[tuple[Span, Span]], temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Names, 1 / |e|, and the sums of `Form.measure_part`."""
+    rows = _aligned(rows)
+    names, scale = _prepared(rows, labels, usable)
+    return names, scale, _part_sums(rows, names, scale, documents, anchors, rectangles, temperature)
+
+
+def _part_sums(
+    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, anchors: Span,
+    rectangles: Sequence[tuple[Span, Span]], temperature: float,
+) -> Tensor:  # fmt: skip
+    """[2, b, c, n] float64, panel by panel, so that the sums of tiles stay few."""
+    found = scale.new_zeros(2, *names.shape, dtype=torch.float64)
+    panels = [(one, one) for one in cut(anchors, PANEL)]
+    panels += [(one, (one[1], anchors[1])) for one in cut(anchors, PANEL)]
+    panels += [(part, other) for one, other in rectangles for part in cut(one, PANEL)]
+    for one, other in panels:
+        if one[0] < one[1] and other[0] < other[1] and rows.numel():
+            of_rows, of_columns = _run_pairs(rows, names, scale, documents, one, other, temperature, scale.new_empty(0))
+            found[..., slice(*one)] += of_rows.sum(dim=3, dtype=torch.float64)
+            if one != other:
+                found[..., slice(*other)] += of_columns.sum(dim=3, dtype=torch.float64)
+    return found
+
+
+def _prepared(rows: Tensor, labels: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+    """Names and 1 / |e|, [b, c, n]."""
+    names = torch.empty(labels.shape, dtype=torch.int32, device=rows.device)
+    scale = torch.empty(labels.shape, dtype=torch.float32, device=rows.device)
+    if names.numel():
+        features = min(_FEATURES, 1 << (rows.shape[3] - 1).bit_length())
+        run(
+            _names_and_norms, names.numel(),
+            rows, labels.contiguous(), usable.contiguous(), rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
+            names, scale, FEATURES=features,
+        )  # fmt: skip
+    return names, scale
+
+
+def _run_pairs(
+    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, one: Span, other: Span, temperature: float,
+    pairs: Tensor, *, with_sums: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sums of tiles, over rows [2, b, c, tiles, R] and over columns [2, b, c, tiles, C]."""
+    tile, constants = PAIRS[rows.itemsize], _constants(rows)
+    num_sequences, num_chunks, length, width = rows.shape
+    height, breadth = one[1] - one[0], other[1] - other[0]
+    tiles_i, tiles_j = cdiv(height, tile["SIDE"]), cdiv(breadth, tile["SIDE"])
+    tiles = tiles_i * (tiles_i + 1) // 2 if one == other else tiles_i * tiles_j
+    size, keep = (2, num_sequences, num_chunks), pairs.numel() > 0
+    of_rows = scale.new_empty(*size, tiles_j, height) if with_sums else scale
+    of_columns = scale.new_empty(*size, tiles_i, breadth) if with_sums and one != other else of_rows
+    run(
+        _pairs, min(num_sequences * num_chunks * tiles, constants["PROGRAMS"]),
+        rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width,
+        names, scale, names if documents is None else documents, *one, *other, math.log2(math.e) / temperature,
+        of_rows, of_columns, pairs, pairs.shape[-1],
+        UPPER=one == other, SUMS=with_sums, KEEP=keep, HAS_DOCUMENTS=documents is not None,
+        FLATTEN=flattens(_capability(rows.device), keep=keep, by_document=documents is not None), **constants, **tile,
+    )  # fmt: skip
+    return of_rows, of_columns
+
+
+def _finished(sums: Tensor, names: Tensor, scale: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """S_pos and S_neg / S_pos [b, c, p] from sums [2, b, c, tiles, p]."""
+    num_sequences, num_chunks, tiles, height = sums.shape[1:]
+    total, ratio = (scale.new_empty(num_sequences, num_chunks, height) for _ in range(2))
+    if total.numel():
+        run(
+            _ratios, num_sequences * num_chunks * cdiv(height, _TOKENS),
+            sums.contiguous(), sums[0].numel(), tiles, height, names, scale, names.shape[2], first, total, ratio,
+            SIZE=_TOKENS,
+        )  # fmt: skip
+    return total, ratio
+
+
+def _room_for_pairs(rows: Tensor, height: int) -> Tensor:
+    """[m, height, pitch]: whole units of 16 bytes, as descriptors want; [0] where height is 0."""
+    dtype = torch.float32 if rows.dtype == torch.float32 else torch.bfloat16
+    if not height:
+        return rows.new_empty(0, dtype=dtype)
+    return rows.new_empty(rows.shape[0] * rows.shape[1], height, cdiv(rows.shape[2], 8) * 8, dtype=dtype)
+
+
+def _constants(rows: Tensor) -> dict[str, Any]:
+    return {
+        "PRECISION": "ieee" if INTERPRETS or rows.dtype == torch.bfloat16 else "tf32x3",
+        "WIDEN": INTERPRETS and rows.dtype == torch.bfloat16,
+        "PROGRAMS": _multiprocessors(rows.device),
+    }
+
+
+def flattens(capability: int, *, keep: bool, by_document: bool) -> bool:
+    """Whether the tiles of a program and their features are one pipelined loop, where that does not spill registers."""
+    return capability >= 9 and not (keep and by_document)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+class TritonForm(Form):
+    """The functions above, which torch.compile calls as operators."""
+
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
+        compute = _sums_operator if torch.compiler.is_compiling() else pair_sums
+        given = _readable(tokens)
+        return Kept(given[3], *compute(*given, *anchors, temperature, keep))
+
+    def measure_part(
+        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+    ) -> tuple[Kept, Tensor]:
+        given = _readable(tokens)
+        names, scale, found = part_sums(*given, anchors, rectangles, temperature)
+        nothing = scale.new_empty(0)
+        return Kept(given[3], names, scale, nothing, nothing, nothing), found
+
+    def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
+        total, ratio = _finished(sums.unsqueeze(3), part.names, part.scale, anchors[0])
+        return part._replace(total=total, ratio=ratio)
+
+    def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
+        if torch.compiler.is_compiling():  # it makes one kernel of plain operators itself
+            own = (grad_ratio / (kept.total * temperature)).masked_fill(kept.ratio == 0, 0.0)
+            return torch.stack([own, own * kept.ratio])
+        pull = kept.total.new_empty(2, *kept.total.shape)
+        if count := kept.total.numel():
+            given = grad_ratio.contiguous(), kept.total, kept.ratio
+            run(_pull, cdiv(count, _TOKENS), *given, temperature, pull, count, SIZE=_TOKENS)
+        return pull
+
+    def pull_back(
+        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
+    ) -> None:
+        compute = _gradient_operator if torch.compiler.is_compiling() else pair_gradient
+        given = kept.names, kept.scale, kept.documents, kept.pairs, pull
+        compute(rows, *given, *anchors, temperature, grad)
+
+    def keeps(self, rows: Tensor, num_pairs: int, chunk: int, *, by_document: bool) -> bool:
+        return chunk <= LONGEST_KEPT
+
+
+def _readable(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Rows, labels, mask and documents as the kernels read them.
+
+    Raises:
+        ValueError: the rows are of a type, on a device or of a width that they do not compute.
+    """
+    rows = tokens.rows
+    if rows.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"impl 'triton' computes bfloat16 and float32, not {rows.dtype}: use impl 'tiled'.")
+    if not (rows.is_cuda or INTERPRETS):
+        raise ValueError(f"impl 'triton' needs a CUDA device, and the rows are on {rows.device}: use impl 'tiled'.")
+    if not hasattr(tl, "make_tensor_descriptor"):
+        raise ValueError(f"impl 'triton' needs Triton 3.4 or newer, this is {triton.__version__}: use impl 'tiled'.")
+    if rows.shape[3] % (unit := 16 // rows.itemsize):
+        raise ValueError(
+            f"impl 'triton' needs a width that is a multiple of {unit}, got {rows.shape[3]}: use impl 'tiled'."
+        )
+    documents = None if tokens.documents is None else tokens.documents.int().contiguous()
+    return rows, tokens.labels, tokens.usable, documents
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The rows where descriptors can read them: in whole units of 16 bytes, features side by side."""
+    unit, (of_b, of_c, of_k, of_d) = 16 // rows.itemsize, rows.stride()
+    if of_d == 1 and not (of_b % unit or of_c % unit or of_k % unit or rows.storage_offset() % unit):
+        return rows
+    return rows.contiguous()
+
+
+_sums_operator = torch.library.custom_op("simreg_megatron::triton_sums", pair_sums, mutates_args=())
+_gradient_operator = torch.library.custom_op(
+    "simreg_megatron::triton_gradient", pair_gradient, mutates_args=("pairs", "grad")
+)
+
+
+@_sums_operator.register_fake
+def _(
+    rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, first: int, last: int, temperature: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scale = labels.new_empty(labels.shape, dtype=torch.float32)
+    total = scale.new_empty(*scale.shape[:2], last - first)
+    pairs = _room_for_pairs(rows, last - first if keep and rows.shape[2] <= LONGEST_KEPT else 0)
+    return torch.empty_like(scale, dtype=torch.int32), scale, total, torch.empty_like(total), pairs
+
+
+@_gradient_operator.register_fake
+def _(*_: object) -> None: ...
+
+
+FORMS["triton"] = TritonForm()
