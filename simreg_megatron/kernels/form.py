@@ -16,12 +16,12 @@ from torch import Tensor
 Span = tuple[int, int]  # first position and one past the last
 
 MODULES = {
-    "tiled": "simreg_megatron.kernels.tiled",
     "triton": "simreg_megatron.kernels.triton",
     "gemm": "simreg_megatron.kernels.gemm",
+    "tiled": "simreg_megatron.kernels.tiled",
 }
-"""Module by the name of the `impl`. Those with Triton are imported where they are first used, as not every machine has
-it; the other one is imported from the start, as torch.compile traces no import."""
+"""Module by the name of the `impl`, the one to prefer first. Those with Triton are imported where they are first used,
+as not every machine has it; the other one is imported from the start, as torch.compile traces no import."""
 
 
 class Tokens(NamedTuple):

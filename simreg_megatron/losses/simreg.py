@@ -31,7 +31,7 @@ from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.similarity import Similarity, check_exponents, get_similarity
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 
-IMPLEMENTATIONS = ("auto", "reference", *MODULES)
+IMPLEMENTATIONS = ("auto", "reference", *reversed(MODULES))
 AUTO: dict[tuple[str, torch.dtype], str] = {}
 """The form behind "auto" by kind of device and type of the rows, where one was tried; tiled elsewhere."""
 
@@ -167,7 +167,10 @@ def simreg_terms(
             if impl in MODULES:
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
                 num_pairs += tokens.labels.numel() * stretch.length
-                keep = form_named(impl).keeps(embeddings, num_pairs, stretch.length, by_document=documents is not None)
+                # The first stretch is checked by the form itself; a ragged end comes out of the same budget.
+                keep = not parts or form_named(impl).keeps(
+                    embeddings, num_pairs, stretch.length, by_document=documents is not None
+                )
                 ratio = contrast_ratio(tokens, temperature=temperature, impl=impl, keep=keep)
                 of_anchors = ratio[..., slice(*stretch.inside)].reshape(own.anchor.shape)
                 parts.append(terms_of_ratio(of_anchors, own))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.bf16_weights import gradient_by_pairs
 from simreg_megatron import trial
 from simreg_megatron.kernels import halves, walk
 from simreg_megatron.kernels.form import Tokens, form_named
@@ -199,32 +200,13 @@ def test_gemm_rounds_the_weights_and_the_result_alone(
     assert apart(grad, of(lambda numbers: numbers.bfloat16().double(), lambda numbers: numbers)) > 1e-3
 
 
-def of_rounded_pairs(rows: Tensor, labels: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-    """The gradient in float64, but for P, W and the result, as impl triton rounds them."""
-    rows = rows.double()
-    scale = 1 / rows.norm(dim=-1, keepdim=True)
-    unit = rows * scale
-    exponentials = ((unit @ unit.mT - 1) / 0.01).exp().masked_fill(torch.eye(rows.shape[1]).bool(), 0.0)
-    same = labels[:, :, None] == labels[:, None]
-    total = 1 + (exponentials * same).sum(-1)
-    ratio = (exponentials * ~same).sum(-1) / total
-    a = 2.0**24 / labels.numel() / (1 + ratio) / (0.01 * total)
-    b = a * ratio
-    kept = rounding(exponentials)
-    weights = rounding(
-        torch.where(same, -(b[:, :, None] + b[:, None]), a[:, :, None] + a[:, None]) * kept * scale * scale.mT
-    )
-    cosines = 1 + 0.01 * kept.clamp(min=1e-37).log()
-    radial = (weights * cosines / scale.mT).sum(-1, keepdim=True) * scale
-    return rounding(weights @ rows - radial * rows)
-
-
 @interpreted
 def test_triton_rounds_pairs_weights_and_the_result_alone() -> None:
     rows, labels = clustered(length=50, dtype=torch.bfloat16)
     loss, grad = value_and_gradient(rows, labels, "triton")
     assert apart(loss, value_and_gradient(rows.double(), labels, "reference")[0]) < 2e-5
-    assert apart(grad, of_rounded_pairs(rows, labels, cut_off)) < 5e-4
+    expected = cut_off(gradient_by_pairs(rows, labels, cut_off) * 2.0**24 / labels.numel())
+    assert apart(grad, expected) < 5e-4
     assert apart(grad, of_rounded_weights(rows, labels, cut_off)) > 1e-3, "the test sees whether P is rounded"
 
 
