@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.bf16_weights`: what rounding to bfloat16 costs the gradient on a GPU, computed without one.
 
-Relative errors of the gradient (Frobenius) at tau 0.01, before it is rounded to the type of the rows itself, which costs
-1.7e-3 more. impl triton: P and W are rounded, in float64 otherwise, on states as late in training and on heavy-tailed
+Relative errors of the gradient (Frobenius) at tau 0.01, before it is rounded to the type of the rows itself, which
+costs 1.7e-3. impl triton: P and W are rounded, in float64 otherwise, on states as late in training and on heavy-tailed
 ones. impl gemm: the code for tensor cores on float64 rows that hold numbers of half precision (`benchmarks.emulation`).
 """
 

@@ -7,7 +7,7 @@ Sums and counts, never means: they add up over micro-batches and ranks, and one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +131,7 @@ def _fitting(tokens: int, embeddings: Tensor) -> int:
     return max(1, at_once // max(1, tokens * embeddings.shape[-1] * 2 * max(4, embeddings.dtype.itemsize)))
 
 
-def _parts(whole: Iterator[Stretch], embeddings: Tensor) -> Iterator[Stretch]:
+def _parts(whole: Iterable[Stretch], embeddings: Tensor) -> Iterator[Stretch]:
     """Stretches of so many chunks as fit; of one at least."""
     for stretch in whole:
         (first, last), length, inside = stretch

@@ -7,6 +7,7 @@ Nothing here reads a value on the host, so nothing here waits for the device.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Iterator, Sequence
@@ -127,19 +128,22 @@ class Stretch(NamedTuple):
         return None if per_token is None else per_token[:, slice(*self.tokens)].unflatten(1, (-1, self.length))
 
 
-def stretches(num_tokens: int, chunk_size: int, anchors: Span) -> Iterator[Stretch]:
+@functools.lru_cache(maxsize=256)
+def stretches(num_tokens: int, chunk_size: int, anchors: Span) -> tuple[Stretch, ...]:
     """At most four: all full chunks that hold nothing but anchors together, and every other chunk by itself."""
     length = chunk_length(num_tokens, chunk_size)
     position, last = anchors
+    found = []
     while position < last:
         start = position // length * length
         stop = min(start + length, num_tokens)
         if position == start and start + length <= last:
             stop = last // length * length
-            yield Stretch((start, stop), length, (0, length))
+            found.append(Stretch((start, stop), length, (0, length)))
         else:
-            yield Stretch((start, stop), stop - start, (position - start, min(last, stop) - start))
+            found.append(Stretch((start, stop), stop - start, (position - start, min(last, stop) - start)))
         position = min(last, stop)
+    return tuple(found)
 
 
 def blocks(

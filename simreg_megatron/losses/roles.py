@@ -11,7 +11,6 @@ Shapes: b sequences, n tokens, c chunks of k tokens in each sequence, m = b * c.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,12 +28,9 @@ class TokenRoles(NamedTuple):
 
     def cut(self, first: int, last: int) -> TokenRoles:
         """The same for the tokens first:last."""
-        return self._each(lambda part: part[:, first:last])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenRoles:
-        offset = None if self.offset is None else change(self.offset)
-        weight = None if self.weight is None else change(self.weight)
-        return TokenRoles(change(self.anchor), offset, weight)
+        own = slice(first, last)
+        offset, weight = (None if part is None else part[:, own] for part in (self.offset, self.weight))
+        return TokenRoles(self.anchor[:, own], offset, weight)
 
 
 def token_roles(
@@ -74,8 +70,8 @@ def token_roles(
         offset = _count_correction(chunks, labels, usable, documents, length, self_positive, dtype)
     if chunk_weight in ("uniform", "pos-neg-ratio", "neg-pos-ratio"):
         weight = _chunk_weights(chunk_weight, chunks, num_sequences)
-    folded = TokenRoles(chunks.anchor, offset, weight)
-    return folded._each(lambda part: unfold(part, num_sequences, num_tokens))
+    offset, weight = (None if part is None else unfold(part, num_sequences, num_tokens) for part in (offset, weight))
+    return TokenRoles(unfold(chunks.anchor, num_sequences, num_tokens), offset, weight)
 
 
 def pair_counts(

@@ -160,7 +160,8 @@ def simreg_terms(
     """
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     impl = chosen_impl(impl, similarity, self_positive, embeddings)
-    parts, num_pairs = [], 0
+    parts: list[Tensor] = []
+    num_pairs = 0
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
             own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])

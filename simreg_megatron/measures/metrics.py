@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections import deque
@@ -87,23 +86,21 @@ class Metrics:
         valid [B, S], trained scalars. One stage does, that of the last state which the settings name."""
         assert self._sums is not None
         own_valid = shard.own_columns(valid)
-        self._count_tokens(own_valid, [view.usable[:, slice(*view.anchors)] for view in views])
+        self._sums[slots.TOKENS].add_(own_valid.sum(dtype=torch.float64))
         if self.wants_geometry:
+            self._count_oddities(own_valid, [view.usable[:, slice(*view.anchors)] for view in views])
             self._add_norms(slots.NORMS, shard.own_columns(hidden_states.transpose(0, 1)), own_valid)
             self._learned = as_logged(self._parts, learned)
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
             for view in views:
                 self._add_pairs(view)
 
-    def _count_tokens(self, own_valid: Tensor, usable: list[Tensor]) -> None:
-        """Tokens that count, rows without one, and (where there are views) hidden states of norm zero."""
+    def _count_oddities(self, own_valid: Tensor, usable: list[Tensor]) -> None:
+        """Rows without a token that counts, and (where there are views) hidden states of norm zero."""
         assert self._sums is not None
-        of_rows = own_valid.sum(dim=1, dtype=torch.float64)
-        found = [of_rows.sum(), (of_rows == 0).sum(dtype=torch.float64)]
+        self._sums[slots.ALL_MASKED].add_((~own_valid.any(dim=1)).sum())
         if usable:  # a view leaves nothing else out
-            of_views = [of_view.sum(dtype=torch.float64) for of_view in usable]
-            found.append(functools.reduce(torch.sub, of_views, found[0]))
-        self._sums[slots.TOKENS : slots.TOKENS + len(found)].add_(torch.stack(found))
+            self._sums[slots.ZERO_NORM].add_(own_valid.sum() - sum(of_view.sum() for of_view in usable))
 
     def _add_moments(self, hidden_states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
         """Of every k-th position of the sequence, so that the sample is the same however the sequence is cut."""
@@ -287,4 +284,4 @@ class Metrics:
         for slot, what in slots.ODDITIES.items():
             if slot not in self._oddities_told and (count := int(sums[slot])):
                 self._oddities_told.add(slot)
-                log_once(f"SimReg left out {count} {what} in this log interval; their term and gradient are 0")
+                log_once(f"SimReg left out {count} {what} in the steps that are logged; their term and gradient are 0")

@@ -4,7 +4,7 @@
 TERM, TOKENS, ALL_MASKED, ZERO_NORM, ONE_LABEL = range(5)
 ODDITIES = {
     ALL_MASKED: "sequences (or a rank's parts of them) whose tokens are all masked",
-    ONE_LABEL: "tokens in chunks with one label only (counted in the steps that are logged)",
+    ONE_LABEL: "tokens in chunks with one label only",
     ZERO_NORM: "hidden states of norm zero",
 }
 PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
@@ -18,5 +18,5 @@ OF_PREDICTIONS = slice(RIGHT_NORMS.start, WRONG_NORMS.stop)
 MARGIN, RIGHT_MARGIN = slice(34, 36), slice(36, 38)  # sum and count of classification margins
 OF_MARGINS = slice(MARGIN.start, RIGHT_MARGIN.stop)
 NUMBER = 38
-MEASURED = slice(ONE_LABEL, NUMBER)  # in log steps alone; what is before it, and terms behind it, in every step
+MEASURED = slice(ALL_MASKED, NUMBER)  # in log steps alone; what is before it, and terms behind it, in every step
 ISOTROPY = 4  # whether it was measured, and its three numbers

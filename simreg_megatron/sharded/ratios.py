@@ -23,7 +23,7 @@ from torch.autograd.profiler import record_function
 from simreg_megatron.kernels.contrast import unused
 from simreg_megatron.kernels.form import Kept, Tokens, form_named
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
-from simreg_megatron.parallel.layout import RowPlan, Run, shared_pairs
+from simreg_megatron.parallel.layout import RowPlan, shared_pairs
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.views import View
 
@@ -60,18 +60,20 @@ class _RatiosOverRanks(torch.autograd.Function):
         plan: RowPlan,
         pairs: Pairs,
     ) -> Tensor:
-        windows = [(view.run, view.anchors) for view in views]
+        parts = [
+            (view, stretch)
+            for view in views
+            for stretch in stretches(view.run[1] - view.run[0], pairs.chunk_size, view.anchors)
+        ]
         by_document = any(view.documents is not None for view in views)
         keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs, by_document)
         if plan.shares_chunks and not keeps:
-            kept = list(_measured_together(views, shard, plan, pairs))
+            kept = list(_measured_together(parts, shard, plan, pairs))
         else:
-            kept = [
-                form_named(pairs.impl).measure(tokens, stretch.inside, pairs.temperature, keep=keeps)
-                for _, stretch, tokens in _stretches(views, pairs.chunk_size)
-            ]
+            form = form_named(pairs.impl)
+            kept = [form.measure(_tokens(*part), part[1].inside, pairs.temperature, keep=keeps) for part in parts]
         ctx.save_for_backward(hidden_states, *(tensor for each in kept for tensor in each))
-        ctx.rest, ctx.is_used = (windows, shard, plan, pairs), False
+        ctx.rest, ctx.is_used = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
         return joined([each.ratio.flatten(1) for each in kept])
 
     @staticmethod
@@ -84,7 +86,7 @@ class _RatiosOverRanks(torch.autograd.Function):
 def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
     """Of this rank's rows."""
     hidden_states, *saved = ctx.saved_tensors
-    windows, shard, plan, pairs = ctx.rest
+    parts, shard, plan, pairs = ctx.rest
     form, size = form_named(pairs.impl), len(Kept._fields)
     kept = unused(ctx, [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)])
 
@@ -101,7 +103,7 @@ def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
     rows = shard.rows_as_they_are(hidden_states, plan)
     grad_ABD = hidden_states.new_empty(first, *hidden_states.shape[1:])
     first = 0
-    for (run, stretch), each in zip(_cut(windows, pairs.chunk_size), kept, strict=True):
+    for (run, stretch), each in zip(parts, kept, strict=True):
         pull_of_all = stretch.chunks(pull.at(run)).movedim(-1, 0)
         last = first + each.ratio[0].numel()
         grad = grad_ABD[first:last].transpose(0, 1).unflatten(1, each.ratio.shape[1:])
@@ -119,36 +121,28 @@ def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs, by_documen
     return form_named(pairs.impl).keeps(hidden_states, per_rank, chunk, by_document=by_document)
 
 
-def _measured_together(views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs) -> Iterator[Kept]:
-    """As `measure` of every stretch, but each pair is computed on one rank alone. A collective."""
-    parts = []
-    totals = torch.zeros(
-        2, views[0].labels.shape[0], shard.layout.length, dtype=torch.float64, device=views[0].labels.device
-    )
-    for view, stretch, tokens in _stretches(views, pairs.chunk_size):
+def _tokens(view: View, stretch: Stretch) -> Tokens:
+    return Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
+
+
+def _measured_together(
+    parts: Sequence[tuple[View, Stretch]], shard: SequenceShard, plan: RowPlan, pairs: Pairs
+) -> Iterator[Kept]:
+    """As `measure` of every part, but each pair is computed on one rank alone. A collective."""
+    measured, form, labels = [], form_named(pairs.impl), parts[0][0].labels
+    totals = torch.zeros(2, labels.shape[0], shard.layout.length, dtype=torch.float64, device=labels.device)
+    for view, stretch in parts:
+        tokens = _tokens(view, stretch)
         start = view.run[0] + stretch.tokens[0]
         chunk = start, view.run[0] + stretch.tokens[1]
         own = start + stretch.inside[0], start + stretch.inside[1]
         # Several chunks in a stretch hold nothing but anchors of this rank: there is nothing to share.
         rectangles = shared_pairs(chunk, own, plan.all_anchors) if tokens.labels.shape[1] == 1 else []
         inside = [((i - start, j - start), (k - start, m - start)) for (i, j), (k, m) in rectangles]
-        part, sums = form_named(pairs.impl).measure_part(tokens, stretch.inside, inside, pairs.temperature)
+        part, sums = form.measure_part(tokens, stretch.inside, inside, pairs.temperature)
         totals[:, :, slice(*chunk)] += sums.flatten(2)
-        parts.append((part, stretch, chunk))
+        measured.append((part, stretch, chunk))
     shard.sum_over_anchors(totals)
-    for part, stretch, chunk in parts:
+    for part, stretch, chunk in measured:
         sums = totals[:, :, slice(*chunk)].view(2, *part.names.shape)
-        yield form_named(pairs.impl).finish(part, sums[..., slice(*stretch.inside)], stretch.inside)
-
-
-def _stretches(views: Sequence[View], chunk_size: int) -> Iterator[tuple[View, Stretch, Tokens]]:
-    for view in views:
-        for _, stretch in _cut([(view.run, view.anchors)], chunk_size):
-            tokens = Tokens(*map(stretch.chunks, (view.embeddings, view.labels, view.usable, view.documents)))
-            yield view, stretch, tokens
-
-
-def _cut(windows: Sequence[tuple[Run, Run]], chunk_size: int) -> Iterator[tuple[Run, Stretch]]:
-    for run, anchors in windows:
-        for stretch in stretches(run[1] - run[0], chunk_size, anchors):
-            yield run, stretch
+        yield form.finish(part, sums[..., slice(*stretch.inside)], stretch.inside)
