@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -12,7 +11,6 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import refuse_idle_settings
 from simreg_megatron.installed import without_make
 from simreg_megatron.plugin import bypass, compat, installation, loop_hooks, model_hooks, other_loops
-from simreg_megatron.plugin.clip import clipping
 from simreg_megatron.plugin.installation import Installation, Wrapper
 
 Wrapped = list[tuple[compat.Seam, Wrapper]]
@@ -127,7 +125,7 @@ def _around_loop(*, parses_flags: bool) -> Wrapped:
         wrappers += [
             (compat.ARGUMENTS_SEAM, loop_hooks.add_flags),
             (compat.RESUME_SEAM, loop_hooks.compare_with_checkpoint),
-            (state_dict, functools.partial(clipping.saving, installation.clipping_in_force)),
-            (load_state_dict, functools.partial(clipping.loading, installation.clipping_in_force)),
+            (state_dict, loop_hooks.save_adagc),
+            (load_state_dict, loop_hooks.load_adagc),
         ]
     return wrappers

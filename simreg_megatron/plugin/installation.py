@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import config_from_args, refuse_idle_adagc, refuse_idle_flags
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.regularizer import Regularizer
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]

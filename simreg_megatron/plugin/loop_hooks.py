@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import (
     adagc_differences_to_checkpoint,
@@ -19,7 +20,6 @@ from simreg_megatron.notices import forget, log_once, say, warn
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.before_training import make_ready
-from simreg_megatron.plugin.clip.clipping import Clipping
 from simreg_megatron.plugin.refusals import refuse_arguments, refuse_models, refuse_silence, refuse_start_over
 from simreg_megatron.plugin.regularizer import Regularizer
 from simreg_megatron.plugin.writers import log_timer, logs_first_step, write_scalars
@@ -55,7 +55,7 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         if optimizer is None:  # --skip-train
             here.clipping = None
         if here.clipping is not None:
-            here.clipping.attach(optimizer, models)
+            here.clipping.attach(optimizer, compat.unwrapped(models), compat.arguments())
             if (every := regularizer.config.every) > 1:
                 warn(
                     f"AdaGC's averages follow the steps without SimReg, so with --simreg-every {every} it clips most "
@@ -211,6 +211,40 @@ def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callab
         return check_checkpoint_args(checkpoint_args, *args, **kwargs)
 
     return compared
+
+
+STATE_KEY = "simreg_adagc"
+"""Where AdaGC's state lies in the learning-rate scheduler's part of a checkpoint, which every format of Megatron
+keeps."""
+
+
+def save_adagc(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the scheduler's `state_dict`."""
+
+    def with_adagc(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        state, clipping = state_dict(scheduler, *args, **kwargs), installation.clipping_in_force()
+        own = clipping.state_dict() if clipping else {}
+        return {**state, STATE_KEY: own} if own else state
+
+    return with_adagc
+
+
+def load_adagc(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the scheduler's `load_state_dict`."""
+
+    def with_adagc(scheduler: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if clipping := installation.clipping_in_force():
+            clipping.load_state_dict(state.get(STATE_KEY))
+        elif STATE_KEY in state:
+            if compat.has_parsed_arguments() and getattr(compat.arguments(), "ckpt_convert_format", None):
+                raise ValueError(
+                    "the checkpoint was written with --adagc, and a conversion without it would lose its averages: add "
+                    "--adagc to this command, too"
+                )
+            log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
+        return load_state_dict(scheduler, state, *args, **kwargs)
+
+    return with_adagc
 
 
 def _tell(differences: Iterable[str]) -> None:

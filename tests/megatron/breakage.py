@@ -220,7 +220,7 @@ def other_model_class() -> None:
 
 def adagc_local_norms() -> None:
     """Norms of a rank's own shards in the place of whole parameters."""
-    from simreg_megatron.plugin.clip import clipping
+    from simreg_megatron.adagc import clipping
     from tests.megatron import watch
 
     clip = clipping.Clipping.clip
@@ -235,29 +235,29 @@ def adagc_local_norms() -> None:
 
 def adagc_replicas_counted_twice() -> None:
     """What all tensor-parallel ranks hold counts once for each of them, and the check at the start does not look."""
-    from simreg_megatron.plugin.clip import ranks
+    from simreg_megatron.adagc import clipping
 
     adagc_replicas_counted_twice_and_checked()
-    ranks.refuse_miscounted = lambda *args: None
+    clipping.refuse_miscounted = lambda *args: None
 
 
 def adagc_replicas_counted_twice_and_checked() -> None:
-    from simreg_megatron.plugin.clip import parameters
+    from simreg_megatron.adagc import gradients
     from tests.megatron import watch
 
     watch.adagc()
-    parameters._is_first_rank = lambda parameter: True
+    gradients._is_first_rank = lambda parameter: True
 
 
 def adagc_instances_counted_twice() -> None:
     """What every instance of the distributed optimizer holds counts once for each of them."""
-    from simreg_megatron.plugin.clip import clipping
+    from simreg_megatron.adagc import clipping
     from tests.megatron import watch
 
     watch.adagc()
     stepped_on = clipping.stepped_on
     clipping.stepped_on = lambda *member: (held._replace(counts=True) for held in stepped_on(*member))
-    clipping.ranks.refuse_miscounted = lambda *args: None
+    clipping.refuse_miscounted = lambda *args: None
 
 
 def gradient_not_finite_in_third_step() -> None:

@@ -40,7 +40,7 @@ def evaluation() -> None:
 
 def adagc() -> None:
     """Write what AdaGC did in every step to RECORD_OUT/adagc<rank>.pt: its coefficients and averages, by name."""
-    from simreg_megatron.plugin.clip.clipping import Clipped, Clipping
+    from simreg_megatron.adagc.clipping import Clipped, Clipping
 
     steps: list[dict[str, Any]] = []
     clip = Clipping.clip
@@ -170,7 +170,7 @@ def adagc_and_loadable_shards() -> None:
 
 def adagc_spike() -> None:
     """As `adagc`, but the gradient of one parameter is 1000 times as large in the sixth step."""
-    from simreg_megatron.plugin.clip.clipping import Clipped, Clipping
+    from simreg_megatron.adagc.clipping import Clipped, Clipping
 
     adagc()
     watched, calls = Clipping.clip, []

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from simreg_megatron import SimRegConfig
+from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.plugin import before_training, compat, form_trial, installation, loop_hooks, other_loops
 from simreg_megatron.plugin.arguments import add_simreg_arguments
-from simreg_megatron.plugin.clip.clipping import Clipping
 from tests.unit.test_other_loops import LENGTH, WIDTH, Model
 
 # What Megatron says at import, of layers that are not installed, is not what is tested here.

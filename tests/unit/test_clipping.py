@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from simreg_megatron.adagc import clipping, gradients
+from simreg_megatron.adagc.clipping import Clipping
+from simreg_megatron.adagc.gradients import Named, _counted_experts, _whole, named_parameters
 from simreg_megatron.config import AdaGCConfig
-from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.clip import clipping, gradients, marks, ranks
-from simreg_megatron.plugin.clip.clipping import Clipping, loading, saving
-from simreg_megatron.plugin.clip.parameters import Named, _counted_experts, _whole, named_parameters
+from simreg_megatron.plugin import compat, installation, loop_hooks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 
@@ -35,7 +35,7 @@ def test_hidden_gradients_are_refused(flag: str) -> None:
 def test_a_release_without_the_seam_is_named() -> None:
     lacks = SimpleNamespace(get_grad_norm=None)
     with pytest.raises(
-        compat.MegatronSeamError, match=r"SimpleNamespace has no step_with_ready_grads; use megatron-core"
+        NotImplementedError, match=r"SimpleNamespace, which has no step_with_ready_grads: use megatron-core"
     ):
         gradients.refuse_hidden(lacks, SimpleNamespace())
 
@@ -136,7 +136,7 @@ ROWS = torch.tensor([[1.0, -2.0, 0.5], [0.3, 1.0, -1.0]])
     ],
 )
 def test_a_wrong_mark_shows_in_the_numbers(numbers: torch.Tensor, is_cut: bool, wrong: str | None) -> None:
-    assert marks.wrong_mark(numbers, is_cut=is_cut) == wrong
+    assert gradients.wrong_mark(numbers, is_cut=is_cut) == wrong
 
 
 class Ranks:
@@ -154,16 +154,16 @@ def test_a_parameter_with_a_wrong_mark_is_named(monkeypatch: pytest.MonkeyPatch)
         found[0].copy_(own)
         found[1].copy_(group.others)
 
-    monkeypatch.setattr(marks.dist, "all_gather", all_gather)
+    monkeypatch.setattr(gradients.dist, "all_gather", all_gather)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     parameters = [torch.nn.Parameter(torch.arange(1.0, 21.0)), torch.nn.Parameter(torch.ones(2, 2))]
     named = [Named(name, parameter, True, 4, False) for name, parameter in zip("ab", parameters, strict=True)]
-    same = torch.stack([marks._numbers(parameter) for parameter in parameters])
-    marks._refuse_among(named, Ranks(same))
+    same = torch.stack([gradients._first_numbers(parameter) for parameter in parameters])
+    gradients._refuse_among(named, Ranks(same))
     with pytest.raises(
         NotImplementedError, match=r"cannot measure b: Megatron says .* hold the same of it, and they do"
     ):
-        marks._refuse_among(named, Ranks(same * torch.tensor([[1.0], [2.0]])))
+        gradients._refuse_among(named, Ranks(same * torch.tensor([[1.0], [2.0]])))
 
 
 def test_experts_are_counted_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +189,14 @@ def attached(names: list[str], **settings: Any) -> Clipping:
     return made
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What is installed, as far as the scheduler's wrappers look at it."""
+    made = SimpleNamespace(clipping=None)
+    monkeypatch.setattr(installation, "_installation", made)
+    return made
+
+
 def test_averages_go_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     before, after = attached(["a", "b", "c"]), attached(["c", "d", "a"])
     before._adagc.gammas, before._adagc.steps = torch.tensor([1.0, 2.0, 3.0]), 7
@@ -208,19 +216,23 @@ def test_layers_that_are_built_otherwise_start_anew(capsys: pytest.CaptureFixtur
     assert "built otherwise, so its averages may be of other parameters: the warm-up" in capsys.readouterr().out
 
 
-def test_a_conversion_keeps_the_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_keeps_the_averages(here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loads, saves and ends before there is an optimizer to clip for."""
     before = attached(["a"])
     before._adagc.gammas, before._adagc.steps = torch.tensor([2.0]), 7
-    written = saving(lambda: before, lambda scheduler: {"num_steps": 3})(None)
-    converting = Clipping(AdaGCConfig())
-    assert saving(lambda: converting, lambda scheduler: {})(None) == {}
-    loading(lambda: converting, lambda scheduler, given: None)(None, written)
-    assert saving(lambda: converting, lambda scheduler: {"num_steps": 3})(None) == written
+    save = loop_hooks.save_adagc(lambda scheduler: {"num_steps": 3})
+    load = loop_hooks.load_adagc(lambda scheduler, given: None)
+    here.clipping = before
+    written = save(None)
+    here.clipping = Clipping(AdaGCConfig())
+    assert save(None) == {"num_steps": 3}
+    load(None, written)
+    assert save(None) == written
+    here.clipping = None
     monkeypatch.setattr(compat, "has_parsed_arguments", lambda: True)
     monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(ckpt_convert_format="torch_dist"))
     with pytest.raises(ValueError, match="a conversion without it would lose its averages: add --adagc"):
-        loading(lambda: None, lambda scheduler, given: None)(None, written)
+        load(None, written)
 
 
 def test_a_step_that_is_left_out_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +241,7 @@ def test_a_step_that_is_left_out_moves_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(clipping.dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     made = attached(["a"])
-    made._held = [ranks.Held(weight, 0, True)]
+    made._held = [clipping.Held(weight, 0, True)]
     stepped: list[int] = []
     optimizer = SimpleNamespace(
         get_grad_norm=lambda: weight.grad.norm(), step_with_ready_grads=lambda: stepped.append(1) or True
@@ -251,14 +263,16 @@ def test_another_variant_starts_anew(capsys: pytest.CaptureFixture[str]) -> None
     assert "averages are of variant clipped, not global, so the warm-up starts now" in capsys.readouterr().out
 
 
-def test_the_schedulers_state_is_left_alone_without_adagc(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schedulers_state_is_left_alone_without_adagc(
+    here: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = {"num_steps": 3}
-    assert saving(lambda: None, lambda scheduler: state)(None) is state
+    assert loop_hooks.save_adagc(lambda scheduler: state)(None) is state
     seen: list[Any] = []
-    load = loading(lambda: None, lambda scheduler, given: seen.append(given))
+    load = loop_hooks.load_adagc(lambda scheduler, given: seen.append(given))
     load(None, state)
     assert seen == [state] and not capsys.readouterr().out
-    load(None, {**state, clipping.STATE_KEY: {}})
+    load(None, {**state, loop_hooks.STATE_KEY: {}})
     assert "written with --adagc, and this run continues without it" in capsys.readouterr().out
 
 

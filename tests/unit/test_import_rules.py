@@ -30,7 +30,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-# Only cpu, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
+# Only adagc, cpu, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
 LAW = {
     "schedule": room(),
     "sentences": room(),
@@ -38,7 +38,7 @@ LAW = {
     "config": room("objectives schedule"),
     "losses": room("kernels objectives", "torch"),
     "kernels": room(packages="torch triton"),
-    "adagc": room(packages="torch"),
+    "adagc": room("config notices", "torch megatron"),
     "geometry": room("kernels losses", "torch"),
     "magnitude": room("kernels", "torch"),
     "parallel": room(packages="torch"),

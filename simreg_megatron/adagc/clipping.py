@@ -10,24 +10,34 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.adagc import AdaGC, Clipped
+from simreg_megatron.adagc.adagc import AdaGC, Clipped
+from simreg_megatron.adagc.gradients import (
+    Named,
+    gradient_of,
+    members,
+    named_parameters,
+    refuse_hidden,
+    refuse_wrong_marks,
+    stepped_on,
+)
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.notices import log_once
-from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.clip import marks, ranks
-from simreg_megatron.plugin.clip.gradients import gradient_of, members, refuse_hidden, stepped_on
-from simreg_megatron.plugin.clip.parameters import Named, named_parameters
-from simreg_megatron.plugin.clip.ranks import Held
 
 _OF_LAYER = ".layers."
-STATE_KEY = "simreg_adagc"
-"""Where the state lies in the learning-rate scheduler's part of a checkpoint, which every format of Megatron keeps."""
+
+
+class Held(NamedTuple):
+    """A tensor that the optimizer steps on: a parameter, its float32 copy, or this rank's piece of that."""
+
+    tensor: Any
+    slot: int
+    contributes: bool
 
 
 class _Places:
@@ -64,28 +74,28 @@ class Clipping:
 
     # The optimizer
 
-    def attach(self, optimizer: Any, model_chunks: Any) -> None:
+    def attach(self, optimizer: Any, models: list[Any], args: Any) -> None:
         """Clip before every step of this optimizer, in the place of Megatron's global clip. A collective.
+
+        Args:
+            models: the parts of the model on this rank, without Megatron's wrappers around them.
+            args: Megatron's parsed arguments.
 
         Raises:
             NotImplementedError: the gradients of a parameter are nowhere to be found, or on more ranks than known.
-            MegatronSeamError: this Megatron lacks what AdaGC wraps.
         """
-        args = compat.arguments()
         refuse_hidden(optimizer, args)
         all_members = list(members(optimizer))
-        named = {id(entry.parameter): entry for entry in named_parameters(compat.unwrapped(model_chunks))}
-        self._names = ranks.all_names([entry.name for entry in named.values()])
+        named = {id(entry.parameter): entry for entry in named_parameters(models)}
+        self._names = _names_of_all_ranks([entry.name for entry in named.values()])
         slots = {name: slot for slot, name in enumerate(self._names)}
-        marks.refuse_wrong_marks(list(named.values()))
+        refuse_wrong_marks(list(named.values()))
         for member in all_members:
             for tensor, parameter, counts in stepped_on(*member):
                 entry: Named = named[id(parameter)]
                 self._held.append(Held(tensor, slots[entry.name], entry.contributes and counts))
         device = torch.device(torch.cuda.current_device())
-        ranks.refuse_miscounted(
-            self._names, self._held, {slots[entry.name]: entry.whole for entry in named.values()}, device
-        )
+        refuse_miscounted(self._names, self._held, {slots[entry.name]: entry.whole for entry in named.values()}, device)
         self._adagc = AdaGC(
             len(self._names),
             lambda_rel=self.config.lambda_rel,
@@ -93,7 +103,7 @@ class Clipping:
             beta=self.config.beta,
             warmup_iters=self.config.warmup_iters,
             variant=self.config.variant,
-            apart=ranks.apart(list(named.values()), slots, self.config.variant, device),
+            apart=_apart(list(named.values()), slots, self.config.variant, device),
             device=device,
         )
         for member in all_members:
@@ -122,7 +132,7 @@ class Clipping:
 
         def clipped() -> Any:
             found = self.clip()
-            # Here the host waits for the device, which has the clipping to do meanwhile.
+            # The first host sync of the step; the clipping kernels are queued already.
             if not all(math.isfinite(norm) for norm in self._norms):
                 self._attached.steps -= 1  # nothing is stepped, and no average has moved
                 return False
@@ -240,33 +250,45 @@ class _Metrics:
         }
 
 
-# Wrappers of the scheduler that carries the state ---------------------------------------------------------------------
+# What all ranks must know of each other before the first step ---------------------------------------------------------
 
 
-def saving(clipping_of: Callable[[], Clipping | None], state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    def with_adagc(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        state, clipping = state_dict(scheduler, *args, **kwargs), clipping_of()
-        own = clipping.state_dict() if clipping else {}
-        return {**state, STATE_KEY: own} if own else state
-
-    return with_adagc
+def _names_of_all_ranks(own: list[str]) -> list[str]:
+    """Gather and sort the names of all ranks. A collective."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    return sorted({name for names in gathered for name in names})
 
 
-def _converts() -> bool:
-    return compat.has_parsed_arguments() and bool(getattr(compat.arguments(), "ckpt_convert_format", None))
+def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int], device: torch.device) -> None:
+    """Every element of every parameter counts on exactly one rank, or its norm would be wrong. A collective."""
+    counted, expected = torch.zeros(2, len(names), dtype=torch.int64)
+    for piece in held:
+        counted[piece.slot] += piece.tensor.numel() if piece.contributes else 0
+    for slot, elements in whole.items():
+        expected[slot] = elements
+    counted, expected = counted.to(device), expected.to(device)
+    dist.all_reduce(counted)
+    dist.all_reduce(expected, op=dist.ReduceOp.MAX)
+    for slot in (counted != expected).nonzero().flatten().tolist():
+        raise NotImplementedError(
+            f"--adagc would count {counted[slot]} elements of {names[slot]}, which has {expected[slot]}: it does not "
+            "know how this optimizer spreads gradients over ranks, so use another optimizer, or drop --adagc"
+        )
 
 
-def loading(clipping_of: Callable[[], Clipping | None], load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    def with_adagc(scheduler: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if clipping := clipping_of():
-            clipping.load_state_dict(state.get(STATE_KEY))
-        elif STATE_KEY in state and _converts():
-            raise ValueError(
-                "the checkpoint was written with --adagc, and a conversion without it would lose its averages: add "
-                "--adagc to this command, too"
-            )
-        elif STATE_KEY in state:
-            log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
-        return load_state_dict(scheduler, state, *args, **kwargs)
-
-    return with_adagc
+def _apart(named: list[Named], slots: dict[str, int], variant: str, device: torch.device) -> Tensor | None:
+    """Bool [N]: parameters of detached prediction heads, which Megatron (from 0.19 on) clips by a norm of their own;
+    None where there are none. A collective."""
+    found = torch.zeros(len(slots), dtype=torch.int64)
+    for entry in named:
+        found[slots[entry.name]] = getattr(entry.parameter, "grad_norm_group", None) is not None
+    found = found.to(device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if not found.any():
+        return None
+    if variant == "global":
+        raise NotImplementedError(
+            "--adagc-variant global has one norm, and --mtp-detach-heads asks for a second one: drop one of them"
+        )
+    return found.bool()

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters that Megatron trains, under one name in every layout, and the gradients that its optimizers step on.
+
+Megatron counts layers and experts anew on every rank; here layers are counted over all pipeline stages and experts
+over all expert-parallel ranks. Tensor-parallel shards of a parameter share its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
+_SEQUENTIAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_GROUPED_EXPERT = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)$")
+_ALL_EXPERTS = re.compile(r"\.experts\.(?:weight[12]|linear_fc[12]\.(?:weight|bias))$")
+_CUT_UNMARKED = re.compile(r"\.softmax_offset$|\.experts\.linear_fc1\.bias\d+$")  # the latter up to 0.18
+_EMBEDDING = "embedding.word_embeddings.weight"
+_ELSEWHERE = (
+    "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"
+)  # fmt: skip
+# Lists of lists, an inner one for each parameter group: the model's parameters, and what is stepped on in their place.
+_OF_SHARDS = (  # DistributedOptimizer
+    "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups",
+    "shard_fp32_groups",
+)  # fmt: skip
+# Float16OptimizerWithFloat16Params
+_OF_COPIES = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
+_NUMBERS = 16  # of each parameter, compared between ranks
+_DRIFT = 0.1  # copies drift apart by rounding, in a whole training by far less; other numbers have nothing in common
+
+
+class Named(NamedTuple):
+    """A parameter of this rank."""
+
+    name: str
+    parameter: Any
+    contributes: bool  # its gradient counts in sums over all ranks: it is no replica over tensor parallelism, no copy
+    whole: int  # elements of the parameter, over all tensor-parallel ranks
+    is_cut: bool  # over these ranks, which otherwise all hold the same
+
+
+class Stepped(NamedTuple):
+    """A tensor that an optimizer steps on: a parameter, its float32 copy, or this rank's piece of one."""
+
+    tensor: Any
+    parameter: Any  # the model's
+    counts: bool  # its gradient counts in sums over all ranks: no other data-parallel rank counts the same
+
+
+class Member(NamedTuple):
+    """An optimizer that is no chain of others."""
+
+    optimizer: Any
+    alone: bool  # what it steps on, no other data-parallel rank does: each has whole parameters of its own
+
+
+def named_parameters(models: list[Any]) -> Iterator[Named]:
+    """The parameters of this rank's pipeline stages that are trained.
+
+    Args:
+        models: without Megatron's wrappers around them.
+
+    Raises:
+        NotImplementedError: one tensor holds several experts, so that none of them has a norm of its own; or weights
+            are cut further than tensor parallelism cuts them.
+    """
+    for model in models:
+        layers = {
+            name + ".": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
+            for name, module in model.named_modules()
+            if _LAYER.search(name) and hasattr(module, "layer_number")
+        }
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            is_copy = bool(getattr(parameter, "shared", False))
+            if is_copy:  # of tied embeddings, on the last pipeline stage or on that of a further prediction
+                name = _EMBEDDING
+            for local, counted in layers.items():
+                if name.startswith(local):
+                    name = counted + name.removeprefix(local)
+                    break
+            name = _counted_experts(name, model.config)
+            is_cut = bool(getattr(parameter, "tensor_model_parallel", False) or _CUT_UNMARKED.search(name))
+            speaks = not is_copy and (is_cut or _is_first_rank(parameter))
+            yield Named(name, parameter, speaks, _whole(name, parameter, is_cut=is_cut), is_cut)
+
+
+def _is_expert(parameter: Any) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
+def _is_first_rank(parameter: Any) -> bool:
+    """Whether this rank counts what all tensor-parallel ranks hold."""
+    from megatron.core import parallel_state
+
+    if _is_expert(parameter):
+        return parallel_state.get_expert_tensor_parallel_rank() == 0
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _whole(name: str, parameter: Any, *, is_cut: bool) -> int:
+    from megatron.core import parallel_state
+
+    if getattr(parameter, "is_gtp_weight_remat", False):  # from 0.19 on
+        raise NotImplementedError(
+            f"--adagc does not know how --tensor-parallel-num-weight-shards cuts {name}: drop one of them"
+        )
+    if not is_cut:
+        return int(parameter.numel())
+    if _is_expert(parameter):
+        return int(parameter.numel() * parallel_state.get_expert_tensor_parallel_world_size())
+    return int(parameter.numel() * parallel_state.get_tensor_model_parallel_world_size())
+
+
+def _counted_experts(name: str, config: Any) -> str:
+    """The name with the expert's number over all expert-parallel ranks."""
+    from megatron.core import parallel_state
+
+    if _ALL_EXPERTS.search(name):
+        raise NotImplementedError(
+            f"--adagc clips every expert by itself, and {name} holds all of a rank's experts in one tensor: "
+            "train with Transformer Engine's grouped experts or without --moe-grouped-gemm, or drop --adagc"
+        )
+    if not (_SEQUENTIAL_EXPERT.search(name) or _GROUPED_EXPERT.search(name)):
+        return name
+    experts_here = config.num_moe_experts // config.expert_model_parallel_size
+    first = parallel_state.get_expert_model_parallel_rank() * experts_here
+    name = _SEQUENTIAL_EXPERT.sub(lambda found: str(first + int(found[0])), name)
+    return _GROUPED_EXPERT.sub(lambda found: f"{found[1]}{first + int(found[2])}", name)
+
+
+def refuse_wrong_marks(named: Sequence[Named]) -> None:
+    """Compare Megatron's mark of each parameter, cut over tensor-parallel ranks or the same on all, with its numbers.
+
+    A norm over ranks counts every piece of a parameter that is cut, and one copy of one that is not. Where the mark is
+    wrong (releases differ in which modules set it), the norm is wrong and nothing else shows it. A collective over the
+    ranks that share or cut a parameter; experts are cut over ranks of their own.
+
+    Raises:
+        NotImplementedError: pieces are marked as copies, or copies as pieces.
+    """
+    from megatron.core import parallel_state
+
+    dense = parallel_state.get_tensor_model_parallel_group()
+    _refuse_among([entry for entry in named if not _is_expert(entry.parameter)], dense)
+    experts = parallel_state.get_expert_tensor_parallel_group()
+    _refuse_among([entry for entry in named if _is_expert(entry.parameter)], experts)
+
+
+def _refuse_among(named: Sequence[Named], group: dist.ProcessGroup) -> None:
+    if group.size() == 1:
+        return
+    plain = [entry for entry in named if type(entry.parameter.data) is Tensor]  # one of FP8 is not read so cheaply
+    own = torch.stack([_first_numbers(entry.parameter) for entry in plain]) if plain else torch.empty(0, _NUMBERS)
+    own = own.to(torch.device(torch.cuda.current_device()))
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own, group=group)
+    for entry, numbers in zip(plain, torch.stack(found, dim=1).cpu(), strict=True):
+        if (wrong := wrong_mark(numbers, is_cut=entry.is_cut)) is not None:
+            raise NotImplementedError(
+                f"--adagc cannot measure {entry.name}: Megatron says that tensor-parallel ranks {wrong}; use another "
+                "release, train without tensor parallelism, or drop --adagc"
+            )
+
+
+def wrong_mark(numbers: Tensor, *, is_cut: bool) -> str | None:
+    """What is wrong with the mark of a parameter whose first numbers on each rank are [ranks, numbers], or None."""
+    first, others = numbers[0], numbers[1:]
+    if is_cut:
+        is_constant = bool((first == first[0]).all())  # as a bias or a norm begins
+        return None if is_constant or not (others == first).all() else "cut it, and all hold the same"
+    apart = torch.linalg.vector_norm(others - first, dim=-1) > _DRIFT * torch.linalg.vector_norm(first)
+    return "hold the same of it, and they do not" if apart.any() else None
+
+
+def _first_numbers(parameter: Any) -> Tensor:
+    flat = parameter.detach().flatten()[:_NUMBERS].float()
+    return torch.nn.functional.pad(flat, (0, _NUMBERS - flat.numel()))
+
+
+def refuse_hidden(optimizer: Any, args: Any) -> None:
+    """Refuse settings and optimizers whose gradients cannot be reached between unscaling and step.
+
+    Raises:
+        NotImplementedError: a flag moves the gradients elsewhere, or the optimizer lacks the methods that AdaGC wraps.
+    """
+    for flag in _ELSEWHERE:
+        if getattr(args, flag, False):
+            raise NotImplementedError(
+                f"--adagc does not know where --{flag.replace('_', '-')} keeps the gradients: drop one of them"
+            )
+    for method in ("get_grad_norm", "step_with_ready_grads"):
+        if not hasattr(optimizer, method):
+            raise NotImplementedError(
+                f"--adagc cannot wrap this Megatron's {type(optimizer).__name__}, which has no {method}: use "
+                "megatron-core 0.12 or newer, or drop --adagc"
+            )
+
+
+def members(optimizer: Any, *, alone: bool = False) -> Iterator[Member]:
+    """The optimizers of a chain, and of the chains in it: Muon's layer-wise optimizer is one."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        yield Member(optimizer, alone)
+        return
+    if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":  # one dense replica alone deals nothing out
+        alone = alone or getattr(optimizer, "dp_cp_params_list", ()) is not None
+    for member in optimizer.chained_optimizers:
+        yield from members(member, alone=alone)
+
+
+def stepped_on(optimizer: Any, alone: bool = False) -> Iterator[Stepped]:
+    """Everything that a member steps on here.
+
+    Raises:
+        NotImplementedError: an optimizer of another kind.
+    """
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return
+    if all(hasattr(optimizer, name) for name in _OF_SHARDS):
+        # Every data-parallel rank has pieces of its own; further instances of the optimizer have the same pieces again.
+        counts = getattr(optimizer, "distributed_optimizer_instance_id", 0) == 0
+        yield from (Stepped(tensor, parameter, counts) for tensor, parameter in _shards(optimizer))
+    elif all(hasattr(optimizer, name) for name in _OF_COPIES):
+        main = zip(_flat(optimizer.fp32_from_float16_groups), _flat(optimizer.float16_groups), strict=True)
+        whole = [*main, *((parameter, parameter) for parameter in _flat(optimizer.fp32_from_fp32_groups))]
+        yield from (Stepped(tensor, parameter, alone or _is_first_replica(parameter)) for tensor, parameter in whole)
+    elif type(optimizer).__name__ == "FP32Optimizer":
+        for parameter in _flat([group["params"] for group in optimizer.param_groups]):
+            yield Stepped(parameter, parameter, alone or _is_first_replica(parameter))
+    elif alone:
+        raise NotImplementedError(
+            "--adagc and Megatron's layer-wise optimizer, which spreads whole parameters over ranks, need --bf16: add "
+            "it, or drop --use-distributed-optimizer or --adagc"
+        )
+    else:
+        raise NotImplementedError(f"--adagc does not know {type(optimizer).__name__}: use Adam or SGD, or drop --adagc")
+
+
+def gradient_of(tensor: Any) -> Tensor | None:
+    """The finished gradient of what is stepped on; the precision-aware optimizer keeps it in another place."""
+    decoupled = getattr(tensor, "decoupled_grad", None)
+    return tensor.grad if decoupled is None else decoupled
+
+
+def _shards(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Along the lists that Megatron copies the gradients along: positions in its parameter groups mix up data types."""
+    of_float16 = zip(*(_flat(getattr(optimizer, name)) for name in _OF_SHARDS[:3]), strict=True)
+    for parameter, shard, main in of_float16:  # a precision-aware optimizer has no main parameters
+        yield (shard if main is None else main), parameter
+    model_fp32, shard_fp32 = (_flat(getattr(optimizer, name)) for name in _OF_SHARDS[3:])
+    yield from zip(shard_fp32, model_fp32, strict=True)
+
+
+def _flat(groups: list[list[Any]]) -> list[Any]:
+    return [entry for group in groups for entry in group]
+
+
+def _is_first_replica(parameter: Any) -> bool:
+    from megatron.core import parallel_state
+
+    if _is_expert(parameter):
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
