@@ -26,7 +26,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import gemm
 from simreg_megatron.kernels import rows as row_kernels
 from simreg_megatron.kernels import triton as triton_kernels
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.term import Regularizer
 
 BATCH, LENGTH, WIDTH, CHUNK = 2, 64, 16, 32
 CALLS = 1000

@@ -42,7 +42,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import gemm
 from simreg_megatron.kernels import rows as row_kernels
 from simreg_megatron.kernels import triton as triton_kernels
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.term import Regularizer
 
 FORMS = ("tiled", "gemm", "triton")
 BANDWIDTH, RATE, LAUNCH = 2.5e12, 600e12, 3e-6  # bytes/s, FLOP/s and seconds a kernel, of an H800 in bf16

@@ -34,7 +34,7 @@ from benchmarks.records import Record
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import walk
 from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, ShardLayout, row_plan
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.term import Regularizer
 
 LAYOUTS = (
     Layout(tensor=8),

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from simreg_megatron.plugin import compat, installation, other_loops
+from simreg_megatron import loop
+from simreg_megatron.plugin import compat, installation
 
 _ENDLESS = 10**12  # iterations
 _AT_ONCE = 1 << 26  # numbers whose copies in float64 are made at a time
@@ -59,7 +61,7 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         NotImplementedError: SimReg does not support these models.
         ValueError: lambda is 0, so there is nothing to compare.
     """
-    other_loops.begin_run(models)
+    loop.begin_run(models)
     regularizer = installation.regularizer()
     config = regularizer.config
     if not config.trains:
@@ -70,11 +72,11 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         return _check(models, forward_backward)
     finally:
         _clear(models)
-        other_loops.begin_run(models)  # nothing of these steps is logged, or taken for one that the loop counted
+        loop.begin_run(models)  # nothing of these steps is logged, or taken for one that the loop counted
 
 
 def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
-    with other_loops.paused():
+    with _paused():
         loss_without = _run(models, forward_backward)
     # The only copy, as large as the gradients are: the others are compared where they lie.
     without = [gradient.detach().clone() for gradient in _gradients(models)]
@@ -82,7 +84,7 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     num_with = _num(models)
     pairs = zip(without, _gradients(models), strict=True) if num_with == len(without) else ()
     moved = [_distance(*pair) for pair in pairs]
-    with other_loops.paused():
+    with _paused():
         loss_again = _run(models, forward_backward)
     repeats = _num(models) == len(without) and all(map(torch.equal, without, _gradients(models)))
     if not all(torch.isfinite(number).all() for number in _numbers(loss_without)):
@@ -113,10 +115,37 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     return Found(math.hypot(*moved) / (size or math.nan), sum(map(bool, moved)), len(without))
 
 
+@contextmanager
+def _paused() -> Iterator[None]:
+    """Train models as plain Megatron trains them in here."""
+    here = installation.current()
+    here.paused = True
+    try:
+        yield
+    finally:
+        here.paused = False
+
+
+@contextmanager
+def _repeated_random_numbers() -> Iterator[None]:
+    """Restore the random state afterwards, so that what is drawn in here is drawn again."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    on_cpu, of_megatron = torch.get_rng_state(), dict(get_cuda_rng_tracker().get_states())
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+        get_cuda_rng_tracker().set_states(of_megatron)
+
+
 def _run(models: Any, forward_backward: Callable[[], Any]) -> Any:
     """The loss that the loop reports."""
     _clear(models)
-    with other_loops.random_numbers_of_before():
+    with _repeated_random_numbers():
         return _kept(forward_backward())
 
 

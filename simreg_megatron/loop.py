@@ -19,7 +19,8 @@ from __future__ import annotations
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import hooks, installation, loop_hooks, other_loops
+from simreg_megatron.plugin import compat, hooks, installation, log
+from simreg_megatron.plugin import loop as plugin_loop
 
 __all__ = ["begin_run", "begin_step", "end_step", "settings", "wrap_model"]
 
@@ -37,7 +38,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
         ValueError, NotImplementedError: SimReg does not support these models, or not with its settings. What only a
             micro-batch shows is refused in its forward pass.
     """
-    other_loops.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
+    plugin_loop.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
 
 
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
@@ -53,7 +54,7 @@ def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = N
     Raises:
         RuntimeError: the lambda schedule needs `num_iterations`.
     """
-    loop_hooks.begin_step(iteration, measures=measures, num_iterations=num_iterations)
+    plugin_loop.begin_step(iteration, measures=measures, num_iterations=num_iterations)
 
 
 def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
@@ -65,7 +66,11 @@ def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
     Raises:
         MegatronSeamError: SimReg is on, but no forward pass has called a function that it wraps.
     """
-    return other_loops.end_step(models, reduces=reduces)
+    regularizer = installation.regularizer()
+    if not regularizer.config.active:
+        return {}
+    regularizer.refuse_silence(models)
+    return log.reduced_means(compat.unwrapped(models)[0]) if reduces else {}
 
 
 def wrap_model(model_class: type) -> None:

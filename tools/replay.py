@@ -76,8 +76,12 @@ def _digests(given: dict[str, Any], dtype: str) -> tuple[str, str]:
     import torch
 
     from simreg_megatron import SimRegConfig
-    from simreg_megatron.plugin.regularizer import Regularizer
     from simreg_megatron.weights import learnable
+
+    try:
+        from simreg_megatron.plugin.term import Regularizer
+    except ImportError:  # at an older commit
+        from simreg_megatron.plugin.regularizer import Regularizer
 
     torch.manual_seed(0)
     try:

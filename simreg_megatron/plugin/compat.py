@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each Megatron keeps the functions that the plugin wraps; the only place that knows versions."""
+"""Where each Megatron keeps the functions that the plugin wraps, its groups and its globals: alone knows releases."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import importlib.util
 import inspect
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 NEWEST_TRIED = (0, 19)  # docs/versions.md
+TIMER = "simreg-forward"
 _USE_ANOTHER = "use megatron-core 0.12 or newer"
+_GPT = "megatron.core.models.gpt.gpt_model"
+_TRAINING = "megatron.training.training"
 
 
 class MegatronSeamError(RuntimeError):
@@ -60,42 +64,39 @@ class Seam:
         return holder
 
     def imported(self) -> ModuleType:
-        """Its module; MegatronSeamError where there is none."""
+        """Import its module; MegatronSeamError if there is none."""
         try:
             return importlib.import_module(self.module)
         except ImportError as error:
             lacks = (error.name or "").partition(".")[0]  # up to 0.16 a source tree needs packages it never names
-            mend = _USE_ANOTHER if lacks in ("", self.module.partition(".")[0]) else f"install {lacks}"
-            raise self._missing(f"cannot import {self.module}: {error}", mend) from error
+            fix = _USE_ANOTHER if lacks in ("", self.module.partition(".")[0]) else f"install {lacks}"
+            raise self._missing(f"cannot import {self.module}: {error}", fix) from error
 
-    def _missing(self, what: str, mend: str = _USE_ANOTHER) -> MegatronSeamError:
+    def _missing(self, what: str, fix: str = _USE_ANOTHER) -> MegatronSeamError:
         return MegatronSeamError(
             f"SimReg cannot use megatron-core {megatron_version()} ({self.purpose}): {what}; "
-            f"{mend} (`simreg-megatron doctor` lists what was found)"
+            f"{fix} (`simreg-megatron doctor` lists what was found)"
         )
 
 
 MODEL_SEAM = Seam(
-    "megatron.core.models.gpt.gpt_model",
+    _GPT,
     "GPTModel",
     "_postprocess",
     "final hidden states and labels meet here",
     frozenset({"hidden_states", "labels", "loss_mask", "packed_seq_params", "inference_context"}),
     called_by_keyword=True,
 )
-# Models that compute their loss inside `forward` itself: what their decoder returns is caught on the way.
-FORWARD_SEAMS = (
-    Seam("megatron.core.models.gpt.gpt_model", "GPTModel", "forward", "it computes the loss", frozenset({"labels"})),
-    Seam("megatron.core.models.hybrid.hybrid_model", "HybridModel", "forward", "it computes the loss",
-         frozenset({"labels"})),
-    Seam("megatron.core.models.mamba.mamba_model", "MambaModel", "forward", "it computes the loss",
-         frozenset({"labels"})),
-)  # fmt: skip
+FORWARD_SEAMS = tuple(  # models that compute their loss inside `forward`: the output of their decoder is caught
+    Seam(module, owner, "forward", "it computes the loss", frozenset({"labels"}))
+    for module, owner in (
+        (_GPT, "GPTModel"),
+        ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
+        ("megatron.core.models.mamba.mamba_model", "MambaModel"),
+    )
+)
 DECODER_SEAM = Seam(
-    "megatron.core.transformer.transformer_block",
-    "TransformerBlock",
-    "forward",
-    "states inside the decoder are caught while it runs",
+    "megatron.core.transformer.transformer_block", "TransformerBlock", "forward", "states inside the decoder are caught"
 )
 STAGE_SEAM = Seam(
     "megatron.core.pipeline_parallel.schedules",
@@ -104,37 +105,16 @@ STAGE_SEAM = Seam(
     "terms of layers on earlier pipeline stages enter there",
     frozenset({"forward_step_func", "model", "num_microbatches", "config"}),
 )
-DATA_SEAM = Seam(
-    "megatron.training.training",
-    None,
-    "build_train_valid_test_data_iterators",
-    "earlier pipeline stages with layers of SimReg read labels",
-)
+DATA_SEAM = Seam(_TRAINING, None, "build_train_valid_test_data_iterators", "earlier pipeline stages read labels")
 ARGUMENTS_SEAM = Seam(
     "megatron.training.arguments", None, "add_megatron_arguments", "the --simreg-* flags join Megatron's parser"
 )
-SETUP_SEAM = Seam(
-    "megatron.training.training", None, "setup_model_and_optimizer", "what cannot work is refused before step one"
-)
-STEP_SEAM = Seam(
-    "megatron.training.training",
-    None,
-    "train_step",
-    "a lambda that changes follows the iteration",
-    frozenset({"model"}),
-)
-LOG_SEAM = Seam(
-    "megatron.training.training",
-    None,
-    "training_log",
-    "SimReg's values join Megatron's log",
-    frozenset({"total_loss_dict", "iteration", "skipped_iter"}),
-)
+SETUP_SEAM = Seam(_TRAINING, None, "setup_model_and_optimizer", "what cannot work is refused before step one")
+STEP_SEAM = Seam(_TRAINING, None, "train_step", "a lambda that changes follows the iteration", frozenset({"model"}))
+_LOGGED = frozenset({"total_loss_dict", "iteration", "skipped_iter"})
+LOG_SEAM = Seam(_TRAINING, None, "training_log", "SimReg's values join Megatron's log", _LOGGED)
 HELPERS_SEAM = Seam(
-    "megatron.core.datasets.utils",
-    None,
-    "compile_helpers",
-    "wheels bring the dataset helpers compiled, without a Makefile",
+    "megatron.core.datasets.utils", None, "compile_helpers", "wheels bring these helpers compiled, without a Makefile"
 )
 RESUME_SEAM = Seam(
     "megatron.training.checkpointing",
@@ -142,13 +122,9 @@ RESUME_SEAM = Seam(
     "check_checkpoint_args",
     "a resume compares its flags with the checkpoint's",
 )
+_SCHEDULER = "megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler"
 SCHEDULER_SEAMS = tuple(
-    Seam(
-        "megatron.core.optimizer_param_scheduler",
-        "OptimizerParamScheduler",
-        name,
-        "AdaGC's state lies beside the scheduler's in a checkpoint",
-    )
+    Seam(*_SCHEDULER, name, "AdaGC's state lies beside the scheduler's in a checkpoint")
     for name in ("state_dict", "load_state_dict")
 )
 TRAINING_SEAMS = (ARGUMENTS_SEAM, HELPERS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)
@@ -170,8 +146,7 @@ def model_seams() -> tuple[Seam, ...]:
         MegatronSeamError: GPTModel has neither form, or one of other parameters.
     """
     gpt, *others = FORWARD_SEAMS
-    holder = gpt.holder()
-    found = [MODEL_SEAM if hasattr(holder, MODEL_SEAM.name) else gpt]
+    found = [MODEL_SEAM if hasattr(gpt.holder(), MODEL_SEAM.name) else gpt]
     found[0].holder()
     for seam in others:  # not in every release, and MambaModel may inherit HybridModel's
         with suppress(MegatronSeamError):
@@ -180,29 +155,22 @@ def model_seams() -> tuple[Seam, ...]:
 
 
 def built(model: Seam) -> Seam:
-    """Where a model of this class is made."""
+    """The constructor of the models of this class."""
     return Seam(model.module, model.owner, "__init__", "parameters that an objective trains join the model")
 
 
-def has_parsed_arguments() -> bool:
-    """Whether Megatron's training loop has read its command line in this process."""
-    return training_loop() is not None and _of_loop("_GLOBAL_ARGS") is not None
+def adds_up_tokens_of_context_ranks() -> bool:
+    """Whether a micro-batch's tokens are counted over context-parallel ranks, and its loss multiplied by their number.
+
+    Up to 0.12; its `forward_step` does not know virtual stages yet.
+    """
+    return "vp_stage" not in inspect.signature(inspect.unwrap(getattr(STAGE_SEAM.holder(), STAGE_SEAM.name))).parameters
 
 
-def arguments() -> Any:
-    """What it read there."""
-    from megatron.training.global_vars import get_args
-
-    return get_args()
-
-
-def timers() -> Any:
-    """Those of Megatron's training loop; None where another one runs."""
-    return _of_loop("_GLOBAL_TIMERS")
-
-
-def _of_loop(name: str) -> Any:
-    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
+def logs_first_step() -> bool:
+    """Whether Megatron prints a line after the first step of a process, too; from 0.16 on."""
+    log = inspect.unwrap(getattr(LOG_SEAM.holder(), LOG_SEAM.name))
+    return "is_first_iteration" in inspect.signature(log).parameters
 
 
 def megatron_version() -> str:
@@ -222,13 +190,60 @@ def is_untried_release() -> bool:
     return numbers is not None and tuple(map(int, numbers.groups())) > NEWEST_TRIED
 
 
-def unwrapped(model_chunks: Any) -> list[Any]:
-    """The models inside what `setup_model_and_optimizer` built, without Megatron's wrappers around each.
+# Megatron's training loop ---------------------------------------------------------------------------------------------
 
-    Megatron's own `unwrap_model` is not in `megatron.core.utils` before 0.14, and stops at the wrapper inside its FSDP.
-    """
-    chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
-    return [wrappers(chunk)[-1] for chunk in chunks]
+
+def has_training_loop() -> bool:
+    """Whether `megatron.training` can be found (megatron-core's wheels have it from 0.17 on)."""
+    with suppress(ModuleNotFoundError):
+        return importlib.util.find_spec("megatron.training") is not None
+    return False
+
+
+def training_loop() -> ModuleType | None:
+    """Import `megatron.training.training`; None where only megatron-core is installed."""
+    return STEP_SEAM.imported() if has_training_loop() else None
+
+
+def has_parsed_arguments() -> bool:
+    """Whether Megatron's training loop has read its command line in this process."""
+    return training_loop() is not None and _global("_GLOBAL_ARGS") is not None
+
+
+def arguments() -> Any:
+    """Megatron's parsed arguments."""
+    from megatron.training.global_vars import get_args
+
+    return get_args()
+
+
+def timers() -> Any:
+    """Those of Megatron's training loop; None where another one runs."""
+    return _global("_GLOBAL_TIMERS")
+
+
+def _global(name: str) -> Any:
+    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
+
+
+@contextmanager
+def timed() -> Iterator[None]:
+    """A span in profiles and nsys; with --timing-log-level 2 one of Megatron's timers, too, which wait for the GPU."""
+    from torch.autograd.profiler import record_function
+
+    found = timers()
+    with record_function("SimReg forward"):
+        if found is None:
+            yield
+            return
+        found(TIMER, log_level=2).start()
+        try:
+            yield
+        finally:
+            found(TIMER, log_level=2).stop()
+
+
+# Models and their process groups --------------------------------------------------------------------------------------
 
 
 def wrappers(model: Any) -> list[Any]:
@@ -239,16 +254,13 @@ def wrappers(model: Any) -> list[Any]:
     return found
 
 
-def training_loop() -> ModuleType | None:
-    """`megatron.training.training`, or None where only megatron-core is installed (its wheels before 0.17)."""
-    return STEP_SEAM.imported() if has_training_loop() else None
+def unwrapped(model_chunks: Any) -> list[Any]:
+    """The models inside what `setup_model_and_optimizer` built, without Megatron's wrappers around each.
 
-
-def has_training_loop() -> bool:
-    """Whether it is there, be it to be imported or not."""
-    with suppress(ModuleNotFoundError):
-        return importlib.util.find_spec("megatron.training") is not None
-    return False
+    Megatron's own `unwrap_model` is not in `megatron.core.utils` before 0.14, and stops at the wrapper inside its FSDP.
+    """
+    chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
+    return [wrappers(chunk)[-1] for chunk in chunks]
 
 
 def tensor_group(model: Any) -> Any:
@@ -271,24 +283,21 @@ def pipeline_group(model: Any = None) -> Any:
     return _group(model, "pp", "get_pipeline_model_parallel_group")
 
 
-def adds_up_tokens_of_context_ranks() -> bool:
-    """Whether a micro-batch's tokens are counted over context-parallel ranks, and its loss multiplied by their number.
-
-    Up to 0.12; its `forward_step` does not know virtual stages yet.
-    """
-    return "vp_stage" not in inspect.signature(inspect.unwrap(getattr(STAGE_SEAM.holder(), STAGE_SEAM.name))).parameters
-
-
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:
     """Ranks that train on other sequences, without those that share theirs, or with the context ranks among them.
 
     The model's own, likewise; without a model, Megatron's global group, which alone has the ranks among which 0.19's
     --tensor-parallel-num-weight-shards cuts a weight: they train on other sequences, too.
     """
-    options = {"with_context_parallel": with_context}
     weight_shards = getattr(getattr(model, "pg_collection", None), "gtp_remat", None)
     model = None if weight_shards is not None and weight_shards.size() > 1 else model
-    return _group(model, "dp_cp" if with_context else "dp", "get_data_parallel_group", **options)
+    name = "dp_cp" if with_context else "dp"
+    return _group(model, name, "get_data_parallel_group", with_context_parallel=with_context)
+
+
+def num_data_ranks(model: Any) -> int:
+    """The number of ranks that train on other sequences."""
+    return int(data_group(model).size())
 
 
 def _group(model: Any, name: str, global_name: str, **options: bool) -> Any:

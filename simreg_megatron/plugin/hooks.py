@@ -10,10 +10,9 @@ from simreg_megatron import notices
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import refuse_idle_settings
 from simreg_megatron.installed import without_make
-from simreg_megatron.plugin import bypass, compat, installation, loop_hooks, model_hooks, other_loops
+from simreg_megatron.plugin import compat, installation, log, loop, model
 from simreg_megatron.plugin.installation import Installation, Wrapper
-
-Wrapped = list[tuple[compat.Seam, Wrapper]]
+from simreg_megatron.plugin.refusals import WAY_OUT
 
 
 def install(config: SimRegConfig | None = None, models: Any = None) -> None:
@@ -23,17 +22,17 @@ def install(config: SimRegConfig | None = None, models: Any = None) -> None:
         raise ValueError("SimReg is installed with other settings already: call uninstall() first")
     if models is not None and config is None:
         raise ValueError("models are checked against settings: pass both, install(config=..., models=...)")
-    if before is None:
-        if config is not None:
-            refuse_idle_settings(config)
-        _install(config)
-    if models is not None:
-        try:
-            other_loops.begin_run(models)
-        except BaseException:  # all of it or nothing
-            if before is None:
-                uninstall()
-            raise
+    if config is not None and before is None:
+        refuse_idle_settings(config)
+    try:
+        if before is None:
+            _install(config)
+        if models is not None:
+            loop.begin_run(models)
+    except BaseException:  # all of it or nothing
+        if before is None:
+            uninstall()
+        raise
 
 
 def _install(config: SimRegConfig | None) -> None:
@@ -50,6 +49,7 @@ def _install(config: SimRegConfig | None) -> None:
         )
     models = compat.model_seams()
     wrappers = _around_models(models) + (_around_loop(parses_flags=config is None) if has_loop else [])
+    model_classes = tuple(seam.holder() for seam in models)
     for seam, _ in wrappers:
         seam.holder()  # all seams are there, or nothing is wrapped
     if compat.is_untried_release():
@@ -57,17 +57,12 @@ def _install(config: SimRegConfig | None) -> None:
             f"SimReg was not yet tried with megatron-core {compat.megatron_version()}. It continues, as all functions "
             "that it wraps exist; first compare a short run with --simreg-lambda 0 to one without the plugin"
         )
-    new = Installation(config, model_hooks.inside)
-    new.model_classes = tuple(seam.holder() for seam in models)
+    new = Installation(config, model.inside)
+    new.model_classes = model_classes
     installation.keep(new)
-    try:
-        for seam, wrapper in wrappers:
-            new.wrap(seam.holder(), seam.name, wrapper)
-        if config is not None and new.regularizer().config.active:
-            bypass.watch_built(new.model_classes)
-    except BaseException:  # all of it or nothing
-        uninstall()
-        raise
+    new.wrap_all(wrappers)
+    if config is not None and new.regularizer().config.active:
+        model.watch_built(model_classes)
 
 
 def uninstall() -> None:
@@ -93,39 +88,39 @@ def wrap_model(model_class: type) -> None:
     if absent:
         raise ValueError(
             f"{model_class.__name__}.{name} does not take {' and '.join(sorted(absent))}, of which SimReg is computed: "
-            f"let it call Megatron's, {bypass.WAY_OUT}"
+            f"let it call Megatron's, {WAY_OUT}"
         )
-    here.wrap(model_class, name, model_hooks.regularize)
+    here.wrap(model_class, name, model.regularize)
     if not issubclass(model_class, here.model_classes):
         here.model_classes += (model_class,)
         if "__init__" in vars(model_class):
-            here.wrap(model_class, "__init__", model_hooks.prepare)
+            here.wrap(model_class, "__init__", model.prepare)
 
 
-def _around_models(models: Any) -> Wrapped:
-    wrappers: Wrapped = [
-        (seam, model_hooks.regularize if seam is compat.MODEL_SEAM else model_hooks.regularize_forward)
-        for seam in models
-    ]
-    wrappers += [(compat.built(seam), model_hooks.prepare) for seam in models]
-    if compat.MODEL_SEAM in models:
-        wrappers.append((compat.FORWARD_SEAMS[0], bypass.ask_after))
+def _around_models(models: tuple[compat.Seam, ...]) -> list[tuple[compat.Seam, Wrapper]]:
+    wrappers: list[tuple[compat.Seam, Wrapper]] = []
+    for seam in models:
+        in_forward = seam is not compat.MODEL_SEAM
+        wrappers.append((seam, model.regularize_forward if in_forward else model.regularize))
+        wrappers.append((compat.built(seam), model.prepare))
+        if not in_forward:
+            wrappers.append((compat.FORWARD_SEAMS[0], model.check_forward))
     return wrappers
 
 
-def _around_loop(*, parses_flags: bool) -> Wrapped:
-    wrappers: Wrapped = [
+def _around_loop(*, parses_flags: bool) -> list[tuple[compat.Seam, Wrapper]]:
+    wrappers: list[tuple[compat.Seam, Wrapper]] = [
         (compat.HELPERS_SEAM, without_make),
-        (compat.SETUP_SEAM, loop_hooks.set_up),
-        (compat.STEP_SEAM, loop_hooks.tell_iteration),
-        (compat.LOG_SEAM, loop_hooks.report),
+        (compat.SETUP_SEAM, loop.set_up),
+        (compat.STEP_SEAM, loop.count_steps),
+        (compat.LOG_SEAM, log.report),
     ]
     if parses_flags:
         state_dict, load_state_dict = compat.SCHEDULER_SEAMS
         wrappers += [
-            (compat.ARGUMENTS_SEAM, loop_hooks.add_flags),
-            (compat.RESUME_SEAM, loop_hooks.compare_with_checkpoint),
-            (state_dict, loop_hooks.save_adagc),
-            (load_state_dict, loop_hooks.load_adagc),
+            (compat.ARGUMENTS_SEAM, loop.add_flags),
+            (compat.RESUME_SEAM, loop.compare_with_checkpoint),
+            (state_dict, loop.save_adagc),
+            (load_state_dict, loop.load_adagc),
         ]
     return wrappers

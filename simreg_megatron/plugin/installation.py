@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrapped in this process, and with which settings: the state that all hooks share."""
+"""What is wrapped in this process, and with which settings: the state that all wrappers share."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import config_from_args, refuse_idle_adagc, refuse_idle_flags
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.term import Regularizer
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-InnerWrappers = Callable[[SimRegConfig], Iterable[tuple[compat.Seam, Wrapper]]]
-"""What is wrapped inside the decoder, for settings that ask for it."""
+Wrappers = Iterable[tuple[compat.Seam, Wrapper]]
 
 
 class Installation:
-    """What is wrapped in this process, and with which settings."""
+    """The settings, the wrapped functions, and the models that have passed them.
 
-    def __init__(self, config: SimRegConfig | None, inside: InnerWrappers) -> None:
+    Args:
+        config: the settings; None reads them from Megatron's flags, once these are parsed.
+        inside: the wrappers inside the decoder, for settings that name states there.
+    """
+
+    def __init__(self, config: SimRegConfig | None, inside: Callable[[SimRegConfig], Wrappers]) -> None:
         self.given_config = config
+        self.clipping: Clipping | None = None
+        self.checkpoint_config: SimRegConfig | None = None  # of the run that wrote the checkpoint, once it is read
+        self.paused = False  # while true, models train as plain Megatron trains them
+        self.model_classes: tuple[Any, ...] = ()
+        self.met: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have computed a loss with labels
+        self.passed: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward pass called a wrapped function
+        self.entered: weakref.WeakSet[Any] = weakref.WeakSet()  # that are inside a wrapped function now
+        self.watches: list[Any] = []  # handles of the hooks on models
         self._inside = inside
         self._regularizer: Regularizer | None = None
-        self.clipping: Clipping | None = None
-        self.checkpoint_config: SimRegConfig | None = None
-        """Of the run that wrote the checkpoint, once Megatron has read its arguments."""
-        self.paused = False
-        """While true, models train as plain Megatron trains them."""
-        self.met: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Models whose loss came by."""
-        self.passed: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Models whose forward pass, the one that runs or the last, passed a wrapped function."""
-        self.entered: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Models that are inside a wrapped function now."""
-        self.watches: list[Any] = []
-        """Handles of the hooks on models."""
         self._originals: list[tuple[Any, str, Any, Any]] = []
-        self.model_classes: tuple[Any, ...] = ()
         self._over = False
 
     def regularizer(self) -> Regularizer:
         """Made at first use: Megatron's flags are parsed by then."""
         if self._regularizer is None:
-            self._regularizer = Regularizer(self.given_config or _config_of_megatron())
-            self._look_inside_if_asked(self._regularizer.config)
+            config = self.given_config or _config_of_megatron()
+            self._regularizer = Regularizer(config)
+            if config.active and config.looks_inside:
+                self.wrap_all(self._inside(config))
         return self._regularizer
 
     def begin_run(self) -> Regularizer:
-        """A fresh regularizer: a run that Megatron restarts inside the process has new groups and counts anew."""
+        """Make a new regularizer: a run that Megatron restarts inside the process has new groups and counts from 0."""
         self._regularizer = None
         return self.regularizer()
 
-    def _look_inside_if_asked(self, config: SimRegConfig) -> None:
-        """The decoder is wrapped only for settings that name states inside it."""
-        if not (config.active and config.looks_inside):
-            return
-        for seam, wrapper in self._inside(config):
+    def known_config(self) -> SimRegConfig | None:
+        """The settings; None where Megatron has not parsed its flags yet."""
+        if self.given_config is None and not compat.has_parsed_arguments():
+            return None
+        return self.regularizer().config
+
+    def wrap_all(self, wrappers: Wrappers) -> None:
+        for seam, wrapper in wrappers:
             self.wrap(seam.holder(), seam.name, wrapper)
 
     def wrap(self, holder: Any, name: str, wrapper: Wrapper) -> None:
-        """Once: nothing is done where it is wrapped already. Whoever keeps the wrapper has the original after
-        `uninstall()`."""
+        """Wrap it once. A wrapper that someone still holds after `uninstall()` calls the original."""
         if any(holder is known and name == of_it for known, of_it, _, _ in self._originals):
             return
         original = getattr(holder, name)
@@ -78,7 +80,7 @@ class Installation:
         self._originals.append((holder, name, original, wrapped))
 
     def unwrap_all(self) -> None:
-        """All of them, or none where someone wrapped one again since."""
+        """Restore all of them, or none: RuntimeError if one was wrapped again since."""
         for holder, name, _, wrapped in self._originals:
             if getattr(holder, name) is not wrapped:
                 raise RuntimeError(
@@ -100,31 +102,20 @@ def installed() -> Installation | None:
 
 
 def current() -> Installation:
-    """RuntimeError without one."""
+    """The installation of this process; RuntimeError without one."""
     if _installation is None:
         raise RuntimeError("SimReg is not installed: call install(config=SimRegConfig(lambda_=...)) first")
     return _installation
 
 
 def keep(new: Installation | None) -> None:
-    """Of now on; None is none."""
+    """Set the current installation; None clears it."""
     global _installation
     _installation = new
 
 
 def regularizer() -> Regularizer:
     return current().regularizer()
-
-
-def known_config() -> SimRegConfig | None:
-    """None without settings where Megatron does not know its own yet."""
-    if current().given_config is None and not compat.has_parsed_arguments():
-        return None
-    return regularizer().config
-
-
-def clipping_in_force() -> Clipping | None:
-    return None if _installation is None else _installation.clipping
 
 
 def _config_of_megatron() -> SimRegConfig:

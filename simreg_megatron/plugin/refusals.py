@@ -1,73 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings, flags of Megatron and models under which SimReg would be wrong, or silent: refused by name."""
+"""Settings, flags of Megatron and models under which SimReg would be wrong, or silent: refused by name.
+
+Every function raises ValueError or NotImplementedError with a sentence that names the cause and the way out.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import compat, inner, stages, whole_graph
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.notices import log_once
+from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.layers import held_layers, holds_earlier_layers
 from simreg_megatron.weights import heads
+from simreg_megatron.weights.learnable import wanted
 
+WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md explains SimReg in other frameworks)"
+WHOLE_GRAPH = "--cuda-graph-impl full_iteration"
 PACKED_AND_SPLIT = (
     "SimReg does not support how packed sequences are cut over context-parallel ranks: train without "
     "--context-parallel-size and --hybrid-context-parallel, or unpacked (drop --sft and "
     "--dataloader-inter-document-masking), or set --simreg-lambda 0"
 )
+OTHER_LOSS = (
+    "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
+    "drop the processor, or set --simreg-lambda 0"
+)
+_TRACKER = "latest_checkpointed_iteration.txt"
 _SCATTERING = {"FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDataParallel", "FSDPModule"}
 """Classes, Megatron's and torch's, of which a model keeps only some rows of its weights on each rank."""
-_TRACKER = "latest_checkpointed_iteration.txt"
+_SCATTERING_FLAGS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+
+# The table: what is refused, and what is said of it. A condition that holds gives what replaces {} in the sentence.
+Condition = Callable[[Any, SimRegConfig], object]
+_Row = tuple[type[Exception], Condition, str]
+
+
+def is_whole_graph(settings: Any) -> bool:
+    """Whether Megatron captures all micro-batches of a step in one CUDA graph, and replays it in the steps after it.
+
+    It is asked for as an implementation, or in some releases as the scope of another one. Python runs in the capture
+    alone: what changes from step to step must lie in tensors that were there before it, as the factor of lambda and the
+    sums of the log do. What the host decides in each step is refused below, and the geometry is not measured.
+    """
+    asked = f"{getattr(settings, 'cuda_graph_impl', '')} {getattr(settings, 'cuda_graph_scope', '')}"
+    return re.search(r"full_iteration(?!_inference)", asked) is not None
+
+
+def _flag(args: Any, *names: str) -> str:
+    """The first of these flags that is given, as it is typed; empty without one."""
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None)), "")
+
+
+def _graphs(args: Any) -> str:
+    """The flag that captures layers in CUDA graphs; up to 0.14 there were two."""
+    if getattr(args, "cuda_graph_impl", "none") not in (None, "none"):
+        return "--cuda-graph-impl"
+    return _flag(args, "enable_cuda_graph", "external_cuda_graph")
+
+
+def _packs(args: Any) -> bool:
+    return bool(_flag(args, "sft", "dataloader_inter_document_masking"))
+
+
+_LAYERS_ONLY = "capture layers only (--cuda-graph-impl local or transformer_engine)"
+_OF_SETTINGS: tuple[_Row, ...] = (  # what flags and the configuration of a model call by the same names
+    (ValueError, lambda args, config: is_whole_graph(args) and not config.trains,
+     f"SimReg only measures here, which {WHOLE_GRAPH} leaves no room for: {_LAYERS_ONLY}, or drop SimReg"),
+    (ValueError, lambda args, config: is_whole_graph(args) and config.log_interval,
+     f"--simreg-log-interval has no effect with {WHOLE_GRAPH}, as no geometry is measured then: drop it, or "
+     f"{_LAYERS_ONLY}"),
+    (NotImplementedError, lambda args, config: is_whole_graph(args) and config.every > 1 and config.every,
+     f"--simreg-every {{}} leaves SimReg out of most steps, and {WHOLE_GRAPH} computes the same in each: drop it, or "
+     f"{_LAYERS_ONLY}"),
+    (NotImplementedError,
+     lambda args, config: is_whole_graph(args) and next((p.objective for p in config.parts if p.record.draws), None),
+     f"SimReg objective {{}} draws anew in each step, and {WHOLE_GRAPH} would repeat the first draw: {_LAYERS_ONLY}, "
+     "or choose another objective"),
+    (ValueError, lambda args, config: is_whole_graph(args) and getattr(args, "cuda_graph_warmup_steps", 1) < 1,
+     f"SimReg makes what it keeps from step to step in the first one, which {WHOLE_GRAPH} must not capture: set "
+     "--cuda-graph-warmup-steps to 1 or more"),
+    (ValueError, lambda args, config: next((n for n in config.layer_numbers if n > args.num_layers), None),
+     "--simreg-layers {} is beyond the model, which has layers 1 to {args.num_layers}"),
+    (NotImplementedError,
+     lambda args, config: config.looks_inside and getattr(args, "overlap_moe_expert_parallel_comm", False),
+     "under --overlap-moe-expert-parallel-comm Megatron never calls the decoder's layers as such, so SimReg sees the "
+     "final states only: drop that flag, or --simreg-layers and --simreg-placement"),
+    (NotImplementedError,
+     lambda args, config: config.layer_numbers and getattr(args, "distribute_saved_activations", False),
+     "--distribute-saved-activations takes the states between layers apart before SimReg reads them: drop that flag, "
+     "or --simreg-layers"),
+    (NotImplementedError,
+     lambda args, config: config.layer_numbers and getattr(args, "fine_grained_activation_offloading", False)
+     and "attn_norm" in (args.offload_modules or ()),
+     "--offload-modules attn_norm frees what enters a layer before SimReg reads it: leave attn_norm out, or drop "
+     "--simreg-layers"),
+    (NotImplementedError, lambda args, config: config.layer_numbers and getattr(args, "enable_mhc_connections", False),
+     "with --enable-mhc-connections several streams pass between layers, and no hidden state: drop that flag, or "
+     "--simreg-layers"),
+    (NotImplementedError, lambda args, config: config.layer_numbers and _graphs(args),
+     "CUDA graphs replay layers without their hooks, so SimReg sees the final states only: drop {}, or "
+     "--simreg-layers"),
+)  # fmt: skip
+_OF_ARGUMENTS: tuple[_Row, ...] = (
+    (ValueError,
+     lambda args, config: config.log_interval and config.log_interval % args.log_interval and config.log_interval,
+     "--simreg-log-interval {} must be a multiple of --log-interval {args.log_interval}: SimReg's values appear in "
+     "Megatron's own log line"),
+    # Distillation, from cached logits or by ModelOpt, weighs the loss that SimReg's gradient is tied to.
+    (NotImplementedError,
+     lambda args, config: config.trains and _flag(args, "logits_load_dir", "export_kd_teacher_load"),
+     "{} trains on the language-model loss times a weight, 0 by default, and SimReg would be weighed with it, or "
+     "silenced: drop one of them, set --simreg-lambda 0, or measure alone with --simreg-objective none"),
+    (NotImplementedError,
+     lambda args, config: getattr(args, "hybrid_context_parallel", False)
+     or (_packs(args) and getattr(args, "context_parallel_size", 1) > 1),
+     PACKED_AND_SPLIT),
+    (NotImplementedError,
+     lambda args, config: _packs(args) and getattr(args, "overlap_moe_expert_parallel_comm", False),
+     "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, so "
+     "SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"),
+)  # fmt: skip
+
+
+def _refuse(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> None:
+    for error, condition, sentence in rows:
+        if found := condition(args, config):
+            raise error(sentence.format(found, args=args))
+
+
+def refuse_settings(settings: Any, config: SimRegConfig) -> None:
+    """Refuse what Megatron's flags and the configuration of its models call by the same names."""
+    _refuse(_OF_SETTINGS, settings, config)
 
 
 def refuse_arguments(args: Any, config: SimRegConfig) -> None:
-    """Refuse flags of Megatron under which SimReg would be wrong, or silent.
-
-    Raises:
-        ValueError, NotImplementedError: there is one; the sentence names it and the way out.
-    """
-    interval = config.log_interval
-    if interval is not None and interval % args.log_interval:
-        raise ValueError(
-            f"--simreg-log-interval {interval} must be a multiple of --log-interval {args.log_interval}: "
-            "SimReg's values appear in Megatron's own log line"
-        )
-    iterations = getattr(args, "train_iters", None)
-    if iterations:  # with samples Megatron counts them later
+    """Refuse flags of Megatron under which SimReg would be wrong, or silent."""
+    if iterations := getattr(args, "train_iters", None):  # with samples Megatron counts them later
         config.schedule.end(iterations)  # refuses a training that is too short for it
     refuse_settings(args, config)
-    _refuse_other_losses(args, config)
-    for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
-        if getattr(args, name, False):
-            _refuse_scattered(config, f"--{name.replace('_', '-')}")
-    packed = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
-    if getattr(args, "hybrid_context_parallel", False) or (packed and getattr(args, "context_parallel_size", 1) > 1):
-        raise NotImplementedError(PACKED_AND_SPLIT)
+    _refuse(_OF_ARGUMENTS, args, config)
+    if fsdp := _flag(args, *_SCATTERING_FLAGS):
+        _refuse_scattered(config, fsdp)
     refuse_rows(
         config,
         width=getattr(args, "hidden_size", None),
         num_sequences=getattr(args, "micro_batch_size", None),
         num_data_ranks=lambda: args.data_parallel_size,
-        packed=packed,
+        packed=_packs(args),
     )
-    if packed and getattr(args, "overlap_moe_expert_parallel_comm", False):
-        raise NotImplementedError(
-            "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, "
-            "so SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"
-        )
-
-
-def _refuse_other_losses(args: Any, config: SimRegConfig) -> None:
-    """Distillation weighs the language-model loss, to which SimReg's gradient is tied, or leaves it out."""
-    for name in ("logits_load_dir", "export_kd_teacher_load"):  # of cached logits; of a teacher, by ModelOpt
-        if config.trains and getattr(args, name, None):
-            raise NotImplementedError(
-                f"--{name.replace('_', '-')} trains on the language-model loss times a weight, 0 by default, "
-                "and SimReg would be weighed with it, or silenced: drop one of them, set --simreg-lambda 0, or measure "
-                "alone with --simreg-objective none"
-            )
 
 
 def _refuse_scattered(config: SimRegConfig, by: str) -> None:
@@ -80,33 +164,16 @@ def _refuse_scattered(config: SimRegConfig, by: str) -> None:
 
 
 def refuse_start_over(args: Any) -> None:
-    """Refuse to resume at step 0 from a folder that holds checkpoints: without its tracker file Megatron would.
-
-    Raises:
-        ValueError: complete checkpoints are there, and nothing that names one.
-    """
+    """Refuse to resume at step 0 from a folder that holds checkpoints: without its tracker file Megatron would."""
     if not getattr(args, "load", None) or getattr(args, "ckpt_step", None) is not None:
         return
     folder = Path(args.load)
-    if (folder / _TRACKER).exists():
-        return
-    if whole := sorted(path.parent.name for path in folder.glob("iter_*/metadata.json")):
+    whole = sorted(path.parent.name for path in folder.glob("iter_*/metadata.json"))
+    if whole and not (folder / _TRACKER).exists():
         raise ValueError(
             f"{folder} holds {whole[-1]} and no {_TRACKER}, so Megatron would start at step 0: write the number of the "
             "checkpoint to resume from into that file, or give another --load"
         )
-
-
-def refuse_settings(settings: Any, config: SimRegConfig) -> None:
-    """Refuse what Megatron's flags and the configuration of its models call by the same names.
-
-    Raises:
-        ValueError, NotImplementedError: the sentence names it and the way out.
-    """
-    if whole_graph.is_asked_for(settings):
-        whole_graph.refuse(settings, config)
-    if config.looks_inside:
-        inner.refuse_arguments(config, settings)
 
 
 def refuse_rows(
@@ -122,17 +189,22 @@ def refuse_rows(
     Args:
         width: of the hidden states.
         num_sequences: in a micro-batch.
-        num_data_ranks: asked where an objective gathers sequences from them.
+        num_data_ranks: called where an objective gathers sequences from them.
         packed: whether a row may hold several texts.
-
-    Raises:
-        ValueError, NotImplementedError: the sentence names the objective and the way out.
     """
     for part in config.parts:
-        if part.prefixes and width is not None:
-            _refuse_prefixes(width, part)
-        if part.by_sequence and num_sequences is not None:
-            _refuse_lonely_sequences(part, num_sequences, num_data_ranks)
+        if part.prefixes and width is not None and part.prefixes[-1] > width - part.record.prefixes_below_width:
+            raise ValueError(
+                f"SimReg objective {part.objective} cannot take {part.prefixes[-1]} features of states of width "
+                f"{width}: give prefixes of at most {width - part.record.prefixes_below_width}"
+            )
+        gathers = part.options.get("gather") == "yes"
+        if part.by_sequence and num_sequences is not None and num_sequences * (num_data_ranks() if gathers else 1) < 2:
+            whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
+            raise ValueError(
+                f"SimReg objective {part.objective} compares the sequences {whose}, and the micro-batch size is "
+                f"{num_sequences}: give --micro-batch-size 2 or more"
+            )
         if packed and part.record.takes_rows(part.options):
             raise NotImplementedError(
                 f"SimReg objective {part.objective} treats each row as one sequence, but packed rows hold several: "
@@ -140,36 +212,16 @@ def refuse_rows(
             )
 
 
-def _refuse_prefixes(hidden_size: int, config: SimRegConfig) -> None:
-    most = hidden_size - config.record.prefixes_below_width
-    if config.prefixes[-1] > most:
-        raise ValueError(
-            f"SimReg objective {config.objective} cannot take {config.prefixes[-1]} features of states of width "
-            f"{hidden_size}: give prefixes of at most {most}"
-        )
-
-
-def _refuse_lonely_sequences(config: SimRegConfig, num_sequences: int, num_data_ranks: Callable[[], int]) -> None:
-    """A sequence without another one to be compared with has no term."""
-    gathers = config.options.get("gather") == "yes"
-    if num_sequences * (num_data_ranks() if gathers else 1) < 2:
-        whose = "of all data-parallel ranks, of which there is one" if gathers else "of a micro-batch"
-        raise ValueError(
-            f"SimReg objective {config.objective} compares the sequences {whose}, and the micro-batch size is "
-            f"{num_sequences}: give --micro-batch-size 2 or more"
-        )
-
-
 def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[Any, ...]) -> None:
-    """A model that never passes a wrapped function would train without SimReg and say nothing."""
+    """Refuse models that SimReg would not reach: they would train without it and say nothing."""
     chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
     for wrapper in (wrapper for chunk in chunks for wrapper in compat.wrappers(chunk)):
         for name in _SCATTERING & {kind.__name__ for kind in type(wrapper).__mro__}:
             _refuse_scattered(config, name)
     for model in compat.unwrapped(model_chunks):
         if not getattr(model, "post_process", True):
-            if inner.holds_earlier_layers(config, model):
-                stages.refuse(config, model)
+            if holds_earlier_layers(config, model):
+                refuse_stage(config, model)
             continue
         if not isinstance(model, model_classes):
             known = " and ".join(known.__name__ for known in model_classes)
@@ -177,8 +229,10 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
                 f"SimReg supports only {known}, and this run builds {type(model).__name__}: set --simreg-lambda 0"
             )
         if config.looks_inside:
-            inner.refuse_decoder(config, model.decoder)
-            stages.announce(config, model.decoder)
+            refuse_decoder(config, model.decoder)
+            here = held_layers(config, model.decoder)
+            if elsewhere := ",".join(str(number) for number in config.layer_numbers if number not in here):
+                log_once(f"SimReg: layers {elsewhere} lie on earlier pipeline stages, which read the labels themselves")
         for part in config.parts:
             if part.through_head:
                 heads.refuse_second_use(model, part.objective)
@@ -186,43 +240,47 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
                 _refuse_scattered(config, "--tensor-parallel-num-weight-shards")
 
 
-def refuse_unknown_loss(model: Any, given: dict[str, Any]) -> None:
-    """Refuse a call that packs rows under context parallelism, or hands the loss to an output processor."""
-    if given.get("packed_seq_params") is not None and compat.context_group(model).size() > 1:
-        raise NotImplementedError(PACKED_AND_SPLIT)
-    if given.get("output_processor") is not None:
-        raise NotImplementedError(_OTHER_LOSS)
-
-
-def refuse_shape(loss: Any, labels: Any) -> None:
-    """Refuse a loss that is not Megatron's per-token loss, [B, S] like the labels."""
-    if loss.shape != labels.shape:
-        raise NotImplementedError(_OTHER_LOSS)
-
-
-_OTHER_LOSS = (
-    "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
-    "drop the processor, or set --simreg-lambda 0"
-)
-
-
-def num_data_ranks(model: Any) -> int:
-    return int(compat.data_group(model).size())
-
-
-def refuse_silence(regularizer: Regularizer, model_chunks: Any) -> None:
-    """After a step. A model that overrides the wrapped function without calling it would train without SimReg, and so
-    would a loop whose own loss is not computed from the one that the model returns."""
-    if regularizer.returns.are_missing:
-        raise NotImplementedError(
-            "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model returned. "
-            "Let the loss function compute what it trains on from that loss, or set --simreg-lambda 0"
-        )
-    if regularizer.has_met_model:
-        return
-    for model in compat.unwrapped(model_chunks):
-        if getattr(model, "post_process", True) or inner.holds_earlier_layers(regularizer.config, model):
-            raise compat.MegatronSeamError(
-                f"SimReg is on, but {type(model).__name__} computed its loss without calling the function that SimReg "
-                "wraps: make its override call super(), or set --simreg-lambda 0"
+def refuse_stage(config: SimRegConfig, model: Any) -> None:
+    """Refuse settings that need the last stage, where a part of the model before it holds named layers."""
+    refuse_decoder(config, model.decoder)
+    number = held_layers(config, model.decoder)[0]
+    for part in config.parts:
+        if wanted(part) or part.meets_heads:
+            what = "trains scalars" if wanted(part) else "needs the output layer"
+            raise NotImplementedError(
+                f"--simreg-layers {number} lies on an earlier pipeline stage, and SimReg "
+                f"objective {part.objective} {what}, which only the last stage has: name layers of the last stage, or "
+                "choose other options"
             )
+
+
+def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
+    """Refuse a decoder that lacks a state that this stage should have, or recomputes it."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    if not isinstance(decoder, TransformerBlock):
+        raise NotImplementedError(
+            f"SimReg sees only the final states of a {type(decoder).__name__}: drop --simreg-layers and "
+            "--simreg-placement"
+        )
+    here = [layer.layer_number for layer in decoder.layers]
+    beyond = [number for number in config.layer_numbers if here and number > here[-1]]
+    if decoder.post_process and beyond:
+        raise ValueError(f"--simreg-layers {beyond[0]} is beyond the model, whose last layer is {here[-1]}")
+    own = decoder.config
+    if own.recompute_granularity == "full" and own.recompute_method == "uniform":  # "block" recomputes layer by layer
+        # Full recompute keeps what enters each group of layers; inside a group the forward pass has no graph.
+        size = own.recompute_num_layers
+        for number in held_layers(config, decoder):
+            place = here.index(number) + 1
+            if place % size and place != len(here):
+                last = min(number - place % size + size, number - place + len(here))
+                raise NotImplementedError(
+                    f"--simreg-layers {number} lies inside a group of {size} layers that full recompute runs as one: "
+                    f"name the group's last layer, {last}, or set --recompute-num-layers 1 or --recompute-method block"
+                )
+    if decoder.post_process and config.placement == "pre-norm" and getattr(decoder, "final_layernorm", None) is None:
+        raise NotImplementedError(
+            "--simreg-placement pre-norm needs the final norm on the stage that computes the loss, and it lies on an "
+            "earlier one here: use post-norm, or another pipeline layout"
+        )

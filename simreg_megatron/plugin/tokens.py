@@ -6,6 +6,7 @@ Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -17,34 +18,109 @@ from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.refusals import PACKED_AND_SPLIT, refuse_rows
 from simreg_megatron.sharded.documents import Documents, EndTokens, PackedLengths
-
-
-class Given(NamedTuple):
-    """What the output layer and the loss were given: all tokens of the context rank, T."""
-
-    hidden_states: Tensor | None  # [S, B, D]; None on stages before the last
-    labels: Tensor  # [B, T]
-    valid: Tensor  # bool [B, T]
+from simreg_megatron.weights.heads import label_rows
 
 
 class Tokens(NamedTuple):
-    """This rank's tokens of a micro-batch, whatever an objective does with them."""
+    """The tokens of one micro-batch that an objective may ask for."""
 
     shard: SequenceShard
-    whole: Given
     labels: Tensor  # [B, S]
     valid: Tensor  # bool [B, S]
-    heads: Tensor | None  # [S, B, D]
-    packed_seq_params: Any
+    all_labels: Tensor  # [B, T]
+    all_valid: Tensor  # bool [B, T]
+    hidden_states: Tensor | None  # [S, B, D], what enters the output layer; None on stages before the last
+    heads: Tensor | None  # [S, B, D], the output layer's rows for the labels, where an objective asks for them
+    documents: Documents | None
+    sample_length: int | None  # tokens in a sample, where a row packs several
 
-    @property
-    def sample_length(self) -> int | None:
-        return getattr(self.packed_seq_params, "tokens_per_sample", None)
+
+class Reader:
+    """Finds the tokens of micro-batches. What their shape decides is checked and computed once for each shape."""
+
+    def __init__(self, config: SimRegConfig) -> None:
+        self.config = config
+        self.end_of_document: int | None = None  # token id, where Megatron has a tokenizer
+        self._meets_heads = any(part.meets_heads for part in config.parts)
+        self._shards: dict[tuple[Any, ...], SequenceShard] = {}
+
+    def shard(self, model: Any, labels: Tensor, width: int, packed_seq_params: Any = None) -> SequenceShard:
+        """This rank's part of the sequences.
+
+        Args:
+            labels: [B, T].
+            width: of the hidden states.
+
+        Raises:
+            ValueError, NotImplementedError: an objective can make nothing of micro-batches of this shape.
+        """
+        tp, cp = compat.tensor_group(model), compat.context_group(model)
+        packed, sample_length = packed_seq_params is not None, getattr(packed_seq_params, "tokens_per_sample", None)
+        key = labels.shape, width, packed, sample_length, bool(model.config.sequence_parallel), tp, cp
+        if key not in self._shards:
+            if packed and cp.size() > 1:
+                raise NotImplementedError(PACKED_AND_SPLIT)
+            refuse_rows(
+                self.config,
+                width=width,
+                num_sequences=len(labels),
+                num_data_ranks=functools.partial(compat.num_data_ranks, model),
+                packed=packed,
+            )
+            self._shards[key] = shard_of(model, labels)
+            _describe_chunks(self.config, self._shards[key], sample_length)
+        return self._shards[key]
+
+    def tokens(
+        self,
+        model: Any,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        shard: SequenceShard,
+        hidden_states: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tokens:
+        """The tokens of this rank; a collective where an objective asks for the output layer's rows."""
+        valid = valid_tokens(labels, loss_mask)
+        heads = documents = None
+        if self._meets_heads:
+            heads = label_rows(model, labels, shard.tensor_group)
+            heads = shard.held_columns(heads.transpose(0, 1)).transpose(0, 1)
+        if self.config.document_mask:
+            documents = self._documents(packed_seq_params)
+        return Tokens(
+            shard=shard,
+            labels=shard.held_columns(labels),
+            valid=shard.held_columns(valid),
+            all_labels=labels,
+            all_valid=valid,
+            hidden_states=hidden_states,
+            heads=heads,
+            documents=documents,
+            sample_length=getattr(packed_seq_params, "tokens_per_sample", None),
+        )
+
+    def _documents(self, packed_seq_params: Any) -> Documents:
+        """The source of document borders: what the row packs, or the token that ends one."""
+        if packed_seq_params is not None:
+            padded = packed_seq_params.cu_seqlens_q_padded
+            return PackedLengths(packed_seq_params.cu_seqlens_q if padded is None else padded)
+        if self.end_of_document is None:
+            raise RuntimeError(
+                "--simreg-document-mask needs the tokenizer's end-of-document token, and this script has no "
+                "Megatron tokenizer: pass packed_seq_params to the model, or drop it"
+            )
+        return EndTokens(self.end_of_document)
 
 
 def shard_of(model: Any, labels: Tensor) -> SequenceShard:
-    """This rank's part of the sequences whose labels [B, tokens of the context rank] the model was given."""
+    """This rank's part of the sequences whose labels [B, T] the model was given.
+
+    Raises:
+        NotImplementedError: ranks are ordered otherwise than Megatron orders them.
+    """
     tp, cp = compat.tensor_group(model), compat.context_group(model)
     rows_split = bool(model.config.sequence_parallel) and tp.size() > 1
     rank = (cp.rank(), tp.rank())
@@ -58,6 +134,21 @@ def shard_of(model: Any, labels: Tensor) -> SequenceShard:
                 "orders them otherwise: leave the rank order to Megatron, or set --simreg-lambda 0"
             )
     return SequenceShard(layout, rank, row_group, tp if tp.size() > 1 else None)
+
+
+def device_of(models: list[Any]) -> torch.device:
+    """The device of their parameters; a part of a pipeline may have none."""
+    parameter = next((each for model in models for each in model.parameters()), None)
+    return torch.device("cuda", torch.cuda.current_device()) if parameter is None else parameter.device
+
+
+def rows_dtype(config: SimRegConfig, model: Any) -> torch.dtype:
+    """The type of the hidden states that the term is made of.
+
+    The final norm takes a float32 residual stream to the parameters' type; inside the decoder it stays wide.
+    """
+    wide = config.looks_inside and getattr(model.config, "fp32_residual_connection", False)
+    return torch.float32 if wide else getattr(model.config, "params_dtype", torch.float32)
 
 
 def open_row_group(model: Any) -> None:
@@ -82,6 +173,7 @@ def main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
 
 
 def valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """Which tokens count, bool like the labels."""
     valid = labels >= 0
     if loss_mask is None:
         log_once("SimReg: no loss mask reaches the model, so every token with a label counts (pass loss_mask=)")
@@ -89,21 +181,8 @@ def valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     return valid & (loss_mask.view_as(labels) > 0)
 
 
-def documents_of(packed_seq_params: Any, end_of_document: int | None) -> Documents:
-    """Who tells the borders of documents: what the row packs, or the token that ends one."""
-    if packed_seq_params is not None:
-        padded = packed_seq_params.cu_seqlens_q_padded
-        return PackedLengths(packed_seq_params.cu_seqlens_q if padded is None else padded)
-    if end_of_document is None:
-        raise RuntimeError(
-            "--simreg-document-mask needs the tokenizer's end-of-document token, and this script has no "
-            "Megatron tokenizer: pass packed_seq_params to the model, or drop it"
-        )
-    return EndTokens(end_of_document)
-
-
-def describe_chunks(config: SimRegConfig, shard: SequenceShard, sample_length: int | None) -> None:
-    """Say once where chunks are not what the settings name."""
+def _describe_chunks(config: SimRegConfig, shard: SequenceShard, sample_length: int | None) -> None:
+    """Log once if the effective chunks differ from the setting."""
     if not any(part.has_chunks for part in config.parts):
         return
     size, sequence = config.chunk_size, sample_length or shard.layout.length

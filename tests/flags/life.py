@@ -137,10 +137,10 @@ def _watch(outcome: Outcome, plain: bool) -> None:
     training.train_step = _noted_step(training.train_step, outcome)
     if plain:
         return
-    from simreg_megatron.plugin import installation, loop_hooks
-    from simreg_megatron.plugin.regularizer import Regularizer
+    from simreg_megatron.plugin import installation, log
+    from simreg_megatron.plugin.term import Regularizer
 
-    console, weighted, set_iteration = loop_hooks.add_to_console, Regularizer._weighted, Regularizer.set_iteration
+    console, weighted, set_iteration = log.add_to_console, Regularizer._weighted, Regularizer.set_iteration
 
     def noted_console(means: Any, *args: Any, **kwargs: Any) -> None:
         outcome.logged.append({name: value.double().item() for name, value in means.items()})
@@ -155,7 +155,7 @@ def _watch(outcome: Outcome, plain: bool) -> None:
         set_iteration(self, *args, **kwargs)
         outcome.strength.append(installation.regularizer().trains)
 
-    loop_hooks.add_to_console = noted_console
+    log.add_to_console = noted_console
     Regularizer._weighted = noted_terms  # type: ignore[method-assign]
     Regularizer.set_iteration = noted_iteration  # type: ignore[method-assign]
 

@@ -65,7 +65,7 @@ def test_a_run_that_trains_is_one() -> None:
         (replace(SOUND, strength=[False], terms=[]), "trains in no step"),
         (Outcome(error="hung"), "hung in"),
         (Outcome(error="status 134"), "status"),
-        (Outcome(error="KeyError", said="'x'", place="plugin/inner.py:take", is_ours=True), "KeyError in plugin"),
+        (Outcome(error="KeyError", said="'x'", place="plugin/layers.py:take", is_ours=True), "KeyError in plugin"),
         (Outcome(error="RuntimeError", said="shape", place="torch/functional.py:f"), "RuntimeError in torch"),
         (Outcome(error="ValueError", said="invalid literal for int()", place="a.py:f", is_ours=True), "invalid"),
         (Outcome(error="ValueError", said="SimReg cannot\ndo it: drop it", place="a.py:f", is_ours=True), "cannot"),

@@ -155,12 +155,12 @@ def main() -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from simreg_megatron import install
-    from simreg_megatron.plugin import loop_hooks
+    from simreg_megatron.plugin import log
 
     without = GPTModel._postprocess
     observer = Observer(Path(out), int(flags[flags.index("--train-iters") + 1]))
     if mode != "plain":
-        loop_hooks.add_to_console = observer.around_log(loop_hooks.add_to_console)
+        log.add_to_console = observer.around_log(log.add_to_console)
         install()
     training.train_step = observer.around_step(training.train_step)
     if mode == "compare":

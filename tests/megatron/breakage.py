@@ -20,10 +20,10 @@ Keywords = dict[str, Any]
 
 def doubled_scale() -> None:
     """Twice SimReg's gradient, as a forgotten division by two ranks would give."""
-    from simreg_megatron.plugin import regularizer
+    from simreg_megatron.plugin import term
 
-    add_gradient = regularizer.add_gradient
-    regularizer.add_gradient = lambda loss, term, *args, **kwargs: add_gradient(loss, 2 * term, *args, **kwargs)
+    add_gradient = term.add_gradient
+    term.add_gradient = lambda loss, terms, *args, **kwargs: add_gradient(loss, 2 * terms, *args, **kwargs)
 
 
 def stage_doubled_scale() -> None:
@@ -51,10 +51,10 @@ def stage_without_its_mask() -> None:
 
 def _change_weights(change: Callable[..., Any], factor: float = 1) -> None:
     """Give earlier stages other weights of tokens."""
-    from simreg_megatron.plugin import stages
+    from simreg_megatron.plugin import layers
 
-    token_weights = stages.token_weights
-    stages.token_weights = lambda *given: factor * token_weights(*change(*given[:3]), given[3])
+    token_weights = layers.token_weights
+    layers.token_weights = lambda *given: factor * token_weights(*change(*given[:3]), given[3])
 
 
 def _silence_check_of_stages() -> None:
@@ -180,16 +180,16 @@ def other_anchors_dropped() -> None:
 
 def not_finite_from_second_step() -> None:
     """SimReg's terms are NaN from the second step on, while the language-model loss stays sound."""
-    from simreg_megatron.plugin import regularizer
+    from simreg_megatron.plugin import term
 
-    compute, calls = regularizer.simreg_over_ranks, []
+    compute, calls = term.simreg_over_ranks, []
 
     def broken(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(None)
         terms = compute(*args, **kwargs)
         return terms * float("nan") if len(calls) > 2 else terms  # two micro-batches a step
 
-    regularizer.simreg_over_ranks = broken
+    term.simreg_over_ranks = broken
 
 
 def not_finite_hidden_states() -> None:
@@ -209,13 +209,13 @@ def overwritten_wrapper() -> None:
 
 def other_model_class() -> None:
     """A model that never passes through the wrapped function."""
-    from simreg_megatron.plugin import loop_hooks
+    from simreg_megatron.plugin import loop
 
     class OtherModel(torch.nn.Module):
         post_process = True
 
-    refuse = loop_hooks.refuse_models
-    loop_hooks.refuse_models = lambda config, chunks, known: refuse(config, [OtherModel()], known)
+    refuse = loop.refuse_models
+    loop.refuse_models = lambda config, chunks, known: refuse(config, [OtherModel()], known)
 
 
 def adagc_local_norms() -> None:

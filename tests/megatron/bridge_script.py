@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import torch
 
 from simreg_megatron import SimRegConfig, install, uninstall
+from simreg_megatron.bridge import SimRegCallback
 from simreg_megatron.cpu import backend as cpu_backend
-from simreg_megatron.plugin.bridge import SimRegCallback
 from tests.megatron.own_script import LENGTH, build_model, gradients
 
 EVENTS = ("on_data_init_start", "on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end")

@@ -103,8 +103,8 @@ def frozen_lambda() -> None:
 
 def waits() -> None:
     """The host asks whether there is a token."""
-    from simreg_megatron.plugin import regularizer
+    from simreg_megatron.plugin.term import Regularizer
 
     activate()
-    parts = regularizer.Regularizer._parts
-    regularizer.Regularizer._parts = lambda *args: parts(*args) if args[2].valid.any() else []
+    parts = Regularizer._parts
+    Regularizer._parts = lambda *args: parts(*args) if args[2].valid.any() else []

@@ -140,7 +140,7 @@ def _in_gradient(chunk: Any, number: float) -> Iterator[None]:
 @contextmanager
 def _in_term(chunk: Any, number: float) -> Iterator[None]:
     """In one element of the terms of the first micro-batch, whatever the objective."""
-    from simreg_megatron.plugin.regularizer import Regularizer
+    from simreg_megatron.plugin.term import Regularizer
 
     parts, done = Regularizer._parts, list[None]()
 

@@ -83,7 +83,7 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
 
     from simreg_megatron import install
     from simreg_megatron.cpu.backend import connections
-    from simreg_megatron.plugin import loop_hooks
+    from simreg_megatron.plugin import log
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections(flags)
     os.environ["RECORD_OUT"] = str(out)  # for patches that record more
@@ -91,7 +91,7 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
     training.finalize_model_grads = recorder.wrap_finalize(training.finalize_model_grads)
     training.train_step = recorder.wrap_step(training.train_step)
     if not plain:
-        loop_hooks.add_to_console = recorder.wrap_log(loop_hooks.add_to_console)
+        log.add_to_console = recorder.wrap_log(log.add_to_console)
         install()  # above the recorder, so that a patch may uninstall it
     if patch:
         module, function = patch.split(":")

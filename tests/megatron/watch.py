@@ -18,9 +18,9 @@ def evaluation() -> None:
     """Print every bit of each evaluation's loss, and how often SimReg was computed in it and in training."""
     import megatron.training.training as training
 
-    from simreg_megatron.plugin import regularizer
+    from simreg_megatron.plugin import term
 
-    compute, evaluate, calls = regularizer.simreg_over_ranks, training.evaluate, []
+    compute, evaluate, calls = term.simreg_over_ranks, training.evaluate, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
@@ -34,7 +34,7 @@ def evaluation() -> None:
         print(f"SimReg calls in training: {before}")
         return result
 
-    regularizer.simreg_over_ranks = counted
+    term.simreg_over_ranks = counted
     training.evaluate = watched
 
 

@@ -17,7 +17,7 @@ from simreg_megatron.config.flags import (
     differences_to_checkpoint,
 )
 from simreg_megatron.cpu import backend as cpu_backend
-from simreg_megatron.plugin import installation, loop_hooks
+from simreg_megatron.plugin import installation, loop
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 
 
@@ -268,10 +268,10 @@ class TestAnUnreadableRecord:
     )
 
     def resume(self, record: dict, line: str, monkeypatch: pytest.MonkeyPatch) -> object:
-        monkeypatch.setattr(loop_hooks.compat, "arguments", lambda: parser().parse_args(line.split()))
+        monkeypatch.setattr(loop.compat, "arguments", lambda: parser().parse_args(line.split()))
         monkeypatch.setattr(installation, "_installation", installation.Installation(None, lambda _: ()))
         recorded = argparse.Namespace(**{"simreg_lambda": 1, **record})
-        return loop_hooks.compare_with_checkpoint(lambda _: "goes on")(recorded)
+        return loop.compare_with_checkpoint(lambda _: "goes on")(recorded)
 
     @pytest.mark.parametrize(("record", "name", "_"), RECORDS)
     def test_a_run_without_such_settings_resumes(self, record, name, _, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.adagc.clipping import Clipping
-from simreg_megatron.plugin import before_training, compat, form_trial, installation, loop_hooks, other_loops
+from simreg_megatron.plugin import compat, installation, loop
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from tests.unit.test_other_loops import LENGTH, WIDTH, Model
 
@@ -23,10 +23,9 @@ pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """What was called, in order; the model has no decoder that could be refused."""
     made: list[tuple] = []
-    for module, name in ((form_trial, "settle"), (before_training, "open_row_group"), (Clipping, "attach")):
+    for module, name in ((loop, "choose_form"), (loop, "open_row_group"), (Clipping, "attach")):
         monkeypatch.setattr(module, name, lambda *given, name=name: made.append((name, *given)))
-    for module in (other_loops, loop_hooks):
-        monkeypatch.setattr(module, "refuse_models", lambda *given: None)
+    monkeypatch.setattr(loop, "refuse_models", lambda *given: None)
     monkeypatch.setattr(installation, "_installation", None)
     return made
 
@@ -40,12 +39,12 @@ def test_another_loop_takes_the_fastest_form_and_opens_the_group_of_its_rows(cal
     earlier.post_process = False
     earlier.decoder.layers[0].layer_number = 2
     installed(config)
-    other_loops.begin_run([earlier, model], micro_batch_size=3, seq_length=LENGTH)
+    loop.begin_run([earlier, model], micro_batch_size=3, seq_length=LENGTH)
     opened = [("open_row_group", earlier), ("open_row_group", model)]
-    assert calls == [("settle", config, [earlier, model], 3, LENGTH), *opened]
+    assert calls == [("choose_form", config, [earlier, model], 3, LENGTH), *opened]
     calls.clear()
     earlier.decoder.layers[0].layer_number = 1
-    other_loops.begin_run([earlier, model], micro_batch_size=3)
+    loop.begin_run([earlier, model], micro_batch_size=3)
     assert calls == opened[1:], "no shape is known, and a stage without a term opens nothing"
 
 
@@ -62,8 +61,8 @@ def megatrons(monkeypatch: pytest.MonkeyPatch, *flags: str) -> argparse.Namespac
 def test_megatrons_loop_does_so_too(calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     megatrons(monkeypatch, "--simreg-lambda", "1")
     model = Model()
-    assert loop_hooks.set_up(lambda: ([model], "optimizer", "scheduler"))() == ([model], "optimizer", "scheduler")
-    assert calls == [("settle", installation.regularizer().config, [model], 3, LENGTH), ("open_row_group", model)]
+    assert loop.set_up(lambda: ([model], "optimizer", "scheduler"))() == ([model], "optimizer", "scheduler")
+    assert calls == [("choose_form", installation.regularizer().config, [model], 3, LENGTH), ("open_row_group", model)]
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -71,7 +70,7 @@ def test_adagc_that_clips_most_of_the_term_away_is_told(every: int, calls: list,
     megatrons(monkeypatch, "--simreg-lambda", "1", "--adagc", "--simreg-every", str(every))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        loop_hooks.set_up(lambda: ([Model()], "optimizer", "scheduler"))()
+        loop.set_up(lambda: ([Model()], "optimizer", "scheduler"))()
     assert calls[-1][0] == "attach" and calls[-1][2] == "optimizer"
     sentence = "with --simreg-every 2 it clips most of the term away in the steps with it: drop one of the two"
     assert [sentence in str(each.message) for each in told if "AdaGC" in str(each.message)] == [True] * (every == 2)

@@ -14,7 +14,7 @@ from simreg_megatron.adagc import clipping, gradients
 from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.adagc.gradients import Named, _counted_experts, _whole, named_parameters
 from simreg_megatron.config import AdaGCConfig
-from simreg_megatron.plugin import compat, installation, loop_hooks
+from simreg_megatron.plugin import compat, installation, loop
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 
@@ -220,8 +220,8 @@ def test_a_conversion_keeps_the_averages(here: SimpleNamespace, monkeypatch: pyt
     """It loads, saves and ends before there is an optimizer to clip for."""
     before = attached(["a"])
     before._adagc.gammas, before._adagc.steps = torch.tensor([2.0]), 7
-    save = loop_hooks.save_adagc(lambda scheduler: {"num_steps": 3})
-    load = loop_hooks.load_adagc(lambda scheduler, given: None)
+    save = loop.save_adagc(lambda scheduler: {"num_steps": 3})
+    load = loop.load_adagc(lambda scheduler, given: None)
     here.clipping = before
     written = save(None)
     here.clipping = Clipping(AdaGCConfig())
@@ -267,12 +267,12 @@ def test_the_schedulers_state_is_left_alone_without_adagc(
     here: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"num_steps": 3}
-    assert loop_hooks.save_adagc(lambda scheduler: state)(None) is state
+    assert loop.save_adagc(lambda scheduler: state)(None) is state
     seen: list[Any] = []
-    load = loop_hooks.load_adagc(lambda scheduler, given: seen.append(given))
+    load = loop.load_adagc(lambda scheduler, given: seen.append(given))
     load(None, state)
     assert seen == [state] and not capsys.readouterr().out
-    load(None, {**state, loop_hooks.STATE_KEY: {}})
+    load(None, {**state, loop.STATE_KEY: {}})
     assert "written with --adagc, and this run continues without it" in capsys.readouterr().out
 
 

@@ -280,7 +280,7 @@ def a_class_that_calls_megatrons_and_is_wrapped_twice_gets_one_term() -> None:
     from megatron.core.models.gpt import GPTModel
 
     from simreg_megatron.loop import wrap_model
-    from simreg_megatron.plugin import model_hooks
+    from simreg_megatron.plugin import model as model_wrappers
 
     class Calls(GPTModel):
         def _postprocess(self, hidden_states, labels, loss_mask=None, **given):
@@ -293,7 +293,7 @@ def a_class_that_calls_megatrons_and_is_wrapped_twice_gets_one_term() -> None:
     alone = gradients(model, model(row()[0], None, causal(), labels=labels).sum())
     wrap_model(Calls)
     wrap_model(Calls)
-    Calls._postprocess = model_hooks.regularize(Calls._postprocess)
+    Calls._postprocess = model_wrappers.regularize(Calls._postprocess)
     both = gradients(model, model(row()[0], None, causal(), labels=labels).sum())
     assert all(torch.equal(alone[name], both[name]) for name in alone)
     assert not torch.allclose(both["decoder.final_layernorm.weight"], wanted.without["decoder.final_layernorm.weight"])
@@ -413,10 +413,10 @@ def swift_multimodal_models_are_refused() -> None:
 
 @contract(ranks=1)
 def swift_packed_rows_over_context_ranks_are_refused() -> None:
-    from simreg_megatron.plugin import refusals
+    from simreg_megatron.plugin import compat
 
     model = build(model_class := bridge_model())
-    refusals.compat.context_group = lambda model: SimpleNamespace(size=lambda: 2)
+    compat.context_group = lambda model: SimpleNamespace(size=lambda: 2)
     with pytest.raises(NotImplementedError, match="packed sequences are cut over context-parallel ranks"):
         SwiftTrainer(model, swift_file(model_class)).train(swift_batch())
 

@@ -27,7 +27,7 @@ from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron import objectives
 from simreg_megatron.config import IMPLEMENTATIONS, SimRegConfig
 from simreg_megatron.losses import placebo
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.sharded import samples
 from simreg_megatron.weights import learnable
 

@@ -30,7 +30,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-# Only adagc, cpu, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
+# Only adagc, contract, cpu, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
 LAW = {
     "schedule": room(),
     "sentences": room(),
@@ -57,7 +57,8 @@ LAW = {
     ),
     TOP: room("config plugin"),
     "loop": room("config plugin"),
-    "contract": room("plugin", "torch"),
+    "bridge": room("loop", "torch"),
+    "contract": room("loop plugin", "torch megatron"),
     "pretrain": room(f"{TOP} config plugin", "torch megatron"),
     "tools": room(
         f"{TOP} cpu config geometry plugin pretrain sentences",

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import compat, inner, refusals
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin import compat, layers, refusals
+from simreg_megatron.plugin.term import Regularizer
 
 
 @pytest.mark.parametrize(
@@ -86,15 +86,15 @@ def block(*layers: int, last: bool = True, **config):
 
 @pytest.mark.megatron
 def test_decoders_that_lack_a_state_are_refused() -> None:
-    inner.refuse_decoder(SimRegConfig(layers="4,6,final"), block(5, 6))
-    inner.refuse_decoder(SimRegConfig(layers="4,6,final"), block(3, 4, last=False))
+    refusals.refuse_decoder(SimRegConfig(layers="4,6,final"), block(5, 6))
+    refusals.refuse_decoder(SimRegConfig(layers="4,6,final"), block(3, 4, last=False))
     with pytest.raises(ValueError, match=r"--simreg-layers 7 is beyond the model, whose last layer is 6"):
-        inner.refuse_decoder(SimRegConfig(layers="4,7"), block(5, 6))
+        refusals.refuse_decoder(SimRegConfig(layers="4,7"), block(5, 6))
     with pytest.raises(NotImplementedError, match="needs the final norm on the stage"):
-        inner.refuse_decoder(SimRegConfig(placement="pre-norm"), block(5, 6))
-    inner.refuse_decoder(SimRegConfig(placement="pre-norm"), block(3, 4, last=False))
+        refusals.refuse_decoder(SimRegConfig(placement="pre-norm"), block(5, 6))
+    refusals.refuse_decoder(SimRegConfig(placement="pre-norm"), block(3, 4, last=False))
     with pytest.raises(NotImplementedError, match="only the final states of a Linear"):
-        inner.refuse_decoder(SimRegConfig(layers=1), torch.nn.Linear(1, 1))
+        refusals.refuse_decoder(SimRegConfig(layers=1), torch.nn.Linear(1, 1))
 
 
 @pytest.mark.megatron
@@ -106,12 +106,12 @@ def test_layers_inside_a_group_that_is_recomputed_as_one_are_refused(size, metho
     """Layers 5 to 8 are here; a group ends with its last layer, or with the last one here."""
     flags = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": size}
     decoder = block(5, 6, 7, 8, last=False, **flags)
-    inner.refuse_decoder(SimRegConfig(layers=f"{groups_last or 5},8"), decoder)
+    refusals.refuse_decoder(SimRegConfig(layers=f"{groups_last or 5},8"), decoder)
     if groups_last is not None:
         with pytest.raises(
             NotImplementedError, match=f"5 lies inside a group of {size} layers .* last layer, {groups_last},"
         ):
-            inner.refuse_decoder(SimRegConfig(layers=5), decoder)
+            refusals.refuse_decoder(SimRegConfig(layers=5), decoder)
 
 
 @pytest.mark.megatron
@@ -121,7 +121,7 @@ def test_a_layer_whose_hook_did_not_fire_is_not_taken_for_the_decoders_output() 
     decoder.layers = torch.nn.ModuleList([torch.nn.Identity() for _ in range(4)])
     for number, layer in enumerate(decoder.layers, 1):
         layer.layer_number = number
-    states = inner.InnerStates(SimRegConfig(lambda_=1, layers="2,4"))
+    states = layers.InnerStates(SimRegConfig(lambda_=1, layers="2,4"))
     states.catch(lambda decoder: torch.zeros(1), decoder)
     assert list(states._caught[decoder]) == [4]
 
@@ -132,19 +132,21 @@ def test_a_last_stage_without_layers_has_its_norm_alone(norm: torch.nn.Module | 
     """As in the layouts of pipelines whose last stage holds the output layer alone."""
     decoder = block()
     decoder.layers, decoder.final_layernorm = torch.nn.ModuleList(), norm
-    states = inner.InnerStates(SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm" if norm else "post-norm"))
+    states = layers.InnerStates(
+        SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm" if norm else "post-norm")
+    )
     entered = torch.randn(2, 3)
     states.catch(lambda decoder: norm(entered) if norm else entered, decoder)
-    assert list(states._caught[decoder]) == ([inner.BEFORE_NORM] if norm else [])
+    assert list(states._caught[decoder]) == ([layers.BEFORE_NORM] if norm else [])
 
 
 @pytest.mark.megatron
 def test_stages_that_hold_named_layers_must_have_met_simreg() -> None:
     decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=2)])
     earlier = SimpleNamespace(post_process=False, decoder=decoder)
-    refusals.refuse_silence(Regularizer(SimRegConfig(lambda_=1, layers=3)), [earlier])
+    Regularizer(SimRegConfig(lambda_=1, layers=3)).refuse_silence([earlier])
     with pytest.raises(compat.MegatronSeamError, match="without calling the function"):
-        refusals.refuse_silence(Regularizer(SimRegConfig(lambda_=1, layers=2)), [earlier])
+        Regularizer(SimRegConfig(lambda_=1, layers=2)).refuse_silence([earlier])
 
 
 @pytest.mark.megatron

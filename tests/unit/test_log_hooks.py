@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import compat, installation, loop_hooks, writers
+from simreg_megatron.plugin import compat, installation, log, loop
+from simreg_megatron.plugin.term import Regularizer
 
 
 class Timers:
@@ -36,7 +37,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timers]:
     args = SimpleNamespace(log_interval=5, timing_log_level=2, log_timers_to_tensorboard=True)
     monkeypatch.setattr(compat, "timers", lambda: found)
     monkeypatch.setattr(compat, "arguments", lambda: args)
-    monkeypatch.setattr(loop_hooks, "reduced_means", lambda **_: {})
+    monkeypatch.setattr(log, "reduced_means", lambda **_: {})
     yield found
     installation.keep(None)
 
@@ -47,13 +48,13 @@ def test_the_timer_shows_one_step(
 ) -> None:
     """Whatever lies between two lines of SimReg's: Megatron's own interval, or several."""
     events: list[float] = []
-    monkeypatch.setattr(writers, "_writers", lambda: (events,))
-    monkeypatch.setattr(loop_hooks, "write_scalars", lambda means, iteration: None)
+    monkeypatch.setattr(log, "_writers", lambda: (events,))
+    monkeypatch.setattr(log, "write_scalars", lambda means, iteration: None)
     installation.keep(installation.Installation(SimRegConfig(lambda_=1, log_interval=log_interval), lambda config: ()))
-    log = loop_hooks.report(lambda total_loss_dict, iteration, skipped_iter, is_first_iteration=False: None)
+    megatrons_log = log.report(lambda total_loss_dict, iteration, skipped_iter, is_first_iteration=False: None)
     for iteration in range(1, 21):
         timers.seconds += 1.0
-        log({}, iteration, 0, is_first_iteration=False)
+        megatrons_log({}, iteration, 0, is_first_iteration=False)
     assert timers.logged == events == [1.0] * lines
 
 
@@ -66,12 +67,12 @@ def test_the_first_line_of_a_process(
 ) -> None:
     """Megatron prints one after any first step; only in the middle of an interval it is one beside the others."""
     asked, points = [], []
-    monkeypatch.setattr(loop_hooks, "reduced_means", lambda reset: asked.append(reset) or {})
-    monkeypatch.setattr(loop_hooks, "write_scalars", lambda means, iteration: points.append(iteration))
-    monkeypatch.setattr(loop_hooks, "log_timer", lambda *_: None)
+    monkeypatch.setattr(log, "reduced_means", lambda reset: asked.append(reset) or {})
+    monkeypatch.setattr(log, "write_scalars", lambda means, iteration: points.append(iteration))
+    monkeypatch.setattr(log, "log_timer", lambda *_: None)
     installation.keep(installation.Installation(SimRegConfig(lambda_=1, log_interval=log_interval), lambda config: ()))
-    log = loop_hooks.report(lambda total_loss_dict, iteration, skipped_iter, is_first_iteration=False: None)
-    log({}, iteration, 0, is_first_iteration=True)
+    megatrons_log = log.report(lambda total_loss_dict, iteration, skipped_iter, is_first_iteration=False: None)
+    megatrons_log({}, iteration, 0, is_first_iteration=True)
     assert asked == [resets] and points == written
 
 
@@ -80,15 +81,15 @@ def test_the_geometry_is_measured_where_a_line_follows(
     prints: bool, measured: list[int], timers: Timers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installation.keep(installation.Installation(SimRegConfig(lambda_=1, log_interval=4), lambda config: ()))
-    monkeypatch.setattr(loop_hooks, "logs_first_step", lambda: prints)
-    monkeypatch.setattr(loop_hooks, "refuse_silence", lambda *_: None)
+    monkeypatch.setattr(compat, "logs_first_step", lambda: prints)
+    monkeypatch.setattr(Regularizer, "refuse_silence", lambda *_: None)
     seen = []
 
     def train_step(model: Any, iteration: int) -> None:
         if installation.regularizer().metrics.wants_geometry:
             seen.append(iteration)
 
-    step = loop_hooks.tell_iteration(train_step)
+    step = loop.count_steps(train_step)
     for iteration in range(8):
         step(None, iteration)
     assert seen == measured
@@ -108,12 +109,12 @@ def test_numbers_below_zero_reach_the_console(
 ) -> None:
     means = {"simreg loss": 0.5, "simreg margin": -1.25, "simreg margin 10%": -4.0, "simreg negative cosine": -0.125}
     found = {name: torch.tensor(value) for name, value in means.items()}
-    monkeypatch.setattr(loop_hooks, "reduced_means", lambda **_: dict(found))
-    monkeypatch.setattr(loop_hooks, "write_scalars", lambda means, iteration: None)
-    monkeypatch.setattr(loop_hooks, "log_timer", lambda *_: None)
+    monkeypatch.setattr(log, "reduced_means", lambda **_: dict(found))
+    monkeypatch.setattr(log, "write_scalars", lambda means, iteration: None)
+    monkeypatch.setattr(log, "log_timer", lambda *_: None)
     installation.keep(installation.Installation(SimRegConfig(lambda_=1), lambda config: ()))
-    log = loop_hooks.report(megatrons_line)
-    log({"advanced iterations": 4}, 5, 0)
+    megatrons_log = log.report(megatrons_line)
+    megatrons_log({"advanced iterations": 4}, 5, 0)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         " iteration 5 | simreg loss: 5.000000E-01 |",
@@ -121,5 +122,5 @@ def test_numbers_below_zero_reach_the_console(
         "simreg negative cosine: -1.250000E-01",
     ]
     found |= {name: value.abs() for name, value in found.items()}
-    log({"advanced iterations": 4}, 10, 0)
+    megatrons_log({"advanced iterations": 4}, 10, 0)
     assert len(capsys.readouterr().out.splitlines()) == 1, "where nothing is missing, nothing is said"

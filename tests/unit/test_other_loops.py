@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import compat, installation, model_hooks, other_loops, refusals
+from simreg_megatron import SimRegConfig, contract, loop
+from simreg_megatron.plugin import compat, installation
+from simreg_megatron.plugin import loop as plugin_loop
+from simreg_megatron.plugin.model import regularize
 from tests.helpers.fixtures import One
 
 pytestmark = pytest.mark.megatron
@@ -42,13 +44,14 @@ class Model(nn.Module):
         return _postprocess(self, hidden_states, labels, packed_seq_params=packed_seq_params, **more)
 
 
-@model_hooks.regularize
+@regularize
 def _postprocess(
     model: Model,
     hidden_states: Tensor,
     labels: Tensor,
     packed_seq_params: object = None,
     inference_context: object = None,
+    output_processor: object = None,
 ) -> Tensor:
     return hidden_states.sum(dim=-1).T
 
@@ -81,7 +84,7 @@ def test_only_a_model_that_trains_gets_the_term(what: str) -> None:
     model = Model().train(what != "evaluates")
     hidden_states = torch.randn(LENGTH, 2, WIDTH, requires_grad=True)
     more = {"inference_context": object()} if what == "generates" else {}
-    with other_loops.paused() if what == "is paused" else nullcontext():
+    with contract._paused() if what == "is paused" else nullcontext():
         model(hidden_states, torch.arange(LENGTH).expand(2, LENGTH) % 3, **more).sum().backward()
     assert torch.equal(hidden_states.grad, torch.ones_like(hidden_states)) == (what != "trains")
 
@@ -94,18 +97,18 @@ ALONE = "objective simcse compares the sequences of a micro-batch, and the micro
 def test_prefixes_wider_than_the_states_are_refused() -> None:
     installed(**WIDE)
     with pytest.raises(ValueError, match=TOO_WIDE):
-        other_loops.begin_run(Model())
+        loop.begin_run(Model())
     with pytest.raises(ValueError, match=TOO_WIDE):
         train(Model())
     installed(objective_options="prefixes=4/8")
-    other_loops.begin_run(Model())
+    loop.begin_run(Model())
     train(Model())
 
 
 def test_a_sequence_alone_is_refused() -> None:
     installed(objective="simcse")
     with pytest.raises(ValueError, match=ALONE):
-        other_loops.begin_run(Model(), micro_batch_size=1, seq_length=LENGTH)
+        loop.begin_run(Model(), micro_batch_size=1, seq_length=LENGTH)
     with pytest.raises(ValueError, match=ALONE):
         train(Model(), num_sequences=1)
     train(Model(), num_sequences=2)
@@ -114,21 +117,34 @@ def test_a_sequence_alone_is_refused() -> None:
 def test_a_sequence_of_another_rank_is_enough(data_ranks: One) -> None:
     installed(objective="simcse", objective_options="gather=yes")
     with pytest.raises(ValueError, match="of all data-parallel ranks, of which there is one"):
-        other_loops.begin_run(Model(), micro_batch_size=1)
+        loop.begin_run(Model(), micro_batch_size=1)
     data_ranks._size = 2
-    other_loops.begin_run(Model(), micro_batch_size=1)
+    loop.begin_run(Model(), micro_batch_size=1)
 
 
 def test_the_log_is_reduced_over_the_ranks_of_the_model(data_ranks: One) -> None:
     """Megatron's global groups, which are not there, may be none, or another model's."""
     installed(temperature=0.1)
     model = Model()
-    other_loops.begin_run(model)
+    loop.begin_run(model)
     train(model)
-    assert other_loops.end_step(model, reduces=True)["simreg loss"] > 0
-    assert refusals.num_data_ranks(model) == data_ranks.size()
+    assert loop.end_step(model, reduces=True)["simreg loss"] > 0
+    assert compat.num_data_ranks(model) == data_ranks.size()
     with pytest.raises(AssertionError, match="is not initialized"):
         compat.data_group()
+
+
+def test_another_loss_and_packing_that_cannot_be_followed_are_refused() -> None:
+    installed(temperature=0.1)
+    model, hidden_states = Model(), torch.randn(LENGTH, 2, WIDTH, requires_grad=True)
+    labels = torch.arange(LENGTH).expand(2, LENGTH) % 3
+    with pytest.raises(NotImplementedError, match=r"an output processor returns something else.*--simreg-lambda 0"):
+        model(hidden_states, labels, output_processor=print)
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, LENGTH]), cu_seqlens_q_padded=None)
+    model(hidden_states, labels, packed).sum().backward()
+    model.pg_collection.cp = One(2)
+    with pytest.raises(NotImplementedError, match=r"how packed sequences are cut over.*--simreg-lambda 0"):
+        model(hidden_states, labels, packed)
 
 
 def test_packed_rows_are_refused_where_rows_are_sequences() -> None:
@@ -152,10 +168,10 @@ def test_packed_rows_are_refused_where_rows_are_sequences() -> None:
 def test_what_the_models_configuration_excludes_is_refused(
     settings: dict, of_model: dict, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(other_loops, "refuse_models", lambda *_: None)  # asks for a real decoder
+    monkeypatch.setattr(plugin_loop, "refuse_models", lambda *_: None)  # asks for a real decoder
     installed(**settings)
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
-        other_loops.begin_run(Model(**of_model))
+        loop.begin_run(Model(**of_model))
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -177,9 +193,9 @@ def test_rows_of_the_output_layer_that_lie_elsewhere_are_refused(sharded: Any) -
     for settings in ({"objective": "z-loss"}, {"objective": "sigmoid", "objective_options": "pairs=hidden-head"}):
         installed(**settings)
         with pytest.raises(NotImplementedError, match=r"needs the output layer's rows on each rank, and F\w+ scatters"):
-            other_loops.begin_run(sharded())
+            loop.begin_run(sharded())
     installed()
-    other_loops.begin_run(sharded())
+    loop.begin_run(sharded())
 
 
 @pytest.mark.parametrize(
@@ -188,8 +204,6 @@ def test_rows_of_the_output_layer_that_lie_elsewhere_are_refused(sharded: Any) -
 )
 def test_a_step_that_is_captured_measures_nothing(graphs: dict) -> None:
     """As in Megatron's own loop: what the host decides anew for each step cannot change the graph."""
-    from simreg_megatron import loop
-
     installed()
     loop.begin_run(Model(**graphs))
     loop.begin_step(0, measures=True)

@@ -18,7 +18,7 @@ from simreg_megatron.losses.prefixes_ce import default_prefixes
 from simreg_megatron.parallel import truncated_head
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 from simreg_megatron.plugin import refusals
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.weights import heads
 from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, WIDTH, One, measuring, micro_batch
 

@@ -13,9 +13,11 @@ import torch
 from simreg_megatron import SimRegConfig, loop, notices
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import compat, loop_hooks, refusals
+from simreg_megatron.plugin import compat, refusals
+from simreg_megatron.plugin import loop as plugin_loop
+from simreg_megatron.plugin.log import charts_of, write_scalars
+from simreg_megatron.plugin.term import Regularizer, Terms
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
-from simreg_megatron.plugin.writers import charts_of, write_scalars
 from simreg_megatron.weights import heads, learnable
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
@@ -31,28 +33,11 @@ class Group:
         return self._size
 
 
-def model_on(context_ranks: int) -> SimpleNamespace:
-    return SimpleNamespace(pg_collection=SimpleNamespace(cp=Group(context_ranks)))
-
-
-@pytest.mark.parametrize(
-    ("context_ranks", "given", "loss", "sentence"),
-    [
-        (2, {"packed_seq_params": object()}, torch.zeros(2, 8), "how packed sequences are cut over context-parallel"),
-        (1, {"output_processor": print}, torch.zeros(2, 8), "an output processor returns something else"),
-        (1, {}, torch.zeros(2, 8, 5), "an output processor returns something else"),
-    ],
-)
-def test_another_loss_than_megatrons_is_refused(
-    context_ranks: int, given: dict, loss: torch.Tensor, sentence: str
-) -> None:
-    with pytest.raises(NotImplementedError, match=sentence) as caught:
-        refusals.refuse_unknown_loss(model_on(context_ranks), given)
-        refusals.refuse_shape(loss, LABELS)
-    assert "--simreg-lambda 0" in str(caught.value), "the way out"
-    refusals.refuse_unknown_loss(model_on(2), {})
-    refusals.refuse_unknown_loss(model_on(1), {"packed_seq_params": object()})
-    refusals.refuse_shape(torch.zeros(2, 8), LABELS)
+def test_another_loss_than_megatrons_is_refused() -> None:
+    regularizer = Regularizer(SimRegConfig(lambda_=1))
+    with pytest.raises(NotImplementedError, match=r"an output processor returns something else.*--simreg-lambda 0"):
+        regularizer.add_to(torch.zeros(2, 8, 5), Terms([], None, LABELS, 0))
+    assert regularizer.add_to(loss := torch.zeros(2, 8), Terms([], None, LABELS, 0)) is loss
 
 
 @pytest.mark.parametrize(
@@ -236,9 +221,9 @@ def test_a_document_mask_without_document_ends_is_refused(
     monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     with pytest.raises(ValueError, match="no end-of-document token: use another tokenizer, or drop it"):
-        loop_hooks.end_of_document()
+        plugin_loop.end_of_document()
     tokenizer.eod = 7
-    assert loop_hooks.end_of_document() == 7
+    assert plugin_loop.end_of_document() == 7
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +15,8 @@ from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures import metrics
 from simreg_megatron.measures.naming import add_to_console
-from simreg_megatron.plugin import compat, refusals, tokens
-from simreg_megatron.plugin import regularizer as regularizer_module
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin import compat, term, tokens
+from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.learnable import Scalars
 from tests.helpers.fixtures import One
@@ -116,12 +115,14 @@ def test_measuring_computes_in_log_steps_alone(monkeypatch: pytest.MonkeyPatch) 
     """There it logs the mean over the step's own micro-batches: what training logs with the same states."""
     computed: list[str] = []
 
-    def counted(name: str) -> None:
-        original = getattr(regularizer_module, name)
-        monkeypatch.setattr(regularizer_module, name, lambda *a, **k: (computed.append(name), original(*a, **k))[1])
+    def counted(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: (computed.append(name), original(*a, **k))[1])
 
-    for name in ("chunk_views", "simreg_over_ranks", "label_rows", "shard_of"):
-        counted(name)
+    for name in ("chunk_views", "simreg_over_ranks"):
+        counted(term, name)
+    for name in ("label_rows", "valid_tokens"):
+        counted(tokens, name)
     hidden, labels, mask, loss = micro_batch()
     few = mask.clone()
     few[:, 4:] = 0
@@ -160,11 +161,11 @@ def test_a_model_that_bypasses_the_wrapper_is_found_out(config: SimRegConfig) ->
     regularizer = Regularizer(config)
     regularizer.set_iteration(0)
     earlier, last = SimpleNamespace(post_process=False), SimpleNamespace(post_process=True)
-    refusals.refuse_silence(regularizer, [earlier])
+    regularizer.refuse_silence([earlier])
     with pytest.raises(compat.MegatronSeamError, match="computed its loss without calling the function"):
-        refusals.refuse_silence(regularizer, [earlier, last])
+        regularizer.refuse_silence([earlier, last])
     add(regularizer, *micro_batch()).sum().backward()
-    refusals.refuse_silence(regularizer, [last])
+    regularizer.refuse_silence([last])
 
 
 @pytest.mark.megatron
@@ -177,11 +178,11 @@ def test_a_loop_that_drops_the_models_loss_is_found_out() -> None:
         hidden.square().sum().backward()
     last = [SimpleNamespace(post_process=True)]
     with pytest.raises(NotImplementedError, match=r"trained nothing.*no gradient came back to the per-token loss"):
-        refusals.refuse_silence(regularizer, last)
+        regularizer.refuse_silence(last)
     add(regularizer, hidden, labels, mask, loss)[:, :4].mean().backward()
-    refusals.refuse_silence(regularizer, last)
+    regularizer.refuse_silence(last)
     add(regularizer, hidden, labels, mask, loss)  # a step that is skipped later, for a loss of NaN
-    refusals.refuse_silence(regularizer, last)
+    regularizer.refuse_silence(last)
 
 
 def test_frozen_states_are_refused_where_the_loss_trains() -> None:
@@ -191,7 +192,7 @@ def test_frozen_states_are_refused_where_the_loss_trains() -> None:
     with pytest.raises(NotImplementedError, match=r"cannot train here.*before the output layer are frozen"):
         add(regularizer, hidden.detach(), labels, mask, loss)
     add(regularizer, hidden.detach(), labels, mask, loss.detach())
-    assert not regularizer.returns.are_missing
+    regularizer.refuse_silence([])
 
 
 def test_log_values_are_means_over_the_interval() -> None:
@@ -267,8 +268,8 @@ def test_what_only_the_data_knows_is_told_once(capsys: pytest.CaptureFixture[str
 
 def test_failure_behind_a_sound_loss_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, labels, mask, loss = micro_batch()
-    sound = regularizer_module.simreg_over_ranks
-    monkeypatch.setattr(regularizer_module, "simreg_over_ranks", lambda *a, **k: sound(*a, **k) * float("inf"))
+    sound = term.simreg_over_ranks
+    monkeypatch.setattr(term, "simreg_over_ranks", lambda *a, **k: sound(*a, **k) * float("inf"))
     regularizer = Regularizer(SimRegConfig(lambda_=1))
     with pytest.raises(RuntimeError, match="the SimReg term is not finite while the language-model loss is"):
         add(regularizer, hidden, labels, mask, loss)
@@ -326,10 +327,8 @@ def test_a_term_that_is_off_costs_nothing_and_is_still_measured(monkeypatch: pyt
     hidden, labels, mask, loss = micro_batch()
     regularizer = Regularizer(SimRegConfig(lambda_=3, temperature=0.1, chunk_size=6, off_after=0.25))
     computed: list[str] = []
-    original = regularizer_module.simreg_over_ranks
-    monkeypatch.setattr(
-        regularizer_module, "simreg_over_ranks", lambda *a, **k: (computed.append("term"), original(*a, **k))[1]
-    )
+    original = term.simreg_over_ranks
+    monkeypatch.setattr(term, "simreg_over_ranks", lambda *a, **k: (computed.append("term"), original(*a, **k))[1])
 
     def step(iteration: int, *, logs: bool) -> torch.Tensor:
         regularizer.set_iteration(iteration, 40)
@@ -434,7 +433,7 @@ def test_a_document_mask_needs_someone_who_knows_the_borders() -> None:
     with pytest.raises(RuntimeError, match="needs the tokenizer's end-of-document token"):
         add(Regularizer(config), hidden, labels, mask, loss)
     regularizer = Regularizer(config)
-    regularizer.end_of_document = 3
+    regularizer.reader.end_of_document = 3
     add(regularizer, hidden, labels, mask, loss).sum().backward()
     masked = hidden.grad.clone()
     hidden.grad = None

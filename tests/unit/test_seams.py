@@ -13,7 +13,7 @@ import pytest
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.notices import log_once
-from simreg_megatron.plugin import bypass, compat
+from simreg_megatron.plugin import compat, model
 from simreg_megatron.plugin import installation as state
 from simreg_megatron.plugin.hooks import install, uninstall
 from simreg_megatron.plugin.installation import Installation
@@ -147,7 +147,7 @@ def test_an_installation_that_fails_half_way_leaves_nothing(monkeypatch: pytest.
         raise RuntimeError("half way")
 
     before = GPTModel._postprocess, GPTModel.__init__, GPTModel.forward
-    monkeypatch.setattr(bypass, "watch_built", fails)
+    monkeypatch.setattr(model, "watch_built", fails)
     with pytest.raises(RuntimeError, match="half way"):
         install(SimRegConfig(lambda_=1))
     assert (GPTModel._postprocess, GPTModel.__init__, GPTModel.forward) == before

@@ -12,8 +12,9 @@ from torch import Tensor
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures.agreement import Agreement
-from simreg_megatron.plugin import compat, installation, model_hooks, stages
-from simreg_megatron.plugin.regularizer import Regularizer
+from simreg_megatron.plugin import compat, installation, layers, refusals
+from simreg_megatron.plugin.model import add_terms_of_stage
+from simreg_megatron.plugin.term import Regularizer
 
 BATCH, LENGTH, WIDTH = 2, 12, 8
 MASK = torch.tensor([[1.0] * 7 + [0.0] * 5, [1.0] * 12])
@@ -72,17 +73,17 @@ def _newer(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_weights_are_megatrons(config: SimpleNamespace, factor: float) -> None:
     """19 tokens count, in one of 4 micro-batches."""
-    torch.testing.assert_close(stages.token_weights(MASK, config, 4, Group()), MASK * factor)
-    nothing = stages.token_weights(torch.zeros_like(MASK), config, 4, Group())
+    torch.testing.assert_close(layers.token_weights(MASK, config, 4, Group()), MASK * factor)
+    nothing = layers.token_weights(torch.zeros_like(MASK), config, 4, Group())
     assert torch.equal(nothing, torch.zeros_like(MASK)), "a micro-batch without tokens has no weight, and no NaN"
 
 
 def test_weights_of_0_12_count_tokens_over_context_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "adds_up_tokens_of_context_ranks", lambda: True)
-    monkeypatch.setattr(stages.dist, "all_reduce", lambda tokens, group: tokens.add_(6))  # the other rank has 6
-    found = stages.token_weights(MASK, megatron(), 4, Group(0, 2))
+    monkeypatch.setattr(layers.dist, "all_reduce", lambda tokens, group: tokens.add_(6))  # the other rank has 6
+    found = layers.token_weights(MASK, megatron(), 4, Group(0, 2))
     torch.testing.assert_close(found, MASK * 2 / 25 / 4)
-    assert torch.equal(stages.token_weights(MASK, megatron(per_token=True), 4, Group(0, 2)), MASK)
+    assert torch.equal(layers.token_weights(MASK, megatron(per_token=True), 4, Group(0, 2)), MASK)
 
 
 @pytest.mark.megatron
@@ -90,16 +91,16 @@ def test_this_release_counts_tokens_of_a_context_rank() -> None:
     assert not compat.adds_up_tokens_of_context_ranks()
 
 
-def run_step(iterator, script, stage: Stage | None = None) -> stages.MicroBatch:
+def run_step(iterator, script, stage: Stage | None = None) -> layers.MicroBatch:
     """What the plugin was told of the micro-batch that `script` ran."""
     given = []
     stage = stage or Stage()
 
-    def add_to(output: Tensor, model: Stage, micro_batch: stages.MicroBatch) -> Tensor:
+    def add_to(output: Tensor, model: Stage, micro_batch: layers.MicroBatch) -> Tensor:
         given.append(micro_batch)
         return output
 
-    step = stages.with_terms(script, add_to, megatron(per_token=True), 4)
+    step = layers.with_terms(script, add_to, megatron(per_token=True), 4)
     rows = LENGTH // stage.pg_collection.cp.size()
     output, loss_function = step(iterator, stage, "more")
     assert output.shape == (rows, BATCH, WIDTH) and loss_function == "loss function"
@@ -167,7 +168,7 @@ def test_data_of_another_kind_is_refused(iterator, script, sentence: str) -> Non
 
 @pytest.mark.parametrize("what", ["trains", "evaluates", "needs no gradient", "is paused", "collects no loss"])
 def test_only_a_stage_that_trains_gets_terms(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    @model_hooks.add_terms_of_stage
+    @add_terms_of_stage
     def forward_step(forward_step_func, data_iterator, model, num_microbatches, config, collect_non_loss_data=False):
         return forward_step_func
 
@@ -206,7 +207,7 @@ def test_what_is_sent_on_keeps_its_value_and_brings_the_gradient_of_both() -> No
 
     first, last = sent_on(states)
     regularizer.inner_states._caught[stage.decoder] = {3: first, 4: last}
-    micro_batch = stages.MicroBatch(given["labels"], MASK, weights)
+    micro_batch = layers.MicroBatch(given["labels"], MASK, weights)
     output = regularizer.add_to_stage(last, stage, micro_batch)
     assert torch.equal(output, last) and output._base is None, "Megatron frees what it sent, and refuses a view"
     output.backward(upstream)
@@ -257,16 +258,16 @@ def test_other_labels_masks_or_weights_are_found_out() -> None:
     ],
 )
 def test_what_needs_the_last_stage_is_refused(settings, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.inner, "refuse_decoder", lambda config, decoder: None)
+    monkeypatch.setattr(refusals, "refuse_decoder", lambda config, decoder: None)
     with pytest.raises(NotImplementedError, match=f"--simreg-layers 4 lies on an earlier .* objective {sentence}"):
-        stages.refuse(SimRegConfig(lambda_=1, layers=4, **settings), Stage())
-    stages.refuse(SimRegConfig(lambda_=1, layers=4), Stage())
+        refusals.refuse_stage(SimRegConfig(lambda_=1, layers=4, **settings), Stage())
+    refusals.refuse_stage(SimRegConfig(lambda_=1, layers=4), Stage())
 
 
 def test_directions_need_the_iteration() -> None:
     regularizer = Regularizer(SimRegConfig(lambda_=1, layers=4, objective="sigreg"))
     with pytest.raises(NotImplementedError, match="which is not known here"):
-        regularizer.add_to_stage(torch.zeros(1), Stage(), stages.MicroBatch(MASK, MASK, MASK))
+        regularizer.add_to_stage(torch.zeros(1), Stage(), layers.MicroBatch(MASK, MASK, MASK))
 
 
 @pytest.mark.megatron
@@ -290,7 +291,7 @@ def test_a_stage_in_the_middle_builds_the_training_set(tensor_rank, built, monke
         assert provider.is_distributed
         return tuple(provider("sizes"))
 
-    data = stages.DataOfStages(SimRegConfig(lambda_=1, layers=4))
+    data = layers.DataOfStages(SimRegConfig(lambda_=1, layers=4))
     other = Stage()
     other.decoder.layers = [SimpleNamespace(layer_number=5)]
     data.begin([other, Stage()])

@@ -21,7 +21,8 @@ from simreg_megatron.comparison import Comparison, Shape
 from simreg_megatron.kernels import form, halves, walk
 from simreg_megatron.kernels.tiled import TorchTiles
 from simreg_megatron.losses import simreg
-from simreg_megatron.plugin import compat, form_trial
+from simreg_megatron.plugin import loop
+from simreg_megatron.plugin.tokens import device_of, rows_dtype
 from simreg_megatron.sharded.sequence import fast_form
 from simreg_megatron.trial import Trial
 from tests.helpers.processes import run_processes
@@ -244,12 +245,15 @@ def model(**config: Any) -> Any:
     return made
 
 
+def rows_like(config: SimRegConfig, model: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=rows_dtype(config, model), device=device_of([model]))
+
+
 def test_before_the_first_step(
     plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU, and for `auto` alone; the shape is that of one rank."""
     plant("slow", Slow)
-    monkeypatch.setattr(compat, "unwrapped", list)
     shapes = []
 
     def tried(shape: Shape, device: torch.device) -> list[Trial]:
@@ -258,36 +262,36 @@ def test_before_the_first_step(
 
     monkeypatch.setattr(trial, "try_forms", tried)
     config = SimRegConfig(lambda_=1, chunk_size=64)
-    form_trial.settle(config, [model()], 4, 512)
-    assert not shapes and fast_form(config, form_trial.rows_like(config, model())) == "tiled", "nothing to try on a CPU"
-    monkeypatch.setattr(form_trial, "_is_worth_trying", lambda device: True)
-    form_trial.settle(SimRegConfig(lambda_=1, impl="gemm"), [model()], 4, 512)
-    form_trial.settle(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
-    form_trial.settle(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
+    loop.choose_form(config, [model()], 4, 512)
+    assert not shapes and fast_form(config, rows_like(config, model())) == "tiled", "nothing to try on a CPU"
+    monkeypatch.setattr(loop, "_is_worth_trying", lambda device: True)
+    loop.choose_form(SimRegConfig(lambda_=1, impl="gemm"), [model()], 4, 512)
+    loop.choose_form(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
+    loop.choose_form(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
     assert not shapes
-    form_trial.settle(config, [model()], 4, 512)
+    loop.choose_form(config, [model()], 4, 512)
     assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)]
-    assert fast_form(config, form_trial.rows_like(config, model())) == "slow"
+    assert fast_form(config, rows_like(config, model())) == "slow"
     assert fast_form(config, torch.empty(0)) == "tiled", "rows of another type were not tried"
     with monkeypatch.context() as patch:
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
         measured = [Trial("slow", 0, 0, seconds=2.0), Trial("tiled", 0, 0, seconds=1.0)]
         patch.setattr(trial, "try_forms", lambda *_: measured)
-        form_trial.settle(config, [model()], 4, 512)
-        assert fast_form(config, form_trial.rows_like(config, model())) == "tiled", "the fastest"
+        loop.choose_form(config, [model()], 4, 512)
+        assert fast_form(config, rows_like(config, model())) == "tiled", "the fastest"
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        form_trial.settle(config, [model()], 4, 512)
-        taken = fast_form(config, form_trial.rows_like(config, model()))
+        loop.choose_form(config, [model()], 4, 512)
+        taken = fast_form(config, rows_like(config, model()))
         assert taken == "slow", "a clock would decide otherwise another time"
     assert "> SimReg: impl auto is slow 0.00 ms a micro-batch of 4 x 128 x 16 (bfloat16, chunks of 64)" in (
         capsys.readouterr().out
     )
     for inside, dtype in (({}, torch.bfloat16), ({"placement": "pre-norm"}, torch.float32)):
-        form_trial.settle(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
+        loop.choose_form(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
         assert shapes[-1].dtype == dtype, "the final norm ends the wide residual stream"
     empty = torch.nn.Module()
     empty.config, empty.pg_collection = model().config, model().pg_collection
-    form_trial.settle(config, [empty, model()], 4, 512)  # a stage without layers
+    loop.choose_form(config, [empty, model()], 4, 512)  # a stage without layers
 
 
 def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

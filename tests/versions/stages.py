@@ -47,21 +47,21 @@ def run_rank(core: Path, source: Path, out: Path, names: list[str]) -> None:
 def gradients(layout: Any, given: dict[str, Any], mode: str, variant: str) -> Grads:
     """Of this rank's parameters, from one global batch."""
     from simreg_megatron import SimRegConfig, install, uninstall
-    from simreg_megatron.plugin import stages
+    from simreg_megatron.plugin import layers
     from tests.versions import tiny
 
     tiny.start(layout)
     chunks = tiny.build(layout, given["vocabulary"], per_token=mode == "per-token")
     tiny.load(chunks, given["weights"])
-    weights = stages.token_weights
-    stages.token_weights = lambda *tokens: weights(*tokens) * (2 if variant == "doubled" else 1)
+    weights = layers.token_weights
+    layers.token_weights = lambda *tokens: weights(*tokens) * (2 if variant == "doubled" else 1)
     felt = {"lambda_": LAMBDA, "temperature": TEMPERATURE, "chunk_size": given["chunk"]}
     install(config=SimRegConfig(layers="1,2,4,final", **felt))
     try:
         run_schedule(chunks, given["tokens"], given["mask"])
     finally:
         uninstall()
-        stages.token_weights = weights
+        layers.token_weights = weights
     return tiny.gradients(chunks)
 
 

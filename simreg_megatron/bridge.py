@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from simreg_megatron.plugin import installation, loop_hooks, other_loops
+from simreg_megatron import loop
 
 
 class SimRegCallback:
@@ -29,7 +29,7 @@ class SimRegCallback:
             NotImplementedError: the run builds a model that SimReg does not support.
         """
         settings = context.state.cfg
-        other_loops.begin_run(
+        loop.begin_run(
             context.model,
             micro_batch_size=getattr(settings.train, "micro_batch_size", None),
             seq_length=getattr(getattr(settings, "model", None), "seq_length", None),
@@ -39,14 +39,14 @@ class SimRegCallback:
         """Tell the iteration: lambda may change with it, and the geometry is measured at log steps alone."""
         iteration = int(context.state.train_state.step)
         measures = self._logs(context, iteration + 1)
-        needs_length = installation.regularizer().config.schedule.needs_length
+        needs_length = loop.settings().schedule.needs_length
         length = context.state.cfg.train.train_iters if needs_length else None
-        loop_hooks.begin_step(iteration, measures=measures, num_iterations=length)
+        loop.begin_step(iteration, measures=measures, num_iterations=length)
 
     def on_train_step_end(self, context: Any) -> None:
         """Log means of the interval; a collective, so every rank calls it at the same steps."""
         iteration = int(context.state.train_state.step) + 1  # Bridge counts the step after its callbacks
-        means = other_loops.end_step(context.model, reduces=self._logs(context, iteration))
+        means = loop.end_step(context.model, reduces=self._logs(context, iteration))
         if not means or dist.get_rank() != dist.get_world_size() - 1:
             return
         print(f" iteration {iteration:8d} | " + " | ".join(f"{name}: {float(means[name]):.6E}" for name in means))
@@ -58,5 +58,5 @@ class SimRegCallback:
                 wandb.log({name: float(value)}, iteration)
 
     def _logs(self, context: Any, iteration: int) -> bool:
-        interval = installation.regularizer().config.log_interval or context.state.cfg.logger.log_interval
+        interval = loop.settings().log_interval or context.state.cfg.logger.log_interval
         return bool(iteration % interval == 0)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg's means and its time in Megatron's log, TensorBoard (with charts of its own) and Weights & Biases."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.measures.naming import add_to_console, left_out_of_console
+from simreg_megatron.notices import say
+from simreg_megatron.plugin import compat, installation
+from simreg_megatron.plugin.tokens import device_of, rows_dtype
+from simreg_megatron.sharded.sequence import fast_form
+
+_CHARTS: dict[str, Callable[[str], bool]] = {
+    "losses": lambda name: name.endswith(" loss"),
+    "cosines": lambda name: name.endswith(" cosine"),
+    "margins of predictions": lambda name: " margin" in name,
+    "isotropy": lambda name: name == "simreg isotropy",
+    "norms by label": lambda name: "norm difference" in name,
+    "lambda": lambda name: name.endswith(" lambda"),
+    "clipping": lambda name: name.startswith("adagc"),
+}
+"""What stands in one chart. The rest has charts of its own anyway."""
+
+_laid_out: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def described(config: SimRegConfig, model: Any, hidden_size: int) -> str:
+    """Describe the settings of one objective, for the first lines of the log."""
+    what = "measured only, in log steps, not trained on"
+    if config.trains:
+        asked = " (auto)" if config.lambda_ == "auto" else ""
+        what = f"lambda {config.weight(hidden_size):g}{asked}{f' {config.schedule}' if str(config.schedule) else ''}"
+        if config.every > 1:
+            what += f", once every {config.every} steps with {config.every} times the weight (another objective)"
+    options = "".join(f", {name} {value}" for name, value in config.objective_options if value != "whole")
+    chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
+    if config.by_sequence:
+        what = f"{what}, temperature {config.tau:g}, whole sequences{options}"
+    elif config.through_head or config.sums_up:
+        what = f"{what}{f', {chunk}' if config.has_chunks else ''}{options}"
+    else:
+        like = torch.empty(0, dtype=rows_dtype(config, model), device=device_of([model]))
+        impl = fast_form(config, like) or "reference"
+        what = f"{what}, temperature {config.tau:g}, {chunk}, scope {config.scope}, impl {impl}{options}"
+    return (
+        f"SimReg: {what}" if config.objective in ("simreg", "none") else f"SimReg objective {config.objective}: {what}"
+    )
+
+
+def is_log_step(iteration: int) -> bool:
+    """Whether SimReg's values are logged after this many iterations."""
+    return iteration % _interval() == 0
+
+
+def _interval() -> int:
+    return int(installation.regularizer().config.log_interval or compat.arguments().log_interval)
+
+
+def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's `training_log`: SimReg's and AdaGC's means join its line."""
+    signature = inspect.signature(training_log)
+
+    def with_simreg(*args: Any, **kwargs: Any) -> Any:
+        given = compat.named_arguments(signature, *args, **kwargs)
+        iteration, logs = given["iteration"], is_log_step(given["iteration"])
+        first = bool(given.get("is_first_iteration")) and not logs  # a line of its own, in the middle of an interval
+        here = installation.current()
+        active, clipping = here.regularizer().config.active, here.clipping
+        if not (active or clipping) or not (first or logs):
+            return training_log(*args, **kwargs)
+        total_loss_dict = given["total_loss_dict"]
+        means = reduced_means(reset=not first) if active else {}
+        if clipping is not None:
+            means |= clipping.means(reset=not first)
+        add_to_console(means, total_loss_dict, skipped=bool(given["skipped_iter"]))
+        if not first:
+            write_scalars(means, iteration)
+            log_timer(compat.arguments(), iteration, _interval())
+        result = training_log(*args, **kwargs)
+        if left_out := left_out_of_console(means):
+            say(f"SimReg at iteration {iteration}, beside Megatron's line, which has no numbers below 0: {left_out}")
+        for name in means:  # interval means, not sums: Megatron must not go on adding to them
+            total_loss_dict.pop(name, None)
+        return result
+
+    return with_simreg
+
+
+def reduced_means(model: Any = None, *, reset: bool = True) -> dict[str, Tensor]:
+    """Reduce the means over all ranks, by the groups of the model; a collective on those that saw SimReg, and on all
+    where earlier stages may have.
+
+    Where SimReg only measures, the values are of a log step alone, and gone afterwards in any case.
+    """
+    regularizer = installation.regularizer()
+    pipeline = compat.pipeline_group(model) if regularizer.config.layer_numbers else None
+    several = pipeline if pipeline is not None and pipeline.size() > 1 else None
+    data_group, resets = compat.data_group(model, with_context=True), reset or not regularizer.trains
+    means = regularizer.metrics.reduce(data_group, several, reset=resets)
+    return means | regularizer.lambdas() if means else {}
+
+
+def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
+    """Write the means to TensorBoard and Weights & Biases."""
+    tensorboard, wandb = _writers()
+    if tensorboard and tensorboard not in _laid_out:
+        _laid_out.add(tensorboard)
+        tensorboard.add_custom_scalars(charts_of(means))
+    for name, value in means.items():
+        if tensorboard:
+            tensorboard.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log({name: value}, iteration)
+
+
+def charts_of(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    """As `SummaryWriter.add_custom_scalars` takes it, each name a regular expression; language-model loss included."""
+    found = {chart: [f"^{name}$" for name in names if belongs(name)] for chart, belongs in _CHARTS.items()}
+    if found["losses"]:
+        found["losses"].insert(0, "^lm loss$")
+    return {"SimReg": {chart: ["Multiline", tags] for chart, tags in found.items() if tags}}
+
+
+def _writers() -> tuple[Any, Any]:
+    """TensorBoard's and Weights & Biases', on the rank where Megatron opened them; None elsewhere."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    return get_tensorboard_writer(), get_wandb_writer()
+
+
+def log_timer(args: Any, iteration: int, num_steps: int) -> None:
+    """Log SimReg's timer, as Megatron logs only those that it knows by name. A collective over all ranks.
+
+    Args:
+        num_steps: since the last call, which reset the timer: the time of one is logged.
+    """
+    if args.timing_log_level < 2:
+        return
+    timers = compat.timers()
+    for writer in _writers() if args.log_timers_to_tensorboard else ():
+        timers.write([compat.TIMER], writer, iteration, normalizer=num_steps, reset=False)
+    timers.log([compat.TIMER], normalizer=num_steps)

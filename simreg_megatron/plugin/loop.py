@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrapped around Megatron's training loop: flags, set-up, the step's number, checkpoints; and what any loop
+does before its first step and before each one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from simreg_megatron import trial
+from simreg_megatron.adagc.clipping import Clipping
+from simreg_megatron.comparison import Shape
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config.flags import (
+    adagc_differences_to_checkpoint,
+    adagc_from_args,
+    config_from_args,
+    differences_to_checkpoint,
+)
+from simreg_megatron.losses.simreg import AUTO, chosen_impl
+from simreg_megatron.notices import forget, log_once, warn
+from simreg_megatron.plugin import compat, installation, log
+from simreg_megatron.plugin.arguments import add_simreg_arguments
+from simreg_megatron.plugin.layers import holds_earlier_layers
+from simreg_megatron.plugin.model import watch
+from simreg_megatron.plugin.refusals import (
+    WHOLE_GRAPH,
+    is_whole_graph,
+    refuse_arguments,
+    refuse_models,
+    refuse_rows,
+    refuse_settings,
+    refuse_start_over,
+)
+from simreg_megatron.plugin.term import Regularizer
+from simreg_megatron.plugin.tokens import device_of, open_row_group, rows_dtype
+from simreg_megatron.sentences import one_line
+from simreg_megatron.weights import learnable
+
+STATE_KEY = "simreg_adagc"
+"""Where AdaGC's state lies in the learning-rate scheduler's part of a checkpoint, which every format of Megatron
+keeps."""
+
+
+def add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda parser: add_simreg_arguments(add_megatron_arguments(parser))
+
+
+# Before the first step ------------------------------------------------------------------------------------------------
+
+
+def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse what cannot work, before and after Megatron has built its models; make all ready for the first step."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        forget()  # where Megatron restarts a run in its process, the log of the new one is whole
+        here, settings = installation.current(), compat.arguments()
+        regularizer = here.begin_run()
+        config = regularizer.config
+        here.checkpoint_config = here.clipping = None
+        if here.given_config is None and (adagc := adagc_from_args(settings)) is not None:
+            here.clipping = Clipping(adagc)
+        if config.active:
+            refuse_arguments(settings, config)
+        if config.active or here.clipping is not None:
+            refuse_start_over(settings)
+        try:
+            built = setup_model_and_optimizer(*args, **kwargs)
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            _explain(error, config)
+            raise
+        models, optimizer = built[:2]
+        if config.active:
+            refuse_models(config, models, here.model_classes)
+            make_ready(regularizer, models, settings, settings.micro_batch_size, settings.seq_length)
+            regularizer.data_of_stages.begin(compat.unwrapped(models))
+            if config.document_mask:
+                regularizer.reader.end_of_document = end_of_document()
+        if optimizer is None:  # --skip-train
+            here.clipping = None
+        if here.clipping is not None:
+            here.clipping.attach(optimizer, compat.unwrapped(models), settings)
+            if config.every > 1:
+                warn(
+                    f"AdaGC's averages follow the steps without SimReg, so with --simreg-every {config.every} it clips "
+                    "most of the term away in the steps with it: drop one of the two"
+                )
+        return built
+
+    return checked
+
+
+def _explain(error: BaseException, config: SimRegConfig) -> None:
+    """Raise a sentence about our scalars in the place of an error of Megatron's load, where it is about them."""
+    args, before = compat.arguments(), installation.current().checkpoint_config
+    if before is None and learnable.may_be_of_scalars(error):  # Megatron failed before it compared arguments
+        from megatron.training import checkpointing
+
+        try:
+            before = config_from_args(checkpointing._load_base_checkpoint(args.load, args, rank0=True)[0]["args"])
+        except Exception:  # what Megatron said is all that is known then
+            before = None
+    is_distributed = bool(getattr(args, "use_distributed_optimizer", False))
+    learnable.explain(error, config, before, is_distributed=is_distributed)
+
+
+def end_of_document() -> int:
+    """Token id that ends a document in Megatron's data sets."""
+    from megatron.training.global_vars import get_tokenizer
+
+    try:
+        return int(get_tokenizer().eod)
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            "--simreg-document-mask has no effect with a tokenizer that has no end-of-document token: "
+            "use another tokenizer, or drop it"
+        ) from error
+
+
+def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
+    """In other loops than Megatron's; see `simreg_megatron.loop.begin_run`."""
+    here = installation.current()
+    regularizer = here.begin_run()
+    config = regularizer.config
+    if not config.active:
+        return
+    chunks = models if isinstance(models, list) else [models]
+    refuse_models(config, chunks, here.model_classes)
+    for model in compat.unwrapped(chunks):
+        refuse_settings(model.config, config)
+        refuse_rows(
+            config,
+            width=model.config.hidden_size,
+            num_sequences=micro_batch_size,
+            num_data_ranks=functools.partial(compat.num_data_ranks, model),
+        )
+        learnable.refuse_without(config, model)
+        watch(model)
+    make_ready(regularizer, chunks, compat.unwrapped(chunks)[0].config, micro_batch_size, seq_length)
+
+
+def make_ready(
+    regularizer: Regularizer, model_chunks: Any, settings: Any, micro_batch_size: int | None, seq_length: int | None
+) -> None:
+    """Follow a captured step, take the fastest kernels where the shapes are known, and log one line an objective.
+
+    Args:
+        settings: Megatron's flags, or in other loops the configuration of the model.
+    """
+    from megatron.core.utils import get_model_config
+
+    config, models = regularizer.config, compat.unwrapped(model_chunks)
+    if is_whole_graph(settings):
+        regularizer.repeat_one_step()
+        log_once(f"SimReg: no geometry is measured with {WHOLE_GRAPH}; the log has its loss and lambda")
+    if micro_batch_size and seq_length:
+        choose_form(config, models, micro_batch_size, seq_length)
+    for model in models:
+        if _computes(config, model):
+            open_row_group(model)
+    for part in config.parts:
+        if warning := part.record.warning(part):
+            warn(f"SimReg objective {part.objective}: {warning}")
+        log_once(log.described(part, models[0], get_model_config(model_chunks[0]).hidden_size))
+
+
+def _computes(config: SimRegConfig, model: Any) -> bool:
+    return getattr(model, "post_process", True) or holds_earlier_layers(config, model)
+
+
+def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, seq_length: int) -> None:
+    """Let all ranks take the form of SimReg that is right and fastest (see `trial`), on GPUs where `auto` is asked for.
+
+    A collective over all ranks, those without hidden states of SimReg included.
+
+    Args:
+        seq_length: of the whole sequence, over all ranks that share it.
+    """
+    part = next((part for part in config.parts if part.is_simreg and part.impl == "auto"), None)
+    device = device_of(models)
+    if part is None or not _is_worth_trying(device):
+        return
+    if chosen_impl("auto", part.similarity, part.self_positive) == "reference":
+        return
+    # One rank computes on its part of the sequence, or on the part of the work that tensor ranks share.
+    length = seq_length // (compat.context_group(models[0]).size() * compat.tensor_group(models[0]).size())
+    dtype = rows_dtype(part, models[0])
+    shape = Shape(micro_batch_size, max(length, 2), models[0].config.hidden_size, part.chunk_size, dtype, part.tau)
+    AUTO.pop((device.type, dtype), None)  # of a run before, in this process
+    own = trial.idle()
+    if any(_computes(config, model) for model in models):
+        own = trial.try_forms(shape, device)
+    trials = trial.agree(own, dist.group.WORLD if dist.is_initialized() else None, device)
+    choose = trial.same_every_time if torch.are_deterministic_algorithms_enabled() else trial.fastest
+    taken = choose(trials)
+    trial.take(taken, shape, device)
+    log_once(f"SimReg: {trial.sentence(trials, shape, taken)}")
+
+
+def _is_worth_trying(device: torch.device) -> bool:
+    """On a CPU there is one fast form."""
+    return device.type == "cuda"
+
+
+# Each step ------------------------------------------------------------------------------------------------------------
+
+
+def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
+    """In any loop; see `simreg_megatron.loop.begin_step`."""
+    regularizer = installation.regularizer()
+    regularizer.set_iteration(iteration, num_iterations)
+    regularizer.metrics.wants_geometry = measures and regularizer.metrics.has_geometry
+
+
+def count_steps(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's `train_step`: lambda follows its number, and a step that passed SimReg by is an error."""
+    signature = inspect.signature(train_step)
+
+    def with_iteration(*args: Any, **kwargs: Any) -> Any:
+        regularizer = installation.regularizer()
+        if not regularizer.config.active:
+            return train_step(*args, **kwargs)
+        given, settings = compat.named_arguments(signature, *args, **kwargs), compat.arguments()
+        iteration = given.get("iteration")
+        iteration = int(getattr(settings, "curr_iteration", 0)) if iteration is None else iteration
+        is_first = not regularizer.strength.follows_iterations  # of this process: a resumed run has one, too
+        measures = (is_first and compat.logs_first_step()) or log.is_log_step(iteration + 1)
+        # Megatron counts the iterations of the whole training where it is given samples, too.
+        begin_step(iteration, measures=measures, num_iterations=getattr(settings, "train_iters", None))
+        result = train_step(*args, **kwargs)
+        regularizer.refuse_silence(given["model"])
+        return result
+
+    return with_iteration
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's comparison of its flags with a checkpoint's: log the settings of ours that differ."""
+
+    def compared(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+        now = compat.arguments()
+        with suppress(Exception):  # a damaged record may be anything
+            installation.current().checkpoint_config = config_from_args(checkpoint_args)
+        for name, flags, differences, is_on in (
+            ("SimReg", "--simreg-*", differences_to_checkpoint, config_from_args(now).active),
+            ("AdaGC", "--adagc*", adagc_differences_to_checkpoint, adagc_from_args(now) is not None),
+        ):
+            try:
+                for difference in differences(checkpoint_args, now):
+                    log_once(f"SimReg: {difference}")
+            except Exception as error:
+                what = f"the checkpoint's settings of {name} cannot be read ({one_line(error)})"
+                if is_on:
+                    raise ValueError(
+                        f"{what}: resume with the version of simreg_megatron that wrote it, or drop the {flags} flags "
+                        f"to resume without {name}"
+                    ) from None
+                warn(f"{what}: the run resumes without {name}, as its flags say")
+        return check_checkpoint_args(checkpoint_args, *args, **kwargs)
+
+    return compared
+
+
+def save_adagc(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the scheduler's `state_dict`."""
+
+    def with_adagc(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        state, clipping = state_dict(scheduler, *args, **kwargs), installation.current().clipping
+        own = clipping.state_dict() if clipping else {}
+        return {**state, STATE_KEY: own} if own else state
+
+    return with_adagc
+
+
+def load_adagc(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the scheduler's `load_state_dict`."""
+
+    def with_adagc(scheduler: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if clipping := installation.current().clipping:
+            clipping.load_state_dict(state.get(STATE_KEY))
+        elif STATE_KEY in state:
+            if compat.has_parsed_arguments() and getattr(compat.arguments(), "ckpt_convert_format", None):
+                raise ValueError(
+                    "the checkpoint was written with --adagc, and a conversion without it would lose its averages: add "
+                    "--adagc to this command, too"
+                )
+            log_once("AdaGC: the checkpoint was written with --adagc, and this run continues without it")
+        return load_state_dict(scheduler, state, *args, **kwargs)
+
+    return with_adagc

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrapped around the model: its loss, its constructor, its decoder; and the check that none goes past these.
+
+A model whose class overrides or replaces the wrapped functions would train without SimReg and say nothing. Megatron's
+own loop is checked for that after each step; each model is, at the end of its forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.plugin import compat, installation, layers
+from simreg_megatron.plugin.installation import Installation, Wrappers
+from simreg_megatron.plugin.refusals import OTHER_LOSS, WAY_OUT, refuse_decoder
+from simreg_megatron.plugin.term import Regularizer, Terms
+from simreg_megatron.weights import learnable
+
+
+def regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function of a model that is given its final hidden states and the labels, and returns the loss."""
+    signature = inspect.signature(postprocess)
+
+    @functools.wraps(postprocess)
+    def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
+        here = installation.installed()
+        # SimReg was uninstalled, but this wrapper is still referenced; or a parent class has a wrapped one, too.
+        if here is None or model in here.entered:
+            return postprocess(model, *args, **kwargs)
+        here.passed.add(model)
+        regularizer = _active(here, model)
+        if regularizer is None:
+            return postprocess(model, *args, **kwargs)
+        given = compat.named_arguments(signature, model, *args, **kwargs) if args else kwargs
+        terms = _terms(here, regularizer, model, given, given["hidden_states"])
+        here.entered.add(model)
+        try:
+            loss = postprocess(model, *args, **kwargs)
+        finally:
+            here.entered.discard(model)
+        return regularizer.add_to(loss, terms)
+
+    return with_simreg
+
+
+def regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the `forward` of a model that computes its loss there: hook its decoder, whose output is hidden states."""
+    signature = inspect.signature(forward)
+
+    def with_simreg(model: Any, *args: Any, **kwargs: Any) -> Any:
+        here = installation.current()
+        here.passed.add(model)
+        regularizer = _active(here, model)
+        if regularizer is None:
+            return forward(model, *args, **kwargs)
+        given = compat.named_arguments(signature, model, *args, **kwargs)
+        terms: list[Terms | None] = []
+
+        def compute(_: Any, __: Any, output: Any) -> None:
+            states = output[0] if isinstance(output, tuple) else output
+            terms.append(_terms(here, regularizer, model, given, states))
+
+        handle = model.decoder.register_forward_hook(compute)
+        try:
+            loss = forward(model, *args, **kwargs)
+        finally:
+            handle.remove()
+        return regularizer.add_to(loss, terms[-1])
+
+    return with_simreg
+
+
+def prepare(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the constructor: scalars that an objective trains join the model before it is wrapped or loaded."""
+
+    def prepared(model: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(model, *args, **kwargs)
+        config = installation.current().known_config()
+        if config is not None and config.active:
+            learnable.add_to(model, learnable.wanted(config))
+            watch(model)
+
+    return prepared
+
+
+def _active(here: Installation, model: Any) -> Regularizer | None:
+    """The regularizer, if this forward pass trains, on the stage that computes the loss, with SimReg on; else None."""
+    if not (model.post_process and model.training and torch.is_grad_enabled()) or here.paused:
+        return None
+    regularizer = here.regularizer()
+    return regularizer if regularizer.config.active else None
+
+
+def _terms(
+    here: Installation, regularizer: Regularizer, model: Any, given: dict[str, Any], hidden_states: Any
+) -> Terms | None:
+    """Compute the terms of a micro-batch from its hidden states [S, B, D]; `given` has the call's other arguments."""
+    if given.get("inference_context") is not None:
+        return None
+    labels = given.get("labels")
+    if labels is None:
+        if model in here.met:  # one that had labels before may be asked for its logits, too
+            return None
+        raise NotImplementedError(
+            f"this {type(model).__name__} trains without labels, so its loss is computed elsewhere, where "
+            f"SimReg cannot add its term: pass labels to the model, {WAY_OUT}"
+        )
+    here.met.add(model)
+    if given.get("output_processor") is not None:
+        raise NotImplementedError(OTHER_LOSS)
+    return regularizer.terms(model, hidden_states, labels, given.get("loss_mask"), given.get("packed_seq_params"))
+
+
+# The decoder, for settings that name states inside it -----------------------------------------------------------------
+
+
+def inside(config: SimRegConfig) -> Wrappers:
+    """The wrappers for states inside the decoder, and on earlier pipeline stages."""
+    yield compat.DECODER_SEAM, catch_inner_states
+    if config.layer_numbers:
+        yield compat.STAGE_SEAM, add_terms_of_stage
+        if compat.training_loop() is not None:
+            yield compat.DATA_SEAM, build_data_of_stages
+
+
+def catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the decoder's `forward`: keep the states that will be trained on or measured."""
+
+    def caught(decoder: Any, *args: Any, **kwargs: Any) -> Any:
+        regularizer = installation.regularizer()
+        config = regularizer.config
+        trains = decoder.training and torch.is_grad_enabled() and regularizer.computes
+        if not (trains and (decoder.post_process or layers.held_layers(config, decoder))):
+            return forward(decoder, *args, **kwargs)
+        refuse_decoder(config, decoder)
+        return regularizer.inner_states.catch(forward, decoder, *args, **kwargs)
+
+    return caught
+
+
+def add_terms_of_stage(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap one micro-batch of one part of the model, as Megatron's pipeline schedules run it."""
+    signature = inspect.signature(forward_step)
+
+    def with_terms(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        (model,) = compat.unwrapped(given["model"])
+        trains = model.training and torch.is_grad_enabled() and not given.get("collect_non_loss_data")
+        here = installation.current()
+        regularizer = here.regularizer()
+        if trains and not here.paused and layers.holds_earlier_layers(regularizer.config, model):
+            given["forward_step_func"] = layers.with_terms(
+                given["forward_step_func"], regularizer.add_to_stage, given["config"], given["num_microbatches"]
+            )
+        return forward_step(*bound.args, **bound.kwargs)
+
+    return with_terms
+
+
+def build_data_of_stages(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's building of data: earlier stages with named layers get the training set, too."""
+
+    def built(provider: Any, *args: Any, **kwargs: Any) -> Any:
+        return installation.regularizer().data_of_stages.build(build_iterators, provider, *args, **kwargs)
+
+    return built
+
+
+# Models that go past the wrapped functions ----------------------------------------------------------------------------
+
+
+def watch(model: Any) -> None:
+    """Check this model after each of its forward passes, whatever function computes it."""
+    if _check_call not in model._forward_hooks.values():
+        installation.current().watches.append(model.register_forward_hook(_check_call))
+
+
+def watch_built(classes: tuple[type, ...]) -> None:
+    """Watch the models that were built before `install()`, too."""
+    for known in gc.get_objects():
+        if issubclass(type(known), classes):
+            watch(known)
+
+
+def check_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `forward`: models whose `forward` is called without their hooks are checked, too."""
+
+    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
+        here = installation.current()
+        here.passed.discard(model)
+        found = forward(model, *args, **kwargs)
+        _refuse_bypass(here, model)
+        return found
+
+    return checked
+
+
+def _check_call(model: Any, *_: Any) -> None:
+    here = installation.installed()
+    if here is not None:
+        _refuse_bypass(here, model)
+        here.passed.discard(model)
+
+
+def _refuse_bypass(here: Installation, model: Any) -> None:
+    if model in here.passed or here.paused or not (model.training and torch.is_grad_enabled()):
+        return
+    if not getattr(model, "post_process", True) or not here.regularizer().config.active:
+        return
+    overrides = ""  # which function lies over the wrapped one, as far as that can be found
+    for name in (compat.MODEL_SEAM.name, "forward"):
+        owner = next((kind for kind in type(model).__mro__ if name in vars(kind)), None)
+        if name in vars(model):
+            overrides = f", but has a {name} of its own"
+        elif owner is not None and owner not in here.model_classes:
+            overrides = f", but {owner.__name__} overrides {name}"
+        if overrides:
+            break
+    raise NotImplementedError(
+        f"this {type(model).__name__} ended a training forward pass without calling the function that SimReg "
+        f"wraps, {compat.MODEL_SEAM.path}{overrides}: make it call that function, {WAY_OUT}"
+    )

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the hidden states and labels of one micro-batch to SimReg's term, and from there to Megatron's loss.
+
+Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden, A anchors of this rank. Megatron's hidden
+states are [S, B, D], its labels, loss mask and per-token loss [B, T], also where sequence parallelism splits the hidden
+states.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.measures.agreement import Agreement
+from simreg_megatron.measures.metrics import Metrics
+from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
+from simreg_megatron.plugin import compat
+from simreg_megatron.plugin.layers import DataOfStages, InnerStates, MicroBatch, State, holds_earlier_layers
+from simreg_megatron.plugin.refusals import OTHER_LOSS
+from simreg_megatron.plugin.tokens import Reader, Tokens, main_hidden_states
+from simreg_megatron.sharded.objectives import objective_terms
+from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
+from simreg_megatron.sharded.views import View
+from simreg_megatron.strength import Strength
+from simreg_megatron.weights.heads import head_terms
+from simreg_megatron.weights.learnable import learned_scalars
+
+_NOT_FINITE = (
+    "the SimReg term is not finite while the language-model loss is: the step is stopped "
+    "(with tensor or context parallelism, see the other ranks' logs too: one of them may have failed first)"
+)
+
+
+class _Part(NamedTuple):
+    """One objective's result for a micro-batch."""
+
+    terms: Tensor  # [B, A]
+    views: list[View]  # of the last states; whole chunks in log steps alone where an objective has others
+    learned: dict[str, Tensor]
+
+
+class Terms(NamedTuple):
+    """SimReg's terms of one micro-batch, one part an objective, until its language-model loss is there."""
+
+    parts: list[_Part]
+    model: Any
+    labels: Tensor  # [B, T]
+    start: int  # first column of the loss that they belong to
+
+
+class Regularizer:
+    """Adds lambda * SimReg to the gradient of a model's per-token loss, and sums up what is logged, for one run."""
+
+    def __init__(self, config: SimRegConfig) -> None:
+        self.config = config
+        self.reader = Reader(config)
+        self.inner_states = InnerStates(config)
+        self.data_of_stages = DataOfStages(config)
+        self.agreement = Agreement()
+        self.metrics = Metrics(config, self.agreement)
+        self.strength = Strength(config)
+        self.has_met_model = False  # a model's loss has come by
+        self._is_sent, self._is_back = False, False  # a term with a loss; a gradient to it
+        self._hidden_size = 0  # of the model that it met
+
+    @property
+    def trains(self) -> bool:
+        """Whether this step's term adds to the gradient."""
+        return self.config.trains and not self.strength.is_off
+
+    @property
+    def computes(self) -> bool:
+        """Whether this step computes terms: every step that trains on them, log steps where SimReg only measures."""
+        return self.trains or self.metrics.wants_geometry
+
+    def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
+        """Before step `iteration`, see `Strength.set_iteration`."""
+        self.strength.set_iteration(iteration, num_iterations)
+
+    def repeat_one_step(self) -> None:
+        """From now on the host decides nothing in a step: one is captured in a CUDA graph, and replayed."""
+        self.strength.repeats, self.metrics.has_geometry = True, False
+
+    def lambdas(self) -> dict[str, Tensor]:
+        """The weight of each objective in this step, under the names of the log; empty while all are constant."""
+        return self.strength.lambdas(self._hidden_size)
+
+    def terms(
+        self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packed_seq_params: Any = None
+    ) -> Terms | None:
+        """Compute SimReg's terms of a micro-batch; None in steps in which it neither trains nor measures.
+
+        Call it before the output layer and the loss: autograd runs the newest node first, so that the terms' backward
+        follows the output layer's, which keeps the device busy while the host prepares the terms'.
+
+        Args:
+            model: the GPTModel.
+            hidden_states: [S, B, D], what enters the output layer (or, with multi-token prediction, its stack).
+            labels: [B, T] target ids; negative ids are ignored.
+            loss_mask: [B, T], 0 where a token does not count; None counts every token with a label.
+            packed_seq_params: Megatron's description of a row that packs several texts, or None.
+        """
+        self._hidden_size = model.config.hidden_size
+        if not self._begin():
+            return None
+        with compat.timed():
+            shard = self.reader.shard(model, labels, hidden_states.shape[-1], packed_seq_params)
+            main_states = main_hidden_states(hidden_states, shard)
+            tokens = self.reader.tokens(model, labels, loss_mask, shard, main_states, packed_seq_params)
+            states = self.inner_states.take(model, main_states)
+            parts = self._parts(model, tokens, states)
+            self.strength.count_by_itself()
+            if self.metrics.wants_geometry:
+                last = states.get(self.config.layers[-1])
+                described = None if last is None else last.detach()
+                self.metrics.observe_predictions(
+                    model, main_states.detach(), described, tokens.labels, tokens.valid, shard
+                )
+                if last is not None:  # hook the original tensor: a slice would receive only part of the gradient
+                    self.metrics.watch_gradient(hidden_states if last is main_states else last, tokens.valid, shard)
+        return Terms(parts, model, labels, shard.start)
+
+    def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
+        """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched.
+
+        Raises:
+            NotImplementedError: the loss is not [B, T]; or it trains, and the terms have no graph to train through.
+        """
+        if terms is None:
+            return loss_BT
+        if loss_BT.shape != terms.labels.shape:
+            raise NotImplementedError(OTHER_LOSS)
+        if not self.trains:
+            return loss_BT
+        if terms.parts:
+            term = self._weighted(terms.parts, terms.model, loss_BT)
+            if loss_BT.requires_grad and not self._is_back:  # a teacher's loss trains nothing
+                self._expect_gradient(term)
+            loss_BT = add_gradient(loss_BT, term, start=terms.start)
+        if self.config.layer_numbers and compat.pipeline_group(terms.model).size() > 1:
+            loss_BT.register_hook(functools.partial(self.agreement.add, terms.model, terms.labels))
+        return loss_BT
+
+    def add_to_stage(self, output_SBD: Tensor, model: Any, given: MicroBatch) -> Tensor:
+        """Return what a stage before the last sends on, with the terms of its layers in the gradient; the value stays.
+
+        Args:
+            output_SBD: of the stage's decoder.
+            model: the part of the GPTModel on this stage.
+            given: labels, mask and weights [B, T] of its tokens.
+        """
+        if not self._begin():
+            return output_SBD
+        from megatron.core.utils import make_viewless_tensor
+
+        with compat.timed():
+            self.strength.refuse_uncounted()
+            shard = self.reader.shard(model, given.labels, output_SBD.shape[-1])
+            tokens = self.reader.tokens(model, given.labels, given.loss_mask, shard)
+            states = self.inner_states.take(model)
+            parts = self._parts(model, tokens, states)
+            if self.config.layers[-1] in states:
+                self.metrics.watch_gradient(states[self.config.layers[-1]], tokens.valid, shard)
+            if not self.trains:
+                return output_SBD
+            terms = self._weighted(parts, model, output_SBD)
+            total = (terms * given.weights[:, shard.start : shard.start + terms.shape[1]]).sum()
+            self.agreement.add(model, given.labels, given.weights)
+            # Megatron frees the data of what it has sent, and refuses a view.
+            return make_viewless_tensor(add_gradient_of_sum(output_SBD, total), requires_grad=True, keep_graph=True)
+
+    def refuse_silence(self, model_chunks: Any) -> None:
+        """Call it after a step.
+
+        Raises:
+            NotImplementedError: the loop's own loss is not computed from the one that the model returned.
+            MegatronSeamError: a model overrides the wrapped function without calling it.
+        """
+        if self._is_sent and not self._is_back:
+            raise NotImplementedError(
+                "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model "
+                "returned. Let the loss function compute what it trains on from that loss, or set --simreg-lambda 0"
+            )
+        for model in () if self.has_met_model else compat.unwrapped(model_chunks):
+            if getattr(model, "post_process", True) or holds_earlier_layers(self.config, model):
+                raise compat.MegatronSeamError(
+                    f"SimReg is on, but {type(model).__name__} computed its loss without calling the function that "
+                    "SimReg wraps: make its override call super(), or set --simreg-lambda 0"
+                )
+
+    def _begin(self) -> bool:
+        """Note that a model has come by; whether its micro-batch is computed on."""
+        self.has_met_model = True
+        if not (self.config.trains or self.strength.follows_iterations):
+            raise RuntimeError(
+                "SimReg only measures here, in steps that the training loop names, and this one names none: call "
+                "simreg_megatron.loop.begin_step(step, measures=True) before each step to measure, or drop SimReg"
+            )
+        return self.computes
+
+    def _parts(self, model: Any, tokens: Tokens, states: dict[State, Tensor]) -> list[_Part]:
+        """Compute each objective on the named states that are here; nothing where none is."""
+        parts: list[_Part] = []
+        if states:
+            with torch.set_grad_enabled(self.trains):
+                parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
+        self.metrics.observe_terms([part.terms.detach() for part in parts], tokens.valid, tokens.shard)
+        if self.config.layers[-1] in states:  # what the log describes
+            views = parts[self.metrics.primary].views
+            learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
+            last = states[self.config.layers[-1]].detach()
+            self.metrics.observe(views, last, tokens.valid, tokens.shard, learned)
+        return parts
+
+    def _part(self, config: SimRegConfig, model: Any, tokens: Tokens, states: list[Tensor]) -> _Part:
+        """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
+        shard, wants_log = tokens.shard, self.metrics.wants_geometry
+        if config.through_head:
+            assert tokens.hidden_states is not None  # the settings leave it to the stage with the output layer
+            terms = head_terms(config, model, tokens.hidden_states, tokens.all_labels, tokens.all_valid, shard)
+            return _Part(terms, self._views(config, tokens, states[-1], for_log=True) if wants_log else [], {})
+        prefixes = config.prefixes if config.is_simreg else ()
+        if prefixes:  # each gets a term
+            given = [state[..., :prefix] for state in states for prefix in prefixes]
+        else:
+            given = states
+        views = [self._views(config, tokens, rows) for rows in given]
+        learned = learned_scalars(config, model, shard.tensor_group)
+        found = []
+        if config.is_simreg:
+            exponents = (learned["query"], learned["key"]) if "query" in learned else None
+            length = tokens.sample_length
+            for rows, own in zip(given, views, strict=True):
+                found.append(simreg_over_ranks(config, shard, rows, own, sample_length=length, exponents=exponents))
+        else:
+            data_group = functools.partial(compat.data_group, model)
+            for own in views:
+                found.append(objective_terms(config, own, shard, learned, self.strength.iteration, data_group))
+        terms = functools.reduce(torch.add, found)
+        if prefixes:
+            terms = terms / len(prefixes)
+        if not (config.sends_no_rows or config.record.relabels):
+            return _Part(terms, views[-1], learned)
+        # What this objective computes on is not what the log describes.
+        return _Part(terms, self._views(config, tokens, states[-1], for_log=True) if wants_log else [], learned)
+
+    def _views(self, config: SimRegConfig, tokens: Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
+        """What the anchors meet; `for_log` whole chunks, also where the objective computes on a rank's own rows."""
+        return chunk_views(
+            config,
+            tokens.shard,
+            states.detach() if for_log else states,
+            tokens.labels,
+            tokens.valid,
+            documents=tokens.documents if config.document_mask else None,
+            sample_length=tokens.sample_length,
+            heads=tokens.heads if config.meets_heads else None,
+            iteration=self.strength.iteration,
+            for_log=for_log,
+        )
+
+    def _weighted(self, parts: list[_Part], model: Any, other: Tensor) -> Tensor:
+        """lambda * term of all objectives, [B, A], in the type of `other`, the loss or output, or float32.
+
+        Stops the step, without a host sync, if SimReg fails where the language-model loss alone looks sound. A loss
+        (or, on an earlier stage, output) that is not finite itself is left to Megatron, which stops or reruns the step:
+        terms made of other ranks' states may be lost through these, whose own loss is not finite then.
+        """
+        largest = functools.reduce(torch.add, [_largest(part.terms) for part in parts])
+        torch._assert_async((largest < math.inf) >= (_largest(other) < math.inf), _NOT_FINITE)
+        dtype, hidden_size = torch.promote_types(other.dtype, torch.float32), model.config.hidden_size
+        weighted = [
+            part.terms.to(dtype) * self.strength.weight(config, hidden_size)
+            for part, config in zip(parts, self.config.parts, strict=True)
+        ]
+        return functools.reduce(torch.add, weighted)
+
+    def _expect_gradient(self, term: Tensor) -> None:
+        """Watch for a gradient of this term: without one it trains nothing, under a log that shows nothing of it."""
+        if not term.requires_grad:
+            raise NotImplementedError(
+                "SimReg cannot train here: the hidden states were computed without a graph (all parameters before the "
+                "output layer are frozen). Train some of those, or set --simreg-lambda 0"
+            )
+        self._is_sent = True
+        term.register_hook(lambda _: setattr(self, "_is_back", True))
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    """NaN if there is one."""
+    return torch.linalg.vector_norm(numbers.detach(), ord=math.inf)
