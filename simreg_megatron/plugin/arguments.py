@@ -8,7 +8,6 @@ import os
 import re
 from typing import Any, NoReturn
 
-from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import (
     OF_ADAGC,
     OF_SIMREG,
@@ -50,7 +49,6 @@ def add_simreg_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     if cpu_backend.is_active():
         cpu_backend.choose_flags(parser)
     _check_after_parsing(parser)
-    _let_help_be_printed(parser)
     return parser
 
 
@@ -61,11 +59,10 @@ def _add_flags(group: argparse._ArgumentGroup, flags: tuple[Flag, ...]) -> None:
 
 
 def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
-    """Check the settings together as soon as they are parsed, in every Megatron alike."""
-    parse_known_args, argparse_error = parser.parse_known_args, parser.error
+    """Check the settings together as soon as they are parsed, and describe errors of our flags in one sentence."""
+    parse_known_args, argparse_error, format_help = parser.parse_known_args, parser.error, parser.format_help
 
-    def told(message: str) -> NoReturn:
-        """Of a flag of ours in one sentence; argparse prints all of Megatron's flags first."""
+    def error_of_a_flag(message: str) -> NoReturn:
         ours = in_our_words(message)
         if ours is None:
             argparse_error(message)
@@ -80,21 +77,15 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
             parser.exit(2, f"error: {one_line(error)}\n")
         return namespace, unknown
 
-    parser.parse_known_args = checked  # type: ignore[method-assign,assignment]
-    parser.error = told  # type: ignore[method-assign]
-
-
-def _let_help_be_printed(parser: argparse.ArgumentParser) -> None:
-    """Megatron 0.19 has a bare percent sign in a help text, on which argparse stumbles when it prints them all."""
-    format_help = parser.format_help
-
-    def printable() -> str:
+    def printable_help() -> str:  # Megatron 0.19 has a bare percent sign in a help text, which argparse cannot print
         for action in parser._actions:
             if action.help:
                 action.help = _BARE_PERCENT.sub("%%", action.help)
         return format_help()
 
-    parser.format_help = printable  # type: ignore[method-assign]
+    parser.parse_known_args = checked  # type: ignore[method-assign,assignment]
+    parser.error = error_of_a_flag  # type: ignore[method-assign]
+    parser.format_help = printable_help  # type: ignore[method-assign]
 
 
 def _check_namespace(namespace: argparse.Namespace) -> None:
@@ -120,14 +111,10 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
     refuse_idle_adagc(namespace)
     adagc_from_args(namespace)  # which refuses what is impossible
     config = config_from_args(namespace)
-    _refuse_layers(config, getattr(namespace, "num_layers", None))
-    refuse_idle_flags(namespace, config)
-
-
-def _refuse_layers(config: SimRegConfig, num_layers: int | None) -> None:
-    """Before Megatron builds anything; where it reads its sizes elsewhere, the model itself tells later."""
+    num_layers = getattr(namespace, "num_layers", None)  # where Megatron reads its sizes elsewhere, the model shows it
     beyond = [layer for layer in config.layer_numbers if num_layers is not None and layer > num_layers]
     if beyond:
         raise ValueError(
             f"--simreg-layers {beyond[0]} is beyond the model, which has layers 1 to {num_layers}: name one of them"
         )
+    refuse_idle_flags(namespace, config)

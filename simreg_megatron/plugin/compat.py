@@ -28,17 +28,14 @@ class MegatronSeamError(RuntimeError):
 
 @dataclass(frozen=True)
 class Seam:
-    """One function of Megatron: who owns it, under which name, and why the plugin needs it.
-
-    Where Megatron calls it by keyword, someone else's wrapper may take the parameters as **kwargs.
-    """
+    """One function of Megatron, and why the plugin needs it."""
 
     module: str
     owner: str | None  # a class inside the module, or None for a function of the module
     name: str
     purpose: str
     parameters: frozenset[str] = frozenset()
-    called_by_keyword: bool = False
+    called_by_keyword: bool = False  # then someone else's wrapper may take the parameters as **kwargs
 
     @property
     def path(self) -> str:
@@ -79,14 +76,8 @@ class Seam:
         )
 
 
-MODEL_SEAM = Seam(
-    _GPT,
-    "GPTModel",
-    "_postprocess",
-    "final hidden states and labels meet here",
-    frozenset({"hidden_states", "labels", "loss_mask", "packed_seq_params", "inference_context"}),
-    called_by_keyword=True,
-)
+_GIVEN = frozenset({"hidden_states", "labels", "loss_mask", "packed_seq_params", "inference_context"})
+MODEL_SEAM = Seam(_GPT, "GPTModel", "_postprocess", "final hidden states and labels meet here", _GIVEN, True)
 FORWARD_SEAMS = tuple(  # models that compute their loss inside `forward`: the output of their decoder is caught
     Seam(module, owner, "forward", "it computes the loss", frozenset({"labels"}))
     for module, owner in (
@@ -98,13 +89,9 @@ FORWARD_SEAMS = tuple(  # models that compute their loss inside `forward`: the o
 DECODER_SEAM = Seam(
     "megatron.core.transformer.transformer_block", "TransformerBlock", "forward", "states inside the decoder are caught"
 )
-STAGE_SEAM = Seam(
-    "megatron.core.pipeline_parallel.schedules",
-    None,
-    "forward_step",
-    "terms of layers on earlier pipeline stages enter there",
-    frozenset({"forward_step_func", "model", "num_microbatches", "config"}),
-)
+_SCHEDULES, _STAGE = "megatron.core.pipeline_parallel.schedules", "terms of layers on earlier stages enter there"
+_STEPS = frozenset({"forward_step_func", "model", "num_microbatches", "config"})
+STAGE_SEAM = Seam(_SCHEDULES, None, "forward_step", _STAGE, _STEPS)
 DATA_SEAM = Seam(_TRAINING, None, "build_train_valid_test_data_iterators", "earlier pipeline stages read labels")
 ARGUMENTS_SEAM = Seam(
     "megatron.training.arguments", None, "add_megatron_arguments", "the --simreg-* flags join Megatron's parser"
@@ -190,9 +177,6 @@ def is_untried_release() -> bool:
     return numbers is not None and tuple(map(int, numbers.groups())) > NEWEST_TRIED
 
 
-# Megatron's training loop ---------------------------------------------------------------------------------------------
-
-
 def has_training_loop() -> bool:
     """Whether `megatron.training` can be found (megatron-core's wheels have it from 0.17 on)."""
     with suppress(ModuleNotFoundError):
@@ -243,9 +227,6 @@ def timed() -> Iterator[None]:
             found(TIMER, log_level=2).stop()
 
 
-# Models and their process groups --------------------------------------------------------------------------------------
-
-
 def wrappers(model: Any) -> list[Any]:
     """From the outermost one to the model itself, which is the last."""
     found = [model]
@@ -279,15 +260,15 @@ def tensor_and_context_group(model: Any) -> Any:
 
 
 def pipeline_group(model: Any = None) -> Any:
-    """The stages of this rank's pipeline, in their order, likewise; without a model, Megatron's global group."""
+    """The stages of this rank's pipeline, in their order, likewise."""
     return _group(model, "pp", "get_pipeline_model_parallel_group")
 
 
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:
-    """Ranks that train on other sequences, without those that share theirs, or with the context ranks among them.
+    """Ranks that train on other sequences, likewise; with the context ranks among them, or without.
 
-    The model's own, likewise; without a model, Megatron's global group, which alone has the ranks among which 0.19's
-    --tensor-parallel-num-weight-shards cuts a weight: they train on other sequences, too.
+    Megatron's global group alone has the ranks among which 0.19's --tensor-parallel-num-weight-shards cuts a weight:
+    they train on other sequences, too.
     """
     weight_shards = getattr(getattr(model, "pg_collection", None), "gtp_remat", None)
     model = None if weight_shards is not None and weight_shards.size() > 1 else model

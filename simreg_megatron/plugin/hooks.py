@@ -14,6 +14,19 @@ from simreg_megatron.plugin import compat, installation, log, loop, model
 from simreg_megatron.plugin.installation import Installation, Wrapper
 from simreg_megatron.plugin.refusals import WAY_OUT
 
+_AROUND_LOOP: tuple[tuple[compat.Seam, Wrapper], ...] = (
+    (compat.HELPERS_SEAM, without_make),
+    (compat.SETUP_SEAM, loop.set_up),
+    (compat.STEP_SEAM, loop.count_steps),
+    (compat.LOG_SEAM, log.report),
+)
+_WITH_FLAGS: tuple[tuple[compat.Seam, Wrapper], ...] = (
+    (compat.ARGUMENTS_SEAM, loop.add_flags),
+    (compat.RESUME_SEAM, loop.compare_with_checkpoint),
+    (compat.SCHEDULER_SEAMS[0], loop.save_adagc),
+    (compat.SCHEDULER_SEAMS[1], loop.load_adagc),
+)
+
 
 def install(config: SimRegConfig | None = None, models: Any = None) -> None:
     """Wrap Megatron's functions; see `simreg_megatron.install`."""
@@ -48,7 +61,15 @@ def _install(config: SimRegConfig | None) -> None:
             "settings, install(config=SimRegConfig(lambda_=...))"
         )
     models = compat.model_seams()
-    wrappers = _around_models(models) + (_around_loop(parses_flags=config is None) if has_loop else [])
+    wrappers: list[tuple[compat.Seam, Wrapper]] = []
+    for seam in models:
+        in_forward = seam is not compat.MODEL_SEAM
+        wrappers.append((seam, model.regularize_forward if in_forward else model.regularize))
+        wrappers.append((compat.built(seam), model.prepare))
+        if not in_forward:
+            wrappers.append((compat.FORWARD_SEAMS[0], model.check_forward))
+    if has_loop:
+        wrappers += _AROUND_LOOP if config is not None else (*_AROUND_LOOP, *_WITH_FLAGS)
     model_classes = tuple(seam.holder() for seam in models)
     for seam, _ in wrappers:
         seam.holder()  # all seams are there, or nothing is wrapped
@@ -95,32 +116,3 @@ def wrap_model(model_class: type) -> None:
         here.model_classes += (model_class,)
         if "__init__" in vars(model_class):
             here.wrap(model_class, "__init__", model.prepare)
-
-
-def _around_models(models: tuple[compat.Seam, ...]) -> list[tuple[compat.Seam, Wrapper]]:
-    wrappers: list[tuple[compat.Seam, Wrapper]] = []
-    for seam in models:
-        in_forward = seam is not compat.MODEL_SEAM
-        wrappers.append((seam, model.regularize_forward if in_forward else model.regularize))
-        wrappers.append((compat.built(seam), model.prepare))
-        if not in_forward:
-            wrappers.append((compat.FORWARD_SEAMS[0], model.check_forward))
-    return wrappers
-
-
-def _around_loop(*, parses_flags: bool) -> list[tuple[compat.Seam, Wrapper]]:
-    wrappers: list[tuple[compat.Seam, Wrapper]] = [
-        (compat.HELPERS_SEAM, without_make),
-        (compat.SETUP_SEAM, loop.set_up),
-        (compat.STEP_SEAM, loop.count_steps),
-        (compat.LOG_SEAM, log.report),
-    ]
-    if parses_flags:
-        state_dict, load_state_dict = compat.SCHEDULER_SEAMS
-        wrappers += [
-            (compat.ARGUMENTS_SEAM, loop.add_flags),
-            (compat.RESUME_SEAM, loop.compare_with_checkpoint),
-            (state_dict, loop.save_adagc),
-            (load_state_dict, loop.load_adagc),
-        ]
-    return wrappers

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -124,22 +123,12 @@ class InnerStates:
         return found
 
 
-# Pipeline stages before the last --------------------------------------------------------------------------------------
-
-
 class MicroBatch(NamedTuple):
     """What an earlier stage knows of the tokens whose states it holds, all [B, S]."""
 
     labels: Tensor
     loss_mask: Tensor
     weights: Tensor  # of each token's language-model loss in what Megatron differentiates
-
-
-_OTHER_BATCHES = (
-    "on pipeline stages before the last, SimReg needs one dictionary per micro-batch with labels and loss_mask "
-    "[micro-batch, sequence], and this script's data loader gives something else: name only layers of the last "
-    "stage in --simreg-layers"
-)
 
 
 class _Reader:
@@ -160,13 +149,11 @@ class _Reader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
 
-    def batch(self) -> dict[str, Any]:
-        """The micro-batch of this forward step: what the script read, or the next one where it read nothing."""
+    def batch(self) -> dict[str, Any] | None:
+        """The micro-batch of this forward step: what the script read, or the next one; None if there is not one."""
         if not self._taken:
             next(self)
-        if len(self._taken) > 1 or not isinstance(self._taken[0], dict):
-            raise NotImplementedError(_OTHER_BATCHES)
-        return self._taken[0]
+        return self._taken[0] if len(self._taken) == 1 and isinstance(self._taken[0], dict) else None
 
 
 def with_terms(
@@ -208,11 +195,15 @@ def _labels(reader: _Reader | None, model: Any, output: Any) -> tuple[Tensor, Te
                 "no data and so no labels: let the script build its training set there too (where its "
                 "is_dataset_built_on_rank decides), or name layers of the last stage"
             )
-        batch = reader.batch()
+        batch = reader.batch() or {}
         read = (batch.get(name) for name in ("labels", "loss_mask"))
         found = [tensor for tensor in read if tensor is not None and tensor.shape == (shape[0], shape[1] * cp.size())]
         if len(found) < 2:
-            raise NotImplementedError(_OTHER_BATCHES)
+            raise NotImplementedError(
+                "on pipeline stages before the last, SimReg needs one dictionary per micro-batch with labels and "
+                "loss_mask [micro-batch, sequence], and this script's data loader gives something else: name only "
+                "layers of the last stage in --simreg-layers"
+            )
         runs = ShardLayout(found[0].shape[1], cp.size()).held((cp.rank(), 0))
         # The loader's own memory may be pinned, and what is cut from it on the host is not.
         labels, loss_mask = (tensor.to(output.device, non_blocking=True) for tensor in found)
@@ -246,48 +237,39 @@ class DataOfStages:
 
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
-        self._parts: list[Any] = []  # of the model on this rank, in the order in which Megatron builds their data
-
-    def begin(self, models: list[Any]) -> None:
-        self._parts = list(models)
+        self.parts: list[Any] = []  # of the model on this rank, in the order in which Megatron builds their data
 
     def build(self, build_iterators: Callable[..., Any], provider: Any, *args: Any, **kwargs: Any) -> Any:
         """`build_iterators(provider)` for the next part of the model."""
-        if self._parts and holds_earlier_layers(self.config, self._parts.pop(0)):
+        if self.parts and holds_earlier_layers(self.config, self.parts.pop(0)):
             provider = _training_set_too(provider)
         return build_iterators(provider, *args, **kwargs)
 
 
 def _training_set_too(provider: Any) -> Any:
+    """Build data sets on tensor rank 0 of this stage, whatever the script says, and keep the training set."""
+
     def provide(*args: Any, **kwargs: Any) -> Any:
-        with _built_on_this_stage() as added:
+        from megatron.core import parallel_state
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
+
+        added: list[Any] = []  # the builders that would have built nothing here
+        initialize = Builder.__init__
+
+        def also_here(builder: Any, *given: Any, **more: Any) -> None:
+            initialize(builder, *given, **more)
+            if not builder.is_built_on_rank() and parallel_state.get_tensor_model_parallel_rank() == 0:
+                builder.is_built_on_rank = lambda: True
+                added.append(builder)
+
+        Builder.__init__ = also_here
+        try:
             train, *others = provider(*args, **kwargs)
+        finally:
+            Builder.__init__ = initialize
         if added:  # what was built for the labels alone is not evaluated with
             others = [[None] * len(data) if isinstance(data, list) else None for data in others]
         return (train, *others)
 
     provide.is_distributed = getattr(provider, "is_distributed", False)  # type: ignore[attr-defined]
     return provide
-
-
-@contextmanager
-def _built_on_this_stage() -> Iterator[list[Any]]:
-    """Build data sets on tensor rank 0 here, whatever the script says; yields the builders that would not have."""
-    from megatron.core import parallel_state
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
-
-    added: list[Any] = []
-    initialize = Builder.__init__
-
-    @functools.wraps(initialize)
-    def also_here(builder: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(builder, *args, **kwargs)
-        if not builder.is_built_on_rank() and parallel_state.get_tensor_model_parallel_rank() == 0:
-            builder.is_built_on_rank = lambda: True
-            added.append(builder)
-
-    Builder.__init__ = also_here
-    try:
-        yield added
-    finally:
-        Builder.__init__ = initialize

@@ -52,9 +52,6 @@ def add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     return lambda parser: add_simreg_arguments(add_megatron_arguments(parser))
 
 
-# Before the first step ------------------------------------------------------------------------------------------------
-
-
 def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse what cannot work, before and after Megatron has built its models; make all ready for the first step."""
 
@@ -79,7 +76,7 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         if config.active:
             refuse_models(config, models, here.model_classes)
             make_ready(regularizer, models, settings, settings.micro_batch_size, settings.seq_length)
-            regularizer.data_of_stages.begin(compat.unwrapped(models))
+            regularizer.data_of_stages.parts = compat.unwrapped(models)
             if config.document_mask:
                 regularizer.reader.end_of_document = end_of_document()
         if optimizer is None:  # --skip-train
@@ -157,7 +154,7 @@ def make_ready(
 
     config, models = regularizer.config, compat.unwrapped(model_chunks)
     if is_whole_graph(settings):
-        regularizer.repeat_one_step()
+        regularizer.strength.repeats, regularizer.metrics.has_geometry = True, False
         log_once(f"SimReg: no geometry is measured with {WHOLE_GRAPH}; the log has its loss and lambda")
     if micro_batch_size and seq_length:
         choose_form(config, models, micro_batch_size, seq_length)
@@ -208,9 +205,6 @@ def _is_worth_trying(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-# Each step ------------------------------------------------------------------------------------------------------------
-
-
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
     """In any loop; see `simreg_megatron.loop.begin_step`."""
     regularizer = installation.regularizer()
@@ -238,9 +232,6 @@ def count_steps(train_step: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return with_iteration
-
-
-# Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
 def compare_with_checkpoint(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:

@@ -117,9 +117,6 @@ def _terms(
     return regularizer.terms(model, hidden_states, labels, given.get("loss_mask"), given.get("packed_seq_params"))
 
 
-# The decoder, for settings that name states inside it -----------------------------------------------------------------
-
-
 def inside(config: SimRegConfig) -> Wrappers:
     """The wrappers for states inside the decoder, and on earlier pipeline stages."""
     yield compat.DECODER_SEAM, catch_inner_states
@@ -171,9 +168,6 @@ def build_data_of_stages(build_iterators: Callable[..., Any]) -> Callable[..., A
         return installation.regularizer().data_of_stages.build(build_iterators, provider, *args, **kwargs)
 
     return built
-
-
-# Models that go past the wrapped functions ----------------------------------------------------------------------------
 
 
 def watch(model: Any) -> None:

@@ -126,15 +126,11 @@ _OF_ARGUMENTS: tuple[_Row, ...] = (
 )  # fmt: skip
 
 
-def _refuse(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> None:
+def refuse_settings(args: Any, config: SimRegConfig, rows: tuple[_Row, ...] = _OF_SETTINGS) -> None:
+    """Refuse what Megatron's flags and the configuration of its models call by the same names."""
     for error, condition, sentence in rows:
         if found := condition(args, config):
             raise error(sentence.format(found, args=args))
-
-
-def refuse_settings(settings: Any, config: SimRegConfig) -> None:
-    """Refuse what Megatron's flags and the configuration of its models call by the same names."""
-    _refuse(_OF_SETTINGS, settings, config)
 
 
 def refuse_arguments(args: Any, config: SimRegConfig) -> None:
@@ -142,7 +138,7 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     if iterations := getattr(args, "train_iters", None):  # with samples Megatron counts them later
         config.schedule.end(iterations)  # refuses a training that is too short for it
     refuse_settings(args, config)
-    _refuse(_OF_ARGUMENTS, args, config)
+    refuse_settings(args, config, _OF_ARGUMENTS)
     if fsdp := _flag(args, *_SCATTERING_FLAGS):
         _refuse_scattered(config, fsdp)
     refuse_rows(

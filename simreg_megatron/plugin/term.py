@@ -22,7 +22,7 @@ from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.layers import DataOfStages, InnerStates, MicroBatch, State, holds_earlier_layers
 from simreg_megatron.plugin.refusals import OTHER_LOSS
-from simreg_megatron.plugin.tokens import Reader, Tokens, main_hidden_states
+from simreg_megatron.plugin.tokens import Reader, Tokens
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.sharded.views import View
@@ -82,10 +82,6 @@ class Regularizer:
         """Before step `iteration`, see `Strength.set_iteration`."""
         self.strength.set_iteration(iteration, num_iterations)
 
-    def repeat_one_step(self) -> None:
-        """From now on the host decides nothing in a step: one is captured in a CUDA graph, and replayed."""
-        self.strength.repeats, self.metrics.has_geometry = True, False
-
     def lambdas(self) -> dict[str, Tensor]:
         """The weight of each objective in this step, under the names of the log; empty while all are constant."""
         return self.strength.lambdas(self._hidden_size)
@@ -109,18 +105,15 @@ class Regularizer:
         if not self._begin():
             return None
         with compat.timed():
-            shard = self.reader.shard(model, labels, hidden_states.shape[-1], packed_seq_params)
-            main_states = main_hidden_states(hidden_states, shard)
-            tokens = self.reader.tokens(model, labels, loss_mask, shard, main_states, packed_seq_params)
+            tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
+            shard, main_states = tokens.shard, tokens.hidden_states
             states = self.inner_states.take(model, main_states)
             parts = self._parts(model, tokens, states)
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
                 last = states.get(self.config.layers[-1])
-                described = None if last is None else last.detach()
-                self.metrics.observe_predictions(
-                    model, main_states.detach(), described, tokens.labels, tokens.valid, shard
-                )
+                own = None if last is None else last.detach()
+                self.metrics.observe_predictions(model, main_states.detach(), own, tokens.labels, tokens.valid, shard)
                 if last is not None:  # hook the original tensor: a slice would receive only part of the gradient
                     self.metrics.watch_gradient(hidden_states if last is main_states else last, tokens.valid, shard)
         return Terms(parts, model, labels, shard.start)
@@ -160,9 +153,8 @@ class Regularizer:
 
         with compat.timed():
             self.strength.refuse_uncounted()
-            shard = self.reader.shard(model, given.labels, output_SBD.shape[-1])
-            tokens = self.reader.tokens(model, given.labels, given.loss_mask, shard)
-            states = self.inner_states.take(model)
+            tokens = self.reader.read(model, output_SBD, given.labels, given.loss_mask)
+            states, shard = self.inner_states.take(model), tokens.shard
             parts = self._parts(model, tokens, states)
             if self.config.layers[-1] in states:
                 self.metrics.watch_gradient(states[self.config.layers[-1]], tokens.valid, shard)
@@ -221,7 +213,6 @@ class Regularizer:
         """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""
         shard, wants_log = tokens.shard, self.metrics.wants_geometry
         if config.through_head:
-            assert tokens.hidden_states is not None  # the settings leave it to the stage with the output layer
             terms = head_terms(config, model, tokens.hidden_states, tokens.all_labels, tokens.all_valid, shard)
             return _Part(terms, self._views(config, tokens, states[-1], for_log=True) if wants_log else [], {})
         prefixes = config.prefixes if config.is_simreg else ()

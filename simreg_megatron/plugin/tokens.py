@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     valid: Tensor  # bool [B, S]
     all_labels: Tensor  # [B, T]
     all_valid: Tensor  # bool [B, T]
-    hidden_states: Tensor | None  # [S, B, D], what enters the output layer; None on stages before the last
+    hidden_states: Tensor  # [S, B, D], what enters the output layer, or what an earlier stage sends on
     heads: Tensor | None  # [S, B, D], the output layer's rows for the labels, where an objective asks for them
     documents: Documents | None
     sample_length: int | None  # tokens in a sample, where a row packs several
@@ -44,69 +44,48 @@ class Reader:
         self.config = config
         self.end_of_document: int | None = None  # token id, where Megatron has a tokenizer
         self._meets_heads = any(part.meets_heads for part in config.parts)
-        self._shards: dict[tuple[Any, ...], SequenceShard] = {}
+        self._shards: dict[tuple[Any, ...], tuple[SequenceShard, Any, Any]] = {}  # with the groups, by whose id
 
-    def shard(self, model: Any, labels: Tensor, width: int, packed_seq_params: Any = None) -> SequenceShard:
-        """This rank's part of the sequences.
+    def read(self, model: Any, hidden_states: Tensor, labels: Tensor, loss_mask: Any, packing: Any = None) -> Tokens:
+        """Find this rank's tokens; a collective where an objective asks for the output layer's rows.
 
         Args:
-            labels: [B, T].
-            width: of the hidden states.
+            hidden_states: [S, B, D], and behind them those of multi-token-prediction depths, which are left out.
+            labels, loss_mask: [B, T].
+            packing: Megatron's `packed_seq_params`.
 
         Raises:
             ValueError, NotImplementedError: an objective can make nothing of micro-batches of this shape.
         """
         tp, cp = compat.tensor_group(model), compat.context_group(model)
-        packed, sample_length = packed_seq_params is not None, getattr(packed_seq_params, "tokens_per_sample", None)
-        key = labels.shape, width, packed, sample_length, bool(model.config.sequence_parallel), tp, cp
+        sample_length, width = getattr(packing, "tokens_per_sample", None), hidden_states.shape[-1]
+        key = labels.shape, width, packing is None, sample_length, bool(model.config.sequence_parallel), id(tp), id(cp)
         if key not in self._shards:
-            if packed and cp.size() > 1:
+            if packing is not None and cp.size() > 1:
                 raise NotImplementedError(PACKED_AND_SPLIT)
+            count = functools.partial(compat.num_data_ranks, model)
             refuse_rows(
-                self.config,
-                width=width,
-                num_sequences=len(labels),
-                num_data_ranks=functools.partial(compat.num_data_ranks, model),
-                packed=packed,
+                self.config, width=width, num_sequences=len(labels), num_data_ranks=count, packed=packing is not None
             )
-            self._shards[key] = shard_of(model, labels)
-            _describe_chunks(self.config, self._shards[key], sample_length)
-        return self._shards[key]
-
-    def tokens(
-        self,
-        model: Any,
-        labels: Tensor,
-        loss_mask: Tensor | None,
-        shard: SequenceShard,
-        hidden_states: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tokens:
-        """The tokens of this rank; a collective where an objective asks for the output layer's rows."""
+            self._shards[key] = shard_of(model, labels), tp, cp
+            _describe_chunks(self.config, self._shards[key][0], sample_length)
+        shard = self._shards[key][0]
         valid = valid_tokens(labels, loss_mask)
         heads = documents = None
         if self._meets_heads:
             heads = label_rows(model, labels, shard.tensor_group)
             heads = shard.held_columns(heads.transpose(0, 1)).transpose(0, 1)
         if self.config.document_mask:
-            documents = self._documents(packed_seq_params)
-        return Tokens(
-            shard=shard,
-            labels=shard.held_columns(labels),
-            valid=shard.held_columns(valid),
-            all_labels=labels,
-            all_valid=valid,
-            hidden_states=hidden_states,
-            heads=heads,
-            documents=documents,
-            sample_length=getattr(packed_seq_params, "tokens_per_sample", None),
-        )
+            documents = self._documents(packing)
+        main_states = main_hidden_states(hidden_states, shard)
+        own_labels, own_valid = shard.held_columns(labels), shard.held_columns(valid)
+        return Tokens(shard, own_labels, own_valid, labels, valid, main_states, heads, documents, sample_length)
 
-    def _documents(self, packed_seq_params: Any) -> Documents:
+    def _documents(self, packing: Any) -> Documents:
         """The source of document borders: what the row packs, or the token that ends one."""
-        if packed_seq_params is not None:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            return PackedLengths(packed_seq_params.cu_seqlens_q if padded is None else padded)
+        if packing is not None:
+            padded = packing.cu_seqlens_q_padded
+            return PackedLengths(packing.cu_seqlens_q if padded is None else padded)
         if self.end_of_document is None:
             raise RuntimeError(
                 "--simreg-document-mask needs the tokenizer's end-of-document token, and this script has no "

@@ -294,7 +294,7 @@ def test_a_stage_in_the_middle_builds_the_training_set(tensor_rank, built, monke
     data = layers.DataOfStages(SimRegConfig(lambda_=1, layers=4))
     other = Stage()
     other.decoder.layers = [SimpleNamespace(layer_number=5)]
-    data.begin([other, Stage()])
+    data.parts = [other, Stage()]
     assert data.build(build_iterators, provider) == (None, None, None), "a part of the model without named layers"
     assert data.build(build_iterators, provider) == ("train" if built else None, None, None)
     assert data.build(build_iterators, provider) == (None, None, None)
