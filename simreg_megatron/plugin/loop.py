@@ -43,9 +43,7 @@ from simreg_megatron.plugin.tokens import device_of, open_row_group, rows_dtype
 from simreg_megatron.sentences import one_line
 from simreg_megatron.weights import learnable
 
-STATE_KEY = "simreg_adagc"
-"""Where AdaGC's state lies in the learning-rate scheduler's part of a checkpoint, which every format of Megatron
-keeps."""
+STATE_KEY = "simreg_adagc"  # AdaGC's in the scheduler's part of a checkpoint, which every format of Megatron keeps
 
 
 def add_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,12 +129,8 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
     refuse_models(config, chunks, here.model_classes)
     for model in compat.unwrapped(chunks):
         refuse_settings(model.config, config)
-        refuse_rows(
-            config,
-            width=model.config.hidden_size,
-            num_sequences=micro_batch_size,
-            num_data_ranks=functools.partial(compat.num_data_ranks, model),
-        )
+        num_data_ranks = functools.partial(compat.num_data_ranks, model)
+        refuse_rows(config, model.config.hidden_size, micro_batch_size, num_data_ranks, packed=False)
         learnable.refuse_without(config, model)
         watch(model)
     make_ready(regularizer, chunks, compat.unwrapped(chunks)[0].config, micro_batch_size, seq_length)
@@ -190,12 +184,9 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
     dtype = rows_dtype(part, models[0])
     shape = Shape(micro_batch_size, max(length, 2), models[0].config.hidden_size, part.chunk_size, dtype, part.tau)
     AUTO.pop((device.type, dtype), None)  # of a run before, in this process
-    own = trial.idle()
-    if any(_computes(config, model) for model in models):
-        own = trial.try_forms(shape, device)
+    own = trial.try_forms(shape, device) if any(_computes(config, model) for model in models) else trial.idle()
     trials = trial.agree(own, dist.group.WORLD if dist.is_initialized() else None, device)
-    choose = trial.same_every_time if torch.are_deterministic_algorithms_enabled() else trial.fastest
-    taken = choose(trials)
+    taken = (trial.same_every_time if torch.are_deterministic_algorithms_enabled() else trial.fastest)(trials)
     trial.take(taken, shape, device)
     log_once(f"SimReg: {trial.sentence(trials, shape, taken)}")
 

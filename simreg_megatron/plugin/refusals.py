@@ -32,19 +32,13 @@ OTHER_LOSS = (
 _TRACKER = "latest_checkpointed_iteration.txt"
 _SCATTERING = {"FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDataParallel", "FSDPModule"}
 """Classes, Megatron's and torch's, of which a model keeps only some rows of its weights on each rank."""
-_SCATTERING_FLAGS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
-
-# The table: what is refused, and what is said of it. A condition that holds gives what replaces {} in the sentence.
-Condition = Callable[[Any, SimRegConfig], object]
-_Row = tuple[type[Exception], Condition, str]
 
 
 def is_whole_graph(settings: Any) -> bool:
     """Whether Megatron captures all micro-batches of a step in one CUDA graph, and replays it in the steps after it.
 
-    It is asked for as an implementation, or in some releases as the scope of another one. Python runs in the capture
-    alone: what changes from step to step must lie in tensors that were there before it, as the factor of lambda and the
-    sums of the log do. What the host decides in each step is refused below, and the geometry is not measured.
+    Python runs in the capture alone: what changes from step to step must lie in tensors that were there before it, as
+    the factor of lambda and the sums of the log do. What the host decides in each step is refused.
     """
     asked = f"{getattr(settings, 'cuda_graph_impl', '')} {getattr(settings, 'cuda_graph_scope', '')}"
     return re.search(r"full_iteration(?!_inference)", asked) is not None
@@ -55,57 +49,55 @@ def _flag(args: Any, *names: str) -> str:
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None)), "")
 
 
-def _graphs(args: Any) -> str:
-    """The flag that captures layers in CUDA graphs; up to 0.14 there were two."""
-    if getattr(args, "cuda_graph_impl", "none") not in (None, "none"):
-        return "--cuda-graph-impl"
-    return _flag(args, "enable_cuda_graph", "external_cuda_graph")
+def _captures(args: Any) -> bool:
+    return getattr(args, "cuda_graph_impl", None) not in (None, "none")
 
 
 def _packs(args: Any) -> bool:
     return bool(_flag(args, "sft", "dataloader_inter_document_masking"))
 
 
+# The table: what is refused, and the sentence, in which {} is replaced by what the condition gives.
+_Row = tuple[type[Exception], Callable[[Any, SimRegConfig], object], str]
 _LAYERS_ONLY = "capture layers only (--cuda-graph-impl local or transformer_engine)"
-_OF_SETTINGS: tuple[_Row, ...] = (  # what flags and the configuration of a model call by the same names
-    (ValueError, lambda args, config: is_whole_graph(args) and not config.trains,
+_IN_WHOLE_GRAPHS: tuple[_Row, ...] = (
+    (ValueError, lambda args, config: not config.trains,
      f"SimReg only measures here, which {WHOLE_GRAPH} leaves no room for: {_LAYERS_ONLY}, or drop SimReg"),
-    (ValueError, lambda args, config: is_whole_graph(args) and config.log_interval,
+    (ValueError, lambda args, config: config.log_interval,
      f"--simreg-log-interval has no effect with {WHOLE_GRAPH}, as no geometry is measured then: drop it, or "
      f"{_LAYERS_ONLY}"),
-    (NotImplementedError, lambda args, config: is_whole_graph(args) and config.every > 1 and config.every,
+    (NotImplementedError, lambda args, config: config.every > 1 and config.every,
      f"--simreg-every {{}} leaves SimReg out of most steps, and {WHOLE_GRAPH} computes the same in each: drop it, or "
      f"{_LAYERS_ONLY}"),
-    (NotImplementedError,
-     lambda args, config: is_whole_graph(args) and next((p.objective for p in config.parts if p.record.draws), None),
+    (NotImplementedError, lambda args, config: next((p.objective for p in config.parts if p.record.draws), None),
      f"SimReg objective {{}} draws anew in each step, and {WHOLE_GRAPH} would repeat the first draw: {_LAYERS_ONLY}, "
      "or choose another objective"),
-    (ValueError, lambda args, config: is_whole_graph(args) and getattr(args, "cuda_graph_warmup_steps", 1) < 1,
+    (ValueError, lambda args, config: getattr(args, "cuda_graph_warmup_steps", 1) < 1,
      f"SimReg makes what it keeps from step to step in the first one, which {WHOLE_GRAPH} must not capture: set "
      "--cuda-graph-warmup-steps to 1 or more"),
+)  # fmt: skip
+_INSIDE_THE_DECODER: tuple[_Row, ...] = (
+    (NotImplementedError, lambda args, config: _flag(args, "overlap_moe_expert_parallel_comm"),
+     "under {} Megatron never calls the decoder's layers as such, so SimReg sees the final states only: drop that "
+     "flag, or --simreg-layers and --simreg-placement"),
+)  # fmt: skip
+_IN_LAYERS: tuple[_Row, ...] = (
     (ValueError, lambda args, config: next((n for n in config.layer_numbers if n > args.num_layers), None),
      "--simreg-layers {} is beyond the model, which has layers 1 to {args.num_layers}"),
-    (NotImplementedError,
-     lambda args, config: config.looks_inside and getattr(args, "overlap_moe_expert_parallel_comm", False),
-     "under --overlap-moe-expert-parallel-comm Megatron never calls the decoder's layers as such, so SimReg sees the "
-     "final states only: drop that flag, or --simreg-layers and --simreg-placement"),
-    (NotImplementedError,
-     lambda args, config: config.layer_numbers and getattr(args, "distribute_saved_activations", False),
-     "--distribute-saved-activations takes the states between layers apart before SimReg reads them: drop that flag, "
-     "or --simreg-layers"),
-    (NotImplementedError,
-     lambda args, config: config.layer_numbers and getattr(args, "fine_grained_activation_offloading", False)
+    (NotImplementedError, lambda args, config: _flag(args, "distribute_saved_activations"),
+     "{} takes the states between layers apart before SimReg reads them: drop that flag, or --simreg-layers"),
+    (NotImplementedError, lambda args, config: _flag(args, "fine_grained_activation_offloading")
      and "attn_norm" in (args.offload_modules or ()),
      "--offload-modules attn_norm frees what enters a layer before SimReg reads it: leave attn_norm out, or drop "
      "--simreg-layers"),
-    (NotImplementedError, lambda args, config: config.layer_numbers and getattr(args, "enable_mhc_connections", False),
-     "with --enable-mhc-connections several streams pass between layers, and no hidden state: drop that flag, or "
-     "--simreg-layers"),
-    (NotImplementedError, lambda args, config: config.layer_numbers and _graphs(args),
+    (NotImplementedError, lambda args, config: _flag(args, "enable_mhc_connections"),
+     "with {} several streams pass between layers, and no hidden state: drop that flag, or --simreg-layers"),
+    (NotImplementedError, lambda args, config: "--cuda-graph-impl" if _captures(args) else
+     _flag(args, "enable_cuda_graph", "external_cuda_graph"),  # up to 0.14
      "CUDA graphs replay layers without their hooks, so SimReg sees the final states only: drop {}, or "
      "--simreg-layers"),
 )  # fmt: skip
-_OF_ARGUMENTS: tuple[_Row, ...] = (
+_IN_MEGATRONS_LOOP: tuple[_Row, ...] = (
     (ValueError,
      lambda args, config: config.log_interval and config.log_interval % args.log_interval and config.log_interval,
      "--simreg-log-interval {} must be a multiple of --log-interval {args.log_interval}: SimReg's values appear in "
@@ -116,21 +108,28 @@ _OF_ARGUMENTS: tuple[_Row, ...] = (
      "{} trains on the language-model loss times a weight, 0 by default, and SimReg would be weighed with it, or "
      "silenced: drop one of them, set --simreg-lambda 0, or measure alone with --simreg-objective none"),
     (NotImplementedError,
-     lambda args, config: getattr(args, "hybrid_context_parallel", False)
-     or (_packs(args) and getattr(args, "context_parallel_size", 1) > 1),
-     PACKED_AND_SPLIT),
-    (NotImplementedError,
-     lambda args, config: _packs(args) and getattr(args, "overlap_moe_expert_parallel_comm", False),
-     "Megatron does not tell the model where packed sequences begin under --overlap-moe-expert-parallel-comm, so "
-     "SimReg would mix them: drop that flag, train unpacked, or set --simreg-lambda 0"),
+     lambda args, config: _flag(args, "hybrid_context_parallel")
+     or (_packs(args) and getattr(args, "context_parallel_size", 1) > 1), PACKED_AND_SPLIT),
+    (NotImplementedError, lambda args, config: _packs(args) and _flag(args, "overlap_moe_expert_parallel_comm"),
+     "Megatron does not tell the model where packed sequences begin under {}, so SimReg would mix them: drop that "
+     "flag, train unpacked, or set --simreg-lambda 0"),
 )  # fmt: skip
 
 
-def refuse_settings(args: Any, config: SimRegConfig, rows: tuple[_Row, ...] = _OF_SETTINGS) -> None:
-    """Refuse what Megatron's flags and the configuration of its models call by the same names."""
+def _refuse(rows: tuple[_Row, ...], args: Any, config: SimRegConfig) -> None:
     for error, condition, sentence in rows:
         if found := condition(args, config):
             raise error(sentence.format(found, args=args))
+
+
+def refuse_settings(args: Any, config: SimRegConfig) -> None:
+    """Refuse what Megatron's flags and the configuration of its models call by the same names."""
+    if is_whole_graph(args):
+        _refuse(_IN_WHOLE_GRAPHS, args, config)
+    if config.looks_inside:
+        _refuse(_INSIDE_THE_DECODER, args, config)
+    if config.layer_numbers:
+        _refuse(_IN_LAYERS, args, config)
 
 
 def refuse_arguments(args: Any, config: SimRegConfig) -> None:
@@ -138,16 +137,11 @@ def refuse_arguments(args: Any, config: SimRegConfig) -> None:
     if iterations := getattr(args, "train_iters", None):  # with samples Megatron counts them later
         config.schedule.end(iterations)  # refuses a training that is too short for it
     refuse_settings(args, config)
-    refuse_settings(args, config, _OF_ARGUMENTS)
-    if fsdp := _flag(args, *_SCATTERING_FLAGS):
+    _refuse(_IN_MEGATRONS_LOOP, args, config)
+    if fsdp := _flag(args, "use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
         _refuse_scattered(config, fsdp)
-    refuse_rows(
-        config,
-        width=getattr(args, "hidden_size", None),
-        num_sequences=getattr(args, "micro_batch_size", None),
-        num_data_ranks=lambda: args.data_parallel_size,
-        packed=_packs(args),
-    )
+    width, num_sequences = getattr(args, "hidden_size", None), getattr(args, "micro_batch_size", None)
+    refuse_rows(config, width, num_sequences, lambda: args.data_parallel_size, packed=_packs(args))
 
 
 def _refuse_scattered(config: SimRegConfig, by: str) -> None:
@@ -174,11 +168,11 @@ def refuse_start_over(args: Any) -> None:
 
 def refuse_rows(
     config: SimRegConfig,
-    *,
     width: int | None,
     num_sequences: int | None,
     num_data_ranks: Callable[[], int],
-    packed: bool = False,
+    *,
+    packed: bool,
 ) -> None:
     """Refuse objectives that can make nothing of micro-batches like these, of which None is not known yet.
 

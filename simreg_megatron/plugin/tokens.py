@@ -63,10 +63,8 @@ class Reader:
         if key not in self._shards:
             if packing is not None and cp.size() > 1:
                 raise NotImplementedError(PACKED_AND_SPLIT)
-            count = functools.partial(compat.num_data_ranks, model)
-            refuse_rows(
-                self.config, width=width, num_sequences=len(labels), num_data_ranks=count, packed=packing is not None
-            )
+            num_data_ranks = functools.partial(compat.num_data_ranks, model)
+            refuse_rows(self.config, width, len(labels), num_data_ranks, packed=packing is not None)
             self._shards[key] = shard_of(model, labels), tp, cp
             _describe_chunks(self.config, self._shards[key][0], sample_length)
         shard = self._shards[key][0]
