@@ -159,12 +159,7 @@ class _Reader:
 def with_terms(
     forward_step_func: Callable[..., Any], add_to: Callable[..., Tensor], config: Any, num_microbatches: int
 ) -> Callable[..., Any]:
-    """Wrap the script's forward step on an earlier stage: what it returns carries the gradient of the stage's terms.
-
-    Args:
-        add_to: (output, model, MicroBatch) -> output.
-        config: Megatron's, as its schedule scales the loss with it.
-    """
+    """Wrap the script's forward step on an earlier stage: `add_to(output, model, MicroBatch)` replaces its output."""
 
     def forward_step(data_iterator: Any, model: Any, *more: Any) -> Any:
         reader = None if data_iterator is None else _Reader(data_iterator)

@@ -95,8 +95,7 @@ def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduced_means(model: Any = None, *, reset: bool = True) -> dict[str, Tensor]:
-    """Reduce the means over all ranks, by the groups of the model; a collective on those that saw SimReg, and on all
-    where earlier stages may have.
+    """Reduce the means over the ranks; a collective on those that saw SimReg, and on all where earlier stages may have.
 
     Where SimReg only measures, the values are of a log step alone, and gone afterwards in any case.
     """
@@ -137,11 +136,7 @@ def _writers() -> tuple[Any, Any]:
 
 
 def log_timer(args: Any, iteration: int, num_steps: int) -> None:
-    """Log SimReg's timer, as Megatron logs only those that it knows by name. A collective over all ranks.
-
-    Args:
-        num_steps: since the last call, which reset the timer: the time of one is logged.
-    """
+    """Log the time of one of `num_steps` steps, as Megatron logs only timers that it knows by name. A collective."""
     if args.timing_log_level < 2:
         return
     timers = compat.timers()

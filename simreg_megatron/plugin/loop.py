@@ -141,8 +141,7 @@ def make_ready(
 ) -> None:
     """Follow a captured step, take the fastest kernels where the shapes are known, and log one line an objective.
 
-    Args:
-        settings: Megatron's flags, or in other loops the configuration of the model.
+    `settings` are Megatron's flags, or in other loops the configuration of the model.
     """
     from megatron.core.utils import get_model_config
 
@@ -168,10 +167,7 @@ def _computes(config: SimRegConfig, model: Any) -> bool:
 def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, seq_length: int) -> None:
     """Let all ranks take the form of SimReg that is right and fastest (see `trial`), on GPUs where `auto` is asked for.
 
-    A collective over all ranks, those without hidden states of SimReg included.
-
-    Args:
-        seq_length: of the whole sequence, over all ranks that share it.
+    A collective over all ranks, those without hidden states of SimReg included. `seq_length` is over all ranks, too.
     """
     part = next((part for part in config.parts if part.is_simreg and part.impl == "auto"), None)
     device = device_of(models)

@@ -216,32 +216,26 @@ class Regularizer:
             terms = head_terms(config, model, tokens.hidden_states, tokens.all_labels, tokens.all_valid, shard)
             return _Part(terms, self._views(config, tokens, states[-1], for_log=True) if wants_log else [], {})
         prefixes = config.prefixes if config.is_simreg else ()
-        if prefixes:  # each gets a term
-            given = [state[..., :prefix] for state in states for prefix in prefixes]
-        else:
-            given = states
+        given = [state[..., :prefix] for state in states for prefix in prefixes] if prefixes else states
         views = [self._views(config, tokens, rows) for rows in given]
         learned = learned_scalars(config, model, shard.tensor_group)
-        found = []
-        if config.is_simreg:
-            exponents = (learned["query"], learned["key"]) if "query" in learned else None
-            length = tokens.sample_length
-            for rows, own in zip(given, views, strict=True):
-                found.append(simreg_over_ranks(config, shard, rows, own, sample_length=length, exponents=exponents))
-        else:
-            data_group = functools.partial(compat.data_group, model)
-            for own in views:
-                found.append(objective_terms(config, own, shard, learned, self.strength.iteration, data_group))
+        exponents = (learned["query"], learned["key"]) if "query" in learned else None
+        length, data_group = tokens.sample_length, functools.partial(compat.data_group, model)
+        found = [
+            simreg_over_ranks(config, shard, rows, own, sample_length=length, exponents=exponents)
+            if config.is_simreg
+            else objective_terms(config, own, shard, learned, self.strength.iteration, data_group)
+            for rows, own in zip(given, views, strict=True)
+        ]
         terms = functools.reduce(torch.add, found)
         if prefixes:
             terms = terms / len(prefixes)
-        if not (config.sends_no_rows or config.record.relabels):
-            return _Part(terms, views[-1], learned)
-        # What this objective computes on is not what the log describes.
-        return _Part(terms, self._views(config, tokens, states[-1], for_log=True) if wants_log else [], learned)
+        shown = views[-1]
+        if config.sends_no_rows or config.record.relabels:  # then the log describes other chunks than these
+            shown = self._views(config, tokens, states[-1], for_log=True) if wants_log else []
+        return _Part(terms, shown, learned)
 
     def _views(self, config: SimRegConfig, tokens: Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
-        """What the anchors meet; `for_log` whole chunks, also where the objective computes on a rank's own rows."""
         return chunk_views(
             config,
             tokens.shard,

@@ -93,11 +93,7 @@ class Reader:
 
 
 def shard_of(model: Any, labels: Tensor) -> SequenceShard:
-    """This rank's part of the sequences whose labels [B, T] the model was given.
-
-    Raises:
-        NotImplementedError: ranks are ordered otherwise than Megatron orders them.
-    """
+    """This rank's part of the sequences whose labels [B, T] the model was given."""
     tp, cp = compat.tensor_group(model), compat.context_group(model)
     rows_split = bool(model.config.sequence_parallel) and tp.size() > 1
     rank = (cp.rank(), tp.rank())
@@ -120,19 +116,14 @@ def device_of(models: list[Any]) -> torch.device:
 
 
 def rows_dtype(config: SimRegConfig, model: Any) -> torch.dtype:
-    """The type of the hidden states that the term is made of.
-
-    The final norm takes a float32 residual stream to the parameters' type; inside the decoder it stays wide.
-    """
+    """The type of the hidden states that the term is made of."""
+    # The final norm takes a float32 residual stream to the parameters' type; inside the decoder it stays wide.
     wide = config.looks_inside and getattr(model.config, "fp32_residual_connection", False)
     return torch.float32 if wide else getattr(model.config, "params_dtype", torch.float32)
 
 
 def open_row_group(model: Any) -> None:
-    """Let NCCL make the communicator among which rows travel now, and not inside the first forward pass.
-
-    Groups of one kind of parallelism are in use by then; the one of two kinds is SimReg's alone.
-    """
+    """Let NCCL make the communicator of tensor and context ranks, which is SimReg's alone, before the first step."""
     tp, cp = compat.tensor_group(model), compat.context_group(model)
     if model.config.sequence_parallel and tp.size() > 1 and cp.size() > 1:
         nothing = torch.zeros(1, device=next(model.parameters()).device)
