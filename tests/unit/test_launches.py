@@ -53,18 +53,18 @@ def test_no_change_adds_launches(case: launches.Case) -> None:
     assert found.syncs == 0, "nothing waits for the GPU"
 
 
-MOST = {"llama-350m": 0.010, "llama-1.3b": 0.005, "llama-3b": 0.005, "llama-7b": 0.002, "mixtral-8x1b": 0.005}
+MOST = {"llama-350m": 0.003, "llama-1.3b": 0.0015, "llama-3b": 0.0015, "llama-7b": 0.001, "mixtral-8x1b": 0.0015}
 """Of a micro-batch, in the steps that are not logged."""
 
 
 def test_the_fastest_form_costs_no_more_than_we_allow() -> None:
-    rows = [row for row in KEPT if (row["impl"], row["chunk"], row["log_step"]) == ("gemm", "1024", "no")]
+    rows = [row for row in KEPT if (row["impl"], row["chunk"], row["log_step"]) == ("triton", "1024", "no")]
     assert {row["preset"] for row in rows} >= set(MOST)
     for row in rows:
         if row["preset"] in MOST:
             assert float(row["share"]) <= MOST[row["preset"]]
         if row["preset"] == "longer sequences":
-            assert int(row["launches"]) <= 60
+            assert int(row["launches"]) <= 32
 
 
 def test_the_share_is_of_a_micro_batch() -> None:

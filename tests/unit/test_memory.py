@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -52,6 +54,32 @@ def test_gemm_takes_no_more(size: tuple[int, int, int, int], monkeypatch: pytest
     batch, length, width, chunk = size
     settings = {"chunk_size": chunk, "dtype": torch.bfloat16, "device": "cuda", "impl": "gemm"}
     assert 8 * MIB < predicted_bytes(batch, length, width, **settings) <= 256 * MIB
+
+
+@pytest.mark.parametrize(
+    ("size", "per_token"),
+    [
+        ((16, 2048, 1024, 1024), 1024 * 2),  # bytes: the pairs of a chunk in bfloat16
+        ((2, 2048, 4096, 1024), 1024 * 2),
+        ((1, 8192, 4096, 0), 8192 * 2),
+        ((1, 131072, 512, 0), 8192),  # 4096 rows at a time
+    ],
+    ids=str,
+)
+def test_triton_takes_a_share_of_the_logits(size: tuple[int, ...], per_token: int) -> None:
+    triton = pytest.importorskip("simreg_megatron.kernels.triton", reason="Triton is not installed")
+    batch, length, width, chunk = size
+    with (
+        mock.patch.object(triton, "run", lambda *given, **constants: None),
+        mock.patch.object(triton, "_multiprocessors", lambda _: 132),
+        mock.patch.object(triton, "_capability", lambda _: 9),
+    ):
+        counted = predicted_bytes(
+            batch, length, width, chunk_size=chunk, dtype=torch.bfloat16, device="cuda", impl="triton"
+        )
+    logits = batch * length * 32000 * (2 + 4)
+    assert batch * length * per_token < counted < batch * length * (per_token + 512) + 80 * MIB
+    assert counted < logits / 8
 
 
 def test_two_budgets_that_do_not_know_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
