@@ -399,7 +399,7 @@ def _run_pairs(
 def _finished(sums: Tensor, names: Tensor, scale: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """S_pos and S_neg / S_pos [b, c, p] from sums [2, b, c, tiles, p]."""
     num_sequences, num_chunks, tiles, height = sums.shape[1:]
-    total, ratio = (scale.new_empty(num_sequences, num_chunks, height) for _ in range(2))
+    total, ratio = [scale.new_empty(num_sequences, num_chunks, height) for _ in range(2)]
     if total.numel():
         run(
             _ratios, num_sequences * num_chunks * cdiv(height, _TOKENS),

@@ -31,7 +31,7 @@ class Located:
     def at(self, run: Run) -> Tensor:
         """The columns of `run`, which must lie inside what is here without a gap."""
         offset = 0
-        for first, last in merged(self.runs):
+        for first, last in merged(self.runs) if len(self.runs) > 1 else self.runs:
             if first <= run[0] and run[1] <= last:
                 start = offset + run[0] - first
                 return self.values[:, start : start + run[1] - run[0]]

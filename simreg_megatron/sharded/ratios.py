@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from simreg_megatron.kernels.contrast import unused
-from simreg_megatron.kernels.form import Kept, Tokens, form_named
+from simreg_megatron.kernels.form import Form, Kept, Tokens
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.parallel.layout import RowPlan, shared_pairs
 from simreg_megatron.parallel.shard import SequenceShard
@@ -33,7 +33,7 @@ class Pairs(NamedTuple):
 
     chunk_size: int
     temperature: float
-    impl: str
+    form: Form
 
 
 def ratios_over_ranks(
@@ -65,14 +65,13 @@ class _RatiosOverRanks(torch.autograd.Function):
             for view in views
             for stretch in stretches(view.run[1] - view.run[0], pairs.chunk_size, view.anchors)
         ]
-        by_document = any(view.documents is not None for view in views)
+        by_document = views[0].documents is not None
         keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs, by_document)
         if plan.shares_chunks and not keeps:
             kept = list(_measured_together(parts, shard, plan, pairs))
         else:
-            form = form_named(pairs.impl)
-            kept = [form.measure(_tokens(*part), part[1].inside, pairs.temperature, keep=keeps) for part in parts]
-        ctx.save_for_backward(hidden_states, *(tensor for each in kept for tensor in each))
+            kept = [pairs.form.measure(_tokens(*part), part[1].inside, pairs.temperature, keep=keeps) for part in parts]
+        ctx.save_for_backward(hidden_states, *[tensor for each in kept for tensor in each])
         ctx.rest, ctx.is_used = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
         return joined([each.ratio.flatten(1) for each in kept])
 
@@ -87,7 +86,7 @@ def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
     """Of this rank's rows."""
     hidden_states, *saved = ctx.saved_tensors
     parts, shard, plan, pairs = ctx.rest
-    form, size = form_named(pairs.impl), len(Kept._fields)
+    form, size = pairs.form, len(Kept._fields)
     kept = unused(ctx, [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)])
 
     own, first = [], 0
@@ -118,7 +117,7 @@ def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs, by_documen
     chunk = min(pairs.chunk_size or layout.length, layout.length)
     num_pairs = hidden_states.shape[1] * layout.length * chunk
     per_rank = num_pairs // (layout.context_size * layout.tensor_size)
-    return form_named(pairs.impl).keeps(hidden_states, per_rank, chunk, by_document=by_document)
+    return pairs.form.keeps(hidden_states, per_rank, chunk, by_document=by_document)
 
 
 def _tokens(view: View, stretch: Stretch) -> Tokens:
@@ -129,7 +128,7 @@ def _measured_together(
     parts: Sequence[tuple[View, Stretch]], shard: SequenceShard, plan: RowPlan, pairs: Pairs
 ) -> Iterator[Kept]:
     """As `measure` of every part, but each pair is computed on one rank alone. A collective."""
-    measured, form, labels = [], form_named(pairs.impl), parts[0][0].labels
+    measured, form, labels = [], pairs.form, parts[0][0].labels
     totals = torch.zeros(2, labels.shape[0], shard.layout.length, dtype=torch.float64, device=labels.device)
     for view, stretch in parts:
         tokens = _tokens(view, stretch)

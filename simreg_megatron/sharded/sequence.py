@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.kernels.form import MODULES
+from simreg_megatron.kernels.form import MODULES, form_named
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
@@ -59,7 +59,9 @@ def simreg_over_ranks(
     if form is None:
         return joined([_reference_terms(config, view, exponents) for view in views])
     plan = shard.plan(Cutting(config.chunk_size, config.scope, sample_length))
-    ratios = ratios_over_ranks(hidden_states, views, shard, plan, Pairs(config.chunk_size, config.tau, form))
+    ratios = ratios_over_ranks(
+        hidden_states, views, shard, plan, Pairs(config.chunk_size, config.tau, form_named(form))
+    )
     if len(views) == 1:  # a split would be one launch more in the backward
         return terms_of_ratio(ratios, views[0].roles)
     of_views = ratios.split([view.roles.anchor.shape[1] for view in views], dim=1)
