@@ -103,10 +103,11 @@ def check_data(flags: Sequence[Flag]) -> list[str]:
     """
     notices: list[str] = []
     texts = prefixes(flags)
-    tokenizer = _hash_of_tokenizer(flags) if texts else None
-    for prefix in dict.fromkeys(texts):
+    for prefix in texts:
         if not is_pair(prefix):
             raise LaunchError(explain_missing(prefix))
+    tokenizer = _hash_of_tokenizer(flags) if texts else None  # a name may be asked of the Hub, which takes time
+    for prefix in dict.fromkeys(texts):
         tokens, needed = count_tokens(prefix), flag_number(flags, "--seq-length", 1) + 1
         if tokens < needed and len(texts) == 1:
             raise LaunchError(f"{prefix}.bin has {tokens} tokens and one sample takes {needed}: give more text")

@@ -37,7 +37,7 @@ from simreg_megatron.tools.heatmap import draw_heatmaps, excerpt, mean_cosines, 
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
 PROBE_SCRIPT = ROOT / "simreg_megatron" / "tools" / "probe.py"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+TORCHRUN = (sys.executable, str(ROOT / "launch" / "agent.py"), "--standalone", "--nproc-per-node", "1")
 ONE_CORE = {**KEEP_HEAP, "OMP_NUM_THREADS": "1"}
 MARK = "demo.json"  # says that a folder is the demo's own and may be replaced
 RESULT = "result.json"

@@ -15,7 +15,8 @@ _FLAGS = (
     "train_iters", "train_samples", "global_batch_size", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples",
     "lr_warmup_fraction", "lr_decay_iters", "lr_decay_samples", "lr_decay_style", "weight_decay",
 )  # fmt: skip
-_DECIDED = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "finetune", "no_load_optim")
+_DECIDED = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+_NEW_OPTIMIZER = ("finetune", "no_load_optim")
 
 
 class ScheduleError(LaunchError):
@@ -25,23 +26,38 @@ class ScheduleError(LaunchError):
 def check_schedule(args: argparse.Namespace) -> None:
     """Raise a ScheduleError if the schedule differs from the checkpoint's, which Megatron's load asserts."""
     folder = vars(args).get("load")
-    if not folder or any(vars(args).get(name) for name in _DECIDED):
+    if not folder or any(vars(args).get(name) for name in _NEW_OPTIMIZER):
         return
     iteration = args.ckpt_step or checkpoints.newest_whole(Path(folder))
     state = {} if iteration is None else _read(checkpoints.path_of(Path(folder), iteration))
     before, saved, now = state.get("opt_param_scheduler", {}), state.get("args"), _schedule(args)
     changed = [name for name in now if name in before and before[name] != now[name]]
-    if not changed:
+    is_other_rate = _is_found_by_rate() and not {"max_lr", "min_lr"}.isdisjoint(changed)
+    if not changed or (any(vars(args).get(name) for name in _DECIDED) and not is_other_rate):
         return
     pairs = {f"--{name.replace('_', '-')}": (getattr(saved, name, None), getattr(args, name, None)) for name in _FLAGS}
     differing = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
     differing = differing or {name: (before[name], now[name]) for name in changed}
     then, asked = (" and ".join(f"{name} {pair[side]}" for name, pair in differing.items()) for side in (0, 1))
-    raise ScheduleError(
-        f"the checkpoint of iteration {iteration} in {folder} has {then}, and this run asks for {asked}, which is "
-        "another learning-rate schedule: add --override-opt_param-scheduler to take the new one, or "
+    hint = (
+        "which is another learning-rate schedule: add --override-opt_param-scheduler to take the new one, or "
         "--use-checkpoint-opt_param-scheduler to keep the checkpoint's"
     )
+    if is_other_rate:
+        hint = (
+            "and this Megatron can only resume an optimizer with its own --lr and --min-lr: keep them, or begin with "
+            f"these weights in another --output by --load {folder} --finetune"
+        )
+    raise ScheduleError(
+        f"the checkpoint of iteration {iteration} in {folder} has {then}, and this run asks for {asked}, {hint}"
+    )
+
+
+def _is_found_by_rate() -> bool:
+    """Return whether this Megatron finds the state of a parameter group by its learning rates, as 0.19 does."""
+    from megatron.core.optimizer import optimizer
+
+    return "max_lr" in getattr(optimizer, "param_group_identifier_keys", ())
 
 
 def _schedule(args: argparse.Namespace) -> dict[str, Any]:

@@ -77,7 +77,6 @@ def make_submit_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the text that would be submitted, and stop")
     text = "submit a run although it needs more memory or disk than there is, or reads its text more than 4 times"
     parser.add_argument("--force", action="store_true", help=text)
-    parser.add_argument("script", help="launch/pretrain_llama.sh or launch/pretrain_mixtral.sh")
     return parser
 
 
@@ -140,7 +139,7 @@ class Prepared(NamedTuple):
 def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     """Check what is asked as far as this machine can; raise a LaunchError if it could not run."""
     own, script, words = _split(argv)
-    options = make_submit_parser().parse_args([*own, script])
+    options = make_submit_parser().parse_args(own)
     site = _with_tree(read_site(options.cluster, environ), options.cluster, environ.get("MEGATRON_PATH", ""))
     environ = {**environ, "MEGATRON_PATH": _tree_to_plan_with(site)}
     family = _family(script)

@@ -76,10 +76,10 @@ def table_of(runs: Sequence[Run]) -> Iterator[str]:
         apart = "" if run is runs[0] or first is None else f"{loss - first:+.4f}"
         yield f"{run.name:{width}}  {run.scalars[VALIDATION_LOSS].steps[-1]:8}  {loss:15.4f}  {apart:>10}"
     names = sorted(set().union(*(run.settings for run in runs)))
-    differing = [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
-    for name in differing:
-        if not any(place in name for place in _PLACES):
-            yield f"{name}: {', '.join(f'{run.name} {run.settings.get(name, chr(45))}' for run in runs)}"
+    for name in names:
+        values = [run.settings.get(name, "None").replace("None", "not given") for run in runs]
+        if len(set(values)) > 1 and not any(place in name for place in _PLACES):
+            yield f"{name}: {', '.join(f'{run.name} {value}' for run, value in zip(runs, values, strict=True))}"
 
 
 def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:

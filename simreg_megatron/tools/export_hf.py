@@ -202,4 +202,5 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
             num_experts_per_tok=args.moe_router_topk, router_aux_loss_coef=balance, **common,
         )  # fmt: skip
     except Exception as error:  # transformers 5 checks it, such as that the number of heads divides the width
-        raise CheckpointError(f"transformers cannot represent this model: {str(error).splitlines()[-1]}") from None
+        reason = str(error).splitlines()[-1].strip()
+        raise CheckpointError(f"transformers cannot represent this model: {reason}") from None

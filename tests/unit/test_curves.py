@@ -71,12 +71,12 @@ def test_the_end_of_a_run_is_its_last_tenth() -> None:
 
 def test_the_command_draws_and_tells_what_differs(tmp_path: Path, capsys: Captured) -> None:
     one = write(tmp_path / "one", losses={1: 5.0, 2: 4.5})
-    two = write(tmp_path / "two", losses={1: 5.0, 2: 4.25}, lr="2")
+    two = write(tmp_path / "two", losses={1: 5.0, 2: 4.25}, lr="None")
     figure = tmp_path / "figure.png"
     assert cli.main(["curves", str(one), f"lower={two}", "--output", str(figure)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[1].split() == ["one", "2", "4.5000"] and said[2].split() == ["lower", "2", "4.2500", "-0.2500"]
-    assert said[3] == "lr: one 1, lower 2" and len(said) == 5, "folders are no settings"
+    assert said[3] == "lr: one 1, lower not given" and len(said) == 5, "folders are no settings"
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 20_000
 
 

@@ -75,6 +75,15 @@ def test_wrong_words_are_refused(words: list[str], capsys: pytest.CaptureFixture
     assert end.value.code == 2 and "make demo: error:" in capsys.readouterr().err
 
 
+@pytest.mark.megatron
+def test_a_refused_flag_is_the_last_thing_said(tmp_path: Path) -> None:
+    """torchrun's report of 15 lines was shown instead of the sentence above it."""
+    command = [sys.executable, "launch/demo.py", "--output", str(tmp_path / "demo"), "--simreg-tau", "1"]
+    done = jobs_of_tests.run(command, cwd=ROOT)
+    assert done.returncode == 1
+    assert "there is no flag --simreg-tau: did you mean --simreg-temperature?\nThe " in done.stderr
+
+
 def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     assert demo.main(["--output", str(tmp_path)]) == 1

@@ -122,7 +122,7 @@ def test_heads_that_do_not_divide_the_width(tmp_path: Path, capsys: pytest.Captu
         tmp_path / "dense", tiny_config(num_key_value_heads=4), num_attention_heads=3, kv_channels=8
     )
     if transformers.__version__ >= "5":
-        assert "(16) is not a multiple of the number of attention heads (3)" in refused(
+        assert "this model: ValueError: The hidden size (16) is not a multiple of the number of attention" in refused(
             capsys, "--load", dense, "--save", tmp_path / "model"
         )
 

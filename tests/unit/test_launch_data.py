@@ -104,6 +104,14 @@ def test_damaged_and_exchanged_files_are_refused(place: Path, tmp_path: Path) ->
             data.check_data([("--data-path", prefix)])
 
 
+def test_missing_text_is_said_before_a_tokenizer_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network the Hub was asked for a minute first."""
+    monkeypatch.setattr("simreg_megatron.tools.tokenizers.load_tokenizer", lambda name: pytest.fail(f"fetched {name}"))
+    flags = [("--data-path", "PREFIX"), ("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", "PATH")]
+    with pytest.raises(LaunchError, match="there is no PREFIX"):
+        data.check_data(flags)
+
+
 def test_labels_are_counted(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(labels, "_CHUNK", 1000)
     prefix = place / "set" / "train"

@@ -1029,6 +1029,8 @@ def test_a_longer_run_is_asked_which_schedule_counts_and_a_document_mask_without
         assert "Traceback" not in done.stdout + done.stderr
     done = run_script(*longer[1], "--override-opt_param-scheduler", cwd=tmp_path)
     assert done.returncode == 0 and "# resumes   from iteration 2" in done.stdout
+    done = run_script(*longer[1], "--override-opt_param-scheduler", "--lr", "1e-3", cwd=tmp_path)
+    assert done.returncode == 2 and "can only resume an optimizer with its own --lr and --min-lr" in done.stderr
     done = run_script(*start, "4", "--use-checkpoint-opt_param-scheduler", cwd=tmp_path)
     assert (
         done.returncode == 0 and json.loads((tmp_path / "run" / "ended.json").read_text())["length"] == "4 iterations"

@@ -358,7 +358,7 @@ submit --cluster data launch/pretrain_llama.sh | error: data cannot be read (Is 
 submit --cluster cpu.env launch/pretrain_gpt.sh | error: there is no launch/pretrain_gpt.sh
 submit --cluster cpu.env train.py | error: name what to run
 submit --cluster cpu.env launch/pretrain_llama.sh --model 7b | error: how many nodes? give --nodes N before the script
-submit --partition gpu launch/pretrain_llama.sh | error: unrecognized arguments: --partition
+submit --partition gpu launch/pretrain_llama.sh | error: unrecognized arguments: --partition gpu: see bash
 submit --nodes two launch/pretrain_llama.sh | error: argument --nodes: invalid int value: 'two'
 simreg-megatron prepare | invalid choice: 'prepare'
 simreg-megatron flags --foo | unrecognized arguments: --foo
@@ -433,6 +433,7 @@ TOGETHER = """
 --context-parallel-size 2 --seq-length 255 | Megatron refuses these flags together: seq-length should be a multiple of
 --lr abc | argument --lr: invalid float value: 'abc'
 --help-me | Megatron has no flag --help-me: did you mean --help?
+--fp8 | Megatron has no flag --fp8: did you mean --fp8-format?
 --simreg-lambda 1 --simreg-log-interval 15 | --simreg-log-interval 15 must be a multiple of --log-interval 10
 --simreg-lambda 1 --simreg-objective mic --simreg-objective-options prefixes=48/500 | SimReg objective mic cannot take
 """
