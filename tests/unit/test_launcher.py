@@ -1008,7 +1008,7 @@ def test_a_longer_run_is_asked_which_schedule_counts_and_a_document_mask_without
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning: --simreg-document-mask has no effect so far") == 1
     site = tmp_path / "my.env"
-    site.write_text("GPUS_PER_NODE=0\nTIME=60\n")
+    site.write_text("GPUS_PER_NODE=0\nTIME=60\nRUNTIME=apptainer\nCONTAINER_IMAGE=/i.sif\n")  # checked there, too
     submit = (
         "bash",
         str(ROOT / "launch/slurm/submit.sh"),

@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -612,22 +613,48 @@ def test_a_job_fails_where_its_chain_does(
     begins: int, runs: int, ends: int, status: int, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operator sees COMPLETED where a job ends with 0: that is for chains that ended as they should."""
-    programs = {
-        "python": f"case $3 in begin) exit {begins};; watch) exec sleep 60;; end) exit {ends};; esac",
-        "srun": f"exit {runs}",
-        "scontrol": "echo NodeAddr=n1",
-        "scancel": f'echo "$@" >>{tmp_path}/scancelled',
-    }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
     site = site_file(tmp_path, f"{CPU_SITE}HOST_PYTHON={tmp_path}/python\n")
     job = text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
-    told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_END_TIME": "99999999999"}
-    names = ("ARRAY_JOB_ID", "JOB_ID", "JOB_NUM_NODES", "JOB_NODELIST", "NTASKS_PER_NODE")
-    done = jobs.run(["bash", "-c", job], env={**os.environ, **told, **{f"SLURM_{name}": "1" for name in names}})
+    books = f"case $3 in begin) exit {begins};; watch) exec sleep 60;; end) exit {ends};; esac"
+    done = _run_job(job, tmp_path, {"python": books, "srun": f"exit {runs}"})
     assert done.returncode == status, done.stderr
     assert (tmp_path / "scancelled").exists() == bool(begins or ends), "no slice follows where the chain ends"
+
+
+def _run_job(job: str, folder: Path, programs: dict[str, str]) -> CompletedProcess[str]:
+    """Run a job's text with stand-ins for these programs and for SLURM's."""
+    slurms = {"scontrol": "echo NodeAddr=n1", "scancel": f'echo "$@" >>{folder}/scancelled'}
+    for name, text in {**slurms, **programs}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    told = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_END_TIME": "99999999999"}
+    names = ("ARRAY_JOB_ID", "JOB_ID", "JOB_NUM_NODES", "JOB_NODELIST", "NTASKS_PER_NODE", "NTASKS", "NNODES")
+    places = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+    told |= {f"SLURM_{name}": "1" for name in names} | places
+    return jobs.run(["bash", "-c", job], env={**os.environ, **told})
+
+
+@pytest.mark.megatron
+def test_a_flag_that_is_a_note_for_a_container_is_refused_in_it(tmp_path: Path) -> None:
+    """The container may have another Megatron than the machine that submits; its own has the last word."""
+    site = f"{CPU_SITE}RUNTIME=apptainer\nCONTAINER_IMAGE=/i.sif\nCONTAINER_MOUNTS=/:/\nPYTHON={sys.executable}\n"
+    site_file(tmp_path, f"{site}HOST_PYTHON={tmp_path}/python\n")
+    words = [LLAMA, "--train-iters", "5", "--save-interval", "5", "--output", str(tmp_path / "run")]
+    submitting = ["bash", "launch/slurm/submit.sh", "--cluster", str(tmp_path / "my.env"), "--dry-run", *words]
+    refused = "Megatron has no flag --weight-decayy: did you mean --weight-decay?"
+    asked = jobs.run([*submitting, "--weight-decayy", "1"], cwd=ROOT, check=True)
+    assert f"in a container with this machine's Megatron the run would be refused: {refused}" in asked.stderr
+    programs = {
+        "python": "[ $3 != watch ] || exec sleep 60",
+        "srun": 'while [ $1 != apptainer ]; do shift; done; exec "$@"',
+        "apptainer": f'echo "$@" >{tmp_path}/started; while [ $1 != /i.sif ]; do shift; done; shift; exec "$@"',
+    }
+    done = _run_job(asked.stdout, tmp_path, programs)
+    assert done.returncode == 2 and done.stderr == f"error: {refused}\n", done.stderr
+    started = (tmp_path / "started").read_text()
+    assert started.startswith(
+        f"exec --nv --bind /:/ --pwd {ROOT} /i.sif bash {ROOT}/launch/slurm/rank.sh {ROOT}/{LLAMA} "
+    )
 
 
 def test_rank_sh_gives_torch_its_names(tmp_path: Path) -> None:
