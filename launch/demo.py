@@ -160,8 +160,8 @@ def run_demo(settings: Settings) -> None:
     (settings.output / RESULT).write_text(json.dumps(facts | result, indent=2) + "\n", encoding="utf-8")
     print(table_of(result["runs"]))
     print(
-        f"A step takes {steps.base:.3f} s in plain Megatron and {steps.other:.3f} s with SimReg: "
-        f"{steps.percent:+.1f} % (95 % interval {steps.low:+.1f} to {steps.high:+.1f})\n"
+        f"A step takes {steps.base:.3f} s in plain Megatron and {steps.other:.3f} s with SimReg (medians), "
+        f"turn by turn {steps.percent:+.1f} % (95 % interval {steps.low:+.1f} to {steps.high:+.1f})\n"
         "One seed, and the baseline was not tuned: docs/evidence.md compares tuned ones.\n"
         f"In {settings.output}: {CURVES}, {HEATMAPS}, {RESULT}, the logs. It took {seconds / 60:.0f} minutes. Next:\n"
         f"  .venv/bin/simreg-megatron curves {settings.output / CROSS_ENTROPY} {settings.output / SIMREG}\n"
