@@ -260,7 +260,11 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     from simreg_megatron.config.spelling import MEANT
 
     word = name.removeprefix("--")
-    own = {**MEANT, **{each: f"--simreg-{each}" for each in ("lambda", "temperature", "chunk-size", "objective")}}
+    own = {
+        **MEANT,
+        "fp8": "--fp8-format",
+        **{each: f"--simreg-{each}" for each in ("lambda", "temperature", "chunk-size", "objective")},
+    }
     near = [own[word]] if word in own else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"did you mean {near[0]}?" if near else "leave it out, or see --help"
 

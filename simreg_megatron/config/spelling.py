@@ -20,9 +20,9 @@ _WORDS_OF_ARGPARSE = (
 
 MEANT = {
     "weight": "--simreg-lambda", "tau": "--simreg-temperature", "chunk": "--simreg-chunk-size",
-    "loss": "--simreg-objective", "fp8": "--fp8-format",
+    "loss": "--simreg-objective",
 }  # fmt: skip
-"""Names that others use for a flag, without their dashes."""
+"""Names that others use for our flags, without their dashes."""
 
 
 def in_our_words(message: str) -> str | None:
