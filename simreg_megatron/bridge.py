@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg in Megatron-Bridge, whose training loop is its own: a callback tells the iteration and logs the means.
+"""SimReg in Megatron-Bridge, whose training loop is its own: a callback passes on the iteration and logs the means.
 
     install(config=SimRegConfig(lambda_=10))
     pretrain(config, forward_step, callbacks=[SimRegCallback()])
@@ -36,7 +36,7 @@ class SimRegCallback:
         )
 
     def on_train_step_start(self, context: Any) -> None:
-        """Tell the iteration: lambda may change with it, and the geometry is measured at log steps alone."""
+        """Pass on the iteration: lambda may change with it, and the geometry is measured at log steps alone."""
         iteration = int(context.state.train_state.step)
         measures = self._logs(context, iteration + 1)
         needs_length = loop.settings().schedule.needs_length

@@ -89,7 +89,7 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     repeats = _num(models) == len(without) and all(map(torch.equal, without, _gradients(models)))
     if not all(torch.isfinite(number).all() for number in _numbers(loss_without)):
         raise ContractError(
-            f"the loop reports {loss_without} without SimReg, so nothing can be compared: mend that first"
+            f"the loop reports {loss_without} without SimReg, so nothing can be compared: fix that first"
         )
     if not (repeats and _same(loss_without, loss_again)):
         raise ContractError(

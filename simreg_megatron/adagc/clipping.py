@@ -41,7 +41,7 @@ class Held(NamedTuple):
 
 
 class _Places:
-    """Places in the vector, as a tensor: copied to the device anew only where they are not those of the step before."""
+    """Places in the vector, as a tensor: copied to the device only if they differ from those of the step before."""
 
     def __init__(self) -> None:
         self._places: list[int] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters that Megatron trains, under one name in every layout, and the gradients that its optimizers step on.
 
-Megatron counts layers and experts anew on every rank; here layers are counted over all pipeline stages and experts
+Megatron numbers layers and experts from 0 on every rank; here layers are counted over all pipeline stages and experts
 over all expert-parallel ranks. Tensor-parallel shards of a parameter share its name.
 """
 

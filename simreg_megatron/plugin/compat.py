@@ -111,7 +111,7 @@ RESUME_SEAM = Seam(
 )
 _SCHEDULER = "megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler"
 SCHEDULER_SEAMS = tuple(
-    Seam(*_SCHEDULER, name, "AdaGC's state lies beside the scheduler's in a checkpoint")
+    Seam(*_SCHEDULER, name, "AdaGC's state is kept with the scheduler's in a checkpoint")
     for name in ("state_dict", "load_state_dict")
 )
 TRAINING_SEAMS = (ARGUMENTS_SEAM, HELPERS_SEAM, SETUP_SEAM, STEP_SEAM, LOG_SEAM, RESUME_SEAM)

@@ -242,7 +242,7 @@ class DataOfStages:
 
 
 def _training_set_too(provider: Any) -> Any:
-    """Build data sets on tensor rank 0 of this stage, whatever the script says, and keep the training set."""
+    """Build data sets on tensor rank 0 of this stage, against the script's own choice, and keep the training set."""
 
     def provide(*args: Any, **kwargs: Any) -> Any:
         from megatron.core import parallel_state

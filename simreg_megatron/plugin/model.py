@@ -171,7 +171,7 @@ def build_data_of_stages(build_iterators: Callable[..., Any]) -> Callable[..., A
 
 
 def watch(model: Any) -> None:
-    """Check this model after each of its forward passes, whatever function computes it."""
+    """Check this model after each of its forward passes."""
     if _check_call not in model._forward_hooks.values():
         installation.current().watches.append(model.register_forward_hook(_check_call))
 
