@@ -61,10 +61,15 @@ def error_of_pairs(rows: Tensor, labels: Tensor) -> float:
     )
 
 
-def gradient_by_pairs(rows: Tensor, labels: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-    """The gradient of the sum of terms in float64, as impl triton computes it, but for the rounding of P and of W.
+def gradient_by_pairs(
+    rows: Tensor, labels: Tensor, rounding: Callable[[Tensor], Tensor], grad_term: float = 1.0
+) -> Tensor:
+    """The gradient in float64, as impl triton computes it, but for the rounding of P and of W.
 
-    Shapes: rows [b, n, d], labels [b, n].
+    Args:
+        rows: [b, n, d].
+        labels: [b, n].
+        grad_term: of each term.
     """
     rows = rows.double()
     scale = 1 / rows.norm(dim=-1, keepdim=True)
@@ -73,7 +78,7 @@ def gradient_by_pairs(rows: Tensor, labels: Tensor, rounding: Callable[[Tensor],
     same = labels[:, :, None] == labels[:, None]
     total = 1 + (exponentials * same).sum(-1)
     ratio = (exponentials * ~same).sum(-1) / total
-    a = 1 / (1 + ratio) / (0.01 * total)
+    a = grad_term / (1 + ratio) / (0.01 * total)
     b = a * ratio
     pairs = rounding(exponentials)
     found = torch.where(same, -(b[:, :, None] + b[:, None]), a[:, :, None] + a[:, None]) * pairs

@@ -205,7 +205,7 @@ def test_triton_rounds_pairs_weights_and_the_result_alone() -> None:
     rows, labels = clustered(length=50, dtype=torch.bfloat16)
     loss, grad = value_and_gradient(rows, labels, "triton")
     assert apart(loss, value_and_gradient(rows.double(), labels, "reference")[0]) < 2e-5
-    expected = cut_off(gradient_by_pairs(rows, labels, cut_off) * 2.0**24 / labels.numel())
+    expected = cut_off(gradient_by_pairs(rows, labels, cut_off, 2.0**24 / labels.numel()))
     assert apart(grad, expected) < 5e-4
     assert apart(grad, of_rounded_weights(rows, labels, cut_off)) > 1e-3, "the test sees whether P is rounded"
 
