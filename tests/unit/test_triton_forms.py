@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.bf16_weights import gradient_by_pairs
-from simreg_megatron import trial
+from simreg_megatron import SimRegConfig, trial
 from simreg_megatron.kernels import halves, walk
 from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS
+from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
+from tests.distributed import test_shard as shards
 from tests.helpers import jobs
 from tests.helpers.fixtures import fixture_f1
+from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick
 from tests.helpers.ways import budget, one_side_only
 
@@ -306,6 +312,35 @@ def test_ranks_that_share_the_pairs(impl: str, way: str) -> None:
     grad = torch.randn(shared.ratio.shape)
     pulls = [form_named(name).anchor_pull(grad, shared, 0.1) for name in (impl, "tiled")]
     assert apart(*pulls) < 1e-6
+
+
+def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, keeps: bool) -> None:
+    """The terms and the gradient of float32 rows on one of several ranks, against one process in float64."""
+    tile = {"BK": 16, "num_warps": 4, "num_stages": 1}
+    kernels.PAIRS[4], kernels.PRODUCT[4] = {"SIDE": 16, **tile}, {"BM": 16, "BN": 16, **tile}
+    kernels.LONGEST_KEPT, kernels.PANEL = (256, 256) if keeps else (0, 5)
+    rank = divmod(rank_number, layout.tensor_size)
+    shard = SequenceShard(layout, rank, *shards.groups(rank, layout))
+    given, held = shards.sample(), layout.held(rank)
+    rows, labels, valid = (shards.pick(given[name], held) for name in ("embeddings", "labels", "valid"))
+    local = rows.float().transpose(0, 1).contiguous().requires_grad_()
+    terms = simreg_over_ranks(config, shard, local, chunk_views(config, shard, local, labels, valid))
+    (terms * shards.pick(given["weights"], layout.anchors(rank))).sum().backward()
+    expected_terms, expected_grad = shards.whole(config)
+    close = {"rtol": 1e-4, "atol": 1e-5, "check_dtype": False}
+    torch.testing.assert_close(terms.detach(), shards.pick(expected_terms, layout.anchors(rank)), **close)
+    torch.testing.assert_close(local.grad.transpose(0, 1), shards.pick(expected_grad, held), **close)
+
+
+@interpreted
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "layout", quick([shards.CP2, shards.SP2, shards.CP2_TP2], only(shards.CP2, shards.CP2_TP2)), ids=str
+)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_triton_over_ranks(tmp_path: Path, layout: ShardLayout, keeps: bool) -> None:
+    config = replace(shards.BASE, chunk_size=12, impl="triton")
+    run_processes(check_rank, layout.context_size * layout.tensor_size, tmp_path, layout, config, keeps)
 
 
 @interpreted
