@@ -24,7 +24,6 @@ from benchmarks import records
 from benchmarks.records import ROOT, Record
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import gemm
-from simreg_megatron.kernels import rows as row_kernels
 from simreg_megatron.kernels import triton as triton_kernels
 from simreg_megatron.plugin.term import Regularizer
 
@@ -81,10 +80,9 @@ def _step(form: str) -> Callable[[], None]:
 def _kernels_that_do_nothing() -> Iterator[None]:
     """Replace Triton's kernels. Their outputs stay uninitialised and may not be finite, so no check looks at them."""
     with contextlib.ExitStack() as patches:
-        for module in (row_kernels, gemm, triton_kernels):
+        for module in (gemm, triton_kernels):
             patches.enter_context(mock.patch.object(module, "run", lambda *_, **__: None))
-        for module in (row_kernels, triton_kernels):
-            patches.enter_context(mock.patch.object(module, "INTERPRETS", True))
+        patches.enter_context(mock.patch.object(triton_kernels, "INTERPRETS", True))
         patches.enter_context(mock.patch.object(torch, "_assert_async", lambda *_: None))
         yield
 

@@ -40,7 +40,6 @@ from launch.plan import LAYOUTS, PRESETS
 from launch.sizes import PEAK, SHARE_OF_PEAK
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import gemm
-from simreg_megatron.kernels import rows as row_kernels
 from simreg_megatron.kernels import triton as triton_kernels
 from simreg_megatron.plugin.term import Regularizer
 
@@ -181,7 +180,7 @@ def trace(case: Case) -> Trace:
 def _kernels_launched_by(trace: Trace) -> Iterator[None]:
     """Triton's own launcher wants a GPU."""
     with contextlib.ExitStack() as patches:
-        for module in (row_kernels, gemm, triton_kernels):
+        for module in (gemm, triton_kernels):
             patches.enter_context(mock.patch.object(module, "run", trace.launch))
         for name, value in (("_multiprocessors", 132), ("_capability", 9)):
             patches.enter_context(mock.patch.object(triton_kernels, name, lambda _, value=value: value))

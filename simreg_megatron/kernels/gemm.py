@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""All products in cuBLAS, all that is between them in Triton: a whole matrix of pairs at a time.
+"""All products in cuBLAS, all that is between them in Triton. This form stays until impl triton has run on a GPU.
 
 Below some 2048 tokens a product gains nothing from its symmetry, and chunks are that short: so the whole square of each
 chunk is one batched product, of as many chunks as there is room for. One kernel makes exponentials and sums of it, in
@@ -13,6 +13,7 @@ at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,16 @@ import triton.language as tl
 from torch import Tensor
 
 from simreg_megatron.kernels import halves
-from simreg_megatron.kernels.rows import TritonTiles, bytes_of_factor, cdiv, run, weights_of
-from simreg_megatron.kernels.walk import Given, Span, add_form
+from simreg_megatron.kernels import triton as form
+from simreg_megatron.kernels.form import Span
+from simreg_megatron.kernels.rows import _copy_kernel, _project_kernel
+from simreg_megatron.kernels.triton import cdiv, run
+from simreg_megatron.kernels.walk import Given, Slab, Tiles, add_form
 
 LONGEST_TILE = 4096
 _TILE_UNIT = 256
+_FEATURES = 1024  # of a row at a time
+_CHUNKS = 32_767  # the second number of a grid ends at 65,535, and where a weight has two halves, each has its own
 BLOCK = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
 """What a program holds in registers at a time."""
 
@@ -117,18 +123,69 @@ def _weights_kernel(
         tl.store(weights + num_chunks * height * breadth + at, rest, mask=inside)
 
 
-class GemmTiles(TritonTiles):
+class GemmTiles(Tiles):
     """Each tile is a matrix of products in float32, and one of weights in the rows' precision."""
 
-    impl = "gemm"
     compares_labels = True
 
     _products: Tensor | None = None
     _left: tuple[Span, Tensor] | None = None
 
+    def __init__(self, given: Given, slab: Slab, temperature: float, side: int) -> None:
+        super().__init__(given._replace(rows=_readable(given.rows)), slab, temperature, side)
+        self._element, self._per_weight = weights_of(given)
+        self._weights: Tensor | None = None
+        self._held: tuple[Span, tuple[Tensor, ...]] | None = None
+
+    @staticmethod
+    def kept_dtype(rows: Tensor, length: int, by_document: bool) -> torch.dtype | None:
+        if rows.dtype == torch.float32:
+            return torch.float32
+        return halves.kept_dtype(length, rows.shape[-1], by_document)
+
+    def project(self, of_unit: Tensor, span: Span, grad: Tensor | None) -> None:
+        grad = of_unit.unflatten(0, self.rows.shape[:2]) if grad is None else grad
+        run(
+            _project_kernel, (span[1] - span[0], self.names.shape[0]),
+            *_described(self.rows, self.names), span[0], self.scale,
+            of_unit, *of_unit.stride()[:2], grad, *grad.stride()[:3], FEATURES=_features(self.rows.shape[3]),
+        )  # fmt: skip
+
+    def _copies(self, span: Span, dtype: torch.dtype, count: int) -> Tensor:
+        """[1 or 2, m, r, d] that add up to the rows, 0 where not usable: NaN times 0 would be NaN."""
+        height, width = span[1] - span[0], self.rows.shape[3]
+        copies = self.rows.new_empty(count, self.names.shape[0], height, width, dtype=dtype)
+        run(
+            _copy_kernel, (height, self.names.shape[0]), *_described(self.rows, self.names), span[0], copies,
+            SPLIT=count == 2, FEATURES=_features(width),
+        )  # fmt: skip
+        return copies
+
+    def _factors(self, span: Span) -> tuple[Tensor, ...]:
+        """Those in the weights' type, one or two; of the span that is held they are made once."""
+        if self._held is not None and self._held[0] == span:
+            return self._held[1]
+        count = self._per_weight if self.rows.dtype == torch.float16 else 1
+        copies = tuple(self._copies(span, self._element, count))
+        if span == self.one:
+            self._held = span, copies
+        return copies
+
+    def _new_weights(self, most: int, *shape: int) -> Tensor:
+        """[1 or 2, m, *shape] over those before; `most`: pairs of the largest tile there is."""
+        num_chunks = self.names.shape[0]
+        if self._weights is None:
+            self._weights = self.rows.new_empty(self._per_weight * num_chunks * most, dtype=self._element)
+        shape = self._per_weight, num_chunks, *shape
+        return self._weights[: math.prod(shape)].view(shape)
+
+    @property
+    def _to_exponent(self) -> float:
+        return math.log2(math.e) / self.temperature
+
     @classmethod
     def sides(cls, rows: Tensor) -> Sequence[int]:
-        cls.check_dtype(rows)
+        _readable(rows)
         return range(LONGEST_TILE, 0, -_TILE_UNIT)
 
     @staticmethod
@@ -195,6 +252,48 @@ class GemmTiles(TritonTiles):
 
     def _constants(self) -> dict[str, Any]:
         return {"HAS_DOCUMENTS": self.documents is not None, **BLOCK}
+
+
+def _readable(rows: Tensor) -> Tensor:
+    """The rows, with their features side by side.
+
+    Raises:
+        ValueError: they are of a type, on a device or too many for these kernels.
+    """
+    why = ""
+    if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        why = f"computes float16, bfloat16 and float32, not {rows.dtype}"
+    elif rows.device.type not in ("cuda", "meta") and not form.INTERPRETS:
+        why = f"needs a CUDA device, and the rows are on {rows.device}"
+    elif not halves.BMM_WIDENS:
+        why = f"needs torch 2.8 or newer, this is {torch.__version__}"
+    elif (num_chunks := rows.shape[0] * rows.shape[1]) > _CHUNKS:
+        why = f"computes at most {_CHUNKS} chunks at once, and these are {num_chunks}"
+    if why:
+        raise ValueError(f"impl 'gemm' {why}: use impl 'tiled'.")
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def weights_of(given: Given) -> tuple[torch.dtype, int]:
+    """Type of the weights, and how many numbers of it add up to one."""
+    if given.rows.dtype == torch.float32:
+        return torch.float32, 1
+    return torch.bfloat16, halves.numbers_per_weight(*given.rows.shape[2:], given.documents is not None)  # type: ignore[call-arg]
+
+
+def bytes_of_factor(given: Given) -> int:
+    """Of one token's row among the factors of a product."""
+    element, per_weight = weights_of(given)
+    return given.rows.shape[3] * element.itemsize * (per_weight if given.rows.dtype == torch.float16 else 1)
+
+
+def _described(rows: Tensor, names: Tensor) -> tuple[Any, ...]:
+    """What every kernel of rows is given first."""
+    return rows, names, rows.shape[1], *rows.stride()[:3], rows.shape[2], rows.shape[3]
+
+
+def _features(width: int) -> int:
+    return min(_FEATURES, 1 << (width - 1).bit_length())
 
 
 add_form("gemm", GemmTiles)

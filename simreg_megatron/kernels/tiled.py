@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simreg_megatron.kernels import halves
 from simreg_megatron.kernels.form import Span, cut
-from simreg_megatron.kernels.walk import Given, Slab, Tiles, add_form, limits
+from simreg_megatron.kernels.walk import Given, Slab, Tiles, add_form, sum_dtype
 
 TILE = {"cpu": 512, "cuda": 2048}
 """Longest side of a tile. On a CPU a tile should lie near its cache; on a GPU it should fill the device."""
@@ -63,23 +63,6 @@ class TorchTiles(Tiles):
         if halves.multiplies_halves(rows):
             return halves.kept_dtype(length, rows.shape[-1], by_document)
         return sum_dtype(rows)
-
-    @classmethod
-    def inverse_norms(cls, rows: Tensor, names: Tensor) -> Tensor:
-        dtype = sum_dtype(rows)
-        scale = torch.empty(names.shape, dtype=dtype, device=rows.device)
-        step = max(1, limits(rows).work // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
-        for first, last in cut((0, rows.shape[2]), step):
-            given = rows[:, :, first:last]
-            # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first. One
-            # rounding at the end: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
-            if dtype == torch.float64:
-                largest = given.abs().amax(dim=-1, keepdim=True)
-                norms = torch.linalg.vector_norm(given / largest, dim=-1) * largest.squeeze(-1)
-            else:
-                norms = torch.linalg.vector_norm(given, dim=-1, dtype=torch.float64)
-            scale[:, :, first:last] = norms.reciprocal_()
-        return scale.masked_fill_(names < 0, 1.0)
 
     def hold(self, one: Span) -> None:
         self.one = one
@@ -206,11 +189,6 @@ class TorchTiles(Tiles):
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def sum_dtype(rows: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.promote_types(rows.dtype, torch.float32)
 
 
 add_form("tiled", TorchTiles)

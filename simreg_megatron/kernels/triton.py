@@ -249,13 +249,13 @@ INTERPRETS = not isinstance(_pairs, triton.runtime.JITFunction)
 """Triton runs its kernels in Python, on the CPU: TRITON_INTERPRET=1 in the environment when it is imported."""
 
 
-def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch on the device of the first argument; Triton itself takes the current one.
 
     One place, so that launches can be counted where no GPU is.
     """
     with torch.cuda.device_of(arguments[0]) if arguments[0].is_cuda else contextlib.nullcontext():
-        kernel[(programs,)](*arguments, **constants)
+        kernel[grid](*arguments, **constants)
 
 
 def cdiv(count: int, size: int) -> int:
@@ -317,13 +317,13 @@ def pair_gradient(
         if not is_kept:
             _run_pairs(rows, names, scale, documents, (start, end), (0, length), temperature, own, with_sums=False)
         run(
-            _weights, num_chunks * cdiv(height, WEIGHTS["ROWS"]),
+            _weights, (num_chunks * cdiv(height, WEIGHTS["ROWS"]),),
             own, pitch, num_chunks, length, names, scale, pull, *spans, temperature, radial, **WEIGHTS,
         )  # fmt: skip
         tile, into = PRODUCT[rows.itemsize], grad[:, :, start - first : end - first]
         tiles = num_chunks * cdiv(height, tile["BM"]) * cdiv(rows.shape[3], tile["BN"])
         run(
-            _product, min(tiles, constants["PROGRAMS"]),
+            _product, (min(tiles, constants["PROGRAMS"]),),
             own, pitch, num_chunks, height, start, rows, rows.shape[1], *rows.stride()[:3], *rows.shape[2:], radial,
             into, *into.stride()[:3], **constants, **tile,
         )  # fmt: skip
@@ -365,7 +365,7 @@ def _prepared(rows: Tensor, labels: Tensor, usable: Tensor) -> tuple[Tensor, Ten
     if names.numel():
         features = min(_FEATURES, 1 << (rows.shape[3] - 1).bit_length())
         run(
-            _names_and_norms, names.numel(),
+            _names_and_norms, (names.numel(),),
             rows, labels.contiguous(), usable.contiguous(), rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
             names, scale, FEATURES=features,
         )  # fmt: skip
@@ -386,7 +386,7 @@ def _run_pairs(
     of_rows = scale.new_empty(*size, tiles_j, height) if with_sums else scale
     of_columns = scale.new_empty(*size, tiles_i, breadth) if with_sums and one != other else of_rows
     run(
-        _pairs, min(num_sequences * num_chunks * tiles, constants["PROGRAMS"]),
+        _pairs, (min(num_sequences * num_chunks * tiles, constants["PROGRAMS"]),),
         rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width,
         names, scale, names if documents is None else documents, *one, *other, math.log2(math.e) / temperature,
         of_rows, of_columns, pairs, pairs.shape[-1],
@@ -402,7 +402,7 @@ def _finished(sums: Tensor, names: Tensor, scale: Tensor, first: int) -> tuple[T
     total, ratio = [scale.new_empty(num_sequences, num_chunks, height) for _ in range(2)]
     if total.numel():
         run(
-            _ratios, num_sequences * num_chunks * cdiv(height, _TOKENS),
+            _ratios, (num_sequences * num_chunks * cdiv(height, _TOKENS),),
             sums.contiguous(), sums[0].numel(), tiles, height, names, scale, names.shape[2], first, total, ratio,
             SIZE=_TOKENS,
         )  # fmt: skip
@@ -467,7 +467,7 @@ class TritonForm(Form):
         pull = kept.total.new_empty(2, *kept.total.shape)
         if count := kept.total.numel():
             given = grad_ratio.contiguous(), kept.total, kept.ratio
-            run(_pull, cdiv(count, _TOKENS), *given, temperature, pull, count, SIZE=_TOKENS)
+            run(_pull, (cdiv(count, _TOKENS),), *given, temperature, pull, count, SIZE=_TOKENS)
         return pull
 
     def pull_back(

@@ -88,9 +88,22 @@ class Tiles(ABC):
         return (one[1] - one[0]) * (other[1] - other[0])
 
     @classmethod
-    @abstractmethod
     def inverse_norms(cls, rows: Tensor, names: Tensor) -> Tensor:
         """1 / |e| [b, c, k], in the type to sum in, 1 where not usable; NaN or 0 for a row that is not finite."""
+        dtype = sum_dtype(rows)
+        scale = torch.empty(names.shape, dtype=dtype, device=rows.device)
+        step = max(1, limits(rows).work // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
+        for first, last in cut((0, rows.shape[2]), step):
+            given = rows[:, :, first:last]
+            # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first. One
+            # rounding at the end: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
+            if dtype == torch.float64:
+                largest = given.abs().amax(dim=-1, keepdim=True)
+                norms = torch.linalg.vector_norm(given / largest, dim=-1) * largest.squeeze(-1)
+            else:
+                norms = torch.linalg.vector_norm(given, dim=-1, dtype=torch.float64)
+            scale[:, :, first:last] = norms.reciprocal_()
+        return scale.masked_fill_(names < 0, 1.0)
 
     @classmethod
     def ratio_of(cls, sums: Tensor, names: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,6 +374,11 @@ def panels(anchors: Span, length: int, side: int) -> list[tuple[Span, list[Span]
     own = cut(anchors, side)
     others = [*cut((0, anchors[0]), side), *cut((anchors[1], length), side)]
     return [(one, [*own[number:], *others]) for number, one in enumerate(own)]
+
+
+def sum_dtype(rows: Tensor) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(rows.dtype, torch.float32)
 
 
 def limits(tensor: Tensor) -> Budget:

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from simreg_megatron.kernels import gemm, rows
+from simreg_megatron.kernels import gemm
 from simreg_megatron.kernels import triton as form
 
 _TYPES = {"bf16": 2, "fp32": 4}
@@ -36,11 +36,11 @@ def signature_of(kernel: Any, dtype: str, *, is_kept: bool = False) -> dict[str,
         "pairs": element, "weights": element, "pull": "fp32", "radial": "fp32", "grad": dtype, "labels": "i64",
         "usable": "i1", "sums": "fp32", "total": "fp32", "ratio": "fp32",
     }  # fmt: skip
-    if kernel.module.endswith((".gemm", ".rows")):
+    if kernel.module.endswith(".gemm"):
         pointers |= {"names": "fp32", "keep": element, "copies": element, "summed": "fp32", "sums": "fp64"}
     if kernel in (gemm._sums_kernel, gemm._weights_kernel):
         pointers |= {"names": "i64", "documents": "i64", "products": "fp32", "source": element if is_kept else "fp32"}
-    if kernel in (rows._pull_kernel, form._pull):
+    if kernel is form._pull:
         pointers |= {"grad": "fp32"}
     found = {}
     for name in kernel.arg_names:
@@ -68,13 +68,11 @@ def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             common = {"HAS_DOCUMENTS": documents, "num_stages": 3, **gemm.BLOCK}
             yield gemm._sums_kernel, dtype, {"KEEP": kept, **common}
             yield gemm._weights_kernel, dtype, {"IS_KEPT": kept, "SPLIT": dtype == "bf16" and not kept, **common}
-        of_row = {"FEATURES": rows._FEATURES, "num_warps": 4, "num_stages": 3}
-        yield rows._norms_kernel, dtype, dict(of_row)
-        yield rows._copy_kernel, dtype, {"SPLIT": False, **of_row}
-        yield rows._project_kernel, dtype, dict(of_row)
-    of_token = {"SIZE": rows._TOKENS, "num_warps": 4, "num_stages": 3}
-    for kernel in (form._ratios, form._pull, rows._ratio_kernel, rows._pull_kernel):
-        yield kernel, "fp32", dict(of_token)
+        of_row = {"FEATURES": gemm._FEATURES, "num_warps": 4, "num_stages": 3}
+        yield gemm._copy_kernel, dtype, {"SPLIT": False, **of_row}
+        yield gemm._project_kernel, dtype, dict(of_row)
+    for kernel in (form._ratios, form._pull):
+        yield kernel, "fp32", {"SIZE": form._TOKENS, "num_warps": 4, "num_stages": 3}
 
 
 def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:

@@ -37,10 +37,9 @@ from tests.helpers.ways import budget, one_side_only
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 kernels = pytest.importorskip("simreg_megatron.kernels.triton")
 gemm = pytest.importorskip("simreg_megatron.kernels.gemm")
-row_kernels = pytest.importorskip("simreg_megatron.kernels.rows")
 
 tl = triton.language
-interpreted = pytest.mark.skipif(not row_kernels.INTERPRETS, reason="a GPU is here: tests/gpu runs the kernels on it")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETS, reason="a GPU is here: tests/gpu runs the kernels on it")
 
 WAYS = {  # bytes that gemm may keep, its longest tile, whether the whole gradient fits; whether triton keeps pairs
     "one block, kept": (1 << 20, 256, True, True),
@@ -409,9 +408,8 @@ def test_a_kernel_runs_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) ->
     with FakeTensorMode():
         rows = torch.empty(4, device="cuda:1")
     launch = {(1,): lambda *_: launched_on.append(current[-1])}
-    row_kernels.run(launch, (1,), rows)
-    kernels.run(launch, 1, rows)
-    assert launched_on == [1, 1]
+    kernels.run(launch, (1,), rows)
+    assert launched_on == [1]
 
 
 def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +422,7 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         simreg_loss(rows.half(), labels, impl="triton")
     with pytest.raises(ValueError, match="needs a width that is a multiple of 4, got 39: use impl 'tiled'"):
         simreg_loss(rows[..., :39], labels, impl="triton")
-    with pytest.raises(ValueError, match="at most 32767 chunks at once, and these are 32768: take larger chunks"):
+    with pytest.raises(ValueError, match="at most 32767 chunks at once, and these are 32768: use impl 'tiled'"):
         simreg_loss(torch.ones(1, 65536, 1), torch.ones(1, 65536, dtype=torch.int64), impl="gemm", chunk_size=2)
     monkeypatch.setattr(kernels, "INTERPRETS", False)
     with pytest.raises(ValueError, match="needs a CUDA device, and the rows are on cpu"):
@@ -464,7 +462,7 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
     found = [json.loads(line) for line in compiled.stdout.splitlines()]
     launched = {"_names_and_norms", "_pairs", "_ratios", "_pull", "_weights", "_product"}
     assert {kernel["kernel"] for kernel in found} == launched | {
-        name for module in (gemm, row_kernels) for name in vars(module) if name.endswith("_kernel")
+        name for name in vars(gemm) if name.endswith("_kernel")
     }
     for kernel in found:
         may_spill = architecture == 80 and kernel["kernel"] == "_pairs"
