@@ -36,7 +36,7 @@ def signature_of(kernel: Any, dtype: str, *, is_kept: bool = False) -> dict[str,
         "pairs": element, "weights": element, "pull": "fp32", "radial": "fp32", "grad": dtype, "labels": "i64",
         "usable": "i1", "sums": "fp32", "total": "fp32", "ratio": "fp32",
     }  # fmt: skip
-    if kernel.module.endswith(".gemm"):
+    if kernel.module.endswith((".gemm", ".rows")):
         pointers |= {"names": "fp32", "keep": element, "copies": element, "summed": "fp32", "sums": "fp64"}
     if kernel in (gemm._sums_kernel, gemm._weights_kernel):
         pointers |= {"names": "i64", "documents": "i64", "products": "fp32", "source": element if is_kept else "fp32"}
