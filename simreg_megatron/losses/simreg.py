@@ -64,7 +64,8 @@ def simreg_loss(
         labels: integer [b, n] or [n]; a label below 0 (-100) makes the token invalid.
         temperature: tau, above 0.
         valid: bool, shape of labels. Invalid tokens are neither anchor, positive nor negative. So are tokens
-            whose embedding is exactly zero. Their gradient is exactly 0.
+            whose embedding is exactly zero. Their gradient is exactly 0, and they may hold anything, but for impl
+            "triton", where they must be finite.
         documents: integer of at least 0, shape of labels: tokens of different documents never meet. None: all do. With
             documents labels must be below 2^32, and documents below 2^31.
         chunk_size: tokens in a chunk, at least 2, cut from the start of the sequence; the last may be short.
