@@ -10,7 +10,7 @@
 
 A loop that calls none of them still trains with SimReg, as long as it passes labels to its models. But SimReg's values
 are then neither measured nor logged (objective none is an error), lambda cannot follow a schedule, and `impl="auto"`
-does not search for the fastest implementation.
+does not look for a faster implementation than tiled.
 `simreg_megatron.contract.check` tests whether a loop trains correctly with SimReg.
 """
 
@@ -30,8 +30,8 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
 
     Args:
         models: the model, or the list of model chunks on this rank, with or without Megatron's wrappers around them.
-        micro_batch_size, seq_length: of the run. With them, `impl="auto"` searches for the fastest implementation on a
-            GPU; without them it uses tiled.
+        micro_batch_size, seq_length: of the run. With them, `impl="auto"` looks for a faster one than tiled on
+            a GPU; without them it uses tiled.
 
     Raises:
         RuntimeError: SimReg is not installed.

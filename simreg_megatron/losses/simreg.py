@@ -85,7 +85,7 @@ def simreg_loss(
             number of anchors of all sequences, 0 where there are none.
         impl: "reference": a matrix of all pairs of a chunk, every option; "tiled": tile by tile, memory O(n), only
             for similarity "cosine" and self_positive "always"; "gemm" and "triton": the same on a GPU, with Triton;
-            "auto": the fastest that `simreg_megatron.trial` found, else tiled; reference for all other options.
+            "auto": the one that `simreg_megatron.trial` chose, else tiled; reference for all other options.
 
     Returns:
         A tensor of float32 (float64 for float64). A token without negatives has term 0 and gradient 0.

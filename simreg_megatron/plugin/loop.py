@@ -139,7 +139,7 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
 def make_ready(
     regularizer: Regularizer, model_chunks: Any, settings: Any, micro_batch_size: int | None, seq_length: int | None
 ) -> None:
-    """Follow a captured step, take the fastest kernels where the shapes are known, and log one line an objective.
+    """Follow a captured step, choose the kernels where the shapes are known, and log one line an objective.
 
     `settings` are Megatron's flags, or in other loops the configuration of the model.
     """
@@ -165,7 +165,7 @@ def _computes(config: SimRegConfig, model: Any) -> bool:
 
 
 def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, seq_length: int) -> None:
-    """Let all ranks take the form of SimReg that is right and fastest (see `trial`), on GPUs where `auto` is asked for.
+    """Let all ranks take the first form of SimReg that is right (see `trial`), on GPUs where `auto` is asked for.
 
     A collective over all ranks, those without hidden states of SimReg included. `seq_length` is over all ranks, too.
     """
@@ -180,11 +180,9 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
     dtype = rows_dtype(part, models[0])
     shape = Shape(micro_batch_size, max(length, 2), models[0].config.hidden_size, part.chunk_size, dtype, part.tau)
     AUTO.pop((device.type, dtype), None)  # of a run before, in this process
-    own = trial.try_forms(shape, device) if any(_computes(config, model) for model in models) else trial.idle()
-    trials = trial.agree(own, dist.group.WORLD if dist.is_initialized() else None, device)
-    taken = (trial.same_every_time if torch.are_deterministic_algorithms_enabled() else trial.fastest)(trials)
-    trial.take(taken, shape, device)
-    log_once(f"SimReg: {trial.sentence(trials, shape, taken)}")
+    group = dist.group.WORLD if dist.is_initialized() else None
+    trials = trial.choose(shape, device, group, computes=any(_computes(config, model) for model in models))
+    log_once(f"SimReg: {trial.sentence(trials, shape)}")
 
 
 def _is_worth_trying(device: torch.device) -> bool:

@@ -8,14 +8,12 @@ import json
 import math
 import os
 import sys
-import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from simreg_megatron import trial
 from simreg_megatron.comparison import error_of_sums
 from simreg_megatron.losses import simreg_loss
 from tests.gpu.runs import IMPLS
@@ -143,17 +141,6 @@ def test_the_same_bits_twice(impl: str) -> None:
         simreg_loss(given, labels, impl=impl).backward()
         grads.append(given.grad)
     assert torch.equal(*grads)
-
-
-def test_the_trial_times_the_device_and_not_the_host(impl: str) -> None:
-    rows, labels = tokens(1000, 256, torch.bfloat16)
-    leaf, slow = rows.detach().requires_grad_(), 0.01
-
-    def run() -> None:
-        time.sleep(slow)
-        simreg_loss(leaf, labels, impl=impl).backward()
-
-    assert 0 < trial._seconds(run, rows.device) < slow / 2
 
 
 @pytest.mark.parametrize("allowed", ["setting", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `auto` stands for: a form that is right and fast is taken, one that is wrong, slow or broken is not."""
+"""What `auto` stands for: the first form that is right is taken, one that is wrong or broken is not."""
 
 from __future__ import annotations
 
@@ -30,16 +30,6 @@ from tests.helpers.processes import run_processes
 CPU = torch.device("cpu")
 SHAPE = Shape(batch=2, length=96, width=16, chunk_size=40, dtype=torch.float32)
 Plant = Callable[[str, type[TorchTiles]], None]
-
-
-class Slow(TorchTiles):
-    """By the clock of these tests, which stands still elsewhere."""
-
-    now = 0.0
-
-    def hold(self, one: walk.Span) -> None:
-        Slow.now += 0.01
-        super().hold(one)
 
 
 class WrongLoss(TorchTiles):
@@ -92,7 +82,6 @@ class WrongWhereShared(TorchTiles):
 def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     monkeypatch.setattr(simreg, "AUTO", {})
     monkeypatch.setattr(trial, "AUTO", simreg.AUTO)
-    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
 
     def planted(name: str, tiles: type[TorchTiles]) -> None:
         planted_form = walk.WalkForm.__new__(walk.WalkForm)
@@ -104,19 +93,13 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     return planted
 
 
-def test_a_right_form_is_taken_if_it_is_faster(plant: Plant) -> None:
-    plant("slow", Slow)
-    trials = trial.try_forms(SHAPE, CPU, ("slow", "tiled"))
-    assert not any(one.failure for one in trials)
-    assert all(
-        0 < one.loss_error < comparison.LOSS_ERROR and one.gradient_error < comparison.GRADIENT_ERROR for one in trials
-    )
-    assert trials[0].seconds > 0.02 and trials[1].seconds == 0
-    assert trial.fastest(trials) == "tiled"
-    said = trial.sentence(trials, SHAPE)
-    assert (
-        said.startswith("impl auto is tiled ") and "2 x 96 x 16 (float32, chunks of 40); tried as well: slow " in said
-    )
+def test_the_first_right_form_is_taken(plant: Plant) -> None:
+    plant("other", TorchTiles)
+    (taken,) = trial.choose(SHAPE, CPU, impls=("other", "tiled"))
+    assert 0 < taken.loss_error < comparison.LOSS_ERROR and taken.gradient_error < comparison.GRADIENT_ERROR
+    assert {("cpu", torch.float32): "other"} == simreg.AUTO
+    expected = "impl auto is other, which is right here on 2 x 96 x 16 (float32, chunks of 40)"
+    assert trial.sentence([taken], SHAPE) == expected
 
 
 @pytest.mark.parametrize(
@@ -133,13 +116,12 @@ def test_a_right_form_is_taken_if_it_is_faster(plant: Plant) -> None:
         (Broken, r"fails \(RuntimeError: no such instruction\)"),
     ],
 )
-def test_a_wrong_form_is_left_out_however_fast(plant: Plant, tiles: type[TorchTiles], why: str) -> None:
+def test_a_wrong_form_is_left_out(plant: Plant, tiles: type[TorchTiles], why: str) -> None:
     plant("bad", tiles)
-    plant("slow", Slow)
-    trials = trial.try_forms(SHAPE, CPU, ("bad", "slow"))
+    trials = trial.choose(SHAPE, CPU, impls=("bad", "tiled"))
     assert re.search(why, trials[0].failure), trials[0]
-    assert trials[0].seconds == math.inf and trial.fastest(trials) == "slow"
-    assert f"tried as well: bad {trials[0].failure}" in trial.sentence(trials, SHAPE)
+    assert trials[1].impl == "tiled" and {("cpu", torch.float32): "tiled"} == simreg.AUTO
+    assert f"left out: bad {trials[0].failure}" in trial.sentence(trials, SHAPE)
 
 
 @pytest.mark.parametrize("temperature", [0.001, 0.003, 0.01, 0.1])
@@ -147,15 +129,14 @@ def test_a_wrong_form_is_left_out_however_fast(plant: Plant, tiles: type[TorchTi
 def test_a_right_form_is_right_of_any_type_and_temperature(dtype: torch.dtype, temperature: float) -> None:
     """Also where its gradient is too small for float16, and what the run's temperature makes of it for float32."""
     shape = Shape(batch=1, length=300, width=512, chunk_size=0, dtype=dtype, temperature=temperature)
-    (found,) = trial.try_forms(shape, CPU, ("tiled",))
-    assert not found.failure
+    assert not trial.try_form("tiled", shape, CPU).failure
 
 
 @pytest.mark.parametrize(("batch", "length", "width", "chunk_size"), [(1, 64, 1024, 0), (2, 256, 64, 64)])
 def test_a_right_form_is_right_of_few_tokens(batch: int, length: int, width: int, chunk_size: int) -> None:
     """One pair is all of the loss, and float32 rounds its cosine by more than 1e-5 of the temperature."""
     shape = Shape(batch, length, width, chunk_size, torch.float32)
-    assert not trial.try_forms(shape, CPU, ("tiled",))[0].failure
+    assert not trial.try_form("tiled", shape, CPU).failure
 
 
 def cut_off_sums(at_once: int, kept: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -198,15 +179,14 @@ def test_a_long_chunk_is_compared_over_its_whole_length(plant: Plant, monkeypatc
     monkeypatch.setattr(comparison, "_COMPARED", 64)
     plant("far", WrongFarAway)
     long = SHAPE._replace(length=200, chunk_size=0)
-    far, tiled = trial.try_forms(long, CPU, ("far", "tiled"))
-    assert "is wrong" in far.failure and not tiled.failure
-    assert not trial.try_forms(long._replace(length=64), CPU, ("far",))[0].failure
+    assert "is wrong" in trial.try_form("far", long, CPU).failure and not trial.try_form("tiled", long, CPU).failure
+    assert not trial.try_form("far", long._replace(length=64), CPU).failure
 
 
 def test_where_nothing_is_right_the_run_stops(plant: Plant) -> None:
     plant("bad", WrongLoss)
     with pytest.raises(RuntimeError, match=r"no fast form of SimReg is right .*bad is wrong.*--simreg-impl reference"):
-        trial.fastest(trial.try_forms(SHAPE, CPU, ("bad",)))
+        trial.choose(SHAPE, CPU, impls=("bad",))
 
 
 def test_a_gpu_that_computes_nothing_any_more_ends_the_run(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,19 +196,15 @@ def test_a_gpu_that_computes_nothing_any_more_ends_the_run(plant: Plant, monkeyp
     plant("bad", Broken)
     monkeypatch.setattr(trial, "_wait", dead)
     with pytest.raises(RuntimeError, match=r"tried impl bad on cpu.*illegal memory access.*--simreg-impl tiled"):
-        trial.try_forms(SHAPE, CPU, ("bad",))
+        trial.try_form("bad", SHAPE, CPU)
 
 
 def agree_on_one(rank: int) -> None:
-    own = {
-        0: [Trial("tiled", 0, 0, 3.0), Trial("gemm", 0, 0, 1.0), Trial("triton", 0, 0, 0.5)],
-        1: [Trial("tiled", 0, 0, 3.5), Trial("gemm", 0, 0, 2.0), Trial("triton", 0, 0, math.inf, "is wrong")],
-        2: trial.idle(("tiled", "gemm", "triton")),
-    }[rank]
-    agreed = trial.agree(own, dist.group.WORLD, CPU)
-    assert [one.seconds for one in agreed] == [3.5, 2.0, math.inf]
-    assert trial.fastest(agreed) == "gemm"
-    assert agreed[2].failure == ("is wrong" if rank == 1 else "fails on another rank")
+    wrong = {0: [], 1: ["triton"], 2: ["triton", "gemm", "tiled"]}[rank]
+    trial.try_form = lambda impl, shape, device: Trial(impl, 0, 0, "is wrong" if impl in wrong else "")
+    agreed = trial.choose(SHAPE, CPU, dist.group.WORLD, computes=rank < 2)
+    assert {("cpu", torch.float32): "gemm"} == simreg.AUTO
+    assert [one.failure for one in agreed] == ["is wrong" if rank == 1 else "fails on another rank", ""]
 
 
 @pytest.mark.distributed
@@ -253,14 +229,15 @@ def test_before_the_first_step(
     plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU, and for `auto` alone; the shape is that of one rank."""
-    plant("slow", Slow)
+    plant("other", TorchTiles)
     shapes = []
 
-    def tried(shape: Shape, device: torch.device) -> list[Trial]:
+    def tried(impl: str, shape: Shape, device: torch.device) -> Trial:
         shapes.append(shape)
-        return trial.idle(("slow",))
+        return Trial(impl, 0, 0, "" if impl == "other" else "is wrong")
 
-    monkeypatch.setattr(trial, "try_forms", tried)
+    monkeypatch.setattr(trial, "try_form", tried)
+    monkeypatch.setattr(trial.choose, "__kwdefaults__", {"computes": True, "impls": ("gemm", "other")})
     config = SimRegConfig(lambda_=1, chunk_size=64)
     loop.choose_form(config, [model()], 4, 512)
     assert not shapes and fast_form(config, rows_like(config, model())) == "tiled", "nothing to try on a CPU"
@@ -270,22 +247,12 @@ def test_before_the_first_step(
     loop.choose_form(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
     assert not shapes
     loop.choose_form(config, [model()], 4, 512)
-    assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)]
-    assert fast_form(config, rows_like(config, model())) == "slow"
+    assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)] * 2
+    assert fast_form(config, rows_like(config, model())) == "other"
     assert fast_form(config, torch.empty(0)) == "tiled", "rows of another type were not tried"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-        measured = [Trial("slow", 0, 0, seconds=2.0), Trial("tiled", 0, 0, seconds=1.0)]
-        patch.setattr(trial, "try_forms", lambda *_: measured)
-        loop.choose_form(config, [model()], 4, 512)
-        assert fast_form(config, rows_like(config, model())) == "tiled", "the fastest"
-        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        loop.choose_form(config, [model()], 4, 512)
-        taken = fast_form(config, rows_like(config, model()))
-        assert taken == "slow", "a clock would decide otherwise another time"
-    assert "> SimReg: impl auto is slow 0.00 ms a micro-batch of 4 x 128 x 16 (bfloat16, chunks of 64)" in (
-        capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "> SimReg: impl auto is other, which is right here on 4 x 128 x 16 (bfloat16, chunks of 64)" in said
+    assert "; left out: gemm is wrong" in said
     for inside, dtype in (({}, torch.bfloat16), ({"placement": "pre-norm"}, torch.float32)):
         loop.choose_form(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
         assert shapes[-1].dtype == dtype, "the final norm ends the wide residual stream"
@@ -303,11 +270,11 @@ def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(doctor, "_train_one_step", lambda: print("a step") or True)
     plant("bad", WrongGradient)
 
-    try_forms = trial.try_forms
-    monkeypatch.setattr(trial, "try_forms", lambda shape, device: try_forms(SHAPE, CPU, ("tiled", "bad")))
+    try_form = trial.try_form
+    monkeypatch.setattr(trial, "try_form", lambda impl, *_: try_form("bad" if impl == "gemm" else "tiled", SHAPE, CPU))
     assert cli.main(["doctor", "--gpu"]) == 0
     said = capsys.readouterr().out
     assert "LLaMA 350M: 16 x 2048 x 1024 (bfloat16, chunks of 1024)" in said and "is wrong" in said
     assert said.endswith("a step\n")
-    monkeypatch.setattr(trial, "try_forms", lambda shape, device: try_forms(SHAPE, CPU, ("bad",)))
+    monkeypatch.setattr(trial, "try_form", lambda impl, *_: try_form("bad", SHAPE, CPU))
     assert cli.main(["doctor", "--gpu"]) == 1
