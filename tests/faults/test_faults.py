@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.faults import campaign, disks, judge, table
-from tests.faults.campaign import Campaign, Row, complaints
-from tests.faults.faults import MOMENTS, OF_A_DISK, Fault, drawn, strikes
-from tests.faults.layouts import LAYOUTS, SAVE_INTERVAL, STEPS
+from tests.faults import campaign, disks, judge
+from tests.faults.campaign import Campaign, complaints
+from tests.faults.faults import OF_A_DISK, Fault
+from tests.faults.layouts import SAVE_INTERVAL, STEPS
 from tests.faults.life import Life
-from tests.faults.starts import COMMAND, SHARED
+from tests.faults.starts import COMMAND
 
 _LINE = " [2026-11-22 15:10:{:09.6f}] iteration {:8}/      10 | consumed samples: 16 | lm loss: 6.17E+00 |\n"
 _SAVED = "  [2026-11-22 15:10:54.918347] successfully saved checkpoint from iteration {:7} to /out [ t 1/1 ]\n"
@@ -89,78 +89,6 @@ class TestBits:
         assert judge._digest(weight) == judge._digest(weight.clone()) != judge._digest(wrong)
         assert judge._digest(torch.zeros(2)) != judge._digest(-torch.zeros(2)), "the sign of a zero, too"
         assert judge._digest(weight) != judge._digest(weight.view(3, 2))
-
-    def test_names_that_differ(self) -> None:
-        assert judge.differences({"a": "1", "b": "2"}, {"a": "1", "b": "2"}) == []
-        assert judge.differences({"a": "1", "b": "2"}, {"a": "3", "c": "2"}) == ["a", "b", "c"]
-
-    def test_apart(self) -> None:
-        weight = torch.ones(4)
-        assert judge._apart(weight, weight) == 0 and judge._apart(weight, weight * 1.01) > judge.ROUNDING
-        assert judge._apart(weight, torch.full((4,), float("nan"))) == judge._apart(weight, weight[:2]) == float("inf")
-
-
-class TestList:
-    def test_every_kind_at_every_moment_in_every_layout(self) -> None:
-        faults = drawn(220)
-        assert len({fault.name for fault in faults}) == 220 and faults == drawn(220)
-        assert {(fault.kind, fault.moment) for fault in faults if not fault.then} == {
-            (kind, moment) for kind, moments in MOMENTS.items() for moment in moments
-        }
-        assert {fault.layout for fault in faults} == set(LAYOUTS)
-        assert {fault.then for fault in faults} - {""} == {then for one in LAYOUTS.values() for then in one.goes_on_in}
-        assert {fault.way for fault in faults} == {COMMAND, SHARED}
-
-    @pytest.mark.parametrize("attempt", [0, 3])
-    def test_strikes_are_the_same_for_the_same_fault(self, attempt: int) -> None:
-        for fault in drawn(220):
-            planned = strikes(fault, "out", "notes", attempt)
-            assert planned == strikes(fault, "out", "notes", attempt) and planned[-1].kind == fault.kind
-            assert all(strike.rank < LAYOUTS[fault.layout].processes for strike in planned)
-            assert len(planned) == (2 if fault.moment in ("in a resume", "twice in a row") else 1)
-
-
-def row(fault: Fault, **more: object) -> Row:
-    values = {
-        "what": "step 5", "status": 137, "reached": 5, "resumed": 3, "lost": 2, "starts": 2, "said": "error: no | yes",
-        "seconds": 9.0, "left": 0, "equal": "yes", "wrong": "", "commit": "abc",
-    }  # fmt: skip
-    where = {name: getattr(fault, name) for name in ("layout", "then", "kind", "moment", "seed", "way")}
-    return Row(**{**where, **values, **more})
-
-
-class TestRows:
-    def test_a_fault_that_has_a_row_is_not_run_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        done, other = Fault("one", "sigkill", "random", 0), Fault("one", "gil", "in a save", 1)
-        results = tmp_path / "faults.csv"
-        campaign.append(results, asdict(row(done)))
-        ran: list[Fault] = []
-        monkeypatch.setattr(Campaign, "text", lambda self: tmp_path)
-        monkeypatch.setattr(Campaign, "undisturbed", lambda self, layout, text: tmp_path)
-        monkeypatch.setattr(Campaign, "_one", lambda self, fault, text: ran.append(fault))
-        Campaign(tmp_path, results).run([done, other])
-        assert ran == [other]
-
-    def test_what_was_wrong_runs_again_and_is_kept_beside(self, tmp_path: Path) -> None:
-        results, faults = tmp_path / "faults.csv", drawn(3)
-        for number, fault in enumerate(faults):
-            campaign.append(results, asdict(row(fault, wrong="other bits" * (number == 1))))
-        Campaign(tmp_path, results).forget_wrong()
-        assert [campaign.name_of(each) for each in campaign.read(results)] == [faults[0].name, faults[2].name]
-        (kept,) = campaign.read(tmp_path / "faults.wrong.csv")
-        assert campaign.name_of(kept) == faults[1].name
-
-    def test_the_table(self) -> None:
-        faults = [Fault("one", "sigkill", "random", 0, COMMAND), Fault("one", "sigkill", "random", 1)]
-        moved = replace(faults[0], then="pp2")
-        rows = [
-            row(faults[0]), row(faults[1], wrong="other bits", lost=7), row(moved, equal="1.0e-06"),
-        ]  # fmt: skip
-        lines = list(table.table([{key: str(value) for key, value in vars(each).items()} for each in rows]))
-        assert lines[2] == "| sigkill | 1 of 2 | 0 | 0 | 0 | 0 | 0 | 7 | 9 | error: no / yes |"
-        assert lines[3] == "| in another layout | 1 | 0 | 0 | 0 | 0 | 0 | 2 | 9 | 1.0e-06 away at most |"
-        alone = list(table.table([{key: str(value) for key, value in vars(rows[2]).items()}]))
-        assert len(alone) == 3, "a run that goes on elsewhere has a line of its own alone"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flags import campaign, judge, ours
+from tests.flags import campaign, ours
 from tests.flags.combination import Combination
 from tests.flags.judge import MEGATRONS, RAN, REFUSED, WRONG, Verdict, apart, judged
 from tests.flags.life import Outcome
@@ -29,11 +29,6 @@ def test_every_combination_trains_or_is_refused_in_a_sentence(batch: int, tmp_pa
     for index, combination in enumerate(drawn(batch)[: QUICK // 2 if batch < 2 else BATCH]):
         verdict = campaign.verdict_on(combination, tmp_path, compared=campaign.is_compared(index, combination))
         assert verdict.kind != WRONG, f"{verdict}\npython -m tests.flags --only {combination}"
-
-
-def test_combinations_are_drawn_by_number() -> None:
-    assert drawn(3) == drawn(3) != drawn(4)
-    assert len(set(drawn(3))) == len(drawn(3)) > BATCH / 2
 
 
 def test_every_flag_of_ours_is_in_the_space() -> None:
@@ -106,49 +101,3 @@ def test_what_a_run_does_to_megatrons_numbers() -> None:
     assert apart(TRAINS, [off], [PLAIN]) is not None, "off is bit-identical"
     assert apart(TRAINS, [off], [replace(PLAIN, digest="a")]) is None
     assert apart(TRAINS, [SOUND], [Outcome(error="KeyError")]) is not None
-
-
-def test_a_wrong_end_is_reduced_to_the_flags_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fails(combination: Combination, folder: Path, *, compared: bool) -> Verdict:
-        needed = "--simreg-every=2" in combination.ours and ("--bf16",) in combination.groups
-        return Verdict(WRONG, "it") if needed else Verdict(RAN, "simreg")
-
-    monkeypatch.setattr(campaign, "verdict_on", fails)
-    given = Combination(("--simreg-lambda=1", "--simreg-every=2"), (("--fp16",), ("--bf16",)), 1)
-    found = campaign.smaller(given, Verdict(WRONG, "it"), tmp_path, compared=False)
-    assert found == Combination(("--simreg-every=2",), (("--bf16",),), 1)
-
-
-def test_the_table_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(campaign, "verdict_on", lambda *args, **kwargs: Verdict(RAN, "simreg"))
-    longer = replace(TRAINS, ours=("--simreg-lambda=3", "--simreg-every=2"))
-    for _ in range(2):
-        table = campaign.Table(tmp_path / "flags.csv")
-        assert len(list(campaign.run_batch(table, [longer, TRAINS], tmp_path))) == 2
-    table = campaign.Table(tmp_path / "flags.csv")
-    (row,) = table.rows.values()
-    assert (table.batches, table.total, row.compared, row.flags) == (2, 4, 2, "--simreg-lambda=3")
-
-
-def test_wrong_ends_are_judged_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spaced = Combination(("--simreg-objective=a (b", "--simreg-lambda=1"), (("--load={out}/saved",), ("--fp16",)), 2)
-    table = campaign.Table(tmp_path / "flags.csv")
-    for _ in range(2):
-        table.add(Verdict(WRONG, "it"), spaced, compared=True)
-    asked = []
-    monkeypatch.setattr(campaign, "verdict_on", lambda given, *_, **__: asked.append(given) or Verdict(RAN, "simreg"))
-    campaign.judge_again(table, tmp_path)
-    assert [(given.ours, given.processes, given.flags(tmp_path)) for given in asked] == [
-        (spaced.ours, 2, spaced.flags(tmp_path))
-    ]
-    (row,) = campaign.Table(tmp_path / "flags.csv").rows.values()
-    assert (row.kind, row.combinations, row.compared) == (RAN, 2, 0)
-
-
-def test_cells_are_short_and_plain() -> None:
-    long = Combination((f"--simreg-layers={'9' * 5000}", "--simreg-scope=\u2028"), ())
-    assert campaign.shown(long) == f"--simreg-layers={'9' * 30}... '--simreg-scope=\\u2028'"
-
-
-def test_patterns_leave_out_what_differs_from_run_to_run() -> None:
-    assert judge.pattern("SimReg 'a' of 3.5 in /x/y/saved/iter\nmore") == "SimReg '...' of N in FOLDER/saved/iter"

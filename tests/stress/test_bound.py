@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -69,16 +67,3 @@ def test_cosines_in_bfloat16_would_miss_it() -> None:
     found = simreg_loss(rounded, labels, temperature=0.1, reduction="none")
     wanted = exact.simreg(rows, labels, valid, everyone(case), torch.ones(4, 12), 0.1).terms
     assert ((found - wanted).abs() / -torch.expm1(-wanted)).max() > 1e-3
-
-
-def test_the_table_goes_on_where_it_ended(tmp_path: Path) -> None:
-    path = tmp_path / "stress.csv"
-    table = campaign.Table(path)
-    first = campaign.Row("small", "tiled", "float32, few, near", 500, 0.25, 0.5, 0)
-    table.add(first)
-    table.batches["small"] = 1
-    table.keep()
-    again = campaign.Table(path)
-    again.add(first._replace(value=0.75, gradient=0.1, not_finite=1))
-    assert again.batches == {"small": 1, "large": 0}
-    assert list(again.rows.values()) == [first._replace(cases=1000, value=0.75, not_finite=1)]

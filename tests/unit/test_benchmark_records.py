@@ -12,15 +12,12 @@ import pytest
 from benchmarks import (
     objective_cost,
     objectives,
-    plot,
     records,
     step_pairs,
     steps,
 )
 from benchmarks.alternating_run import is_plain
-from benchmarks.cases import Size
 from benchmarks.gpu import forms
-from benchmarks.measure import Row
 from benchmarks.records import RESULTS, ROOT
 
 WHERE = {
@@ -35,10 +32,6 @@ def lines_of(kind: str, *turns: tuple[float, ...], memory: float = 0.0) -> list[
         for turn, times in enumerate(turns)
         for number, time in enumerate(times)
     ]
-
-
-def as_read(lines: list[dict[str, object]]) -> list[dict[str, str]]:
-    return [{name: str(value) for name, value in line.items()} for line in lines]
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> None:
@@ -60,36 +53,12 @@ def test_the_table_is_made_again_without_measuring(tmp_path: Path, monkeypatch: 
     assert -1.1 < low < 3.0 < high < 7.1
 
 
-def test_plain_megatron_has_no_flag_of_the_plugin_and_takes_part_in_every_choice() -> None:
-    assert steps.KINDS[steps.PLAIN] == ()
-    assert list(steps._chosen("tiny", "chunks,AdaGC")) == [steps.PLAIN, "SimReg, chunks", "AdaGC alone"]
-    assert not any("triton" in name for name in steps._chosen("tiny", ""))
-    assert any("triton" in name for name in steps._chosen("350m", ""))
-
-
-def test_the_paper_is_quoted_with_the_model_it_measured() -> None:
-    """Table 3, seconds and GB: 2.295 and 373.45 off, 2.296 and 375.28 whole, 2.295 and 373.84 in chunks."""
-    assert "7B on H800" in steps.PAPER
-    rows = [line for line in steps.table(as_read(lines_of(steps.PLAIN, (100.0,)))) if steps.PAPER in line]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert [(row[1], row[2], row[5]) for row in cells] == [
-        ("2295", "", "373450"), ("2295", "+0.0 %", "373840"), ("2296", "+0.0 %", "375280"),
-    ]  # fmt: skip
-
-
 TABLES = {
     "objectives": objectives.table, "objective_cost": objective_cost.table,
     "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h200/pairs": step_pairs.table,
     "gpu/h200/forms": forms.table,
 }  # fmt: skip
 PAGES = {"objectives": "objectives.md", "objective_cost": "objectives.md"}
-
-
-def test_every_page_has_a_place_for_its_table() -> None:
-    for name in TABLES:
-        page = ROOT / "docs" / PAGES.get(name, "performance.md")
-        table = records.quoted(page.read_text(encoding="utf-8"), name)
-        assert table.count("\n|") > 3, name
 
 
 def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None:
@@ -134,30 +103,6 @@ def test_what_was_measured_before_a_stop_is_kept(tmp_path: Path) -> None:
         records.write(tmp_path / "one.csv", stopped())
     assert records.read(tmp_path / "one.csv") == [{"a": "7"}]
     assert records.read(tmp_path / "one.csv.part") == [{"a": "1"}]
-
-
-def test_the_picture_is_drawn_of_the_kept_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cpu.csv").write_bytes((RESULTS / "cpu.csv").read_bytes())
-    monkeypatch.setattr(sys, "argv", ["benchmarks.plot", str(tmp_path / "cpu.csv")])
-    plot.main()
-    assert (tmp_path / "cpu.png").stat().st_size > 50_000
-
-
-def test_each_line_of_the_picture_has_its_name_and_the_reason_of_its_end(tmp_path: Path) -> None:
-    sizes = [Size(1, length, 512) for length in (512, 1024, 2048)]
-    rows = [Row("tiled", size, True, 1e-3 * size.length, 1 << 20) for size in sizes]
-    rows += [Row("SupConLoss", size, True, 2e-3 * size.length, 1 << 24) for size in sizes[:2]]
-    rows += [Row("SupConLoss", sizes[2], True, remark="would take 11 GiB"), Row("tiled", sizes[0], False, 9.0, 1)]
-    rows += [Row("triton", size, True, remark="needs a GPU") for size in sizes]
-    figure = plot.draw(rows, tmp_path / "p.png", title="here")
-    names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert names == ["tiled (ours)", "SupConLoss"]
-    for axes in figure.axes:
-        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["512", "1,024", "2,048"]
-        assert {line.get_color() for line in axes.lines} <= set(plot.COLOURS)
-    np_time = figure.axes[0].lines[0].get_ydata()
-    assert list(np_time) == pytest.approx([1e3] * 3), "microseconds per token"
-    assert figure.get_supxlabel() == "triton: needs a GPU; SupConLoss at 2,048 tokens: would take 11 GiB"
 
 
 def test_pairs_of_steps_are_compared_within_their_window() -> None:

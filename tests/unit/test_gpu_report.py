@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import launched, records
+from benchmarks import records
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import report, run
 from benchmarks.gpu.parts import CALLS, Part, Setting
@@ -54,12 +54,6 @@ def test_without_a_gpu_one_sentence(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_call_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["--pretend", "--calls", "a,c"])
-    assert "--calls takes a, b or some of them, with commas; got a,c" in capsys.readouterr().err
-
-
 # Parts ---------------------------------------------------------------------------------------------------------------
 
 
@@ -92,20 +86,6 @@ def test_parts_of_a_stage_run_side_by_side_and_stages_in_turn(
     assert [one.state for one in found.values()] == [ENDED] * 3 and list(found)[2] == "after"
 
 
-def test_the_report_is_written_after_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken, absent = Part("broken", (python("1 / 0"),)), Part("absent", (("/no/such/program",),))
-    reads = python(f"page = open('{tmp_path}/report.md').read()", "assert '| broken | failed |' in page, page")
-    monkeypatch.setattr(launched, "text", lambda options: ())
-    monkeypatch.setattr(Setting, "stages", lambda self, call: [[broken, absent], [Part("whole", (reads,))]])
-    assert gpu.main(["--pretend", "--output", str(tmp_path), "--calls", "a"]) == 1
-    page = (tmp_path / "report.md").read_text()
-    assert "`broken` failed, status 1, " in page and "ZeroDivisionError: division by zero" in page
-    assert "No such file or directory: '/no/such/program'" in page
-    assert "| whole | ended |" in page and "1 of 3 parts ran to their end" in page
-    assert gpu.main(["--pretend", "--output", str(tmp_path), "--calls", "a", "--only", "who,no"]) == 0
-    assert "1 of 1 parts" in (tmp_path / "report.md").read_text()
-
-
 def test_a_part_that_takes_too_long_leaves_nothing_behind(
     run_parts: Callable[..., dict[str, Outcome]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,17 +104,6 @@ def test_a_part_that_takes_too_long_leaves_nothing_behind(
     with contextlib.suppress(OSError):  # it is gone, or has no parent that waits for it
         child = Path("/proc", number.read_text(), "environ").read_bytes()
     assert not child, "it has its memory"
-
-
-@pytest.mark.parametrize(("seconds", "state"), [(450, TOO_LONG), (1800, ENDED)])
-def test_time_limits_grow_with_the_call(
-    seconds: float, state: str, run_parts: Callable[..., dict[str, Outcome]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part of 100 s that is there after 300 s: the clock is read once for the call and once as the part begins."""
-    read: list[float] = []
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: read.append(0) or (300.0 if read[2:] else 0.0)))
-    wait = python("import time", "time.sleep(600)") if state == TOO_LONG else python("import time", "time.sleep(0.3)")
-    assert run_parts([Part("one", (wait,), 100)], seconds=seconds)["one"].state == state
 
 
 def test_where_memory_does_not_suffice_the_next_command_runs(
@@ -158,21 +127,6 @@ def test_what_left_no_file_did_not_run(run_parts: Callable[..., dict[str, Outcom
         Part("tests", (ends,), 100, "tests.xml", (0, 1, 5)), Part("two", (leaves,), 100, "two.xml", (0, 1, 5)),
     ])  # fmt: skip
     assert (found["tests"].state, found["two"].state) == (FAILED, ENDED)
-
-
-def test_stopped_by_hand_nothing_is_left_running(tmp_path: Path) -> None:
-    def interrupt(_: Outcome) -> None:
-        raise KeyboardInterrupt
-
-    long = python("import time", f"open('{tmp_path}/begun', 'w')", "time.sleep(600)")
-    short = python("import pathlib, time", f"while not pathlib.Path('{tmp_path}/begun').exists(): time.sleep(0.01)")
-    with pytest.raises(KeyboardInterrupt):
-        Runner(tmp_path, 600.0, {}).run([[Part("short", (short,)), Part("long", (long,), 600)]], interrupt)
-    running = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            running.append(path.read_bytes())
-    assert running and not any(long[2].encode() in command for command in running)
 
 
 @pytest.fixture(params=[False, True], ids=["on a GPU", "pretended"])
@@ -247,11 +201,6 @@ message="failed on teardown">in the teardown</error></testcase><testcase classna
 name="test_mamba_layers" time="0.0"><skipped type="pytest.skip" message="could not import 'mamba_ssm'">line 3</skipped>
 </testcase><testcase classname="" name="tests.gpu.test_gone" time="0.2"><error message="collection failure">ImportError
 </error></testcase></testsuite></testsuites>"""
-LOGGED = (
-    " [2026-11-26 07:02:30.8] iteration {:8d}/     101 | consumed samples: 160 | elapsed time per iteration (ms): {} | "
-    "throughput per GPU (TFLOP/s/GPU): 37.1 | global batch size:    16 | lm loss: {} | simreg loss: 3.904339E+00 | "
-    "grad norm: 461.201 |\n"
-)
 
 
 def page_of(output: Path, *outcomes: Outcome) -> tuple[str, bool]:
@@ -290,51 +239,3 @@ def test_the_report_of_it(tmp_path: Path) -> None:
     page, failed = page_of(tmp_path, Outcome("tests-forms", ENDED))
     assert not failed and "## Failed\n\nNothing.\n" in page
     assert page_of(tmp_path, Outcome("pairs", TOO_LONG))[1] and page_of(tmp_path, Outcome("pairs", NO_TIME))[1]
-
-
-def test_a_training_is_its_first_and_last_logged_step(tmp_path: Path) -> None:
-    (tmp_path / "350m.log").write_text(
-        LOGGED.format(1, "17155.6", "1.041527E+01") + "words\n" + LOGGED.format(100, "202.1", "5.808141E+00")
-    )
-    assert "| 350m | 1 | 1.041527E+01 | 100 | 5.808141E+00 | 202.1 |" in page_of(tmp_path, Outcome("350m", ENDED))[0]
-
-
-def line_of(form: str, size: str, remark: str = "", **more: object) -> dict[str, object]:
-    times = {"forward_ms": 1.1, "both_ms": 3.1, "replay_ms": 0.96, "product_ms": 0.0975, "extra_bytes": 1 << 20}
-    line = {"form": form, "size": size, "dtype": "bfloat16", **times, "loss_error": 1e-6, "gradient_error": "",
-            "remark": remark, "peak_tflops": 800.0, "date": "d", "commit": "c", "machine": "m", "python": "3",
-            "torch": "2"}  # fmt: skip
-    return line | more
-
-
-def test_forms_are_next_to_the_least_that_they_can_take(tmp_path: Path) -> None:
-    size, other = "4 x 1024 x 4096", "1 x 8192 x 4096"
-    nothing = dict.fromkeys(("forward_ms", "both_ms", "replay_ms", "product_ms", "extra_bytes", "loss_error"), "")
-    records.write(tmp_path / "forms-gemm.csv", [
-        line_of("gemm", size), line_of("gemm", other, "failed: OutOfMemoryError: a|b", **nothing),
-    ])  # fmt: skip
-    records.write(tmp_path / "forms-tiled.csv.other", [line_of("tiled", size, dtype="float32")])
-    (tmp_path / "forms-tiled.csv.other").rename(tmp_path / "forms-tiled.csv.part")  # it broke off
-    page, _ = page_of(tmp_path, Outcome("forms-gemm", FAILED), Outcome("forms-tiled", TOO_LONG))
-    floor = 1.5 * 2 * 4 * 1024**2 * 4096 / 800e12 * 1e3
-    rows = [line for line in page.split("\n") if line.startswith(("| 4 x", "| 1 x"))]
-    assert rows == [
-        f"| {size} | gemm | {floor:.3g} | 0.0975 | 1.1 | 3.1 | 0.96 | 1 | 1e-06 |  |  |",
-        f"| {size}, float32 | tiled | {floor:.3g} | 0.0975 | 1.1 | 3.1 | 0.96 | 1 | 1e-06 |  |  |",
-        f"| {other} | gemm | 1.03 |  |  |  |  |  |  |  | failed: OutOfMemoryError: a/b |",
-    ], "sizes side by side"
-
-
-def test_rows_without_a_table_end_nothing(tmp_path: Path) -> None:
-    step = {"kind": "SimReg, chunks", "step": 20, "plain": 1, "seconds": 0.1}
-    records.write(tmp_path / "pairs-350m.csv", [step, step])
-    assert "No table of 2 rows: " in page_of(tmp_path, Outcome("pairs-350m", ENDED))[0]
-
-
-def test_the_end_of_a_log_is_the_ranks_own(tmp_path: Path) -> None:
-    log = tmp_path / "steps.log"
-    torchruns = "E1122 12:17 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)\n" + "=\n" * 60
-    log.write_text(f"round 1\nbar 1%\rbar 99%\nOutOfMemoryError: CUDA out of memory.\n{torchruns}")
-    assert report.tail(log) == "round 1\nbar 99%\nOutOfMemoryError: CUDA out of memory."
-    log.write_text("line\n" * 99)
-    assert report.tail(log, 40) == "\n".join(["line"] * 40)

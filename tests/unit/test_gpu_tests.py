@@ -12,7 +12,6 @@ from simreg_megatron.losses import simreg_loss
 from tests.gpu import runs, tf32
 from tests.gpu.runs import ANOTHER_NORM, LOCAL, SIMREG, Run
 from tests.gpu.test_forms import beyond_rounding, exactly
-from tests.gpu.test_several_gpus import LAYOUTS
 from tests.megatron import runs as tiny
 from tests.megatron import text
 
@@ -32,14 +31,6 @@ def test_the_bound_sees_through_the_rounding_of_the_result(dtype: torch.dtype) -
 
 def test_the_errors_that_tensorfloat_is_judged_by() -> None:
     assert max(tf32.errors("tiled", "cpu").values()) < 5e-6, "as on a GPU, and a plain product is no worse here"
-
-
-def test_layouts_have_the_processes_that_their_flags_need() -> None:
-    for name, layout in LAYOUTS.items():
-        sizes = [int(size) for flag, size in zip(layout.split, layout.split[1:], strict=False)
-                 if flag.endswith("-model-parallel-size") or flag == "--context-parallel-size"]  # fmt: skip
-        product = torch.tensor(sizes or [2]).prod().item()
-        assert layout.processes == product, name
 
 
 @pytest.mark.slow

@@ -20,12 +20,6 @@ def row(name: str, seed: int, loss: float, steps: int = 4) -> prefixes.Row:
     }  # fmt: skip
 
 
-def test_a_line_is_the_mean_over_the_seeds_of_one_run() -> None:
-    lines = list(prefixes.table([row("MIC", 1, 4.0), row("MIC", 2, 4.5), row("MIC", 1, 9.0, steps=8)]))
-    assert "| first 48 | first 96 | all 192 | validation loss |" in lines[3]
-    assert lines[5].startswith("| MIC | mic:0.05 | 4 | 2 | 4.250 (0.500) |") and "| 8 | 1 | 9.000 |" in lines[6]
-
-
 def test_finished_runs_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output, asked = tmp_path / "rows.csv", []
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import constellation as constellations
 from benchmarks.constellation import constellation
-from benchmarks.sigmoid_synthetic import FIXED_BIAS, LOCKED, MODALITIES, STARTS, trained
+from benchmarks.sigmoid_synthetic import FIXED_BIAS, LOCKED, trained
 from simreg_megatron.losses.similarity import unit_rows
 from tests.helpers.fixtures import fixture_f1
 
@@ -73,16 +73,3 @@ def test_sl6_the_shift_of_the_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.accuracy == (cosines.argmax(-1) == torch.arange(6)).double().mean()
     monkeypatch.setattr(constellations, "_ROWS_AT_ONCE", 1)
     torch.testing.assert_close(tuple(constellation(rows[:6], rows[6:])), tuple(found))
-
-
-def test_runs_of_several_numbers_of_modalities_are_what_each_is_alone() -> None:
-    both = trained([MODALITIES[1], MODALITIES[0]], steps=30)
-    alone = [trained([run], steps=30)[0] for run in (MODALITIES[1], MODALITIES[0])]
-    assert both == alone and both[0].loss > 3 * both[1].loss, "four modalities have six pairs of them"
-
-
-def test_the_sources_tables_are_whole() -> None:
-    assert [run.modalities for run in MODALITIES] == [2, 4, 6, 8, 14, 20]
-    assert len(STARTS) == 5 * 11 and len({(run.t, run.bias) for run in STARTS}) == 55
-    halved = {(run.t, run.bias): run.paper for run in STARTS}
-    assert halved[1, -1] == "0.283" and halved[30, 0] == "-0.471" and halved[100, 1] == "-0.725 to -0.242"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import io
 import json
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import alternating_run, launched, step_profile, steps, train
+from benchmarks import alternating_run, launched, steps, train
 from launch.launcher import make_parser
 from launch.plan import Machine, build_plan
 
@@ -92,46 +91,3 @@ def test_alternating_steps_are_timed_and_the_last_ones_profiled(
     assert [(step["step"], step["plain"]) for step in found] == [
         (n, alternating_run.is_plain(n)) for n in (8, 9, 10, 11)
     ]
-
-
-def event(key: str, device: str, count: int, device_ms: float, host_ms: float) -> SimpleNamespace:
-    """As torch's profiler sums them up."""
-    return SimpleNamespace(
-        key=key, device_type=f"DeviceType.{device}", count=count, self_device_time_total=1e3 * device_ms,
-        cpu_time_total=1e3 * host_ms, self_cpu_time_total=1e3 * host_ms,
-        is_user_annotation=device == "CUDA" and key.startswith("SimReg"),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_a_profile_has_kernels_waits_and_spans(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [
-        event("SimReg forward", "CPU", 2, 0.0, 0.3),
-        event("cudaStreamSynchronize", "CPU", 1, 0.0, 0.7),
-        event("aten::mm", "CPU", 3, 0.5, 0.9),
-    ]
-    events += [event("gemm", "CUDA", 4, 0.9, 0.0), event("softmax", "CUDA", 1, 0.1, 0.0)] if on_gpu else []
-    events += [event("SimReg forward", "CUDA", 2, 0.6, 0.0)] if on_gpu else []  # the kernels inside that span
-    monkeypatch.setattr(
-        step_profile, "profile", lambda: contextlib.nullcontext(SimpleNamespace(key_averages=lambda: events))
-    )
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    result, found = step_profile.profiled(lambda: "loss")
-    assert result == "loss" and found["launches"] == (5 if on_gpu else 3)
-    assert found["kernels"] == pytest.approx({"gemm": 0.9, "softmax": 0.1} if on_gpu else {"aten::mm": 0.9})
-    assert found["waits"] == pytest.approx({"cudaStreamSynchronize": 0.7})
-    assert found["host"] == pytest.approx({"SimReg forward": 0.3})
-
-
-def test_steps_with_simreg_are_compared_with_plain_ones() -> None:
-    plain = {"plain": True, "wall_ms": 200.0, "launches": 1000, "kernels": {"gemm": 150.0}, "waits": {}, "host": {}}
-    ours = {
-        "plain": False, "wall_ms": 207.0, "launches": 1060, "kernels": {"gemm": 150.5, "_sums_kernel": 0.7},
-        "waits": {"cudaMemcpyAsync": 2.0}, "host": {"SimReg forward": 3.0},
-    }  # fmt: skip
-    page = "\n".join(step_profile.table([plain, ours, plain, ours]))
-    assert "| wall, ms | 200 | 207 |" in page and "| launches | 1000 | 1060 |" in page
-    assert "| kernels, ms | 150 | 151.2 |" in page and "| waits, ms | 0 | 2 |" in page
-    assert page.index("| _sums_kernel | +0.700 |") < page.index("| gemm | +0.500 |"), "the largest first"
-    assert "| SimReg forward | +3.000 |" in page
-    assert list(step_profile.table([plain])) == [], "a run that broke off"

@@ -106,29 +106,3 @@ def test_a_tolerance_is_for_one_change_and_has_a_reason(project: Path) -> None:
     file.write_text(line.replace("REASON", "") + "\n")
     with pytest.raises(ValueError, match="a reason"):
         tables.why_stale("sums", project)
-
-
-def test_without_history_the_stamp_still_tells_the_code(project: Path) -> None:
-    """The folder is no repository."""
-    stamp = tables.stamp_of(project / "page.md")
-    assert stamp == ("unknown", tables.digest(("code/**/*.py", "*.patch"), project))
-    (project / "page.md").write_text("# Sums\n")
-    assert "does not say" in tables.why_stale("sums", project)
-
-
-def test_globs_that_find_nothing_are_told(project: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"gone\.py"):
-        tables.digest(("code/gone.py",), project)
-
-
-def test_the_command_makes_what_is_named_and_tells_what_failed(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(TABLES, "parity", Table("docs/parity.md", "platform", 1, ("setup.py",)))
-    monkeypatch.setitem(TABLES, "versions", Table("docs/versions.md", "no_such_module", 1, ("setup.py",)))
-    monkeypatch.setenv("PARITY_ARGS", "--terse 'a word'")
-    assert tables.main(["--make", "parity"]) == 0
-    said = capfd.readouterr().out
-    assert "python -m platform --terse 'a word'" in said and "made: parity" in said
-    assert tables.main(["--make", "parity", "versions"]) == 1
-    assert "failed: versions" in capfd.readouterr().out

@@ -55,18 +55,6 @@ def test_without_a_compiler(repo: Path) -> None:
     assert not (repo / "build").exists()
 
 
-@pytest.mark.parametrize(
-    ("cuda", "reason"),
-    [("None", "the torch in .venv is not built for CUDA 13"), ("13.0", "pip could not install transformer-engine")],
-)
-def test_without_cuda_or_packages(repo: Path, cuda: str, reason: str) -> None:
-    executable(repo.parent / "bin" / "g++", "exit 1")
-    python(repo, cuda)
-    status, said = run(repo)
-    assert status == 0 and said.startswith(f"test-te: skipped: {reason}"), said
-    assert not (repo / "build" / "te-venv" / "te-stamp").exists()
-
-
 def test_another_folder_is_named_and_what_is_not_ours_is_left_alone(repo: Path) -> None:
     executable(repo.parent / "bin" / "g++", "exit 1")
     precious = repo.parent / "precious"

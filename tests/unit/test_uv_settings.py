@@ -37,19 +37,9 @@ def test_the_environment_wins_and_sections_of_other_commands_do_not_count() -> N
     assert settings(lines) == settings(reversed(lines)) == {"UV_DEFAULT_INDEX": "https://env"}
 
 
-def test_what_says_nothing_about_packages_is_passed_by() -> None:
-    assert settings(["global.disable_pip_version_check='1'", "install.user='true'", "global.no-color='1'", ""]) == {}
-
-
 @pytest.mark.parametrize("line", ["global.only-binary=':all:'", "install.pre='true'", "global.target='/x'"])
 def test_what_uv_cannot_follow_is_left_to_pip(line: str) -> None:
     with pytest.raises(CannotFollow):
         settings([line])
     done = jobs.run([sys.executable, "-m", "tools.uv_settings"], input=line)
     assert done.returncode == 1 and not done.stdout and len(done.stderr.splitlines()) == 1
-
-
-def test_the_command() -> None:
-    line = "global.index-url='https://mirror.example/simple?a=b'\n"
-    done = jobs.run([sys.executable, "-m", "tools.uv_settings"], input=line)
-    assert (done.returncode, done.stdout) == (0, "UV_DEFAULT_INDEX=https://mirror.example/simple?a=b\n")
