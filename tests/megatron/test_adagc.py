@@ -93,9 +93,7 @@ def apart(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
 
 
 # Each kind of split once: what a rank must add up and what it must not.
-QUICK = (
-    "tp2", "tp2-sp", "pp2-tied", "dp2-distributed", "dp2-two-instances", "tied-tp2-pp2-distributed", "cp2", "ep2",
-)  # fmt: skip
+QUICK = ("tp2-sp", "dp2-distributed", "dp2-two-instances", "tied-tp2-pp2-distributed", "cp2", "ep2")
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, lambda layout: layout in QUICK))
@@ -219,7 +217,9 @@ BETWEEN = {  # the layout that saves, and the one that goes on
 }
 
 
-@pytest.mark.parametrize("change", quick(BETWEEN, lambda change: not change.startswith("to ")))
+@pytest.mark.parametrize(
+    "change", quick(BETWEEN, lambda change: change in ("tp2 to pp2", "older format") or "bucket by" in change)
+)
 def test_the_averages_survive_another_layout(change: str, bench: Bench, tmp_path: Path) -> None:
     (before, ranks_before), (after, ranks_after) = BETWEEN[change]
     flags = (*bench.data_flags, *CONSTANT, *SIMREG, *ADAGC, "--train-iters", str(STEPS))
@@ -249,18 +249,10 @@ def test_nothing_is_clipped_where_nothing_is_trained(bench: Bench, tmp_path: Pat
     assert done.status == 0 and "validation loss" in done.output, done.output[-2000:]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (("--adagc-beta", "0.9"), "error: --adagc-beta has no effect without --adagc"),
-        (("--adagc", "--adagc-beta", "1"), "error: AdaGC's beta must be at least 0 and below 1"),
-        (("--adagc", "--use-torch-fsdp2"), "does not know where --use-torch-fsdp2 keeps the gradients"),
-    ],
-)
-def test_what_cannot_work_is_refused(flags: tuple[str, ...], sentence: str, bench: Bench, tmp_path: Path) -> None:
-    done = runs.attempt(tmp_path, (*bench.data_flags, *CONSTANT, "--train-iters", "1", *flags))
+def test_what_cannot_work_is_refused(bench: Bench, tmp_path: Path) -> None:
+    done = runs.attempt(tmp_path, (*start(bench, "dense", 1), "--adagc", "--use-torch-fsdp2"))
     assert done.status != 0 and "iteration        1/" not in done.output
-    assert sentence in done.output, done.output[-2000:]
+    assert "does not know where --use-torch-fsdp2 keeps the gradients" in done.output, done.output[-2000:]
 
 
 @pytest.mark.parametrize(("model", "whose"), [("dense", "gradient"), ("mtp", "gradient_of_mtp")])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.jobs import HungError
 from tests.megatron import forks, runs
 from tests.megatron.runs import PRETRAIN, SIMREG, Difference, Recorded, ReplicasDifferError
 
@@ -45,42 +43,6 @@ def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
     assert forks.run_ranks(_end, [0, 3], 120.0, processes=2, log=tmp_path / "log", timeout=120) == 3
     assert time.monotonic() - started < 100, "the other rank must not be waited for"
     assert "rank 1 of 2" in (tmp_path / "log").read_text()
-
-
-def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(HungError):
-        forks.run_ranks(_end, [0], 120.0, processes=1, log=tmp_path / "log", timeout=2)
-    assert forks.run_ranks(_end, [0, 0], 0.0, processes=2, log=tmp_path / "log", timeout=60) == 0
-
-
-def test_a_failed_run_shows_its_log(data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(runs.RunError, match="--simreg-chunk-size"):
-        runs.train(tmp_path, (*data_flags, *SIMREG, "--simreg-chunk-size", "none"))
-
-
-_DAMAGED = runs.Finished(-6, "step 1\nmalloc(): unaligned tcache chunk detected\nFatal Python error: Aborted")
-_ABORTED = runs.Finished(-6, "a rank said malloc(): and was aborted")
-
-
-@pytest.mark.parametrize(
-    ("ends", "flags", "tries"),
-    [
-        ([_DAMAGED, _DAMAGED], (), 2),
-        ([_DAMAGED], ("--save", "x"), 1),
-        ([_ABORTED], (), 1),
-        ([runs.Finished(1, _DAMAGED.output)], (), 1),
-    ],
-    ids=["damaged twice", "one that saves", "another abort", "another status"],
-)
-def test_only_a_damaged_heap_gets_a_second_chance(
-    ends: list[runs.Finished], flags: tuple[str, ...], tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = list(ends)
-    monkeypatch.setattr(runs, "attempt", lambda *args, **options: left.pop(0))
-    expected = pytest.warns(UserWarning, match="unaligned tcache") if tries == 2 else contextlib.nullcontext()
-    with expected, pytest.raises(runs.RunError, match=f"status {ends[0].status}"):
-        runs.train(tmp_path, flags)
-    assert not left
 
 
 def write_ranks(folder: Path, parts: list[torch.Tensor], name: str, shards: list[tuple[int, int, int]]) -> Path:

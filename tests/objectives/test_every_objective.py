@@ -175,7 +175,7 @@ def test_the_host_never_waits(objective: Objective, config: SimRegConfig) -> Non
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [CP2_SP2, CP2_TP2], ids=["cp2-sp2", "cp2-tp2"])
+@pytest.mark.parametrize("layout", [CP2_SP2, pytest.param(CP2_TP2, marks=pytest.mark.slow)], ids=["cp2-sp2", "cp2-tp2"])
 def test_ranks_that_share_a_sequence(
     objective: Objective, config: SimRegConfig, layout: ShardLayout, tmp_path: Path
 ) -> None:

@@ -328,13 +328,6 @@ def test_a_learned_scale(level: str) -> None:
     assert pull > 0, "without it the scale would stay at the limit for ever"
 
 
-def test_the_known_mistakes_are_told() -> None:
-    """SimReg-like sums in the place of single positives, and halves that forget the mask."""
-    rows, labels, valid = tokens()
-    assert abs(creg_loss(rows, labels) - creg_loss(rows, labels, form="supcon_out")) > 1e-3
-    assert abs(simcse_loss(rows, valid=valid) - simcse_loss(rows)) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -430,11 +423,6 @@ def test_settings_of_an_objective() -> None:
 def test_settings_without_effect_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         SimRegConfig(lambda_=1, **settings)
-
-
-def test_no_sequences_are_no_error() -> None:
-    loss = creg_loss(torch.zeros(0, 48, 32), torch.zeros(0, 48, dtype=torch.long))
-    assert loss == 0
 
 
 def test_terms_must_be_one_for_each_anchor() -> None:

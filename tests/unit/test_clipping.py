@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,12 +60,6 @@ def test_data_types_of_one_group_are_not_mixed_up() -> None:
     found = list(gradients.stepped_on(sharding_optimizer()))
     assert [(held.tensor, held.parameter) for held in found] == [("a32", "a"), ("b32", "b"), ("c32", "c")]
     assert all(held.counts for held in found)
-
-
-def test_further_instances_of_the_optimizer_do_not_count() -> None:
-    assert not any(
-        held.counts for held in gradients.stepped_on(sharding_optimizer(distributed_optimizer_instance_id=1))
-    )
 
 
 def test_the_precision_aware_optimizer_steps_on_the_models_own_type() -> None:
@@ -235,45 +228,12 @@ def test_a_conversion_keeps_the_averages(here: SimpleNamespace, monkeypatch: pyt
         load(None, written)
 
 
-def test_a_step_that_is_left_out_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm is looked at only when the clipping is under way."""
-    weight = torch.nn.Parameter(torch.zeros(2))
-    monkeypatch.setattr(clipping.dist, "all_reduce", lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    made = attached(["a"])
-    made._held = [clipping.Held(weight, 0, True)]
-    stepped: list[int] = []
-    optimizer = SimpleNamespace(
-        get_grad_norm=lambda: weight.grad.norm(), step_with_ready_grads=lambda: stepped.append(1) or True
-    )
-    made._wrap(optimizer)
-    for gradient, steps in ((torch.tensor([3.0, 4.0]), 1), (torch.tensor([3.0, math.nan]), 1), (torch.ones(2), 2)):
-        weight.grad = gradient
-        optimizer.get_grad_norm()
-        assert optimizer.step_with_ready_grads() is (not gradient.isnan().any().item())
-        assert (made._adagc.steps, len(stepped)) == (steps, steps) and made._adagc.gammas.isfinite().all()
-    assert made.means(reset=True)["adagc norm before clipping"] == pytest.approx((5 + 2**0.5) / 2)
-
-
 def test_another_variant_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
     before, after = attached(["a"]), attached(["a"], variant="global")
     before._adagc.steps = 7
     after.load_state_dict(before.state_dict())
     assert after._adagc.steps == 0
     assert "averages are of variant clipped, not global, so the warm-up starts now" in capsys.readouterr().out
-
-
-def test_the_schedulers_state_is_left_alone_without_adagc(
-    here: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state = {"num_steps": 3}
-    assert loop.save_adagc(lambda scheduler: state)(None) is state
-    seen: list[Any] = []
-    load = loop.load_adagc(lambda scheduler, given: seen.append(given))
-    load(None, state)
-    assert seen == [state] and not capsys.readouterr().out
-    load(None, {**state, loop.STATE_KEY: {}})
-    assert "written with --adagc, and this run continues without it" in capsys.readouterr().out
 
 
 def test_megatron_clips_again_after_the_end() -> None:

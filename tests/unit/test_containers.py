@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from tests.helpers import jobs
 from tools.extra import requirements
 
@@ -52,6 +54,7 @@ def test_both_recipes_are_the_same() -> None:
     assert commands(DOCKER) == commands(APPTAINER) and copies(DOCKER) == copies(APPTAINER)
 
 
+@pytest.mark.slow
 def test_what_is_copied_is_enough_to_build_and_to_launch(tmp_path: Path) -> None:
     """Of the Dockerfile: the other one copies and runs the same."""
     for source, target in copies(DOCKER).items():

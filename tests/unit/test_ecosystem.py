@@ -564,14 +564,6 @@ def verl_forward(model: Any, **others: Any) -> Any:
 
 
 @contract(ranks=1)
-def verl_default_is_an_error() -> None:
-    model = build()
-    install(config=CONFIG)
-    with pytest.raises(NotImplementedError, match=UNLABELLED):
-        verl_forward(model)
-
-
-@contract(ranks=1)
 def verl_fused_kernels_are_refused() -> None:
     """model_forward_fused.py from megatron-core 0.18 on: Megatron's hook, and labels beside it."""
     model = build()

@@ -164,34 +164,6 @@ def test_every_other_combination_does(case: Case) -> None:
     check(case)
 
 
-NO_DRIVER = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-
-
-@NO_DRIVER
-@pytest.mark.parametrize("objective", NEED_A_DRIVER)
-def test_what_draws_still_needs_a_driver(objective: str) -> None:
-    """Once this fails, take it out of NEED_A_DRIVER: the cases above then cover it whole."""
-    with pytest.raises(RuntimeError, match="CUDA"):
-        step(Case(objective))
-
-
-@NO_DRIVER
-@pytest.mark.parametrize("impl", NEED_MEMORY)
-def test_kernels_in_triton_still_need_memory(impl: str) -> None:
-    """So their launches are replaced. Their own tests interpret them on a CPU."""
-    with pytest.raises(RuntimeError, match=r"(?i)cuda|driver"):
-        step(Case("simreg", impl), replaces_kernels=False)
-
-
-def test_torch_still_has_no_fake_of_one_operator() -> None:
-    """So `Trace` lets it pass: a sum of products of halves in float32. Once this fails, it can stop that."""
-    with FakeTensorMode():
-        into = torch.empty(1, 4, 4, device="cuda")
-        half = torch.empty(1, 4, 4, dtype=torch.bfloat16, device="cuda")
-        with pytest.raises(TypeError, match=r"unsupported operand type.*FakeTensor"):
-            torch.ops.aten.baddbmm.dtype_out(into, half, half, torch.float32, out=into)
-
-
 def test_what_touches_the_host_is_seen() -> None:
     shapes = ShapeEnv()
     shapes.create_unbacked_symfloat = lambda: 1.0  # type: ignore[method-assign,assignment]

@@ -11,7 +11,6 @@ import pytest
 from tests.versions import patches, releases
 
 PATCHES = sorted(patches.FOLDER.glob("*.patch"))
-README = (patches.FOLDER / "README.md").read_text(encoding="utf-8")
 HUNK = re.compile(r"^@@ -(\d+),0 \+(\d+),(\d+) @@$")
 
 
@@ -43,13 +42,6 @@ def test_a_patch_adds_lines_only(patch: Path) -> None:
 def test_every_release_line_has_its_patch() -> None:
     needed = {patches.patch_for(version) for version in (*releases.VERSIONS, "main")}
     assert needed == set(PATCHES)
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_a_patch_is_in_the_table_with_its_scripts(patch: Path) -> None:
-    rows = [line for line in README.splitlines() if line.startswith(f"| [{patch.name}]({patch.name}) |")]
-    assert len(rows) == 1
-    assert rows[0].split("|")[3].strip() == ", ".join(patches.scripts_of(patch))
 
 
 GOOD = "--- a/x.py\n+++ b/x.py\n@@ -3,0 +4,1 @@\n+added\n"

@@ -7,8 +7,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from launch.demo import table_of
 from tests.megatron.parity.cells import CELLS
 
@@ -20,37 +18,20 @@ TABLE = SUPPORT[: SUPPORT.index("## Megatron releases")]
 ROWS = [line for line in TABLE.splitlines() if line.startswith("| ") and not line.startswith("| |")]
 
 
-def test_it_is_read_in_three_minutes() -> None:
-    assert len(README.splitlines()) < 120
-
-
 def test_the_numbers_are_what_the_demo_prints() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text(encoding="utf-8"))
     assert f"```text{table_of(result['runs'])}\n```\n" in README
 
 
-@pytest.mark.parametrize("pattern", re.findall(r"\*parity '?([^']+?)'?\*(?= |,)", "\n".join(ROWS)))
-def test_named_rows_of_the_parity_table_exist(pattern: str) -> None:
-    assert any(re.search(pattern, cell.name) for cell in CELLS)
+def test_named_rows_of_the_parity_table_exist() -> None:
+    patterns = re.findall(r"\*parity '?([^']+?)'?\*(?= |,)", "\n".join(ROWS))
+    missing = [pattern for pattern in patterns if not any(re.search(pattern, cell.name) for cell in CELLS)]
+    assert patterns and not missing
 
 
-@pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"tests/[\w/.]+\.py|docs/[\w-]+\.(?:md|png)", README + SUPPORT)))
-)
-def test_named_files_exist(path: str) -> None:
-    assert (ROOT / path).is_file()
-
-
-def test_nobody_is_sent_to_a_package_index_for_this_package() -> None:
-    """It is on none: a clone or a wheel installs it."""
-    texts = [path for folder in ("simreg_megatron", "launch", "docs", "tools") for path in (ROOT / folder).rglob("*.*")]
-    texts = [*ROOT.glob("*.md"), *ROOT.glob("patches/*.md"), *(path for path in texts if path.suffix != ".png")]
-    asking = re.compile(r"pip install\s+(?:-\S+\s+)*['\"]?simreg[-_]megatron\b(?!-\d|\S*\.whl)")
-    assert asking.search("pip install 'simreg-megatron[hf]'") and not asking.search("pip install '.[hf]'")
-    found = [str(path) for path in texts if path.is_file() and asking.search(path.read_text("utf-8", "ignore"))]
-    assert not found
-
-
-@pytest.mark.parametrize("extra", sorted(set(re.findall(r"pip install '\.\[(\w+)\]'", README + GUIDES))))
-def test_the_extras_that_are_named_exist(extra: str) -> None:
-    assert re.search(rf'^    "{extra}": ', (ROOT / "setup.py").read_text(encoding="utf-8"), flags=re.MULTILINE)
+def test_named_files_and_extras_exist() -> None:
+    files = set(re.findall(r"tests/[\w/.]+\.py|docs/[\w-]+\.(?:md|png)", README + SUPPORT))
+    assert files and not [path for path in files if not (ROOT / path).is_file()]
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    extras = set(re.findall(r"pip install '\.\[(\w+)\]'", README + GUIDES))
+    assert extras and not [extra for extra in extras if not re.search(rf'^    "{extra}": ', setup, re.MULTILINE)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,13 +77,6 @@ def test_value_of_the_loss_gradient_of_both(weight) -> None:
     assert hidden.grad[mask.T == 0].abs().max() == 0, "masked tokens are out of all three roles"
 
 
-def test_measuring_leaves_the_loss_alone() -> None:
-    hidden, labels, mask, loss = micro_batch()
-    regularizer = measuring(SimRegConfig(objective="none"))
-    assert add(regularizer, hidden, labels, mask, loss) is loss
-    assert regularizer.metrics.reduce(One())["simreg loss"] > 0
-
-
 def test_a_loop_that_names_no_steps_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be in every micro-batch, for a log that nobody may ask for; the term itself is in the log."""
     found: list[object] = []
@@ -109,49 +102,6 @@ def test_measuring_alone_needs_a_loop_that_names_steps() -> None:
     regularizer = Regularizer(SimRegConfig(objective="none"))
     with pytest.raises(RuntimeError, match=r"only measures here.*loop\.begin_step\(step, measures=True\)"):
         add(regularizer, *micro_batch())
-
-
-def test_measuring_computes_in_log_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There it logs the mean over the step's own micro-batches: what training logs with the same states."""
-    computed: list[str] = []
-
-    def counted(module: ModuleType, name: str) -> None:
-        original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, **k: (computed.append(name), original(*a, **k))[1])
-
-    for name in ("chunk_views", "simreg_over_ranks"):
-        counted(term, name)
-    for name in ("label_rows", "valid_tokens"):
-        counted(tokens, name)
-    hidden, labels, mask, loss = micro_batch()
-    few = mask.clone()
-    few[:, 4:] = 0
-    other = (3 * hidden.detach()).roll(1, dims=0).requires_grad_()  # of a step that is not logged
-    settings = {"temperature": 0.1, "chunk_size": 6}
-    logging = Regularizer(SimRegConfig(objective="none", **settings))
-    training = Regularizer(SimRegConfig(lambda_=1, **settings))
-    for regularizer in (logging, training):
-        for iteration, wanted in enumerate((False, True)):
-            regularizer.set_iteration(iteration)
-            regularizer.metrics.wants_geometry = wanted
-            states, before = hidden if wanted else other, len(computed)
-            for part in (mask, few):
-                result = add(regularizer, states, labels, part, loss)
-                if regularizer is training:
-                    result.sum().backward()
-                else:
-                    assert result is loss
-                    loss.sum().backward()
-            if not wanted:
-                assert regularizer.has_met_model, "a model that is not measured yet is no silent one"
-                assert (len(computed) == before) == (regularizer is logging)
-                interval = regularizer.metrics.reduce(One(), reset=regularizer is training)
-                assert bool(interval) == (regularizer is training)
-    measured, trained = (regularizer.metrics.reduce(One()) for regularizer in (logging, training))
-    assert measured["simreg loss"] > 0 and measured.keys() == trained.keys()
-    gradients = {"simreg radial gradient"}  # of the whole loss, of which the term is a part here alone
-    for name in measured.keys() - gradients:
-        torch.testing.assert_close(measured[name], trained[name], rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.megatron
@@ -411,20 +361,6 @@ def test_a_chunk_beyond_the_sequence_is_said(capsys: pytest.CaptureFixture[str])
     hidden, labels, mask, loss = micro_batch()
     add(Regularizer(SimRegConfig(lambda_=1)), hidden, labels, mask, loss)
     assert "chunk size 1024 is beyond the sequence: chunks are whole sequences of 12" in capsys.readouterr().out
-
-
-def test_states_of_further_predictions_are_left_out() -> None:
-    """With multi-token prediction some stages append the states of its depths behind the main ones."""
-    config = SimRegConfig(lambda_=1, temperature=0.1)
-    hidden, labels, mask, loss = micro_batch()
-    stacked = torch.cat([hidden, torch.randn_like(hidden)])
-    add(Regularizer(config), stacked, labels, mask, loss).sum().backward()
-    alone = hidden.grad.clone()
-    hidden.grad = None
-    add(Regularizer(config), hidden, labels, mask, loss).sum().backward()
-    assert torch.equal(alone, hidden.grad)
-    with pytest.raises(RuntimeError, match="expected 12 hidden states"):
-        add(Regularizer(config), hidden[:-1], labels, mask, loss)
 
 
 def test_a_document_mask_needs_someone_who_knows_the_borders() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from benchmarks.records import RESULTS, quoted
 from research import pages, run
 from research.analyse import HELD, NOT_SHOWN, OPPOSITE, fieller, holm, judge, problems, welch
 from research.plan import ResearchError, Run, entries_of, plan_names, plan_of, read_plan
-from research.tables import KEPT, Table, read_table, read_tables, settings_of, thinned, write_table
+from research.tables import KEPT, Table, read_table, read_tables, settings_of, write_table
 from simreg_megatron.tools import events
 from tests.helpers import jobs
 
@@ -321,10 +320,6 @@ def test_tables_count_as_results(tmp_path: Path) -> None:
     assert [row["validation_loss"] for row in again.rows] == [row["validation_loss"] for row in table.rows]
 
 
-def test_a_curve_is_thinned_by_means() -> None:
-    assert thinned([(1, 1.0), (2, 3.0), (3, 5.0)], 2) == [(1, 1.0), (3, 4.0)] and thinned([], 2) == []
-
-
 def test_a_log_without_its_end_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("> Trains on cpu in fp32\nKilled\n")
     row, curves = run.outcome(tmp_path, 0, 6, DATASET)
@@ -338,16 +333,6 @@ def test_a_log_without_its_end_is_a_failure(tmp_path: Path) -> None:
 
 def research(*words: str) -> subprocess.CompletedProcess[str]:
     return jobs.run([sys.executable, "-m", "research", *words])
-
-
-def test_report_prints_every_verdict_and_draws(tmp_path: Path) -> None:
-    for name in ("edge", "tuning"):
-        for path in KEPT.glob(f"{name}[.-]*"):
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    done = research("report", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"Not shown: cross-entropy at a rate of 0.032 .* size 64, 20 tokens", done.stdout), done.stdout
-    assert (tmp_path / "edge.png").stat().st_size > 10_000
 
 
 def test_errors_are_one_sentence(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -31,7 +32,7 @@ from tests.distributed import test_shard as shards
 from tests.helpers import jobs
 from tests.helpers.fixtures import fixture_f1
 from tests.helpers.processes import run_processes
-from tests.helpers.quick import quick
+from tests.helpers.quick import quick, quick_rows
 from tests.helpers.ways import budget, one_side_only
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -61,7 +62,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "BLOCK", {"ROWS": 8, "COLUMNS": 32, "num_warps": 4})
 
 
-@pytest.fixture(params=["triton", "gemm"])
+IMPLS = ("triton", "gemm")
+EACH = list(itertools.product(IMPLS, WAYS))
+
+
+@pytest.fixture(params=IMPLS)
 def impl(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -70,7 +75,7 @@ BLOCKS, PANELS = "many blocks, kept", "panels"
 
 
 def only(*chosen: Any) -> Callable[[Any], bool]:
-    """Triton's interpreter takes seconds for each case."""
+    """Select the quick cases: Triton's interpreter takes seconds for each, most of all those of gemm."""
     return lambda value: value in chosen
 
 
@@ -117,7 +122,7 @@ MASKED = {"chunk_size": 32, "masked": True}
 
 @interpreted
 @pytest.mark.parametrize("options", quick([{}, {"chunk_size": 20}, MASKED], only(MASKED)), ids=str)
-@pytest.mark.parametrize("way", quick(WAYS, only(BLOCKS, PANELS)), indirect=True)
+@pytest.mark.parametrize(("impl", "way"), quick_rows(EACH, only(("triton", BLOCKS), ("gemm", PANELS))), indirect=True)
 def test_equals_float64(impl: str, options: dict[str, Any], way: str) -> None:
     rows, labels = clustered()
     given = {key: value for key, value in options.items() if key != "masked"}
@@ -129,9 +134,9 @@ def test_equals_float64(impl: str, options: dict[str, Any], way: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("chunk_size", [0, 4, 5])
 @pytest.mark.parametrize(
-    "temperature", [0.01, *(pytest.param(tau, marks=pytest.mark.slow) for tau in (0.05, 0.1, 0.5)), 1.0]
+    ("temperature", "chunk_size"),
+    quick_rows(itertools.product((0.01, 0.05, 0.1, 0.5, 1.0), (0, 4, 5)), only((0.01, 0), (0.01, 5), (1.0, 4))),
 )
 def test_the_fixture_of_the_printed_facts(impl: str, temperature: float, chunk_size: int) -> None:
     """What test_simreg_facts holds the reference to, here in float32."""
@@ -144,7 +149,7 @@ def test_the_fixture_of_the_printed_facts(impl: str, temperature: float, chunk_s
 
 
 @interpreted
-@pytest.mark.parametrize("chunk_weight", quick(CHUNK_WEIGHTS, only("token", "count-corrected")))
+@pytest.mark.parametrize("chunk_weight", quick(CHUNK_WEIGHTS, only("count-corrected")))
 def test_every_weight(impl: str, chunk_weight: str) -> None:
     rows, labels = clustered(length=40)
     options = {**masks(labels), "chunk_size": 16, "chunk_weight": chunk_weight, "temperature": 0.05}
@@ -192,12 +197,12 @@ def test_gemm_rounds_the_weights_and_the_result_alone(
 ) -> None:
     monkeypatch.setattr(halves, "numbers_per_weight", lambda *_: numbers)
     monkeypatch.setattr(halves, "kept_dtype", lambda *_: torch.float32 if keeps else None)
-    rows, labels = clustered(length=50, dtype=torch.bfloat16)
+    rows, labels = clustered(length=34, dtype=torch.bfloat16)
     loss, grad = value_and_gradient(rows, labels, "gemm")
     assert apart(loss, value_and_gradient(rows.double(), labels, "reference")[0]) < 2e-5
 
     def of(weights: Callable[[Tensor], Tensor], result: Callable[[Tensor], Tensor]) -> Tensor:
-        return of_rounded_weights(rows, labels, lambda n: (weights if n.shape[-1] == 50 else result)(n))
+        return of_rounded_weights(rows, labels, lambda n: (weights if n.shape[-1] == 34 else result)(n))
 
     expected = {1: of(cut_off, cut_off), 2: of(lambda numbers: numbers, cut_off)}
     assert apart(grad, expected[numbers]) < 5e-4
@@ -217,7 +222,7 @@ def test_triton_rounds_pairs_weights_and_the_result_alone() -> None:
 
 @interpreted
 def test_float16() -> None:
-    rows, labels = clustered(length=50, dtype=torch.float16)
+    rows, labels = clustered(length=34, dtype=torch.float16)
     loss, grad = value_and_gradient(rows, labels, "gemm")
     expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference")
     assert apart(loss, expected_loss) < 2e-5
@@ -227,7 +232,7 @@ def test_float16() -> None:
 @interpreted
 @pytest.mark.parametrize("way", quick(WAYS, only(BLOCKS)), indirect=True)
 def test_what_is_not_usable_may_hold_anything(impl: str, way: str) -> None:
-    rows, labels = clustered()
+    rows, labels = clustered(length=25)
     valid = torch.ones_like(labels, dtype=torch.bool)
     valid[0, 5:9] = valid[1, -3:] = False
     rows[1, 20] = 0.0
@@ -242,7 +247,7 @@ def test_what_is_not_usable_may_hold_anything(impl: str, way: str) -> None:
 @interpreted
 @pytest.mark.parametrize("what", ["one label", "all masked", "one token", "no tokens"])
 def test_nothing_to_compare(impl: str, what: str) -> None:
-    rows, labels = clustered(length={"one token": 1, "no tokens": 0}.get(what, 20))
+    rows, labels = clustered(length={"one token": 1, "no tokens": 0}.get(what, 12))
     valid = torch.full(labels.shape, what != "all masked")
     labels = torch.zeros_like(labels) if what == "one label" else labels
     loss, grad = value_and_gradient(rows, labels, impl, valid=valid)
@@ -251,7 +256,7 @@ def test_nothing_to_compare(impl: str, what: str) -> None:
 
 @interpreted
 def test_a_usable_row_that_is_not_finite_shows(impl: str) -> None:
-    rows, labels = clustered(length=30)
+    rows, labels = clustered(length=18)
     rows[0, 7] = torch.nan
     loss, _ = value_and_gradient(rows, labels, impl)
     assert loss.isnan()
@@ -262,7 +267,7 @@ def test_a_usable_row_that_is_not_finite_shows(impl: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("anchors", quick([(0, 45), (10, 37), (22, 45)], only((10, 37))))
-@pytest.mark.parametrize("way", quick(WAYS, only(BLOCKS, PANELS)), indirect=True)
+@pytest.mark.parametrize(("impl", "way"), quick_rows(EACH, only(("triton", PANELS), ("gemm", BLOCKS))), indirect=True)
 def test_some_anchors_and_any_strides(impl: str, anchors: tuple[int, int], way: str) -> None:
     """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]; the others' pull is known."""
     rows, labels = clustered()
@@ -288,7 +293,7 @@ def test_some_anchors_and_any_strides(impl: str, anchors: tuple[int, int], way: 
 @interpreted
 def test_a_second_backward_is_as_the_first(impl: str) -> None:
     """The first one of impl triton writes over what the forward kept."""
-    rows, labels = clustered(length=30)
+    rows, labels = clustered(length=18)
     rows.requires_grad_()
     loss = simreg_loss(rows, labels, temperature=0.1, impl=impl)
     first, second = (torch.autograd.grad(loss, rows, retain_graph=True)[0] for _ in range(2))
