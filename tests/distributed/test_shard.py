@@ -181,7 +181,6 @@ BASE = SimRegConfig(lambda_=1, temperature=0.1, chunk_size=8)
 SP2, SP4 = ShardLayout(LENGTH, 1, 2), ShardLayout(LENGTH, 1, 4)
 TP2, TP3 = ShardLayout(LENGTH, 1, 2, False), ShardLayout(LENGTH, 1, 3, False)
 CP2, CP2_SP2, CP2_TP2 = ShardLayout(LENGTH, 2, 1), ShardLayout(LENGTH, 2, 2), ShardLayout(LENGTH, 2, 2, False)
-CP4 = ShardLayout(LENGTH, 4, 1)
 LAYOUTS = {"sp2": SP2, "tp2": TP2, "tp3": TP3, "cp2": CP2, "cp2-sp2": CP2_SP2, "cp2-tp2": CP2_TP2}
 
 

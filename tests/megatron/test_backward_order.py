@@ -15,7 +15,8 @@ SIMREG, NORM = "_RatiosOverRanksBackward", "RsqrtBackward0"
 
 
 @pytest.mark.parametrize(
-    ("model", "flags", "processes"), [("dense", (), 1), ("mtp", (), 1), ("dense", SEQUENCE_PARALLEL, 2)]
+    ("model", "flags", "processes"),
+    [("dense", (), 1), pytest.param("mtp", (), 1, marks=pytest.mark.slow), ("dense", SEQUENCE_PARALLEL, 2)],
 )
 def test_the_output_layer_comes_first(
     model: str, flags: tuple[str, ...], processes: int, data_flags: tuple[str, ...], tmp_path: Path

@@ -32,7 +32,7 @@ def test_replicas_stay_equal(steps: int, data_flags: tuple[str, ...], tmp_path: 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(ONE, ONE, id="one"),
+        pytest.param(ONE, ONE, id="one", marks=pytest.mark.slow),  # test_adagc does so, with SimReg on
         pytest.param(TP2_SP, TP2_SP, id="tp2-sp"),
         pytest.param(ONE, TP2, id="one-to-tp2", marks=pytest.mark.slow),
         pytest.param(ONE, PP2, id="one-to-pp2"),

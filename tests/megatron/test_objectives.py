@@ -37,6 +37,7 @@ def test_going_on_is_never_having_stopped(objective: str, data_flags: tuple[str,
         assert [line["placebo lambda"] for line in gone_on.logged] == pytest.approx(shares[2:], rel=1e-6)
 
 
+@pytest.mark.slow  # quick on one tensor: test_sigreg.py
 def test_directions_come_from_the_seed(data_flags: tuple[str, ...], tmp_path: Path) -> None:
     flags = (*data_flags, *STEPS, "--simreg-objective", "sigreg", "--simreg-lambda", "0.3")
     one = runs.train(tmp_path / "one", flags)
@@ -53,7 +54,10 @@ def test_what_is_known_to_fail_is_said(data_flags: tuple[str, ...], tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("options", "names"),
-    [("", ("log_t", "bias")), (",pairs=hidden-head,adapter=yes", ("log_t", "bias", "adapter"))],
+    [
+        pytest.param("", ("log_t", "bias"), marks=pytest.mark.slow),
+        (",pairs=hidden-head,adapter=yes", ("log_t", "bias", "adapter")),
+    ],
     ids=["labels", "hidden-head"],
 )
 def test_scalars_of_the_sigmoid_are_trained_in_every_layout(

@@ -29,7 +29,7 @@ SETTINGS = {
 }
 
 
-QUICK = ("plain", "ramp", "document mask", "TP2 with SP", "AdaGC", "simcse", "prefixes-ce")
+QUICK = ("plain", "ramp", "TP2 with SP", "AdaGC", "prefixes-ce")
 
 
 @pytest.mark.parametrize("name", quick(SETTINGS, lambda name: name in QUICK))

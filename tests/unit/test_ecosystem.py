@@ -266,16 +266,6 @@ def swift_with_install_alone_is_an_error() -> None:
 
 
 @contract(ranks=1)
-def swift_with_models_of_before_is_an_error() -> None:
-    model = build(bridge_model())
-    install(config=CONFIG, models=[model])
-    with pytest.raises(NotImplementedError, match=f"{BYPASSED} BridgeModel overrides _postprocess"):
-        model(**swift_batch())
-    uninstall()
-    model(**swift_batch())
-
-
-@contract(ranks=1)
 def a_class_that_calls_megatrons_and_is_wrapped_twice_gets_one_term() -> None:
     from megatron.core.models.gpt import GPTModel
 
@@ -564,20 +554,6 @@ def verl_forward(model: Any, **others: Any) -> Any:
 
 
 @contract(ranks=1)
-def verl_fused_kernels_are_refused() -> None:
-    """model_forward_fused.py from megatron-core 0.18 on: Megatron's hook, and labels beside it."""
-    model = build()
-    install(config=CONFIG)
-
-    def fused_output_processor(*, hidden_states, labels, **others: Any) -> Any:
-        return SimpleNamespace(log_probs=hidden_states.sum(-1), entropy=None)
-
-    call = {"output_processor": fused_output_processor, "output_processor_context": SimpleNamespace(temperature=1.0)}
-    with pytest.raises(NotImplementedError, match="an output processor returns something else"):
-        verl_forward(model, labels=row()[1], **call)
-
-
-@contract(ranks=1)
 def verl_fused_forward_of_its_own_is_an_error() -> None:
     """model_forward_fused.py before: `forward` of the object is replaced, and `_postprocess` is not called."""
     install(config=CONFIG)
@@ -590,21 +566,6 @@ def verl_fused_forward_of_its_own_is_an_error() -> None:
     model.forward = fused_forward.__get__(model)
     with pytest.raises(NotImplementedError, match=f"{BYPASSED} has a forward of its own"):
         verl_forward(model, labels=row()[1], temperature=1.0)
-
-
-@contract(ranks=1)
-def verl_postprocess_of_its_own_is_refused() -> None:
-    """mtp_patch.py, `patch_postprocess`: logits, also where there are labels."""
-    model = build()
-    install(config=CONFIG)
-
-    def own_postprocess(self: Any, hidden_states, input_ids, position_ids, labels, *args: Any, **kwargs: Any) -> Tensor:
-        return self.output_layer(hidden_states)[0].transpose(0, 1).contiguous()
-
-    model._postprocess_backup = model._postprocess
-    model._postprocess = own_postprocess.__get__(model)
-    with pytest.raises(NotImplementedError, match=f"{BYPASSED} has a _postprocess of its own"):
-        verl_forward(model, labels=row()[1])
 
 
 # ---- the contract that a loop is checked against ------------------------------------------------------------------

@@ -181,23 +181,3 @@ def test_what_touches_the_host_is_seen() -> None:
         with HostTensors() as host, Trace() as counted:
             one.sum().item()
         assert counted.syncs == 1
-
-
-def test_the_engine_finds_what_autograds_own_does() -> None:
-    """Broadcasts, several outputs of a node, several uses, another type, and a hook."""
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(4, 3, generator=generator, requires_grad=True)
-    half = torch.randn(3, generator=generator).bfloat16().requires_grad_()
-    scale = torch.ones(1, requires_grad=True)
-    first, _, last = (rows * half).unbind(dim=1)
-    result = torch.where(first > 0, first * scale, last.exp()).unsqueeze(0) + rows.sum(dim=1)
-    grad = torch.randn(result.shape, generator=generator)
-    seen: list[Tensor] = []
-    rows.register_hook(seen.append)
-    inputs = rows, half, scale
-    expected = torch.autograd.grad(result, inputs, grad, retain_graph=True)
-    found = {id(tensor): gradient for tensor, gradient in backward(result, grad)}
-    assert len(found) == 3
-    for tensor, gradient in zip(inputs, expected, strict=True):
-        torch.testing.assert_close(found[id(tensor)], gradient)
-    assert torch.equal(seen[-1], found[id(rows)])

@@ -17,7 +17,7 @@ from benchmarks import records
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import report, run
 from benchmarks.gpu.parts import CALLS, Part, Setting
-from benchmarks.gpu.report import FAIL, PASS, SKIP, Case, Report
+from benchmarks.gpu.report import Report
 from benchmarks.gpu.run import ENDED, FAILED, NO_TIME, TOO_LONG, Outcome, Runner
 from launch.launcher import make_parser
 from launch.plan import Machine, build_plan
@@ -72,18 +72,6 @@ def run_parts(tmp_path: Path) -> Callable[..., dict[str, Outcome]]:
         return {one.name: one for one in found}
 
     return run_them
-
-
-def test_parts_of_a_stage_run_side_by_side_and_stages_in_turn(
-    run_parts: Callable[..., dict[str, Outcome]], tmp_path: Path
-) -> None:
-    def meets(name: str, other: str) -> Part:
-        wait = f"while not pathlib.Path('{tmp_path}/{other}').exists(): time.sleep(0.01)"
-        return Part(name, (python("import pathlib, time", f"open('{tmp_path}/{name}', 'w')", wait),))
-
-    after = python("import os, pathlib", f"assert pathlib.Path('{tmp_path}/one').exists() and os.environ['GIVEN']")
-    found = run_parts([meets("one", "two"), meets("two", "one")], [], [Part("after", (after,))])
-    assert [one.state for one in found.values()] == [ENDED] * 3 and list(found)[2] == "after"
 
 
 def test_a_part_that_takes_too_long_leaves_nothing_behind(
@@ -209,19 +197,6 @@ def page_of(output: Path, *outcomes: Outcome) -> tuple[str, bool]:
     for outcome in outcomes:
         page.add(outcome)
     return (output / "report.md").read_text(), page.failed
-
-
-def test_a_junit_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "tests-forms.xml"
-    path.write_text(JUNIT)
-    found = {test.name: test for test in report.tests(path)}
-    assert {name: test.result for name, test in found.items()} == {
-        "test_forms::test_good[a|b]": PASS, "test_forms::test_bad": FAIL, "test_mamba::test_mamba_layers": SKIP,
-        "tests.gpu.test_gone": FAIL,
-    }  # fmt: skip
-    assert found["test_forms::test_bad"].reason == "AssertionError: 3e-3 < 3e-4 more", "not that of the teardown"
-    assert found["test_forms::test_good[a|b]"] == Case("test_forms::test_good[a|b]", PASS, 1.25)
-    assert found["test_mamba::test_mamba_layers"].reason == "could not import 'mamba_ssm'"
 
 
 def test_the_report_of_it(tmp_path: Path) -> None:

@@ -63,15 +63,6 @@ def test_what_is_refused(given: dict[str, object], sentence: str) -> None:
         check_document_masks(arguments(**given))
 
 
-def test_rotary_positions_of_packed_rows_need_documents_cut_one_by_one() -> None:
-    """Why the split is refused: of two documents of 8 tokens, rank 0 of 2 holds rows 0-3 and 12-15 of the 16."""
-    import torch
-    from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
-
-    taken = [_get_thd_freqs_on_this_cp_rank(0, 2, torch.empty(4), torch.arange(8)).tolist() for _ in range(2)]
-    assert taken == [[0, 1, 6, 7], [0, 1, 6, 7]] != [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 @pytest.mark.parametrize(
     ("depths", "untied", "expected"),
     [(None, False, [4, 7]), (None, True, [4]), (1, True, [4, 7])],

@@ -16,7 +16,6 @@ from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat, refusals
 from simreg_megatron.plugin import loop as plugin_loop
 from simreg_megatron.plugin.log import charts_of, write_scalars
-from simreg_megatron.plugin.term import Regularizer, Terms
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
 from simreg_megatron.weights import heads, learnable
 
@@ -31,13 +30,6 @@ class Group:
 
     def size(self) -> int:
         return self._size
-
-
-def test_another_loss_than_megatrons_is_refused() -> None:
-    regularizer = Regularizer(SimRegConfig(lambda_=1))
-    with pytest.raises(NotImplementedError, match=r"an output processor returns something else.*--simreg-lambda 0"):
-        regularizer.add_to(torch.zeros(2, 8, 5), Terms([], None, LABELS, 0))
-    assert regularizer.add_to(loss := torch.zeros(2, 8), Terms([], None, LABELS, 0)) is loss
 
 
 @pytest.mark.parametrize(

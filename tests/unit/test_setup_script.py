@@ -86,18 +86,6 @@ def test_3_12_goes_before_3_13_and_both_before_a_plain_python3(machine):
     assert found(machine) == str(first)
 
 
-def test_behind_a_shim_the_same_name_further_down_the_path_is_tried(machine):
-    script(machine / "shims" / "python3.12", "exit 127")
-    fit = python(machine / "bin" / "python3.12")
-    assert found(machine, PATH=f"{machine / 'shims'}:{machine / 'bin'}") == str(fit)
-
-
-def test_pyenv_root_is_asked_where_the_variable_is_missing(machine):
-    script(machine / "bin" / "pyenv", f'[ "$1" = root ] && echo "{machine / "elsewhere"}"')
-    fit = python(machine / "elsewhere" / "versions" / "3.13.0" / "bin" / "python3")
-    assert found(machine) == str(fit)
-
-
 def test_uv_is_asked_last_and_may_bring_one(machine):
     brought = machine / "uv" / "python3.12"
     script(
@@ -129,13 +117,6 @@ def test_none_at_all_is_one_sentence_with_the_mend(machine):
     python(machine / "bin" / "python3", verdict="old")
     assert "install one" in refusal(machine)
     assert not (machine / "repo" / ".venv").exists()
-
-
-def test_one_without_the_venv_module_is_named(machine):
-    bare = python(machine / "bin" / "python3.12", verdict="no-venv")
-    said = refusal(machine, "--find-python")
-    assert str(bare) in said
-    assert "python3.12-venv" in said
 
 
 def test_the_named_one_wins_and_is_refused_when_unfit(machine):
@@ -204,14 +185,6 @@ class TestInstall:
         with (repo / "setup.py").open("a") as file:
             file.write("# another recipe\n")
         assert self.offline(machine).returncode == 1
-
-    @pytest.mark.slow
-    def test_a_half_made_venv_is_gone_on_with_and_a_moved_one_made_anew(self, machine, repo):
-        making = f"making {repo / '.venv'}"
-        assert making in self.offline(machine).stderr
-        assert making not in self.offline(machine).stderr
-        (repo / ".venv" / "simreg-origin").write_text("3.12 /the/folder/it/was/made/in\n")
-        assert making in self.offline(machine).stderr
 
     def test_two_at_once_take_turns(self, machine, repo):
         (repo / ".venv").mkdir()  # not ours: the script ends right after the lock, without installing

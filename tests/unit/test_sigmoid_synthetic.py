@@ -16,6 +16,7 @@ from simreg_megatron.losses.similarity import unit_rows
 from tests.helpers.fixtures import fixture_f1
 
 
+@pytest.mark.slow
 def test_sl9_the_margin_follows_the_relative_bias() -> None:
     runs = [run for run in FIXED_BIAS if run.bias in (0.0, 0.5)]
     ended = trained(runs, steps=1500)
@@ -24,6 +25,7 @@ def test_sl9_the_margin_follows_the_relative_bias() -> None:
         assert end.margin == pytest.approx(float(run.paper), abs=0.03), "twice the margin is printed there"
 
 
+@pytest.mark.slow
 def test_sl9_with_one_side_locked_a_relative_bias_separates_first() -> None:
     """A margin above 0: one threshold on the cosine tells every partner from all others."""
     fixed, absolute, relative = trained([LOCKED[1], LOCKED[2], LOCKED[3]], locked=True, steps=1000)

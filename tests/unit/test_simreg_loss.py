@@ -20,6 +20,7 @@ from tests.helpers.oracle import naive_simreg
 from tests.helpers.quick import quick
 
 pytestmark = pytest.mark.usefixtures("every_impl")
+REFERENCE_ALONE = pytest.mark.parametrize("every_impl", ["reference"], indirect=True)  # nothing depends on the form
 
 OPTIONS = [
     {"group_reduce": group, "self_positive": own, "chunk_weight": weight}
@@ -66,6 +67,7 @@ def test_equals_the_double_loop(options: dict, chunk_size: int) -> None:
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
+@REFERENCE_ALONE
 def test_every_similarity_equals_the_double_loop(similarity: str) -> None:
     rows, labels, valid = awkward_tokens()
     options = {"temperature": 0.5, "valid": valid, "chunk_size": 4, "similarity": similarity}
@@ -269,6 +271,7 @@ def test_a_non_finite_row_is_not_hidden(bad: float, similarity: str) -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@REFERENCE_ALONE
 def test_an_infinite_row_that_meets_nobody_is_not_hidden(impl: str, dtype: torch.dtype) -> None:
     """Its norm is infinite in some forms, and 1 / inf would pass for a number."""
     rows, labels = torch.full((2, 8), math.inf, dtype=dtype), torch.tensor([0, 1])
@@ -280,6 +283,7 @@ def test_an_infinite_row_that_meets_nobody_is_not_hidden(impl: str, dtype: torch
 
 
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
+@REFERENCE_ALONE
 def test_numpy_s_numbers_are_numbers(impl: str) -> None:
     rows, labels = fixture_f1()
     found = simreg_loss(rows, labels, temperature=np.float64(0.1), chunk_size=np.int64(4), impl=impl)
@@ -349,6 +353,7 @@ GOOD = {"embeddings": torch.ones(2, 4, 3), "labels": torch.zeros(2, 4, dtype=tor
         ({"valid": torch.ones(2, 4, dtype=torch.bool, device="meta")}, "valid is on meta"),
     ],
 )
+@REFERENCE_ALONE
 def test_a_bad_argument_gets_one_sentence(change: dict, message: str) -> None:
     arguments = GOOD | change
     with pytest.raises(ValueError, match=message) as error:
@@ -359,6 +364,7 @@ def test_a_bad_argument_gets_one_sentence(change: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
+@REFERENCE_ALONE
 def test_a_token_s_logit_with_itself_is_exactly_zero(similarity: str) -> None:
     rows = random_tokens((2, 9, 33), num_labels=2, dtype=torch.float32)[0]
     raw = get_similarity(similarity)(rows, rows, 0.01).diagonal(dim1=1, dim2=2)
@@ -370,6 +376,7 @@ def test_a_token_s_logit_with_itself_is_exactly_zero(similarity: str) -> None:
     assert (logits[:, :, 2:7].diagonal(dim1=1, dim2=2) == 0).all()
 
 
+@REFERENCE_ALONE
 def test_similarities_take_other_keys_than_anchors() -> None:
     anchors, keys = torch.randn(2, 3, 5, dtype=torch.float64).unbind()
     pair = torch.stack([anchors[1], keys[2]])
@@ -384,6 +391,7 @@ def test_similarities_take_other_keys_than_anchors() -> None:
     ("exponents", "name"),
     [((30.0, 30.0), "cosine"), ((-30.0, -30.0), "dot"), ((30.0, -30.0), "qnorm"), ((-30.0, 30.0), "dnorm")],
 )
+@REFERENCE_ALONE
 def test_learnable_reaches_the_others(exponents: tuple[float, float], name: str) -> None:
     rows, labels = fixture_f1()
     scalars = tuple(torch.tensor([value], dtype=torch.float64) for value in exponents)
@@ -391,6 +399,7 @@ def test_learnable_reaches_the_others(exponents: tuple[float, float], name: str)
     torch.testing.assert_close(learned, simreg_loss(rows, labels, temperature=0.5, similarity=name))
 
 
+@REFERENCE_ALONE
 def test_mg1_mg2_learnable_values_and_derivatives() -> None:
     rows, _ = fixture_f1()
 
@@ -408,6 +417,7 @@ def test_mg1_mg2_learnable_values_and_derivatives() -> None:
     assert [value.item(), *(grad.item() for grad in grads)] == pytest.approx([1.508107, -0.865218, -1.518459], abs=6e-7)
 
 
+@REFERENCE_ALONE
 def test_learnable_trains_its_scalars() -> None:
     rows, labels = fixture_f1()
     scalars = tuple(torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in range(2))

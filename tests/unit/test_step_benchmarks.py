@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -32,22 +31,6 @@ def test_attention_by_torchs_kernels_is_causal_attention(groups: int) -> None:
     expected = torch.einsum("bhst,tbhd->sbhd", scores, value.repeat_interleave(4 // groups, 2)).flatten(2)
     found = train.torch_attention(SimpleNamespace(softmax_scale=scale), query, key, value, None, attn_mask_type=1)
     assert found.shape == (7, 2, 32) and torch.allclose(found, expected, atol=1e-12)
-
-
-def options(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    launched.add_options(parser)
-    return parser.parse_args(words)
-
-
-def test_text_of_ones_own_or_the_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = launched.text(options("--data", "text/train", "--tokenizer", "t.model"))
-    assert given == ("--data", "text/train", "--tokenizer", "t.model")
-    built_in = SimpleNamespace(train_prefix=Path("built/train"), tokenizer_model=Path("built/t.model"))
-    monkeypatch.setattr(launched, "ensure_builtin_corpus", lambda folder: built_in)
-    assert launched.text(options()) == ("--data", "built/train", "--tokenizer", "built/t.model")
-    with pytest.raises(SystemExit, match="give both, or neither"):
-        launched.text(options("--data", "text/train"))
 
 
 @pytest.mark.parametrize("engine", [False, True])

@@ -85,16 +85,9 @@ OWN = "--data data/mine/train --tokenizer data/mine/tokenizer.model"
 SUBMIT = "submit --cluster cpu.env launch/pretrain_llama.sh --save-interval 5 --output out"
 FLAGS = [
     ("--simreg-lamda 10", "there is no flag --simreg-lamda: did you mean --simreg-lambda?"),
-    ("--simreg-lambda ten", "SimReg lambda must be a finite number of 0 or more, or auto, not ten"),
-    ("--simreg-objective foo --simreg-lambda 1", "unknown SimReg objective 'foo': choose from simreg, "),
-    ("--simreg-lambda 1 --simreg-chunk-size -3", "the SimReg chunk size must be at least 2 tokens"),
-    ("--simreg-lambda 1 --simreg-chunk-size big", "--simreg-chunk-size takes a whole number, not 'big'"),
     ("--simreg-lambda 1 --simreg-layers 7", "--simreg-layers 7 is beyond the model, which has layers 1 to 4"),
-    ("--simreg-scope local", "--simreg-scope has no effect while --simreg-lambda is 0"),
     ("--adagc-beta 0.9", "--adagc-beta has no effect without --adagc"),
-    ("--recipe baseline --simreg-lambda 10", "--recipe baseline trains on cross-entropy alone, and --simreg-lambda 10"),
     ("--simreg-lambda 1 --simreg-impl triton", "--simreg-impl triton needs a GPU and this run has none"),
-    ("--simreg-lambda 1 --simreg-impl gemm", "--simreg-impl gemm needs a GPU and this run has none"),
 ]
 
 
@@ -291,6 +284,10 @@ VALUES = """
 --simreg-lambda | --simreg-lambda needs a value: write it after the flag
 --simreg-lambda -1 | SimReg lambda must be a finite number of 0 or more, or auto, not -1
 --simreg-lambda nan | SimReg lambda must be a finite number of 0 or more, or auto, not nan
+--simreg-lambda ten | SimReg lambda must be a finite number of 0 or more, or auto, not ten
+--simreg-lambda 1 --simreg-objective foo | unknown SimReg objective 'foo': choose from simreg,
+--simreg-scope local | --simreg-scope has no effect while --simreg-lambda is 0
+--recipe baseline --simreg-lambda 10 | --recipe baseline trains on cross-entropy alone, and --simreg-lambda 10
 --simreg-lambda inf | SimReg lambda must be a finite number of 0 or more, or auto, not inf
 --simreg-lambda 1,2 | SimReg lambda must be a finite number of 0 or more, or auto, not 1,2
 --simreg-objective simreg: | SimReg lambda must be a finite number of 0 or more, or auto, not empty
@@ -332,6 +329,8 @@ OF_SIMREG = """
 --simreg-self-positive maybe | unknown SimReg self positive 'maybe': choose from
 --simreg-chunk-weight foo | unknown SimReg chunk weight 'foo': choose from
 --simreg-chunk-size 1 | the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1
+--simreg-chunk-size -3 | the SimReg chunk size must be at least 2 tokens
+--simreg-impl gemm | --simreg-impl gemm needs a GPU and this run has none
 --simreg-chunk-size 1.5 | --simreg-chunk-size takes a whole number, not '1.5'
 --simreg-warmup-iters -5 | --simreg-warmup-iters must be 0, or at least 2, got -5
 --simreg-warmup-iters 1 | --simreg-warmup-iters must be 0, or at least 2, got 1
