@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchrun for the bash form of the launch scripts: it ends as its processes ended, and adds nothing to what they said.
+"""Run torchrun for the bash form of the launch scripts, without its 35 to 94 lines below the sentence of an error.
 
-torchrun itself reports a failed process by its own log lines and traceback, 35 to 94 lines under the sentence that
-tells the cause. `LOGLEVEL=INFO` in the environment brings its log back.
+`LOGLEVEL=INFO` in the environment brings torchrun's log back.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun's words; the status is that of the process that failed first, 128 + N where signal N ended it."""
+    """Run torchrun; the status is that of the process that failed first, 128 + N if signal N ended it."""
     from torch.distributed import DistNetworkError, DistStoreError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ended(rank: int, exitcode: int) -> int:
-    """The status that stands for a process's end; one that was killed could not tell, so it is told here."""
+    """Return the status for a process's end, and print what a killed one could not."""
     if exitcode in (_INTERRUPTED, -signal.SIGINT):
         if (rank, exitcode) != (0, _INTERRUPTED):  # that one says so itself, and which checkpoint there is
             print(f"Stopped: rank {rank} was interrupted.", file=sys.stderr)
@@ -57,7 +56,7 @@ def ended(rank: int, exitcode: int) -> int:
 
 
 def explained(message: str, argv: Sequence[str]) -> str:
-    """Why the processes of all machines did not meet."""
+    """Explain why the processes of all machines did not meet."""
     port = next((word.partition("=")[2] for word in argv if word.startswith(("--master-port=", "--master_port="))), "")
     if _IN_USE in message:
         return f"port {port or '29500'} is in use on this machine: give another --master-port, the same on every node"

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints of a folder are whole: what a run goes on from, and what may be deleted.
+"""Find which checkpoints of a folder are whole: what a run resumes from, and what may be deleted.
 
-A save that was killed, or that met a full disk, leaves a folder that looks like the others. Megatron writes
-`metadata.json` when all else of a `torch_dist` checkpoint is on the disk, and a file of the older `torch` format ends
-with its table of contents, so both tell a whole checkpoint from a torn one by their last bytes, without loading it.
+Megatron writes `metadata.json` when all else of a `torch_dist` checkpoint is on the disk, and a file of the older
+`torch` format ends with its table of contents, so a save that was killed shows without loading it.
 
-Only absence is evidence: a disk that is away for a moment tells nothing of what lies on it, so every other error of the
-file system ends the start in one sentence, where "no checkpoint" would mean to delete it or to begin again at step 0.
+Only absence is evidence: any other error of the file system ends the start in one sentence, since taking it for "no
+checkpoint" would delete one or begin again at step 0.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _DELETED = ".deleting"
 
 
 def iterations(folder: Path) -> list[int]:
-    """The iterations that `folder` has a checkpoint folder of, oldest first, whole or not."""
+    """List the iterations that `folder` has a checkpoint folder of, oldest first, whole or not."""
     with _if_there(folder):
         found = (_ITERATION.fullmatch(name) for name in os.listdir(folder))
         return sorted(int(match[1]) for match in found if match)
@@ -37,11 +36,7 @@ def iterations(folder: Path) -> list[int]:
 
 @contextmanager
 def _if_there(path: Path) -> Iterator[None]:
-    """Ends the block where something is missing.
-
-    Raises:
-        LaunchError: whether it is there cannot be seen.
-    """
+    """End the block if something is missing; a LaunchError if that cannot be seen."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -57,7 +52,7 @@ def path_of(folder: Path, iteration: int) -> Path:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end; what it says is not looked at."""
+    """Return whether a checkpoint was written to its end; its content is not checked."""
     with _if_there(checkpoint), suppress(json.JSONDecodeError, UnicodeDecodeError):
         if (checkpoint / "metadata.json").is_file():
             backend = json.loads((checkpoint / "metadata.json").read_text()).get("sharded_backend")
@@ -67,12 +62,12 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def is_torn(checkpoint: Path) -> bool:
-    """Whether a save stopped half-way. Formats that this module does not know are neither whole nor torn."""
+    """Return whether a save stopped half-way; formats that are unknown here are neither whole nor torn."""
     return not is_whole(checkpoint) and not _has_index(checkpoint)
 
 
 def _has_index(checkpoint: Path) -> bool:
-    """torch writes it when the tensors are on the disk."""
+    """Return whether torch's index is there, which it writes after the tensors."""
     with _if_there(checkpoint):
         return (checkpoint / ".metadata").stat().st_size > 0
     return False
@@ -86,7 +81,7 @@ def _is_whole_legacy(checkpoint: Path) -> bool:
 
 
 def _has_contents(path: Path) -> bool:
-    """`zipfile` calls a file that cannot be read none of its own, so that is found out first."""
+    """Return whether a file has its table of contents; read first, as `zipfile` takes read errors for "no"."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -95,7 +90,7 @@ def _has_contents(path: Path) -> bool:
 
 
 def newest_whole(folder: Path) -> int | None:
-    """The iteration of the newest complete checkpoint in `folder`."""
+    """Return the iteration of the newest complete checkpoint in `folder`."""
     known = tracked(folder)
     for number in reversed(iterations(folder)):
         checkpoint = path_of(folder, number)
@@ -109,7 +104,7 @@ def newest_whole(folder: Path) -> int | None:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the newest complete checkpoint; 0 where there is none."""
+    """Return the bytes of the newest complete checkpoint; 0 without one."""
     with suppress(OSError, LaunchError):
         newest = newest_whole(folder)
         return 0 if newest is None else sum(path.stat().st_size for path in path_of(folder, newest).rglob("*"))
@@ -117,24 +112,21 @@ def size(folder: Path) -> int:
 
 
 def tracked(folder: Path) -> int | None:
-    """The iteration that Megatron would load; None if its tracker file is missing or damaged."""
+    """Return the iteration that Megatron would load; None if its tracker file is missing or damaged."""
     with _if_there(folder), suppress(ValueError):
         return int((folder / TRACKER).read_text().strip())
     return None
 
 
 def is_loadable(folder: Path) -> bool:
-    """Whether Megatron finds something there to begin from."""
+    """Return whether Megatron finds something there to begin from."""
     return newest_whole(folder) is not None or ((folder / TRACKER).is_file() and not _is_no_release(folder))
 
 
 def repair(folder: Path) -> list[str]:
-    """Make Megatron's next start find the newest complete checkpoint: delete torn ones, correct the tracker.
+    """Delete torn checkpoints and correct the tracker; return a sentence for each thing done.
 
-    Only for the process that holds the run's lock: what looks torn may be another run's save, on its way.
-
-    Returns:
-        What was done, one sentence each.
+    Only for the process that holds the run's lock: what looks torn may be another run's save.
     """
     done = []
     _finish_deletions(folder)
@@ -153,16 +145,12 @@ def repair(folder: Path) -> list[str]:
 
 
 def _is_no_release(folder: Path) -> bool:
-    """A checkpoint for a new start lies in `release`; its tracker is none of ours."""
+    """Return whether the tracker is of a run: that of a checkpoint for a new start says `release`."""
     return (folder / TRACKER).read_text(errors="replace").strip() != "release"
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` whole checkpoints; torn ones may be on their way and stay.
-
-    Returns:
-        What was deleted.
-    """
+    """Delete all but the newest `keep` whole checkpoints, and return those; torn ones may be in a save and stay."""
     if keep < 1:
         raise ValueError(f"at least one checkpoint must be kept, not {keep}")
     _finish_deletions(folder)
@@ -172,7 +160,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
 
 
 def _delete(folder: Path, iteration: int) -> bool:
-    """Under another name first, so that no half-deleted checkpoint looks like one; False if another was faster."""
+    """Rename, then delete, so that no half-deleted checkpoint looks whole; False if another process was faster."""
     doomed = path_of(folder, iteration)
     target = doomed.with_name(doomed.name + _DELETED)
     try:
@@ -189,7 +177,7 @@ def _finish_deletions(folder: Path) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing, whenever the machine stops."""
+    """Write all of it or nothing, even if the machine stops."""
     new = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         with new.open("w") as file:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the tokenized text that a run names, before the run starts: it is there and whole, and fits the model.
-
-The text is what the plan gives Megatron: a prefix after --data-path, --train-data-path, --valid-data-path or
---test-data-path, or several prefixes with a weight before each.
-"""
+"""Check the tokenized text of a run before it starts: it is there and whole, and fits the model."""
 
 from __future__ import annotations
 
@@ -24,11 +20,7 @@ _AGAIN = "prepare the data again, or copy it again from where it was made"
 
 
 def prefixes(flags: Sequence[Flag], names: Sequence[str] = _FLAGS) -> list[str]:
-    """Return the prefixes that these flags name, without those of a remote store.
-
-    Raises:
-        LaunchError: a weight is negative or no number, though others are numbers.
-    """
+    """Return the prefixes that these flags name, without weights and those of a remote store."""
     found: list[str] = []
     for flag in flags:
         if flag_name(flag) in names:
@@ -59,11 +51,7 @@ def _is_number(word: str) -> bool:
 
 
 def count_tokens(prefix: str) -> int:
-    """Return the number of tokens of a pair, by its index.
-
-    Raises:
-        LaunchError: the index is damaged, or the .bin has not the size that it says.
-    """
+    """Return the number of tokens of a pair by its index, which must be whole and match the .bin."""
     try:
         dtype, _, _, expected = read_header(prefix)
     except DataError as error:
@@ -96,11 +84,7 @@ def vocabulary(flags: Sequence[Flag], otherwise: int) -> int:
 
 
 def check_data(flags: Sequence[Flag]) -> list[str]:
-    """Check the text of a run against its manifest, tokenizer and sizes, and return what to tell the user.
-
-    Raises:
-        LaunchError: no run should start with this text.
-    """
+    """Check the text of a run against its manifest, tokenizer and sizes, and return notices for the user."""
     notices: list[str] = []
     texts = prefixes(flags)
     for prefix in texts:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo`: two tiny LLaMAs on the same text from the same seed, one with SimReg, and what SimReg did.
+"""Compare two tiny LLaMAs on the same text from the same seed, one with SimReg: `make demo`.
 
-Both runs log SimReg and the geometry of the hidden states; `cross-entropy` only measures them, `simreg` trains on
-lambda * SimReg as well. They run side by side, one thread each, in Megatron's own loop. What a step costs is measured
-afterwards, in short runs that have the machine to themselves: plain Megatron and SimReg, in turns.
+`cross-entropy` only measures SimReg and the geometry of the hidden states, `simreg` trains on it as well. They run side
+by side, one thread each. What a step costs is measured afterwards, in short runs of plain Megatron and SimReg in turns.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _VALIDATION = re.compile(r"^ validation loss at iteration (\d+) on validation se
 
 @dataclass(frozen=True)
 class Settings:
-    """What both runs share, and the --simreg-* flags that one run has."""
+    """The settings that both runs share, and the --simreg-* flags of one of them."""
 
     steps: int
     seed: int
@@ -61,11 +60,11 @@ class Settings:
 
     @property
     def early(self) -> int:
-        """The step of the first evaluation."""
+        """Return the step of the first evaluation."""
         return max(1, self.steps // EVALUATIONS)
 
     def training_flags(self, name: str) -> list[str]:
-        """The launcher's arguments for a run."""
+        """Return the launcher's arguments for a run."""
         folder = self.output / name
         flags = {
             "--model": "tiny",
@@ -82,7 +81,7 @@ class Settings:
         return [*words, "--no-save-optim", "--no-save-rng", "--verbose", *self.objective(name)]
 
     def objective(self, name: str) -> list[str]:
-        """The plugin's flags: cross-entropy measures what SimReg trains on, with the same settings."""
+        """Return the plugin's flags: cross-entropy measures what SimReg trains on, with the same settings."""
         if name == PLAIN:
             return []
         measured = ["--simreg-objective", "none", "--simreg-lambda", "0"]
@@ -145,18 +144,14 @@ def run_demo(settings: Settings) -> None:
         print("\n[4/4] Hidden states of one text, and figures", flush=True)
         run_jobs([probe_job(settings, name) for name in RUNS])
         result = draw(settings)
-    seconds = time.monotonic() - started
-    packages = record.packages()
+    seconds, packages = time.monotonic() - started, record.packages()
     facts = {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
-        "cores": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"), "commit": commit, "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {name: packages.get(name) for name in ("torch", "megatron-core")},
         "settings": {"steps": settings.steps, "seed": settings.seed, "simreg": list(settings.simreg)},
-        "seconds": seconds,
-        "seconds_per_step": steps._asdict(),
-    }
+        "seconds": seconds, "seconds_per_step": steps._asdict(),
+    }  # fmt: skip
     (settings.output / RESULT).write_text(json.dumps(facts | result, indent=2) + "\n", encoding="utf-8")
     print(table_of(result["runs"]))
     print(
@@ -170,11 +165,7 @@ def run_demo(settings: Settings) -> None:
 
 
 def make_room(settings: Settings) -> None:
-    """Empty the output folder of an earlier demo.
-
-    Raises:
-        LaunchError: the folder holds what no demo has written.
-    """
+    """Empty the output folder of an earlier demo, and of nothing else."""
     output = settings.output
     if any(path.name != lock.NAME for path in output.iterdir()) and not (output / MARK).is_file():
         raise LaunchError(f"{output} has files that no demo wrote: empty it, or give another --output")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of --dry-run: what would run, and the command that can be pasted."""
+"""Write the text of --dry-run: what would run, and the command that can be pasted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from launch import data, preflight, sizes
-from launch.flags import flag_names, flag_number, flag_value
+from launch.flags import flag_number, flag_value
 from launch.plan import ROOT, Machine, Plan
 from simreg_megatron.installed import python_path
 
@@ -22,17 +22,17 @@ ASSUMED_VOCABULARY = 32000  # LLaMA-2's, where no manifest says it; Megatron ask
 
 
 def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resumes: int | None = None) -> str:
-    """The dry run's text: facts as shell comments, then a command that can be pasted.
-
-    `resumes` is the iteration of the checkpoint that the run goes on from.
-    """
+    """Write facts as shell comments, then the command; `resumes` is the iteration of the checkpoint to resume from."""
     vocabulary = vocabulary_of(plan)
     parameters = sizes.count_parameters(plan.flags, vocabulary=vocabulary)
-    tokens = flag_number(plan.flags, "--global-batch-size", 1) * flag_number(plan.flags, "--seq-length", 1)
+    batch, sequence = (flag_number(plan.flags, name, 1) for name in ("--global-batch-size", "--seq-length"))
+    steps, samples = flag_number(plan.flags, "--train-iters", 0), flag_number(plan.flags, "--train-samples", 0)
+    length = f"{samples or steps:,} {'samples' if samples else 'steps'}"
+    tokens = f"{batch * sequence:,} per step, {length}, {(samples or steps * batch) * sequence:,} in all"
     implementation = flag_value(plan.flags, "--transformer-impl")
     facts = {
         "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
-        "tokens": f"{tokens:,} per step, {_length(plan)}",
+        "tokens": tokens,
         "data": "the built-in corpus (the run builds it, a dry run does not)" if plan.builtin_corpus else "yours",
         "simreg": describe_simreg(plan),
         "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
@@ -53,15 +53,6 @@ def vocabulary_of(plan: Plan) -> int:
     return flag_number(plan.flags, "--vocab-size", data.vocabulary(plan.flags, assumed))
 
 
-def _length(plan: Plan) -> str:
-    sequence = flag_number(plan.flags, "--seq-length", 1)
-    if "--train-samples" in flag_names(plan.flags):
-        samples = flag_number(plan.flags, "--train-samples", 1)
-        return f"{samples:,} samples, {samples * sequence:,} in all"
-    steps, batch = flag_number(plan.flags, "--train-iters", 0), flag_number(plan.flags, "--global-batch-size", 1)
-    return f"{steps:,} steps, {steps * batch * sequence:,} in all"
-
-
 def describe_simreg(plan: Plan) -> str:
     """Describe objective, lambda and chunks, with the number that auto stands for."""
     if plan.plain:
@@ -80,7 +71,7 @@ def describe_simreg(plan: Plan) -> str:
 
 
 def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:
-    """The command that starts the same run without this launcher, one flag per line."""
+    """Return the command that starts the same run without this launcher, one flag per line."""
     paths = [str(ROOT), *([environ["MEGATRON_PATH"]] if environ.get("MEGATRON_PATH") else [])]
     variables = {"PYTHONPATH": python_path(*reversed(paths), environ=environ), **plan.environment}
     variables.update({name: environ[name] for name in plan.environment if name in environ})
@@ -110,7 +101,7 @@ def _rendezvous(machine: Machine, environ: Mapping[str, str]) -> list[str]:
 
 
 def megatron_version(environ: Mapping[str, str]) -> str:
-    """The release that would run, read without importing it."""
+    """Read the release that would run, without importing it."""
     tree = environ.get("MEGATRON_PATH")
     if not tree:
         try:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m launch.estimate`: what each size should need on its layout. Arithmetic, nothing is measured.
+"""Estimate what each size needs on its layout: `python -m launch.estimate`. Nothing is measured.
 
-Memory is Megatron's own theoretical estimate, FLOPs are Megatron's own count; time follows from the share of the
-peak that the GPUs are assumed to reach.
+Memory and FLOPs are Megatron's own estimates; time follows from the share of the peak that is assumed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _FEWER_ACTIVATIONS = ("recompute_granularity", "cpu_offloading", "fine_grained_a
 
 @dataclass(frozen=True)
 class Estimate:
-    """One size on its layout; memory in GiB per GPU, a checkpoint in GiB, time in seconds and hours."""
+    """One size on its layout; memory in GiB per GPU, a checkpoint in GiB."""
 
     model: str
     nodes: int
@@ -73,11 +72,10 @@ def estimate(layout: str, model: str) -> Estimate:
 
 
 def gpu_memory(args: argparse.Namespace, vocabulary: int) -> tuple[float, float] | None:
-    """Ask Megatron for its theoretical estimate, in GiB a GPU.
+    """Ask Megatron for its estimate of weights with gradients and optimizer, and of activations, in GiB a GPU.
 
-    Returns:
-        Weights with gradients and optimizer, and activations; 0 for either if the run keeps less of it than Megatron's
-        formula says, by recomputation for example. None if this release has no such estimate.
+    Either is 0 if the run keeps less of it than the formula says, by recomputation for example; None if this release
+    has no estimate.
     """
     args = copy.copy(args)
     args.padded_vocab_size = vocabulary
@@ -101,7 +99,7 @@ _COLUMNS = (
 
 
 def row(one: Estimate) -> list[str]:
-    """The cells of one line."""
+    """Format the cells of one line."""
     args = one.args
     layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
     return [

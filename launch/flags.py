@@ -15,25 +15,24 @@ class LaunchError(ValueError):
     """A run that cannot start as asked; the message is the one sentence the user reads."""
 
 
-def group_flags(words: Iterable[str]) -> list[Flag]:
-    """Cut a command line before each flag.
+def refuse(*cases: tuple[object, str]) -> None:
+    """Raise a LaunchError with the sentence of the first case that holds."""
+    for holds, sentence in cases:
+        if holds:
+            raise LaunchError(sentence)
 
-    Raises:
-        LaunchError: a word stands before the first flag.
-    """
+
+def group_flags(words: Iterable[str]) -> list[Flag]:
+    """Cut a command line before each flag; a word before the first one is a LaunchError."""
     groups: list[Flag] = []
     for word in words:
-        if _is_flag(word):
+        if word.startswith("--") or (len(word) == 2 and word[0] == "-" and word[1].isalpha()):  # not -1
             groups.append((word,))
         elif groups:
             groups[-1] += (word,)
         else:
             raise LaunchError(f"{word!r} belongs to no flag: Megatron takes --flag VALUE only")
     return groups
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("--") or (len(word) == 2 and word[0] == "-" and word[1].isalpha())  # not -1
 
 
 def flag_name(flag: Flag) -> str:
@@ -45,7 +44,7 @@ def flag_names(flags: Iterable[Flag]) -> set[str]:
 
 
 def flag_value(flags: Iterable[Flag], name: str) -> str | None:
-    """The first value of a flag where it stands last, as argparse reads it; None if absent or bare."""
+    """Return the first value of a flag's last occurrence, as argparse reads it; None if absent or bare."""
     found = None
     for flag in flags:
         if flag_name(flag) == name:
@@ -54,11 +53,7 @@ def flag_value(flags: Iterable[Flag], name: str) -> str | None:
 
 
 def flag_number(flags: Iterable[Flag], name: str, default: int) -> int:
-    """The value of a flag that counts something.
-
-    Raises:
-        LaunchError: the value is not a positive whole number.
-    """
+    """Return the value of a flag that counts something; a LaunchError unless it is a positive whole number."""
     value = flag_value(flags, name)
     if value is None:
         return default
@@ -76,8 +71,5 @@ def flatten(flags: Iterable[Flag]) -> list[str]:
 
 
 def read_preset(path: Path) -> list[Flag]:
-    """The flags of a preset file: one per line, `#` opens a comment."""
-    words: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        words += shlex.split(line, comments=True)
-    return group_flags(words)
+    """Read the flags of a preset file: one per line, `#` opens a comment."""
+    return group_flags(shlex.split(path.read_text(encoding="utf-8"), comments=True))

@@ -32,12 +32,7 @@ class JobFailed(RuntimeError):
 
 
 def run_jobs(jobs: Sequence[Job], heard: Callable[[Job, str], None] = lambda job, line: None) -> None:
-    """Run all jobs at the same time; call `heard` with each line that one prints.
-
-    Raises:
-        JobFailed: a job failed; the others have been stopped.
-        KeyboardInterrupt: all jobs have been stopped.
-    """
+    """Run all jobs at the same time; call `heard` with each line that one prints. One that fails stops the others."""
     running: dict[str, subprocess.Popen] = {}
     readers = {}
     try:
@@ -69,7 +64,7 @@ def run_jobs(jobs: Sequence[Job], heard: Callable[[Job, str], None] = lambda job
 
 
 def _stop(processes: Sequence[subprocess.Popen]) -> None:
-    """End processes and what they started: by SIGTERM, and by SIGKILL those that are left after a while."""
+    """End processes and what they started by SIGTERM, and those that are left after a while by SIGKILL."""
     for process in processes:
         os.killpg(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run at a time in an output folder: a file that its first rank keeps alive, and takes away at its end.
+"""Let one run at a time use an output folder, by a file that its first rank keeps alive and removes at its end.
 
-A process that was killed leaves the file behind. On the same machine the process id tells; from another one, with
-clocks of its own and a node that may be gone, only what can be seen counts: the holder touches its file every few
-seconds, so a file that does not change for a minute belongs to nobody. So chained, resumed and requeued jobs continue
-without any action by the user.
+A killed process leaves the file behind. On the same machine its process id shows that; from another one, a file that
+has not been touched for a minute is stale. So chained, resumed and requeued jobs continue without any action.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _PATIENCE_SECONDS = 60.0  # six beats: a file server may show an old time for so
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a folder; a process id means something where `machine` is the same, and `born` tells a new process."""
+    """The process that holds a folder; its id counts on the same `machine`, and `born` shows if it was reused."""
 
     host: str
     machine: str
@@ -43,7 +41,7 @@ class Holder:
         return cls(os.uname().nodename, _machine(), pid, _born(pid), time.strftime("%Y-%m-%d %H:%M:%S"))
 
     def is_gone(self) -> bool | None:
-        """Whether the process has ended; None where this machine cannot tell."""
+        """Return whether the process has ended; None if this machine cannot see it."""
         if not self.machine or self.machine != _machine():
             return None
         return _born(self.pid) != self.born
@@ -53,7 +51,7 @@ class Holder:
 
 
 def _machine() -> str:
-    """This boot of this machine, and the process ids that are seen from here; empty if the system does not tell."""
+    """Identify this boot of this machine and its process namespace; empty if unknown."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -61,7 +59,7 @@ def _machine() -> str:
 
 
 def _born(pid: int) -> str:
-    """When a process began, in ticks since the boot; empty if there is none."""
+    """Return when a process began, in ticks since the boot; empty if there is none."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
@@ -71,14 +69,9 @@ def _born(pid: int) -> str:
 def held(
     *folders: Path, wait: Callable[[float], None] = time.sleep, collective: float = COLLECTIVE_SECONDS
 ) -> Iterator[None]:
-    """Hold the folders, which are made where they are missing, until the block ends.
+    """Make and hold the folders until the block ends; a LaunchError if another run holds one, or none can be written.
 
-    Args:
-        wait: sleeps for so many seconds.
-        collective: seconds after which a rank gives up a collective of this run, and so one of its earlier slices.
-
-    Raises:
-        LaunchError: another run holds one of them, or nothing can be written there.
+    `wait` sleeps; `collective` is the seconds after which a rank of this run, or of an earlier slice, gives up.
     """
     taken: list[Path] = []
     done = threading.Event()
@@ -96,7 +89,7 @@ def held(
 
 
 def is_free_for(output: Path, folder: Path) -> bool:
-    """Whether nobody holds `folder`, or the run that holds `output` does."""
+    """Return whether `folder` is free, or held by the run that holds `output`."""
     holder = _read(folder / NAME)
     return not (folder / NAME).exists() if holder is None else holder == _read(output / NAME)
 
@@ -113,27 +106,23 @@ def _take(folder: Path, me: Holder, wait: Callable[[float], None], ended: set[Ho
 
 
 def _created(path: Path, me: Holder) -> bool:
-    """The whole file at once, under its name only if nobody has that: linking is one step on shared disks, too."""
+    """Write the whole file at once, unless there is one: linking is one step on shared disks, too."""
     new = path.with_name(f"{NAME}.{me.host}.{me.pid}")
-    new.write_text(json.dumps(asdict(me)) + "\n")
+    text = json.dumps(asdict(me)) + "\n"
+    new.write_text(text)
     try:
-        os.link(new, path)
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            with path.open("x") as file:
+                file.write(text)
+        return True
     except FileExistsError:
         return False
-    except OSError:  # a file system without links
-        return _created_in_place(path, new.read_text())
     finally:
         new.unlink(missing_ok=True)
-    return True
-
-
-def _created_in_place(path: Path, text: str) -> bool:
-    try:
-        with path.open("x") as file:
-            file.write(text)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _remove_if_stale(path: Path, wait: Callable[[float], None], ended: set[Holder], outlives: float) -> None:
@@ -141,7 +130,9 @@ def _remove_if_stale(path: Path, wait: Callable[[float], None], ended: set[Holde
     gone = None if holder is None else holder in ended or holder.is_gone()
     if gone is None and seen is not None:
         print(f"> {path} is of {holder or 'an unknown process'}: checking whether it is still running", flush=True)
-        gone = _stands_still(path, seen, wait) or (_goes_on_another(holder) and _dies_at_last(path, wait, outlives))
+        gone = _stands_still(path, seen, wait) or (
+            _is_restart_elsewhere(holder) and _wait_until_stale(path, wait, outlives)
+        )
     if not gone and _touched(path) is not None:  # it may have been given back meanwhile
         raise LaunchError(
             f"{path.parent} is in use by another run ({holder or 'unknown'}): end that one first, or give another "
@@ -151,18 +142,17 @@ def _remove_if_stale(path: Path, wait: Callable[[float], None], ended: set[Holde
     _remove_alone(path, holder, wait)
 
 
-def _goes_on_another(holder: Holder | None) -> bool:
-    """Whether this is a later slice of a chain or a restart: the one before may live on, on a node that SLURM lost."""
+def _is_restart_elsewhere(holder: Holder | None) -> bool:
+    """Return whether this is a later slice or restart, whose predecessor may live on, on a node that SLURM lost."""
     environ = os.environ
     is_later = environ.get("SLURM_ARRAY_TASK_ID", "1") != "1" or environ.get("SLURM_RESTART_COUNT", "0") != "0"
     return is_later and holder is not None and holder.host != os.uname().nodename
 
 
-def _dies_at_last(path: Path, wait: Callable[[float], None], outlives: float) -> bool:
-    """A process whose node SLURM gave up waits in a collective until the run's time for these is over.
+def _wait_until_stale(path: Path, wait: Callable[[float], None], outlives: float) -> bool:
+    """Wait for a process on a node that SLURM gave up: it hangs in a collective until that times out.
 
-    It began to minutes ago, before SLURM noticed; and the other ranks of this start wait for the first one as long as
-    for a collective, and no longer. So `outlives` is somewhat less.
+    The other ranks of this start wait for the first one only as long, so `outlives` is somewhat less.
     """
     print(f"> {path} is still touched: waiting up to {outlives / 60:.0f} minutes for that process", flush=True)
     for _ in range(round(outlives / (1.5 * BEAT_SECONDS))):  # the look that follows takes half a beat at least
@@ -174,7 +164,7 @@ def _dies_at_last(path: Path, wait: Callable[[float], None], outlives: float) ->
 
 
 def _remove_alone(path: Path, holder: Holder | None, wait: Callable[[float], None]) -> None:
-    """One process at a time: the slower of two that saw the stale file finds that of the faster, and leaves it."""
+    """Remove a stale file, one process at a time: the slower of two leaves the file of the faster."""
     guard = path.with_name(f"{NAME}.removing")
     try:
         guard.open("x").close()
@@ -190,7 +180,7 @@ def _remove_alone(path: Path, holder: Holder | None, wait: Callable[[float], Non
 
 
 def _remove(path: Path, holder: Holder | None) -> None:
-    """What another holder put there stays, and is not moved for a moment: that moment would let a third one in."""
+    """Remove the file of this holder, without moving another one's: that would let a third process in."""
     with suppress(OSError):
         if _read(path) == holder:
             path.unlink()
@@ -211,7 +201,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _touched(path: Path) -> int | None:
-    """In nanoseconds; opened first, since a network file system asks its server then."""
+    """Return its time in nanoseconds; opened first, so that a network file system asks its server."""
     with suppress(FileNotFoundError), path.open() as file:
         return os.fstat(file.fileno()).st_mtime_ns
     return None

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run has reached its end: a file in its output folder, written by the process that got there."""
+"""Note that a run has reached its end, in a file of its output folder, and find that note."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 from launch.flags import LaunchError, flag_name, flag_value
 from launch.plan import Plan
@@ -17,7 +16,7 @@ _LENGTHS = {"--train-samples": "sequences", "--train-iters": "iterations"}
 
 
 def length(plan: Plan) -> str:
-    """How long the run is asked to be, in words."""
+    """Name the length that is asked for."""
     for name, unit in _LENGTHS.items():
         value = flag_value(plan.flags, name)
         if value is not None:
@@ -26,40 +25,28 @@ def length(plan: Plan) -> str:
 
 
 def has_ended(plan: Plan) -> bool:
-    """Whether the run reached the length that is asked for now; a longer one goes on.
-
-    Raises:
-        LaunchError: another run did, there.
-    """
-    trained_by = _trained_by(plan)
+    """Return whether the run reached the length that is asked for now; a LaunchError if another run did, there."""
+    now = _trained_by(plan)
     try:
         ended = json.loads((plan.output / ENDED).read_text())
-        is_as_long, before = ended["length"] == length(plan), dict(ended.get("trained_by", trained_by))
+        is_as_long, before = ended["length"] == length(plan), dict(ended.get("trained_by", now))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or damaged
         return False
-    if is_as_long:
-        _refuse_another(plan, before, trained_by)
+    for name in sorted(before.keys() | now.keys()) if is_as_long else ():
+        if before.get(name) != now.get(name):
+            both = (f"{name} {each[name]}".strip() if name in each else f"no {name}" for each in (before, now))
+            raise LaunchError(
+                f"{plan.output} holds a run that has ended, and was another one ({' then, '.join(both)} now): give "
+                "another --output"
+            )
     return bool(is_as_long)
 
 
-def _refuse_another(plan: Plan, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
-            told = (f"{name} {each[name]}".strip() if name in each else f"no {name}" for each in (before, now))
-            raise LaunchError(
-                f"{plan.output} holds a run that has ended, and was another one ({' then, '.join(told)} now): give "
-                "another --output"
-            )
-
-
 def _trained_by(plan: Plan) -> dict[str, str]:
-    """The flags that say what is trained on, and how."""
-    found = {}
-    for flag in plan.flags:
-        name = flag_name(flag)
-        if (name.startswith(_TRAINED_BY) or name in _AS_WELL) and name not in _OR_NOT:
-            found[name] = " ".join(flag[1:])
-    return found
+    """Select the flags that decide what is trained on, and how."""
+    named = {flag_name(flag): " ".join(flag[1:]) for flag in plan.flags}
+    trains = {name for name in named if name.startswith(_TRAINED_BY)} - _OR_NOT
+    return {name: value for name, value in named.items() if name in trains | _AS_WELL}
 
 
 def mark_ended(plan: Plan) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run was, kept beside what it made: command, flags, versions, environment, the state of the source, the job.
+"""Record a start in `OUTPUT/record/TIME[-JOB]`: command, flags, versions, environment, state of the source, job.
 
-One folder per start, `OUTPUT/record/TIME[-JOB]`, written by the first rank before training begins. Values of
-variables whose names speak of secrets are left out, and masked where a text that is kept assigns them.
+Values of variables whose names speak of secrets are left out, and masked in any text that assigns them.
 """
 
 from __future__ import annotations
@@ -36,12 +35,8 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
     (folder / "command.txt").write_text(masked(shlex.join([sys.executable, *sys.argv])) + "\n")
     (folder / "flags.txt").write_text("".join(f"{masked(shlex.join(flag))}\n" for flag in plan.flags))
     (folder / "environment.txt").write_text("".join(f"{name}={masked(environ[name])}\n" for name in shown(environ)))
-    facts = {
-        "python": sys.version,
-        "script": str(plan.script),
-        "packages": packages(),
-        "git": _git("rev-parse", "HEAD"),
-    }
+    versions = {"script": str(plan.script), "packages": packages(), "git": _git("rev-parse", "HEAD")}
+    facts = {"python": sys.version, **versions}
     (folder / "versions.json").write_text(json.dumps(facts, indent=1) + "\n")
     changes = _git("diff", "HEAD")
     if changes:
@@ -52,12 +47,12 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
 
 
 def shown(environ: Mapping[str, str]) -> list[str]:
-    """The names of variables whose values may be kept."""
+    """List the variables whose values may be kept."""
     return sorted(name for name in environ if not _SECRET.search(name))
 
 
 def masked(text: str) -> str:
-    """Without what logs somebody in: in addresses, behind flags, and in variables that are called so."""
+    """Redact credentials in addresses, flags and variables."""
     text = _OF_FLAG.sub(r"\1***", _IN_ADDRESS.sub("***", text))
     return _ASSIGNED.sub(lambda found: f"{found[1]}=***" if _SECRET.search(found[1]) else found[0], text)
 
@@ -68,7 +63,7 @@ def packages() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of this source, marked where files differ from it; empty outside a checkout."""
+    """Name the commit of this source, marked if files differ from it; empty outside a checkout."""
     return _git("describe", "--always", "--abbrev=12", "--dirty")
 
 
@@ -77,7 +72,7 @@ def _git(*words: str) -> str:
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints; a record without it is still a record."""
+    """Return what a command prints; a record without it is still a record."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

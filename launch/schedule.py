@@ -32,8 +32,13 @@ def check_schedule(args: argparse.Namespace) -> None:
     state = {} if iteration is None else _read(checkpoints.path_of(Path(folder), iteration))
     before, saved, now = state.get("opt_param_scheduler", {}), state.get("args"), _schedule(args)
     changed = [name for name in now if name in before and before[name] != now[name]]
-    is_other_rate = _is_found_by_rate() and not {"max_lr", "min_lr"}.isdisjoint(changed)
-    if not changed or (any(vars(args).get(name) for name in _DECIDED) and not is_other_rate):
+    if not changed:
+        return
+    from megatron.core.optimizer import optimizer
+
+    keys = getattr(optimizer, "param_group_identifier_keys", ())  # 0.19 finds a group's state by its rates
+    is_other_rate = "max_lr" in keys and bool({"max_lr", "min_lr"} & set(changed))
+    if any(vars(args).get(name) for name in _DECIDED) and not is_other_rate:
         return
     pairs = {f"--{name.replace('_', '-')}": (getattr(saved, name, None), getattr(args, name, None)) for name in _FLAGS}
     differing = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
@@ -51,13 +56,6 @@ def check_schedule(args: argparse.Namespace) -> None:
     raise ScheduleError(
         f"the checkpoint of iteration {iteration} in {folder} has {then}, and this run asks for {asked}, {hint}"
     )
-
-
-def _is_found_by_rate() -> bool:
-    """Return whether this Megatron finds the state of a parameter group by its learning rates, as 0.19 does."""
-    from megatron.core.optimizer import optimizer
-
-    return "max_lr" in getattr(optimizer, "param_group_identifier_keys", ())
 
 
 def _schedule(args: argparse.Namespace) -> dict[str, Any]:

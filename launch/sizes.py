@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on a model's flags: FFN sizes that can be split, batches that can be shared, parameters."""
+"""Compute sizes from a model's flags: FFN sizes that can be split, parameters, bytes of a checkpoint, FLOPs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _WORDS = 8  # 16 bytes of bf16: below this alignment tensor cores run below full
 
 
 def model_parallel_sizes(flags: Sequence[Flag]) -> tuple[int, int, int]:
-    """Tensor, pipeline and context; a replica is held by their product of ranks."""
+    """Return tensor, pipeline and context; a replica is held by their product of ranks."""
     names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
     tensor, pipeline, context = (flag_number(flags, name, 1) for name in names)
     return tensor, pipeline, context
 
 
 def ffn_split(flags: Sequence[Flag]) -> int:
-    """Ranks that share one FFN: experts may be split otherwise than the rest."""
+    """Return the ranks that share one FFN: experts may be split otherwise than the rest."""
     tensor = flag_number(flags, "--tensor-model-parallel-size", 1)
     if "--num-experts" in flag_names(flags):
         return flag_number(flags, "--expert-tensor-parallel-size", tensor)
@@ -30,7 +30,7 @@ def ffn_split(flags: Sequence[Flag]) -> int:
 
 
 def aligned_neighbours(size: int, split: int) -> list[int]:
-    """The sizes below and above, nearest first, of full tiles that leave each rank 16-byte aligned rows."""
+    """Return the sizes below and above, nearest first, of full tiles that leave each rank 16-byte aligned rows."""
     unit = math.lcm(_TILE, _WORDS * split)
     below = size // unit * unit
     sizes = {below, below if below == size else below + unit} - {0}
@@ -38,10 +38,9 @@ def aligned_neighbours(size: int, split: int) -> list[int]:
 
 
 def check_ffn(size: int, split: int, whose: str) -> str | None:
-    """A warning if tensor cores will run this FFN slowly; `whose` is why it is kept.
+    """Return a warning if tensor cores will run this FFN slowly; refuse one that the ranks cannot share.
 
-    Raises:
-        LaunchError: the size is no multiple of the ranks that would share it.
+    `whose` is why it is kept.
     """
     nearest = aligned_neighbours(size, split)
     offer = " or ".join(f"--ffn {candidate}" for candidate in nearest)
@@ -60,12 +59,12 @@ def check_ffn(size: int, split: int, whose: str) -> str | None:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor that is at most `limit`."""
+    """Return the largest divisor that is at most `limit`."""
     return max(size for size in range(1, limit + 1) if number % size == 0)
 
 
 def count_parameters(flags: Sequence[Flag], *, vocabulary: int, active: bool = False) -> int:
-    """Weights of a LLaMA or Mixtral model: attention, SwiGLU (times experts), RMSNorm, embedding and head.
+    """Count the weights of a LLaMA or Mixtral model: attention, SwiGLU (times experts), RMSNorm, embedding and head.
 
     `active` counts those that one token meets: of the experts only the chosen ones, and no embedding table.
     """
@@ -91,7 +90,7 @@ _MASTER = 4  # its float32 value, which a run in 16 bits keeps beside the weight
 
 
 def checkpoint_bytes(flags: Sequence[Flag], *, vocabulary: int) -> int:
-    """Of a checkpoint with the weights and Adam's state, as Megatron saves them."""
+    """Return the bytes of a checkpoint with the weights and Adam's state, as Megatron saves them."""
     given = flag_names(flags)
     in_half = bool(given & {"--bf16", "--fp16"})
     state = 0 if "--no-save-optim" in given else _ADAM + (_MASTER if in_half else 0)
@@ -99,6 +98,6 @@ def checkpoint_bytes(flags: Sequence[Flag], *, vocabulary: int) -> int:
 
 
 def flops_per_token(flags: Sequence[Flag], *, vocabulary: int) -> int:
-    """Of a training step: 6 N + 6 L S H, with the N weights that a token meets, and causal attention over S tokens."""
+    """Count 6 N + 6 L S H for a training step: N weights that a token meets, causal attention over S tokens."""
     layers, length, width = (flag_number(flags, name, 1) for name in ("--num-layers", "--seq-length", "--hidden-size"))
     return 6 * (count_parameters(flags, vocabulary=vocabulary, active=True) + layers * length * width)

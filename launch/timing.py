@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time per step as Megatron's log has it, and how much longer the steps of one kind of run take than another's."""
+"""Read the time per step from Megatron's log, and compare it between two kinds of run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _RESAMPLES = 2000
 
 
 def interval_milliseconds(log: str, log_interval: int) -> list[float]:
-    """Time per step of each logged interval after the first, in which things are set up.
-
-    (Megatron 0.19 prints a line after the first step, too, and goes on counting its interval.)
-    """
+    """Read the time per step of each logged interval after the first, in which things are set up."""
     return [float(time) for step, time in _LINE.findall(log) if int(step) > log_interval]
 
 
@@ -37,12 +34,9 @@ Turns = Sequence[Sequence[float]]
 
 
 def overhead(base: Turns, other: Turns) -> Overhead:
-    """Compare two kinds of run that took turns: the median over turns of the ratio of their medians.
+    """Compare two kinds of run that took turns, by the median over turns of the ratio of their medians.
 
     A machine that slows down slows both runs of a turn alike.
-
-    Raises:
-        ValueError: they did not take equally many turns, or a turn has no interval.
     """
     if len(base) != len(other) or not base or not all(map(len, (*base, *other))):
         raise ValueError("both kinds must have run in every turn, with an interval or more in each")

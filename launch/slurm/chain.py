@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of a chain of jobs: where each slice began and ended, and whether another one should follow.
+"""Keep the books of a chain of jobs: where each slice began and ended, and whether another one should follow.
 
 Runs on the first node of a job, on the system's own Python (3.9 or newer, no packages).
 """
@@ -39,18 +39,14 @@ def main() -> int:
     options = _parse()
     chain = Chain(options.output, options.save)
     try:
-        return _act(chain, options)
+        if options.action == "begin":
+            return chain.begin()
+        if options.action == "watch":
+            return chain.watch(options.keep, options.job)
+        return chain.end(options.keep, options.status, options.save_interval)
     except LaunchError as error:
         chain.say(f"error: {error}")
         return _FAILED
-
-
-def _act(chain: Chain, options: argparse.Namespace) -> int:
-    if options.action == "begin":
-        return chain.begin()
-    if options.action == "watch":
-        return chain.watch(options.keep, options.job)
-    return chain.end(options.keep, options.status, options.save_interval)
 
 
 def _parse() -> argparse.Namespace:
@@ -66,7 +62,7 @@ def _parse() -> argparse.Namespace:
 
 
 def measured_rank_seconds(output: Path) -> dict[int, float]:
-    """What a step took in the slices of a run so far, their start-up included, times the ranks; by number of ranks."""
+    """Measure a step in the slices so far, start-up included, times the ranks; by number of ranks."""
     chain = Chain(output, output)
     seconds: Counter[int] = Counter()
     steps: Counter[int] = Counter()
@@ -95,7 +91,7 @@ class Chain:
         }
 
     def begin(self) -> int:
-        """Note where the slice begins; the run itself puts the checkpoints in order, once it holds their folder."""
+        """Note where the slice begins; the run itself repairs the checkpoints, once it holds their folder."""
         if (self.output / STOP).exists():
             return self._end_chain(f"{self.output / STOP} exists, so the chain ends: remove it and submit again")
         if self._has_ended():
@@ -111,7 +107,7 @@ class Chain:
         return _GO_ON if self._note("begin", iteration, 0) else _FAILED
 
     def watch(self, keep: int, job: str) -> int:
-        """Until killed: delete old checkpoints; when the stop file appears, have Megatron save and leave."""
+        """Delete old checkpoints until killed; when the stop file appears, have Megatron save and leave."""
         told = -math.inf
         while True:
             for path in self._prune(keep):
@@ -119,7 +115,7 @@ class Chain:
             if (self.output / STOP).exists() and time.monotonic() - told > _TELL_AGAIN_SECONDS:
                 if told < 0:
                     self.say(f"{self.output / STOP} was created: the run saves and stops")
-                # To the step alone; again until it is gone, as nobody hears it before Megatron listens.
+                # To the step only; again until it is gone: nothing hears it before Megatron listens.
                 subprocess.run(["scancel", f"--signal={SAVE_AND_LEAVE}", job], check=False)
                 told = time.monotonic()
             time.sleep(_WATCH_SECONDS)
@@ -143,17 +139,16 @@ class Chain:
                     f"warning: a slice of {iteration - began} iterations ends before the first --save-interval of "
                     f"{save_interval}, so a crash loses the whole slice: save more often"
                 )
-            return self._last_slice(iteration)
+            return self._go_on(iteration)
         failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
         if before is not None and before["iteration"] == iteration and before["failed"]:
             self.say(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
             return _FAILED
         self.say(f"{failure}: one more try")
-        return self._last_slice(iteration)
+        return self._go_on(iteration)
 
     def _prune(self, keep: int) -> list[Path]:
-        """Delete old checkpoints; none where a run with another --output holds the folder, which this one cannot, or
-        where the disk cannot be read, which another look may find there again."""
+        """Delete old checkpoints, unless another run holds the folder or the disk is away for a moment."""
         try:
             return checkpoints.prune(self.save, keep) if lock.is_free_for(self.output, self.save) else []
         except (LaunchError, OSError) as error:
@@ -161,7 +156,7 @@ class Chain:
             return []
 
     def _untold(self, iteration: int) -> int:
-        """How many slices of this chain began there, one after the other, without a word of their end."""
+        """Count the slices of this chain that began there in a row without noting their end."""
         count = 0
         for event in reversed(self.events()):
             if (event["chain"], event["event"], event["iteration"]) != (self.place["chain"], "begin", iteration):
@@ -169,14 +164,14 @@ class Chain:
             count += 1
         return count
 
-    def _last_slice(self, iteration: int) -> int:
+    def _go_on(self, iteration: int) -> int:
         last = int(os.environ.get("SLURM_ARRAY_TASK_MAX", "0"))
         if self.place["slice"] == last:
             self.say(f"it was the last of {last} slices, at iteration {iteration}: submit again to continue")
         return _GO_ON
 
     def _history(self) -> tuple[int, dict[str, Any] | None]:
-        """Where this slice began, and how the one before it in this chain ended."""
+        """Find where this slice began, and how the one before it in this chain ended."""
         events = [event for event in self.events() if event["chain"] == self.place["chain"]]
         began = [event["iteration"] for event in events if event["event"] == "begin"]
         ends = [event for event in events if event["event"] == "end"]
@@ -188,15 +183,10 @@ class Chain:
         return (began[-1] if began else 0), before
 
     def events(self) -> list[dict[str, Any]]:
-        """The book's entries; without the last one where it was cut off.
-
-        Raises:
-            LaunchError: another one is damaged.
-        """
-        lines: list[str] = []
+        """Read the book's entries, without a last one that was cut off; another damaged one is a LaunchError."""
+        entries: list[dict[str, Any] | None] = []
         with suppress(OSError):
-            lines = self.book.read_text(errors="replace").splitlines()
-        entries = [_entry(line) for line in lines]
+            entries = [_entry(line) for line in self.book.read_text(errors="replace").splitlines()]
         if entries and entries[-1] is None:
             del entries[-1]  # the next entry takes its place, and says so
         if None in entries:
@@ -206,7 +196,7 @@ class Chain:
         return [entry for entry in entries if entry is not None]
 
     def _note(self, event: str, iteration: int, status: int) -> bool:
-        """One line in the book; without it nobody would see a run that fails again and again."""
+        """Add one line to the book, by which a run that fails again and again is seen."""
         line = {**self.place, "event": event, "iteration": iteration, "status": status, "time": round(time.time())}
         for attempt in range(_ATTEMPTS):
             try:
@@ -220,7 +210,7 @@ class Chain:
         return False
 
     def _iteration(self) -> int:
-        """Of the newest complete checkpoint; a disk may be away for a moment."""
+        """Find the newest complete checkpoint; a disk may be away for a moment."""
         for _ in range(_LOOKS - 1):
             with suppress(LaunchError):
                 return checkpoints.newest_whole(self.save) or 0
@@ -239,12 +229,12 @@ class Chain:
 
 
 def _ranks(environ: Mapping[str, str]) -> int:
-    """Of this job; 0 where SLURM does not tell."""
+    """Count the ranks of this job; 0 if SLURM does not say."""
     return math.prod(int(environ.get(name, "0")) for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE"))
 
 
 def _entry(line: str) -> dict[str, Any] | None:
-    """What a line of a book says; None if it is damaged."""
+    """Read a line of a book; None if it is damaged."""
     with suppress(ValueError):
         entry = json.loads(line)
         if isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in _ENTRY.items()):
@@ -253,7 +243,7 @@ def _entry(line: str) -> dict[str, Any] | None:
 
 
 def _append(book: Path, line: str) -> bool:
-    """Add a line, in place of a last one that a kill or a full disk cut off; whether there was such a one."""
+    """Add a line, and return whether it replaces a last one that a kill or a full disk cut off."""
     with book.open("ab+") as file:
         file.seek(0)
         *whole, last = file.read().splitlines(keepends=True) or [b""]

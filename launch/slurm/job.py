@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a job: `pretrain.sbatch` with its two marked lines filled in."""
+"""Write the text of a job: `pretrain.sbatch` with its two marked lines filled in."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class Job:
 
 
 def render(job: Job) -> str:
-    """The text that is submitted; the same job gives the same text."""
+    """Return the text that is submitted; the same job gives the same text."""
     text = re.sub(r"^#@@.*\n", "", _TEMPLATE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for mark, lines in (("head", _head(job)), ("settings", _settings(job))):
         text = text.replace(f"#@ {mark}\n", "".join(f"{line}\n" for line in lines))
@@ -45,20 +45,15 @@ def render(job: Job) -> str:
 
 
 def seconds_of(time: str, name: str = "--time") -> int:
-    """A time limit as sbatch reads it: minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s.
-
-    Raises:
-        LaunchError: it is none of these.
-    """
+    """Read a time limit as sbatch does: minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s."""
     match = _TIME.fullmatch(time)
     if match is None:
         raise LaunchError(f"{name} takes minutes, hours:minutes:seconds or days-hours, not {time!r}")
-    numbers = [int(match[name]) for name in ("first", "second", "third") if match[name] is not None]
-    if match["days"] is not None:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
-    hours, minutes, seconds = {1: (0, *numbers, 0), 2: (0, *numbers), 3: tuple(numbers)}[len(numbers)]
-    return hours * 3600 + minutes * 60 + seconds
+    numbers = [int(number) for number in (match["first"], match["second"], match["third"]) if number is not None]
+    if match["days"] is None and len(numbers) < 3:  # minutes come first, else hours
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def _head(job: Job) -> Iterator[str]:
@@ -80,25 +75,24 @@ def _head(job: Job) -> Iterator[str]:
         # Megatron saves and leaves at --exit-duration-in-mins; should that be late, it does at this signal.
         "--signal": f"{SAVE_AND_LEAVE}@{max(1, job.reserve // 2)}",
     }
+    try:
+        extra = shlex.split(f"{site.gpu_request} {site.sbatch_extra}")
+    except ValueError as error:
+        raise LaunchError(
+            f"GPU_REQUEST and SBATCH_EXTRA are lists of sbatch's flags, not as they are: {error}"
+        ) from None
     yield from (_directive(f"{name}={value}") for name, value in flags.items() if value != "")
     yield "#SBATCH --requeue"
-    yield from map(_directive, _words_of(f"{site.gpu_request} {site.sbatch_extra}"))
+    yield from map(_directive, extra)
 
 
 def _directive(word: str) -> str:
-    """A line of the head, which sbatch cuts at blanks that are not quoted, and at #."""
+    """Write a line of the head, which sbatch cuts at blanks that are not quoted, and at #."""
     if re.search(r"[#\"'\\]", word) or not word.isprintable():
         raise LaunchError(
             f"sbatch cannot read {word!r} in a job's head: leave out quotes, #, backslashes and line breaks"
         )
     return f'#SBATCH "{word}"' if " " in word else f"#SBATCH {word}"
-
-
-def _words_of(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise LaunchError(f"GPU_REQUEST and SBATCH_EXTRA are lists of sbatch's flags, not {text!r}: {error}") from None
 
 
 def _settings(job: Job) -> Iterator[str]:
@@ -120,7 +114,7 @@ def _settings(job: Job) -> Iterator[str]:
 
 
 def _container(site: Site) -> tuple[list[str], list[str]]:
-    """Words for srun, and words in front of the process."""
+    """Return words for srun, and words in front of the process."""
     if site.runtime == "pyxis":
         mounts = [f"--container-mounts={site.container_mounts}"] if site.container_mounts else []
         image = [f"--container-image={site.container_image}", "--no-container-mount-home"]
@@ -132,18 +126,12 @@ def _container(site: Site) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def _array(name: str, words: tuple[str, ...] | list[str]) -> str:
-    if not words:
-        return f"{name}=()"
-    lines = "".join(f"  {line}\n" for line in _flags_per_line(words))
-    return f"{name}=(\n{lines})"
-
-
-def _flags_per_line(words: tuple[str, ...] | list[str]) -> Iterator[str]:
-    line: list[str] = []
+def _array(name: str, words: Sequence[str]) -> str:
+    """Write a bash array, one flag per line."""
+    lines: list[list[str]] = []
     for word in words:
-        if word.startswith("--") and line:
-            yield shlex.join(line)
-            line = []
-        line.append(word)
-    yield shlex.join(line)
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(word)
+    rows = "".join(f"  {shlex.join(line)}\n" for line in lines)
+    return f"{name}=(\n{rows})" if rows else f"{name}=()"

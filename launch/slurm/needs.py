@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run takes of its cluster: tokens, hours, slices, memory, disk; known before hours in a queue are spent."""
+"""Estimate what a run takes of its cluster: tokens, hours, slices, memory, disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from launch import checkpoints, data, sizes
 from launch.dry_run import describe_simreg, vocabulary_of
@@ -32,7 +31,7 @@ class Step:
 
 
 def step_of(plan: Plan, machine: Machine, given: float | None) -> Step | None:
-    """As the user says, as the run's slices took so far, or as FLOPs tell; None on CPUs before the first slice."""
+    """Take a step's time from the user, from its slices so far, or its FLOPs; None on CPUs before a slice."""
     if given:
         return Step(given, "--step-seconds")
     measured = measured_rank_seconds(plan.output)
@@ -83,7 +82,9 @@ class Needs:
 def needs_of(plan: Plan, job: Job, args: argparse.Namespace | None) -> Needs:
     """Count what is left of the run; `args` are Megatron's arguments, None if it cannot be asked for memory."""
     vocabulary = vocabulary_of(plan)
-    steps = _steps_left(plan, job.save)
+    batch = flag_number(plan.flags, "--global-batch-size", 1)
+    steps = flag_number(plan.flags, "--train-samples", batch * flag_number(plan.flags, "--train-iters", 1)) // batch
+    steps = max(0, steps - (checkpoints.newest_whole(job.save) or 0))
     texts = [] if plan.builtin_corpus else data.prefixes(plan.flags, ("--data-path", "--train-data-path"))
     saved = checkpoints.size(job.save)
     size = saved or sizes.checkpoint_bytes(plan.flags, vocabulary=vocabulary)
@@ -130,7 +131,13 @@ def summary(found: Needs, plan: Plan, job: Job, step: Step | None) -> Iterator[s
         again += f", {found.tokens / found.tokens_there:,.1f} epochs" if found.tokens > found.tokens_there else ""
     yield f"reads  {_count(found.tokens)} tokens in {found.steps:,} iterations{again}"
     if step is not None:
-        yield _time(job, found.steps * step.seconds, step)
+        hours = found.steps * step.seconds / 3600
+        slices = math.ceil(3600 * hours / (seconds_of(job.time) - job.reserve))
+        gpus = job.nodes * job.site.gpus_per_node
+        cost = f" on {gpus} GPUs, {hours * gpus:,.0f} GPU hours" if gpus else f" on {job.nodes} nodes"
+        few = f"; --slices {job.slices} is too few for that" if slices > job.slices else ""
+        many = f"{slices} slice{'s' if slices > 1 else ''}"
+        yield f"takes  {hours:,.1f} h{cost}, {many}, at {step.seconds:.2f} s a step ({step.source}){few}"
     if found.memory:
         yield f"memory {_memory(found.memory, job)}"
     free = "" if found.free is None else f"; {_size(found.free)} are free"
@@ -154,19 +161,3 @@ def _count(number: int) -> str:
 
 def _size(number: int) -> str:
     return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"
-
-
-def _time(job: Job, seconds: float, step: Step) -> str:
-    useful = seconds_of(job.time) - job.reserve
-    hours, slices = seconds / 3600, math.ceil(seconds / useful)
-    gpus = job.nodes * job.site.gpus_per_node
-    cost = f" on {gpus} GPUs, {hours * gpus:,.0f} GPU hours" if gpus else f" on {job.nodes} nodes"
-    many = f"{slices} slice{'s' if slices > 1 else ''}"
-    short = f"; --slices {job.slices} is too few for that" if slices > job.slices else ""
-    return f"takes  {hours:,.1f} h{cost}, {many}, at {step.seconds:.2f} s a step ({step.source}){short}"
-
-
-def _steps_left(plan: Plan, save: Path) -> int:
-    batch = flag_number(plan.flags, "--global-batch-size", 1)
-    steps = flag_number(plan.flags, "--train-samples", batch * flag_number(plan.flags, "--train-iters", 1)) // batch
-    return max(0, steps - (checkpoints.newest_whole(save) or 0))

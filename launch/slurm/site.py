@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between clusters: `cluster.env`, read and checked."""
+"""Read and check `cluster.env`: what differs between clusters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from launch.flags import LaunchError
+from launch.flags import LaunchError, refuse
 
 DEFAULT = Path(__file__).resolve().parent / "cluster.env"
 RUNTIMES = ("venv", "pyxis", "apptainer")
@@ -45,7 +46,7 @@ class Site:
         return max(1, self.gpus_per_node)
 
     def outside(self, *paths: Path) -> list[str]:
-        """A note about each path that no mount brings into the container under its own name."""
+        """Note each path that no mount brings into the container under its own name."""
         words = [mount.split(":") for mount in self.container_mounts.split(",") if mount]
         mounts = [(Path(source), Path(*at[:1] or [source])) for source, *at in words]
         return [
@@ -56,80 +57,78 @@ class Site:
         ]
 
     def __post_init__(self) -> None:
-        if self.runtime not in RUNTIMES:
-            raise LaunchError(f"RUNTIME is {', '.join(RUNTIMES)}, not {self.runtime[:200]!r}")
-        if self.runtime != "venv" and not self.container_image:
-            raise LaunchError(f"RUNTIME={self.runtime} needs an image: set CONTAINER_IMAGE, or RUNTIME=venv")
-        if self.runtime == "venv" and self.container_image:
-            raise LaunchError(
-                "CONTAINER_IMAGE has no effect with RUNTIME=venv: leave it empty, or name pyxis or apptainer"
-            )
-        if self.container_mounts and self.runtime == "venv":
-            raise LaunchError("CONTAINER_MOUNTS has no effect with RUNTIME=venv: leave it empty")
-        if "--gpus-per-task" in self.gpu_request + self.sbatch_extra:
-            raise LaunchError(
-                "--gpus-per-task hides a node's other GPUs from each process: use --gpus-per-node=N or --gres=gpu:N"
-            )
+        is_container = self.runtime != "venv"
+        refuse(
+            (self.runtime not in RUNTIMES, f"RUNTIME is {', '.join(RUNTIMES)}, not {self.runtime[:200]!r}"),
+            (
+                is_container and not self.container_image,
+                f"RUNTIME={self.runtime} needs an image: set CONTAINER_IMAGE, or RUNTIME=venv",
+            ),
+            (
+                self.container_image and not is_container,
+                "CONTAINER_IMAGE has no effect with RUNTIME=venv: leave it empty, or name pyxis or apptainer",
+            ),
+            (
+                self.container_mounts and not is_container,
+                "CONTAINER_MOUNTS has no effect with RUNTIME=venv: leave it empty",
+            ),
+            (
+                "--gpus-per-task" in self.gpu_request + self.sbatch_extra,
+                "--gpus-per-task hides a node's other GPUs from each process: use --gpus-per-node=N or --gres=gpu:N",
+            ),
+        )
         for name, path in (("PYTHON", self.python), ("HOST_PYTHON", self.host_python)):
-            if "/" in path:  # without one it is looked for on the PATH
+            if "/" in path:  # else it is looked for on the PATH
                 check_full(name, path)
         check_full("MEGATRON_PATH", self.environment.get("MEGATRON_PATH", ""))
 
 
 def _holds(source: Path, target: Path, path: Path) -> bool:
-    """Whether a path leads to the same place where `source` is mounted at `target`."""
+    """Return whether a path leads to the same place if `source` is mounted at `target`."""
     return path.is_relative_to(target) and (source / path.relative_to(target)).resolve() == path.resolve()
 
 
 def check_full(name: str, path: str) -> None:
-    """A job's folder is not where it was submitted.
-
-    Raises:
-        LaunchError: the path depends on the folder.
-    """
+    """Refuse a relative path: a job's folder is not the one where it was submitted."""
     if path and not Path(path).is_absolute():
         raise LaunchError(f"{name}={path[:200]} would be looked for in the job's folder: give the path from / on")
 
 
 def read_site(path: Path, variables: Mapping[str, str]) -> Site:
-    """The file at `path`; `variables` fill in $NAMES.
-
-    Raises:
-        LaunchError: it cannot be read, a line is no assignment, or a name is not known.
-    """
+    """Read the file at `path`; `variables` fill in $NAMES. A LaunchError names the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise LaunchError(f"{path} cannot be read ({why}): give a file of settings such as {DEFAULT}") from None
-    known = {item.name: item for item in fields(Site) if item.name != "environment"}
-    settings: dict[str, str | int] = {}
+    known = {item.name.upper(): item for item in fields(Site) if item.name != "environment"}
+    settings: dict[str, Any] = {}
     environment: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(map(str.strip, lines), 1):
         place = f"{path}, line {number}"
-        if not line.strip() or line.lstrip().startswith("#"):
+        if not line or line.startswith("#"):
             continue
-        match = _ASSIGNMENT.fullmatch(line.strip())
+        match = _ASSIGNMENT.fullmatch(line)
         if match is None:
-            raise LaunchError(f"{place}: {line.strip()[:200]!r} is neither NAME=value nor export NAME=value")
-        value = _value(match["value"], variables, place)
-        name = match["name"].lower()
+            raise LaunchError(f"{place}: {line[:200]!r} is neither NAME=value nor export NAME=value")
+        name, value = match["name"], _value(match["value"], variables, place)
         if match["export"]:
-            environment[match["name"]] = value
-        elif match["name"] != name.upper() or name not in known:
-            names = ", ".join(sorted(item.upper() for item in known))
+            environment[name] = value
+            continue
+        if name not in known:
             raise LaunchError(
-                f"{place}: no setting is called {match['name'][:200]}: it is one of {names}; "
+                f"{place}: no setting is called {name[:200]}: it is one of {', '.join(sorted(known))}; "
                 "a variable for the processes is written `export NAME=value`"
             )
-        else:
-            settings[name] = _number(value, match["name"], place) if known[name].type == "int" else value
-    site = Site(**settings, environment=environment)  # type: ignore[arg-type]
+        if known[name].type == "int" and (not value.isdecimal() or len(value) > 9):
+            raise LaunchError(f"{place}: {name} takes a number, not {value[:200]!r}")
+        settings[name.lower()] = int(value) if known[name].type == "int" else value
+    site = Site(**settings, environment=environment)
     lacking = [name for name in _ABOUT_GPUS if name not in settings]
     if site.gpus_per_node and lacking:
         raise LaunchError(
-            f"{path} has no line {lacking[0].upper()}=: take it from {DEFAULT}; it may be empty, but without the line "
-            "nobody knows what a job on GPUs should ask for"
+            f"{path} has no line {lacking[0].upper()}=: take it from {DEFAULT}; it may be empty, but a job on GPUs "
+            "needs the line"
         )
     return site
 
@@ -144,9 +143,3 @@ def _value(text: str, variables: Mapping[str, str], place: str) -> str:
     if len(words) > 1:
         raise LaunchError(f'{place}: quote a value of several words: "{" ".join(words)[:200]}"')
     return filled
-
-
-def _number(value: str, name: str, place: str) -> int:
-    if not value.isdecimal() or len(value) > 9:
-        raise LaunchError(f"{place}: {name} takes a number, not {value[:200]!r}")
-    return int(value)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from launch import data, preflight, progress
-from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, group_flags
+from launch.flags import LaunchError, flag_name, flag_names, flag_number, group_flags, refuse
 from launch.launcher import check_with_megatron, continued, make_parser, missing_data
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout, with_stand_ins
 from launch.schedule import ScheduleError
@@ -43,13 +43,14 @@ _WEIGHT = re.compile(r"[0-9]*\.?[0-9]+")  # of one text among several
 
 
 class _Parser(argparse.ArgumentParser):
-    """Whose complaint is one sentence."""
+    """Raise an error as one sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message}: see bash launch/slurm/submit.sh --help")
 
 
 def make_submit_parser() -> argparse.ArgumentParser:
+    """Make the parser of the options that go before the script."""
     parser = _Parser(
         prog="launch/slurm/submit.sh",
         usage="bash launch/slurm/submit.sh [options] launch/pretrain_{llama|mixtral}.sh [options of that script]",
@@ -59,24 +60,19 @@ def make_submit_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--cluster", type=Path, default=DEFAULT, metavar="FILE", help="settings of your cluster")
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: those of the model's layout)")
-    parser.add_argument("--time", metavar="TIME", help="length of one slice, in sbatch's notation (default: cluster's)")
-    parser.add_argument("--slices", type=int, default=100, metavar="N", help="at most so many slices (default: 100)")
-    parser.add_argument("--keep", type=int, default=3, metavar="N", help="keep the newest N checkpoints (default: 3)")
-    parser.add_argument(
-        "--reserve", type=float, default=10, metavar="MINUTES", help="kept at a slice's end to save (default: 10)"
-    )
-    parser.add_argument("--name", help="of the job (default: from the output folder)")
-    parser.add_argument(
-        "--step-seconds",
-        type=float,
-        metavar="S",
-        help="of one step, to check --save-interval (default: as measured, else a guess)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the text that would be submitted, and stop")
-    text = "submit a run although it needs more memory or disk than there is, or reads its text more than 4 times"
-    parser.add_argument("--force", action="store_true", help=text)
+    seconds = "of one step, to check --save-interval (default: as measured, else a guess)"
+    force = "submit a run although it needs more memory or disk than there is, or reads its text more than 4 times"
+    add = parser.add_argument
+    add("--cluster", type=Path, default=DEFAULT, metavar="FILE", help="settings of your cluster")
+    add("--nodes", type=int, metavar="N", help="nodes (default: those of the model's layout)")
+    add("--time", metavar="TIME", help="length of one slice, in sbatch's notation (default: cluster's)")
+    add("--slices", type=int, default=100, metavar="N", help="at most so many slices (default: 100)")
+    add("--keep", type=int, default=3, metavar="N", help="keep the newest N checkpoints (default: 3)")
+    add("--reserve", type=float, default=10, metavar="MINUTES", help="kept at a slice's end to save (default: 10)")
+    add("--name", help="of the job (default: from the output folder)")
+    add("--step-seconds", type=float, metavar="S", help=seconds)
+    add("--dry-run", action="store_true", help="print the text that would be submitted, and stop")
+    add("--force", action="store_true", help=force)
     return parser
 
 
@@ -138,41 +134,64 @@ class Prepared(NamedTuple):
 
 def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     """Check what is asked as far as this machine can; raise a LaunchError if it could not run."""
-    own, script, words = _split(argv)
+    own, family, words = _split(argv)
     options = make_submit_parser().parse_args(own)
     site = _with_tree(read_site(options.cluster, environ), options.cluster, environ.get("MEGATRON_PATH", ""))
-    environ = {**environ, "MEGATRON_PATH": _tree_to_plan_with(site)}
-    family = _family(script)
+    tree = site.environment.get("MEGATRON_PATH", "")
+    if site.runtime != "venv" and not Path(tree).is_dir():
+        tree = ""  # in the container only, where this machine cannot ask it
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:
         raise LaunchError("put --dry-run before the script: there it prints the job")
     if options.dry_run:
         run_options = with_stand_ins(run_options, words)
-    is_real = (run_options.model or TINY) != TINY
-    if run_options.layout is None and is_real and site.gpus_per_node and site.layout:
+    model = run_options.model or TINY
+    if run_options.layout is None and model != TINY and site.gpus_per_node and site.layout:
         run_options.layout = site.layout
         words = ["--layout", site.layout, *words]
-    _check_python(site, options.cluster)
-    nodes = options.nodes or _nodes_of(run_options.layout, family, run_options.model or TINY)
+    if site.runtime == "venv" and not site.python and _missing("torch"):
+        raise LaunchError(
+            f"the job would run {sys.executable}, which has no torch: activate the environment of the run before you "
+            f"submit, or name its Python in {options.cluster} (PYTHON=)"
+        )
+    nodes = options.nodes or _nodes_of(run_options.layout, family, model)
     run_options.auto_resume = True
-    machine = _machine(nodes, site)
-    plan = build_plan(family, run_options, rest, machine, environ=environ)
+    machine = Machine(
+        gpus=site.gpus_per_node,
+        transformer_engine=bool(site.gpus_per_node),
+        world_size=nodes * site.ranks_per_node,
+        local_world_size=site.ranks_per_node,
+        whole_nodes=True,
+    )
+    plan = build_plan(family, run_options, rest, machine, environ={**environ, "MEGATRON_PATH": tree})
     time = ("--time", options.time) if options.time else (f"TIME in {options.cluster},", site.time)
     step = needs.step_of(plan, machine, options.step_seconds)
     _check(plan, options, step, time, rest)
     _check_data(plan, site, previews=options.dry_run)
-    outside = site.outside(ROOT, plan.output.absolute())
-    for note in (*plan.notes, *outside):
+    output = plan.output.absolute()
+    for note in (*plan.notes, *site.outside(ROOT, output)):
         print(f"> {note}", file=sys.stderr)
-    return Prepared(_job(plan, options, site, nodes, time[1], words), options, plan, machine, step)
+    job = Job(
+        # The same for the same run, by which a second submission is seen.
+        name=options.name or f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}",
+        nodes=nodes,
+        time=time[1],
+        slices=options.slices,
+        keep=options.keep,
+        reserve=round(options.reserve * 60),
+        output=output,
+        save=(plan.save or Path()).absolute(),
+        save_interval=flag_number(plan.flags, "--save-interval", 1),
+        train=(
+            str(ROOT / "launch" / f"pretrain_{family}.sh"), *_with_full_paths(words, output), "--auto-resume",
+        ),
+        site=site,
+    )  # fmt: skip
+    return Prepared(job, options, plan, machine, step)
 
 
 def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
-    """The job has the tree of Megatron that the run is checked with, whatever sbatch passes on.
-
-    Raises:
-        LaunchError: the cluster's file names another one, or the path depends on the folder.
-    """
+    """Give the job the tree of Megatron that the run is checked with, whatever sbatch passes on."""
     check_full("MEGATRON_PATH", tree)
     if tree and site.environment.get("MEGATRON_PATH", tree) != tree:
         raise LaunchError(
@@ -181,69 +200,24 @@ def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
     return replace(site, environment={**site.environment, "MEGATRON_PATH": tree}) if tree else site
 
 
-def _tree_to_plan_with(site: Site) -> str:
-    """That of the job; a container may hold it where this machine sees nothing, and then nobody can be asked."""
-    tree = site.environment.get("MEGATRON_PATH", "")
-    return tree if site.runtime == "venv" or Path(tree).is_dir() else ""
-
-
 def _missing(*packages: str) -> list[str]:
-    """Those that this Python has not: a login node's own may have none."""
+    """List those that this Python does not have: a login node's own may have none."""
     return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
-def _check_python(site: Site, cluster: Path) -> None:
-    """Without a container and a name, the job runs the Python that submits it."""
-    if site.runtime == "venv" and not site.python and _missing("torch"):
-        raise LaunchError(
-            f"the job would run {sys.executable}, which has no torch: activate the environment of the run before you "
-            f"submit, or name its Python in {cluster} (PYTHON=)"
-        )
-
-
-def _machine(nodes: int, site: Site) -> Machine:
-    return Machine(
-        gpus=site.gpus_per_node,
-        transformer_engine=bool(site.gpus_per_node),
-        world_size=nodes * site.ranks_per_node,
-        local_world_size=site.ranks_per_node,
-        whole_nodes=True,
-    )
-
-
-def _job(plan: Plan, options: argparse.Namespace, site: Site, nodes: int, time: str, words: Sequence[str]) -> Job:
-    output = plan.output.absolute()
-    script = ROOT / "launch" / f"pretrain_{plan.family}.sh"
-    return Job(
-        name=options.name or _name(output),
-        nodes=nodes,
-        time=time,
-        slices=options.slices,
-        keep=options.keep,
-        reserve=round(options.reserve * 60),
-        output=output,
-        save=Path(flag_value(plan.flags, "--save") or "").absolute(),
-        save_interval=flag_number(plan.flags, "--save-interval", 1),
-        train=(str(script), *_with_full_paths(words, output), "--auto-resume"),
-        site=site,
-    )
-
-
 def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Our own options, the script, and its words."""
+    """Cut the command line into our own options, the script's family, and the script's words."""
     if {"-h", "--help"} & set(argv[:1]):
         make_submit_parser().parse_args(["--help"])
     for place, word in enumerate(argv):
-        if re.search(r"pretrain_\w+\.sh$", word):
-            return list(argv[:place]), word, list(argv[place + 1 :])
+        if match := re.search(r"pretrain_(\w+)\.sh$", word):
+            family = match[1]
+            if not (ROOT / "launch" / f"pretrain_{family}.sh").is_file():
+                raise LaunchError(
+                    f"there is no launch/pretrain_{family}.sh: it is launch/pretrain_llama.sh or ..._mixtral.sh"
+                )
+            return list(argv[:place]), family, list(argv[place + 1 :])
     raise LaunchError("name what to run: launch/pretrain_llama.sh or launch/pretrain_mixtral.sh, then its options")
-
-
-def _family(script: str) -> str:
-    name = re.sub(r".*pretrain_(\w+)\.sh$", r"\1", script)
-    if not (ROOT / "launch" / f"pretrain_{name}.sh").is_file():
-        raise LaunchError(f"there is no launch/pretrain_{name}.sh: it is launch/pretrain_llama.sh or ..._mixtral.sh")
-    return name
 
 
 def _nodes_of(layout: str | None, family: str, model: str) -> int:
@@ -255,7 +229,7 @@ def _nodes_of(layout: str | None, family: str, model: str) -> int:
 
 
 def _with_full_paths(words: Sequence[str], output: Path) -> list[str]:
-    """A job's directory is not where it was submitted: files and folders are named by their full paths."""
+    """Name files and folders by their full paths: a job's directory is not where it was submitted."""
     full: list[str] = []
     for flag in group_flags(words):
         name = flag_name(flag)
@@ -274,36 +248,41 @@ def _full_path(word: str, *, is_folder: bool) -> str:
     return str(Path(word).absolute()) if is_folder or exists else word
 
 
-def _name(output: Path) -> str:
-    """Readable, and the same for the same run: by it a second submission is seen."""
-    return f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
-
-
 def _check(
     plan: Plan, options: argparse.Namespace, step: needs.Step | None, time: tuple[str, str], given: Sequence[str]
 ) -> None:
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"--{name} must be at least 1, not {getattr(options, name)}")
-    if options.step_seconds is not None and not 0 < options.step_seconds < math.inf:
-        raise LaunchError(f"--step-seconds must be a number above 0, not {options.step_seconds:g}")
-    if not 0.5 <= options.reserve < math.inf:
-        raise LaunchError(f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it")
-    if re.search(r"[\s%#\"'\\]", str(plan.output.absolute())):
-        raise LaunchError(
-            f"sbatch cannot log to {plan.output.absolute()}: use an --output without spaces, quotes, # or %"
-        )
+    output, given_step, reserve = plan.output.absolute(), options.step_seconds, options.reserve
+    refuse(
+        (
+            given_step is not None and not 0 < given_step < math.inf,
+            f"--step-seconds must be a number above 0, not {given_step}",
+        ),
+        (
+            not 0.5 <= reserve < math.inf,
+            f"--reserve must be at least half a minute, not {reserve:g}: the last save needs it",
+        ),
+        (
+            re.search(r"[\s%#\"'\\]", str(output)),
+            f"sbatch cannot log to {output}: use an --output without spaces, quotes, # or %",
+        ),
+    )
     preflight.check_output(plan.output)
-    if progress.has_ended(plan):
-        raise LaunchError(f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output")
-    if (plan.output / STOP).exists():
-        raise LaunchError(f"{plan.output / STOP} stops every slice: remove it first")
-    seconds = seconds_of(time[1], time[0]) - options.reserve * 60
-    if seconds < 60:
-        raise LaunchError(
-            f"{time[0]} {time[1]} leaves less than a minute besides --reserve {options.reserve:g} minutes: give a "
-            "longer --time"
-        )
+    seconds = seconds_of(time[1], time[0]) - reserve * 60
+    refuse(
+        (
+            progress.has_ended(plan),
+            f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output",
+        ),
+        ((plan.output / STOP).exists(), f"{plan.output / STOP} stops every slice: remove it first"),
+        (
+            seconds < 60,
+            f"{time[0]} {time[1]} leaves less than a minute besides --reserve {reserve:g} minutes: "
+            "give a longer --time",
+        ),
+    )
     whose = "--save-interval" if "--save-interval" in flag_names(group_flags(given)) else "the preset's --save-interval"
     needs.check_save_interval(plan, whose, step, seconds)
 
@@ -332,36 +311,27 @@ def _submit(job: Job, text: str) -> None:
     if running:
         raise LaunchError(f"this run is in the queue already ({running.splitlines()[0]}): scancel it first")
     folder = job.output / "slurm"
+    path = folder / "job.sbatch"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (job.output / progress.ENDED).unlink(missing_ok=True)  # of a shorter run that goes on now
-        _write_for_me(folder / "job.sbatch", text)
+        (job.output / progress.ENDED).unlink(missing_ok=True)  # of a shorter run that continues now
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)  # for this user only: the settings of a cluster may hold a key
     except OSError as error:
         raise LaunchError(f"{error.filename} cannot be written ({error.strerror}): give another --output") from None
     try:
-        number = _run(["sbatch", "--parsable", str(folder / "job.sbatch")]).partition(";")[0]
+        number = _run(["sbatch", "--parsable", str(path)]).partition(";")[0]
     except LaunchError as error:
-        raise LaunchError(f"{error}{_advice(str(error), job)}") from None
+        if not re.search(r"job array|QOS policy|SubmitJob", str(error)):
+            raise
+        raise LaunchError(
+            f"{error}; the chain is an array of {job.slices} tasks, which this cluster may not allow: give a smaller "
+            "--slices (scontrol show config | grep MaxArraySize; sacctmgr show qos format=name,maxsubmitpu)"
+        ) from None
     print(f"submitted {job.name} as job {number}, at most {job.slices} slices of {job.time} on {job.nodes} nodes")
     print(f"  logs   {folder}/{number}_*.log")
     print(f"  stop   touch {job.output / STOP}   (saves first)      scancel {number}   (at once)")
-
-
-def _write_for_me(path: Path, text: str) -> None:
-    """The settings of a cluster may hold a key."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-
-
-def _advice(refusal: str, job: Job) -> str:
-    """Every task of the array counts as a job of yours, also while it waits for the one before it."""
-    if re.search(r"job array|QOS policy|SubmitJob", refusal):
-        return (
-            f"; the chain is an array of {job.slices} tasks, which this cluster may not allow: give a smaller --slices "
-            "(scontrol show config | grep MaxArraySize; sacctmgr show qos format=name,maxsubmitpu)"
-        )
-    return ""
 
 
 def _run(command: list[str]) -> str:

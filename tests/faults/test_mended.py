@@ -26,9 +26,9 @@ from tests.faults.starts import ROOT
 
 _RANK = """
 import multiprocessing, os, signal, sys
-from launch import orphans
+from launch import signals
 if sys.argv[1] == "bound":
-    orphans.bind_managers()
+    signals.bind_managers()
 manager = multiprocessing.get_context("fork").Manager()
 print(manager._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -179,11 +179,10 @@ def test_times_are_read_as_sbatch_does(time: str, seconds: int) -> None:
         pytest.param(("--time", "10"), (), "leaves less than a minute", id="reserve"),
         pytest.param(("--time", "tomorrow"), (), "takes minutes", id="no-time"),
         pytest.param(("--nodes", "0"), (), "--nodes must be at least 1", id="nodes"),
-        pytest.param(("--nodes", "3"), (), "24 data-parallel ranks: .* 2064, or --nodes 2 or 4$", id="batch"),
+        pytest.param(("--nodes", "3"), (), "24 data-parallel ranks: .* 2064, or another number", id="batch"),
         pytest.param(("--keep", "0"), (), "--keep must be at least 1", id="keep"),
         pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
-        pytest.param((), ("--pipeline-model-parallel-size", "3"), "-parallel-size of 1, 2, 4, 8, 16 or 32$", id="pp"),
-        pytest.param((), ("--tensor-model-parallel-size", "3"), "-parallel-size of 1, 2, 4, 8, 16 or 32$", id="tp"),
+        pytest.param((), ("--pipeline-model-parallel-size", "3"), "TP 1 x PP 3 x CP 1 = 3 ranks, and 128", id="pp"),
         pytest.param(("--nodes", "3"), ("--tensor-model-parallel-size", "16"), "give --nodes 2 before", id="tp-16"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
     ],
@@ -721,7 +720,7 @@ class TestWhatARunTakes:
 
     def test_a_checkpoint_of_the_builtin_corpus_before_it_is_built(self, tmp_path: Path, monkeypatch) -> None:
         """4,096 token ids and 12 bytes for each of 3.34 million weights: 38.3 MiB, and not the 161 of 32,000 ids."""
-        monkeypatch.setattr("launch.plan.PlannedCorpus.train_prefix", tmp_path / "train")
+        monkeypatch.setattr("launch.plan.BUILTIN_CORPUS", tmp_path)
         site, words = site_file(tmp_path, CPU_SITE), ("--save-interval", "5", "--output", str(tmp_path / "run"))
         *_, disk = self.told("--cluster", str(site), LLAMA, *words)
         assert disk.startswith("disk   38.3 MiB a checkpoint")
