@@ -96,7 +96,7 @@ def newest_whole(folder: Path) -> int | None:
         checkpoint = path_of(folder, number)
         if number == known and not is_torn(checkpoint):
             return number
-        # Of the older format nothing tells whether a rank has yet to begin its file: there the tracker decides.
+        # In the older format a rank may have yet to begin its file: there the tracker decides.
         legacy_unknown = known is not None and number > known and not (checkpoint / "metadata.json").is_file()
         if is_whole(checkpoint) and not legacy_unknown:
             return number

@@ -138,7 +138,9 @@ def run_demo(settings: Settings) -> None:
         corpus = [sys.executable, "-m", "simreg_megatron.cli", *words]
         run_jobs([Job("text", corpus, settings.output / "text.txt", {"PYTHONPATH": python_path(ROOT)})])
         print("\n[2/4] Training: both at once, sharing the cores", flush=True)
-        run_jobs([training_job(settings, name) for name in RUNS], print_progress)
+        commands = {name: [*TORCHRUN, str(TRAIN_SCRIPT), *settings.training_flags(name)] for name in RUNS}
+        logs = {name: settings.output / name / "log.txt" for name in RUNS}
+        run_jobs([Job(name, commands[name], logs[name], ONE_CORE) for name in RUNS], print_progress)
         print("\n[3/4] The time of a step: short runs of plain Megatron and SimReg, one at a time", flush=True)
         steps = measure_steps(settings)
         print("\n[4/4] Hidden states of one text, and figures", flush=True)
@@ -174,11 +176,6 @@ def make_room(settings: Settings) -> None:
     (output / MARK).write_text(json.dumps({"simreg": list(settings.simreg)}) + "\n", encoding="utf-8")
 
 
-def training_job(settings: Settings, name: str) -> Job:
-    command = [*TORCHRUN, str(TRAIN_SCRIPT), *settings.training_flags(name)]
-    return Job(name, command, settings.output / name / "log.txt", ONE_CORE)
-
-
 def print_progress(job: Job, line: str) -> None:
     """Print what a line of Megatron's log says of the losses."""
     if iteration := _ITERATION.search(line):
@@ -205,7 +202,7 @@ def measure_steps(settings: Settings) -> Overhead:
 
 def probe_job(settings: Settings, name: str) -> Job:
     """Read a model's hidden states of one validation text, early and at the end: the run's flags, another script."""
-    os.environ.setdefault("WORLD_SIZE", "1")  # what torchrun would tell the launcher
+    os.environ.setdefault("WORLD_SIZE", "1")  # as torchrun sets it
     options, words = make_parser("llama").parse_known_args(settings.training_flags(name))
     plan = build_plan("llama", options, words, look_at_machine(), environ=os.environ)
     folder = settings.output / name

@@ -59,9 +59,9 @@ def estimate(layout: str, model: str) -> Estimate:
     options, rest = make_parser(family).parse_known_args(words)
     plan = build_plan(family, options, rest, machine, environ={})
     answer = check_with_megatron(plan, machine)
-    if answer is None or answer.args is None:
+    args = answer.args if answer else None
+    if args is None:
         raise LaunchError(f"Megatron cannot be asked for {model}: {answer.objection if answer else 'see make setup'}")
-    args = answer.args
     weights, activations = gpu_memory(args, ASSUMED_VOCABULARY) or (math.nan, math.nan)
     from megatron.training.training import num_floating_point_operations
 

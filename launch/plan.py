@@ -57,10 +57,8 @@ _OF_A_START = {  # where a run's first weights come from; they would drop the op
 _OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start from step 0 if the checkpoint has gone meanwhile
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 _NEED_GPU = {
-    "--distributed-backend": ("nccl",),
-    "--transformer-impl": ("transformer_engine",),
-    "--simreg-impl": ("gemm", "triton"),
-}
+    "--distributed-backend nccl", "--transformer-impl transformer_engine", "--simreg-impl gemm", "--simreg-impl triton",
+}  # fmt: skip
 _TE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 _RESUMABLE = "a run that can resume (--auto-resume, and every submitted one)"
 _OWN_FOLDERS = "needs --output DIR: by default each tiny run has a folder of its own"
@@ -258,9 +256,9 @@ def _choose_cpu(model: str, user: Sequence[Flag], machine: Machine, environ: Map
             "or insist with --simreg-cpu",
         ),
     )
-    for name, values in _NEED_GPU.items():
-        if on_cpu and (value := flag_value(user, name)) in values:
-            raise LaunchError(f"{name} {value} needs a GPU and this run has none: leave the flag out")
+    for name in flag_names(user) if on_cpu else ():
+        if (choice := f"{name} {flag_value(user, name)}") in _NEED_GPU:
+            raise LaunchError(f"{choice} needs a GPU and this run has none: leave the flag out")
     return on_cpu
 
 
@@ -272,18 +270,12 @@ def _uses_builtin_corpus(model: str, options: argparse.Namespace, user: Sequence
     refuse(
         (options.data and own, f"{' and '.join(texts[:2])} both name the training text: give one"),
         (options.valid_data and not options.data, "--valid-data goes with --data PREFIX, the training text"),
-        (
-            texts and not has_tokenizer,
-            f"{(texts or [''])[0]} needs --tokenizer PATH, the tokenizer that made it",
-        ),
+        (texts and not has_tokenizer, f"{(texts or [''])[0]} needs --tokenizer PATH, the tokenizer that made it"),
         (
             not texts and model != TINY,
             f"--model {model} needs your text: give --data PREFIX (of PREFIX.bin and PREFIX.idx) and --tokenizer PATH",
         ),
-        (
-            not texts and has_tokenizer,
-            "--tokenizer goes with --data: the built-in corpus has its own tokenizer",
-        ),
+        (not texts and has_tokenizer, "--tokenizer goes with --data: the built-in corpus has its own tokenizer"),
     )
     return not texts
 
@@ -376,21 +368,16 @@ _OF_LONG_RUNS = (
     # Indexing a large text, or compiling, keeps the first rank from the others for longer than Megatron's 10 minutes.
     ("--distributed-timeout-minutes", "30"),
 )
-_OF_SHARDED_STATE = (  # of the optimizer, over the replicas; the numbers stay the same
-    ("--use-distributed-optimizer",),
-    ("--overlap-grad-reduce",),
-    ("--overlap-param-gather",),
-)
+# The optimizer's state is sharded over the replicas; the numbers stay the same.
+_OF_SHARDED_STATE = (("--use-distributed-optimizer",), ("--overlap-grad-reduce",), ("--overlap-param-gather",))
 # Elements of a bucket of gradients. Megatron's own choice grows with the replicas, and it loads the optimizer's state
 # only into buckets as they were saved: of one size, a run resumes with any number of nodes. This is Megatron's for 128
 # replicas, those of the 7B's layout.
 _BUCKET = ("--ddp-bucket-size", "128000000")
 _LOCAL_LAYERS = (  # their kernels for these are in Apex or Transformer Engine only
-    ("--transformer-impl", "local"),
-    ("--no-persist-layer-norm",),
-    ("--no-masked-softmax-fusion",),
+    ("--transformer-impl", "local"), ("--no-persist-layer-norm",), ("--no-masked-softmax-fusion",),
     ("--no-rope-fusion",),
-)
+)  # fmt: skip
 
 
 def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, large: bool) -> list[Flag]:

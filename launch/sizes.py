@@ -86,7 +86,7 @@ def count_parameters(flags: Sequence[Flag], *, vocabulary: int, active: bool = F
 
 
 _ADAM = 8  # bytes of a weight: its two averages in float32
-_MASTER = 4  # its float32 value, which a run in 16 bits keeps beside the weight that it trains with
+_MASTER = 4  # its float32 value, which a run in 16 bits keeps in addition to the weight that it trains with
 
 
 def checkpoint_bytes(flags: Sequence[Flag], *, vocabulary: int) -> int:

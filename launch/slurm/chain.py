@@ -26,6 +26,10 @@ from launch.signals import SAVE_AND_LEAVE
 
 BOOK = "slices.jsonl"
 STOP = "stop"
+_OPTIONS: tuple[tuple[str, Any, Any], ...] = (  # name, type, default; None: required
+    ("--output", Path, None), ("--save", Path, None), ("--keep", int, 1), ("--job", str, ""),
+    ("--save-interval", int, 0), ("--status", int, 0),
+)  # fmt: skip
 _ENTRY = {"chain": str, "slice": int, "restart": int, "event": str, "iteration": int, "status": int, "time": int}
 _WATCH_SECONDS = 15
 _ATTEMPTS, _ATTEMPT_SECONDS = 3, 10  # a shared file system may be away for a moment
@@ -36,7 +40,11 @@ _GO_ON, _FAILED, _CHAIN_ENDS = 0, 2, 3  # statuses; a job ends as failed unless 
 
 
 def main() -> int:
-    options = _parse()
+    parser = argparse.ArgumentParser(prog="python -m launch.slurm.chain", description=__doc__)
+    parser.add_argument("action", choices=("begin", "watch", "end"))
+    for name, kind, default in _OPTIONS:
+        parser.add_argument(name, type=kind, default=default, required=default is None)
+    options = parser.parse_args()
     chain = Chain(options.output, options.save)
     try:
         if options.action == "begin":
@@ -47,18 +55,6 @@ def main() -> int:
     except LaunchError as error:
         chain.say(f"error: {error}")
         return _FAILED
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m launch.slurm.chain", description=__doc__)
-    parser.add_argument("action", choices=("begin", "watch", "end"))
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--save", type=Path, required=True)
-    parser.add_argument("--keep", type=int, default=1)
-    parser.add_argument("--job", default="")
-    parser.add_argument("--save-interval", type=int, default=0)
-    parser.add_argument("--status", type=int, default=0)
-    return parser.parse_args()
 
 
 def measured_rank_seconds(output: Path) -> dict[int, float]:
@@ -74,7 +70,7 @@ def measured_rank_seconds(output: Path) -> dict[int, float]:
             ranks = begun["ranks"]
             seconds[ranks] += event["time"] - begun["time"]
             steps[ranks] += event["iteration"] - begun["iteration"]
-    return {ranks: ranks * seconds[ranks] / steps[ranks] for ranks in steps if ranks}  # older books do not tell
+    return {ranks: ranks * seconds[ranks] / steps[ranks] for ranks in steps if ranks}  # older books lack them
 
 
 class Chain:
@@ -108,16 +104,16 @@ class Chain:
 
     def watch(self, keep: int, job: str) -> int:
         """Delete old checkpoints until killed; when the stop file appears, have Megatron save and leave."""
-        told = -math.inf
+        signalled = -math.inf
         while True:
             for path in self._prune(keep):
                 self.say(f"{path} is older than the newest {keep}: deleted")
-            if (self.output / STOP).exists() and time.monotonic() - told > _TELL_AGAIN_SECONDS:
-                if told < 0:
+            if (self.output / STOP).exists() and time.monotonic() - signalled > _TELL_AGAIN_SECONDS:
+                if signalled < 0:
                     self.say(f"{self.output / STOP} was created: the run saves and stops")
                 # To the step only; again until it is gone: nothing hears it before Megatron listens.
                 subprocess.run(["scancel", f"--signal={SAVE_AND_LEAVE}", job], check=False)
-                told = time.monotonic()
+                signalled = time.monotonic()
             time.sleep(_WATCH_SECONDS)
 
     def end(self, keep: int, status: int, save_interval: int = 0) -> int:

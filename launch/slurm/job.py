@@ -71,7 +71,7 @@ def _head(job: Job) -> Iterator[str]:
         "--time": job.time,
         "--array": f"1-{job.slices}%1",  # the chain: one slice at a time
         "--output": logs / "%A_%a.log",
-        "--open-mode": "append",  # a slice that SLURM begins anew adds to its log
+        "--open-mode": "append",  # a slice that SLURM restarts adds to its log
         # Megatron saves and leaves at --exit-duration-in-mins; should that be late, it does at this signal.
         "--signal": f"{SAVE_AND_LEAVE}@{max(1, job.reserve // 2)}",
     }

@@ -156,13 +156,8 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
         )
     nodes = options.nodes or _nodes_of(run_options.layout, family, model)
     run_options.auto_resume = True
-    machine = Machine(
-        gpus=site.gpus_per_node,
-        transformer_engine=bool(site.gpus_per_node),
-        world_size=nodes * site.ranks_per_node,
-        local_world_size=site.ranks_per_node,
-        whole_nodes=True,
-    )
+    gpus, ranks = site.gpus_per_node, site.ranks_per_node
+    machine = Machine(gpus, bool(gpus), world_size=nodes * ranks, local_world_size=ranks, whole_nodes=True)
     plan = build_plan(family, run_options, rest, machine, environ={**environ, "MEGATRON_PATH": tree})
     time = ("--time", options.time) if options.time else (f"TIME in {options.cluster},", site.time)
     step = needs.step_of(plan, machine, options.step_seconds)
