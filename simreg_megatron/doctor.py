@@ -158,7 +158,6 @@ def _try_forms() -> bool:
 
     from simreg_megatron import trial
     from simreg_megatron.comparison import OF_THE_PAPER
-    from simreg_megatron.kernels.form import MODULES
 
     if not torch.cuda.is_available():
         print("torch sees no GPU here, so no form of SimReg can be tried on one.")
@@ -167,7 +166,7 @@ def _try_forms() -> bool:
     are_right = True
     for name, shape in OF_THE_PAPER.items():
         device = torch.device("cuda", torch.cuda.current_device())
-        trials = [trial.try_form(impl, shape, device) for impl in MODULES]
+        trials = [trial.try_form(impl, shape, device) for impl in trial.MODULES]
         print(f"{name}: {shape}\n  form        loss off by  gradient off by")
         for one in trials:
             print(f"  {one.impl:12}{one.loss_error:<13.1e}{one.gradient_error:<17.1e}{one.failure or 'right'}")

@@ -168,7 +168,7 @@ def test_the_launcher_plans_the_trainings(engine: bool, parts: dict[str, Part]) 
         (command,) = parts[name].commands
         family = "mixtral" if "mixtral" in command[1] else "llama"
         options, more = make_parser(family).parse_known_args(command[2:])
-        made = build_plan(family, options, more, machine, environ={}, corpus=None, stamp="now")
+        made = build_plan(family, options, more, machine, environ={}, stamp="now")
         flags = [word for flag in made.flags for word in flag]
         assert flags[flags.index("--data-cache-path") + 1].endswith("/cache")
         assert ("--simreg-lambda" in flags) == (name != "plain")

@@ -40,7 +40,7 @@ def test_steps_of_350m_have_an_aligned_ffn_and_one_kind_the_presets(engine: bool
     words = ("--model", "350m", "--train-iters", "60", *launched.of_model("350m"), *own)
     given, more = make_parser("llama").parse_known_args(words)
     machine = Machine(gpus=1, world_size=1, transformer_engine=engine)
-    made = build_plan("llama", given, more, machine, environ={}, corpus=None, stamp="now")
+    made = build_plan("llama", given, more, machine, environ={}, stamp="now")
     flags = [word for flag in made.flags for word in flag]
     assert flags[flags.index("--ffn-hidden-size") + 1] == str(width)
     assert "--no-create-attention-mask-in-dataloader" in flags
