@@ -54,6 +54,8 @@ def choose(
     trials: list[Trial] = []
     for impl in impls:
         own = try_form(impl, shape, device) if computes else Trial(impl, 0.0, 0.0)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         failed = torch.tensor(float(bool(own.failure)), device=device)
         if group is not None:
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
@@ -83,9 +85,6 @@ def try_form(impl: str, shape: Shape, device: torch.device) -> Trial:
     except Exception as error:  # a kernel that does not compile, memory that is not there, ...
         _require_sound(device, impl)
         return Trial(impl, math.nan, math.nan, f"fails ({type(error).__name__}: {_first(error)})")
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     return Trial(impl, *worst)
 
 

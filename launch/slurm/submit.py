@@ -66,7 +66,7 @@ def make_submit_parser() -> argparse.ArgumentParser:
     add("--cluster", type=Path, default=DEFAULT, metavar="FILE", help="settings of your cluster")
     add("--nodes", type=int, metavar="N", help="nodes (default: those of the model's layout)")
     add("--time", metavar="TIME", help="length of one slice, in sbatch's notation (default: cluster's)")
-    add("--slices", type=int, default=100, metavar="N", help="at most so many slices (default: 100)")
+    add("--slices", type=int, default=100, metavar="N", help="at most N slices (default: 100)")
     add("--keep", type=int, default=3, metavar="N", help="keep the newest N checkpoints (default: 3)")
     add("--reserve", type=float, default=10, metavar="MINUTES", help="kept at a slice's end to save (default: 10)")
     add("--name", help="of the job (default: from the output folder)")
@@ -186,7 +186,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
 
 
 def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
-    """Give the job the tree of Megatron that the run is checked with, whatever sbatch passes on."""
+    """Give the job the tree of Megatron that the run is checked with, also if sbatch passes no environment on."""
     check_full("MEGATRON_PATH", tree)
     if tree and site.environment.get("MEGATRON_PATH", tree) != tree:
         raise LaunchError(

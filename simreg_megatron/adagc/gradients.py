@@ -125,7 +125,7 @@ def _counted_experts(name: str, config: Any) -> str:
 
     if _ALL_EXPERTS.search(name):
         raise NotImplementedError(
-            f"--adagc clips every expert by itself, and {name} holds all of a rank's experts in one tensor: "
+            f"--adagc clips each expert separately, and {name} holds all of a rank's experts in one tensor: "
             "train with Transformer Engine's grouped experts or without --moe-grouped-gemm, or drop --adagc"
         )
     if not (_SEQUENTIAL_EXPERT.search(name) or _GROUPED_EXPERT.search(name)):

@@ -57,7 +57,7 @@ class _ContrastRatio(torch.autograd.Function):
         tokens, anchors = Tokens(rows, labels, usable, documents), (0, rows.shape[2])
         kept = form_named(impl).measure(tokens, anchors, temperature, keep=keep and ctx.needs_input_grad[0])
         ctx.save_for_backward(rows, *kept)
-        ctx.options, ctx.is_used = (anchors, temperature, impl), False
+        ctx.options, ctx.is_spent = (anchors, temperature, impl), False
         return kept.ratio
 
     @staticmethod
@@ -65,15 +65,15 @@ class _ContrastRatio(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, *saved = ctx.saved_tensors
         anchors, temperature, impl = ctx.options
-        form, (kept,) = form_named(impl), unused(ctx, [Kept(*saved)])
+        form, (kept,) = form_named(impl), without_spent_pairs(ctx, [Kept(*saved)])
         grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
         form.pull_back(rows, kept, form.anchor_pull(grads[0], kept, temperature), anchors, temperature, grad)
         return grad, None, None, None, None, None, None
 
 
-def unused(ctx: Any, kept: list[Kept]) -> list[Kept]:
-    """What a backward may use: no exponentials in a second one (`retain_graph`), as the first may write over them."""
-    if ctx.is_used:
+def without_spent_pairs(ctx: Any, kept: list[Kept]) -> list[Kept]:
+    """Drop the exponentials in a second backward (`retain_graph`): the first one may have written over them."""
+    if ctx.is_spent:
         kept = [each._replace(pairs=each.pairs.new_empty(0)) for each in kept]
-    ctx.is_used = True
+    ctx.is_spent = True
     return kept

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simreg_megatron.kernels import halves
-from simreg_megatron.kernels import triton as form
+from simreg_megatron.kernels import triton as triton_form
 from simreg_megatron.kernels.form import Span
 from simreg_megatron.kernels.rows import _copy_kernel, _project_kernel
 from simreg_megatron.kernels.triton import cdiv, run
@@ -263,7 +263,7 @@ def _readable(rows: Tensor) -> Tensor:
     why = ""
     if rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         why = f"computes float16, bfloat16 and float32, not {rows.dtype}"
-    elif rows.device.type not in ("cuda", "meta") and not form.INTERPRETS:
+    elif rows.device.type not in ("cuda", "meta") and not triton_form.INTERPRETS:
         why = f"needs a CUDA device, and the rows are on {rows.device}"
     elif not halves.BMM_WIDENS:
         why = f"needs torch 2.8 or newer, this is {torch.__version__}"

@@ -163,7 +163,7 @@ def _ratios(sums, kind, tiles, height, names, scale, length, first, total, ratio
     whole = (positive + 1.0).to(tl.float32)  # the token itself is a positive
     token = chunk * length + first + i
     inverse = tl.load(scale + token, inside, 1.0)
-    # NaN for a row that is not finite, whose scale is NaN or 0: one that meets nobody would pass as a 0.
+    # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
     doubt = tl.where(inverse == 0.0, float("nan"), inverse * 0.0)
     is_usable = tl.load(names + token, inside, -1) >= 0
     tl.store(total + chunk * height + i, whole, inside)

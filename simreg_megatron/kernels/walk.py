@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way through all pairs, tile by tile and each tile once: what every fast form of `contrast` shares.
+"""Iterate over all pairs, tile by tile and each tile once: shared by the forms tiled and gemm.
 
-A form says how one tile is computed, by a subclass of `Tiles`. Three ways back, by what fits into the `BUDGET`:
+A form says how one tile is computed, by a subclass of `Tiles`. Three backward passes, by what fits into the `BUDGET`:
 
 * the forward kept its exponentials P: the backward multiplies them by H's coefficients, and nothing is computed twice;
-* the gradient of a chunk fits beside its tiles in its summing type: each tile serves both of its sides;
+* the gradient of a chunk fits next to its tiles in its summing type: each tile serves both of its sides;
 * else panel by panel: every tile of a panel is computed for that panel alone, and a panel is all that is summed.
 
 Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk; m chunks worked on together;
@@ -28,7 +28,7 @@ Slab = tuple[slice, slice]  # of sequences and of chunks; one of the two has len
 
 
 class Budget(NamedTuple):
-    """Bytes beside the rows, their gradient and some numbers a token."""
+    """Bytes in addition to the rows, their gradient and some numbers a token."""
 
     kept: int  # exponentials, from the forward of a loss to its backward
     work: int  # tiles and a gradient in its summing type, while one of the two runs
@@ -74,7 +74,7 @@ class Tiles(ABC):
     @staticmethod
     @abstractmethod
     def kept_dtype(rows: Tensor, length: int, by_document: bool) -> torch.dtype | None:
-        """Of exponentials that stay between forward and backward; None where they are better computed again.
+        """Return the type of exponentials that stay for the backward; None if they are better computed again.
 
         Args:
             rows: [..., d] of their type and on their device.
@@ -110,7 +110,7 @@ class Tiles(ABC):
         """(S_pos, S_neg / S_pos) [b, c, p] from the sums [2, b, c, p] over all other tokens; 0 where not usable."""
         positive, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
         ratio = negative / positive
-        # NaN for a row that is not finite, whose scale is NaN or 0: one that meets nobody would pass as a 0.
+        # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
         ratio.addcdiv_(scale, scale, value=0.0)
         return positive, ratio.masked_fill_(names < 0, 0.0)
 

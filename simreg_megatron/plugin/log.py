@@ -86,7 +86,7 @@ def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
             log_timer(compat.arguments(), iteration, _interval())
         result = training_log(*args, **kwargs)
         if left_out := left_out_of_console(means):
-            say(f"SimReg at iteration {iteration}, beside Megatron's line, which has no numbers below 0: {left_out}")
+            say(f"SimReg at iteration {iteration}, next to Megatron's line, which has no numbers below 0: {left_out}")
         for name in means:  # interval means, not sums: Megatron must not go on adding to them
             total_loss_dict.pop(name, None)
         return result

@@ -70,7 +70,7 @@ _IN_WHOLE_GRAPHS: tuple[_Row, ...] = (
      f"--simreg-every {{}} leaves SimReg out of most steps, and {WHOLE_GRAPH} computes the same in each: drop it, or "
      f"{_LAYERS_ONLY}"),
     (NotImplementedError, lambda args, config: next((p.objective for p in config.parts if p.record.draws), None),
-     f"SimReg objective {{}} draws anew in each step, and {WHOLE_GRAPH} would repeat the first draw: {_LAYERS_ONLY}, "
+     f"SimReg objective {{}} draws again in each step, and {WHOLE_GRAPH} would repeat the first draw: {_LAYERS_ONLY}, "
      "or choose another objective"),
     (ValueError, lambda args, config: getattr(args, "cuda_graph_warmup_steps", 1) < 1,
      f"SimReg makes what it keeps from step to step in the first one, which {WHOLE_GRAPH} must not capture: set "

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from simreg_megatron.kernels.contrast import unused
+from simreg_megatron.kernels.contrast import without_spent_pairs
 from simreg_megatron.kernels.form import Form, Kept, Tokens
 from simreg_megatron.losses._chunks import Stretch, joined, stretches
 from simreg_megatron.parallel.layout import RowPlan, shared_pairs
@@ -72,7 +72,7 @@ class _RatiosOverRanks(torch.autograd.Function):
         else:
             kept = [pairs.form.measure(_tokens(*part), part[1].inside, pairs.temperature, keep=keeps) for part in parts]
         ctx.save_for_backward(hidden_states, *[tensor for each in kept for tensor in each])
-        ctx.rest, ctx.is_used = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
+        ctx.rest, ctx.is_spent = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
         return joined([each.ratio.flatten(1) for each in kept])
 
     @staticmethod
@@ -87,7 +87,7 @@ def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
     hidden_states, *saved = ctx.saved_tensors
     parts, shard, plan, pairs = ctx.rest
     form, size = pairs.form, len(Kept._fields)
-    kept = unused(ctx, [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)])
+    kept = without_spent_pairs(ctx, [Kept(*saved[first : first + size]) for first in range(0, len(saved), size)])
 
     own, first = [], 0
     for each in kept:

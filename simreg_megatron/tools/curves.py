@@ -112,7 +112,7 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
 
 
 def _draw(axes: Axes, series: Series, name: str, place: int, end: float | None, *, smooths: bool) -> None:
-    """Draw a line, and beside its end the value that tables have: the last one, or the mean over the last tenth."""
+    """Draw a line, and at its end the value that tables have: the last one, or the mean over the last tenth."""
     steps, values = series
     colour, label = COLOURS[place % len(COLOURS)], name.replace("$", r"\$").lstrip("_")
     if smooths and len(values) > _SMOOTHED_POINTS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load and train tokenizers: a sentencepiece `.model`, or a Hugging Face folder or name.
 
-`load_tokenizer` loads either kind; `Tokenizer.sha256` tells apart two tokenizers with equally many ids.
+`load_tokenizer` loads either kind; `Tokenizer.sha256` distinguishes two tokenizers with equally many ids.
 `train_tokenizer` makes a sentencepiece model of some texts.
 """
 

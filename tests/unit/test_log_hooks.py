@@ -118,8 +118,8 @@ def test_numbers_below_zero_reach_the_console(
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         " iteration 5 | simreg loss: 5.000000E-01 |",
-        "> SimReg at iteration 5, beside Megatron's line, which has no numbers below 0: simreg margin: -1.250000E+00 | "
-        "simreg negative cosine: -1.250000E-01",
+        "> SimReg at iteration 5, next to Megatron's line, which has no numbers below 0: "
+        "simreg margin: -1.250000E+00 | simreg negative cosine: -1.250000E-01",
     ]
     found |= {name: value.abs() for name, value in found.items()}
     megatrons_log({"advanced iterations": 4}, 10, 0)

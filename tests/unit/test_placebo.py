@@ -112,7 +112,7 @@ def test_stages_must_agree_on_the_iteration() -> None:
 
 
 def test_without_labels_each_token_is_alone() -> None:
-    """SimReg on labels that are all different, whatever the tokens' own are."""
+    """SimReg on labels that are all different, instead of the tokens' own."""
     hidden, labels, mask, loss = micro_batch()
     settings = {"lambda_": 2.0, "temperature": 0.1, "chunk_size": 6}
     add(Regularizer(SimRegConfig(objective="placebo", objective_options="labels=none", **settings)),

@@ -230,8 +230,8 @@ def test_a_document_mask_without_document_ends_is_refused(
     ("config", "kind", "why"),
     [
         (SimRegConfig(lambda_=1, every=4), NotImplementedError, "--simreg-every 4 leaves SimReg out of most steps"),
-        (SimRegConfig(objective="sigreg", lambda_=1), NotImplementedError, "sigreg draws anew in each step"),
-        (SimRegConfig(objective="simreg:1,placebo:1"), NotImplementedError, "placebo draws anew in each step"),
+        (SimRegConfig(objective="sigreg", lambda_=1), NotImplementedError, "sigreg draws again in each step"),
+        (SimRegConfig(objective="simreg:1,placebo:1"), NotImplementedError, "placebo draws again in each step"),
         (SimRegConfig(objective="none"), ValueError, "only measures here"),
         (SimRegConfig(lambda_=1, log_interval=10), ValueError, "--simreg-log-interval has no effect"),
     ],

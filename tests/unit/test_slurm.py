@@ -626,11 +626,11 @@ def _run_job(job: str, folder: Path, programs: dict[str, str]) -> CompletedProce
     for name, text in {**slurms, **programs}.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    told = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_END_TIME": "99999999999"}
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_END_TIME": "99999999999"}
     names = ("ARRAY_JOB_ID", "JOB_ID", "JOB_NUM_NODES", "JOB_NODELIST", "NTASKS_PER_NODE", "NTASKS", "NNODES")
     places = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
-    told |= {f"SLURM_{name}": "1" for name in names} | places
-    return jobs.run(["bash", "-c", job], env={**os.environ, **told})
+    environ |= {f"SLURM_{name}": "1" for name in names} | places
+    return jobs.run(["bash", "-c", job], env={**os.environ, **environ})
 
 
 @pytest.mark.megatron
@@ -675,20 +675,20 @@ def test_rank_sh_gives_torch_its_names(tmp_path: Path) -> None:
 class TestWhatARunTakes:
     """Told with every submission and dry run."""
 
-    def told(self, *argv: str) -> list[str]:
+    def summary(self, *argv: str) -> list[str]:
         job, _, plan, _, step = submit.prepare(argv, dict(os.environ))
         return list(needs.summary(needs.needs_of(plan, job, None), plan, job, step))
 
     def test_of_a_real_size(self, data: list[str]) -> None:
         """12,500 steps of 2048 sequences of 2048 tokens; 14 bytes for each of 6.74 billion weights."""
-        trains, reads, takes, disk = self.told(LLAMA, "--model", "7b", *data, "--simreg-lambda", "auto")
+        trains, reads, takes, disk = self.summary(LLAMA, "--model", "7b", *data, "--simreg-lambda", "auto")
         assert trains == "trains in bf16, SimReg: simreg, lambda 20 (auto), chunks of 1024 tokens"
         assert reads == "reads  52.4 billion tokens in 12,500 iterations"
         assert takes.startswith("takes  11.9 h on 128 GPUs, 1,519 GPU hours, 4 slices, at 3.42 s a step (guessed")
         assert re.fullmatch(r"disk   87\.9 GiB a checkpoint, 351\.4 GiB for 3 and one being written; .* are free", disk)
 
     def test_of_a_length_in_samples(self, data: list[str]) -> None:
-        _, reads, *_ = self.told(LLAMA, "--model", "7b", *data, "--train-samples", "2048000")
+        _, reads, *_ = self.summary(LLAMA, "--model", "7b", *data, "--train-samples", "2048000")
         assert reads == "reads  4.19 billion tokens in 1,000 iterations"
 
     def test_what_is_left_and_how_often_the_text_is_read(self, data: list[str], tmp_path: Path) -> None:
@@ -698,7 +698,7 @@ class TestWhatARunTakes:
         for name in ("metadata.json", ".metadata"):
             (checkpoint / name).write_text("{}")
         words = ["--model", "7b", *data, "--data", str(tmp_path / "text"), "--save-interval", "100"]
-        _, reads, takes, _ = self.told("--step-seconds", "3", "--slices", "1", "--time", "20", LLAMA, *words)
+        _, reads, takes, _ = self.summary("--step-seconds", "3", "--slices", "1", "--time", "20", LLAMA, *words)
         assert reads == (
             f"reads  2.1 billion tokens in 500 iterations, of the 2,000 in {tmp_path / 'text'}, 1,048,576.0 epochs"
         )
@@ -709,12 +709,12 @@ class TestWhatARunTakes:
         _write_text(tmp_path / "text")
         files = {"text.bin": {"bytes": 4000}}
         (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 16_000, "files": files}))
-        *_, disk = self.told(LLAMA, "--model", "7b", *data, "--data", str(tmp_path / "text"))
+        *_, disk = self.summary(LLAMA, "--model", "7b", *data, "--data", str(tmp_path / "text"))
         assert disk.startswith("disk   86.1 GiB a checkpoint")
 
     def test_on_cpus_before_the_first_slice(self, data: list[str], tmp_path: Path) -> None:
         site = site_file(tmp_path, CPU_SITE)
-        _, reads, disk = self.told("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
+        _, reads, disk = self.summary("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
         assert reads == "reads  819,200 tokens in 400 iterations"
         assert "MiB for 3 and one being written" in disk
 
@@ -722,7 +722,7 @@ class TestWhatARunTakes:
         """4,096 token ids and 12 bytes for each of 3.34 million weights: 38.3 MiB, and not the 161 of 32,000 ids."""
         monkeypatch.setattr("launch.plan.BUILTIN_CORPUS", tmp_path)
         site, words = site_file(tmp_path, CPU_SITE), ("--save-interval", "5", "--output", str(tmp_path / "run"))
-        *_, disk = self.told("--cluster", str(site), LLAMA, *words)
+        *_, disk = self.summary("--cluster", str(site), LLAMA, *words)
         assert disk.startswith("disk   38.3 MiB a checkpoint")
 
     @pytest.mark.megatron
