@@ -8,11 +8,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import util
 from pathlib import Path
 
 import torch
 
 from simreg_megatron.cpu.backend import MEGATRON_FLAGS
+from simreg_megatron.installed import broken_transformer_engine
 from simreg_megatron.kernels.form import MODULES
 from tests.megatron.runs import PRETRAIN, torchrun
 
@@ -110,11 +112,9 @@ class Observed:
 
 @cache
 def _engine_error() -> str | None:
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # it fails in many ways where its build does not fit torch or the driver
-        return f"Transformer Engine cannot be imported: {error}"
-    return None
+    if util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    return broken_transformer_engine()
 
 
 def why_not(run: Run) -> str | None:
