@@ -7,10 +7,11 @@ own loop is checked for that after each step; each model is, at the end of its f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,13 +39,15 @@ def regularize(postprocess: Callable[..., Any]) -> Callable[..., Any]:
         if regularizer is None:
             return postprocess(model, *args, **kwargs)
         given = compat.named_arguments(signature, model, *args, **kwargs) if args else kwargs
-        terms = _terms(here, regularizer, model, given, given["hidden_states"])
         here.entered.add(model)
         try:
-            loss = postprocess(model, *args, **kwargs)
+            with _behind_output_layer(
+                model, lambda: _terms(here, regularizer, model, given, given["hidden_states"])
+            ) as terms:
+                loss = postprocess(model, *args, **kwargs)
         finally:
             here.entered.discard(model)
-        return regularizer.add_to(loss, terms)
+        return regularizer.add_to(loss, terms[0])
 
     return with_simreg
 
@@ -60,20 +63,46 @@ def regularize_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if regularizer is None:
             return forward(model, *args, **kwargs)
         given = compat.named_arguments(signature, model, *args, **kwargs)
-        terms: list[Terms | None] = []
+        states: list[Any] = []
 
-        def compute(_: Any, __: Any, output: Any) -> None:
-            states = output[0] if isinstance(output, tuple) else output
-            terms.append(_terms(here, regularizer, model, given, states))
+        def keep(_: Any, __: Any, output: Any) -> None:
+            states.append(output[0] if isinstance(output, tuple) else output)
 
-        handle = model.decoder.register_forward_hook(compute)
+        handle = model.decoder.register_forward_hook(keep)
         try:
-            loss = forward(model, *args, **kwargs)
+            with _behind_output_layer(model, lambda: _terms(here, regularizer, model, given, states[-1])) as terms:
+                loss = forward(model, *args, **kwargs)
         finally:
             handle.remove()
-        return regularizer.add_to(loss, terms[-1])
+        return regularizer.add_to(loss, terms[0])
 
     return with_simreg
+
+
+@contextlib.contextmanager
+def _behind_output_layer(model: Any, compute: Callable[[], Terms | None]) -> Iterator[list[Terms | None]]:
+    """Call `compute` once inside the block, after the model's output layer; at its end if that is never called.
+
+    The output layer and the loss keep a GPU busy for milliseconds, in which the host prepares the terms. Autograd runs
+    the newest node first, so that their backward lies between those of the loss and of the output layer.
+
+    Yields:
+        What `compute` returned, in a list.
+    """
+    terms: list[Terms | None] = []
+
+    def compute_once(*_: Any) -> None:
+        if not terms:  # multi-token prediction calls the output layer several times
+            terms.append(compute())
+
+    layer = getattr(model, "output_layer", None)
+    handle = None if layer is None else layer.register_forward_hook(compute_once)
+    try:
+        yield terms
+    finally:
+        if handle is not None:
+            handle.remove()
+    compute_once()
 
 
 def prepare(initialize: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,9 +45,9 @@ class _Part(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """SimReg's terms of one micro-batch, one part an objective, until its language-model loss is there."""
+    """SimReg's terms of one micro-batch, until its language-model loss is there."""
 
-    parts: list[_Part]
+    weighted: Tensor | None  # [B, A], lambda * term of all objectives; None where the step or the stage trains on none
     model: Any
     labels: Tensor  # [B, T]
     start: int  # first column of the loss that they belong to
@@ -91,9 +91,6 @@ class Regularizer:
     ) -> Terms | None:
         """Compute SimReg's terms of a micro-batch; None in steps in which it neither trains nor measures.
 
-        Call it before the output layer and the loss: autograd runs the newest node first, so that the terms' backward
-        follows the output layer's, which keeps the device busy while the host prepares the terms'.
-
         Args:
             model: the GPTModel.
             hidden_states: [S, B, D], what enters the output layer (or, with multi-token prediction, its stack).
@@ -116,7 +113,8 @@ class Regularizer:
                 self.metrics.observe_predictions(model, main_states.detach(), own, tokens.labels, tokens.valid, shard)
                 if last is not None:  # hook the original tensor: a slice would receive only part of the gradient
                     self.metrics.watch_gradient(hidden_states if last is main_states else last, tokens.valid, shard)
-        return Terms(parts, model, labels, shard.start)
+            weighted = self._weighted(parts, model) if self.trains and parts else None
+        return Terms(weighted, model, labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
         """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched.
@@ -130,11 +128,11 @@ class Regularizer:
             raise NotImplementedError(OTHER_LOSS)
         if not self.trains:
             return loss_BT
-        if terms.parts:
-            term = self._weighted(terms.parts, terms.model, loss_BT)
+        if terms.weighted is not None:
+            _require_finite(terms.weighted, loss_BT)
             if loss_BT.requires_grad and not self._is_back:  # a teacher's loss trains nothing
-                self._expect_gradient(term)
-            loss_BT = add_gradient(loss_BT, term, start=terms.start)
+                self._expect_gradient(terms.weighted)
+            loss_BT = add_gradient(loss_BT, terms.weighted, start=terms.start)
         if self.config.layer_numbers and compat.pipeline_group(terms.model).size() > 1:
             loss_BT.register_hook(functools.partial(self.agreement.add, terms.model, terms.labels))
         return loss_BT
@@ -160,7 +158,8 @@ class Regularizer:
                 self.metrics.watch_gradient(states[self.config.layers[-1]], tokens.valid, shard)
             if not self.trains:
                 return output_SBD
-            terms = self._weighted(parts, model, output_SBD)
+            terms = self._weighted(parts, model)
+            _require_finite(terms, output_SBD)
             total = (terms * given.weights[:, shard.start : shard.start + terms.shape[1]]).sum()
             self.agreement.add(model, given.labels, given.weights)
             # Megatron frees the data of what it has sent, and refuses a view.
@@ -249,18 +248,10 @@ class Regularizer:
             for_log=for_log,
         )
 
-    def _weighted(self, parts: list[_Part], model: Any, other: Tensor) -> Tensor:
-        """lambda * term of all objectives, [B, A], in the type of `other`, the loss or output, or float32.
-
-        Stops the step, without a host sync, if SimReg fails where the language-model loss alone looks sound. A loss
-        (or, on an earlier stage, output) that is not finite itself is left to Megatron, which stops or reruns the step:
-        terms made of other ranks' states may be lost through these, whose own loss is not finite then.
-        """
-        largest = functools.reduce(torch.add, [_largest(part.terms) for part in parts])
-        torch._assert_async((largest < math.inf) >= (_largest(other) < math.inf), _NOT_FINITE)
-        dtype, hidden_size = torch.promote_types(other.dtype, torch.float32), model.config.hidden_size
+    def _weighted(self, parts: list[_Part], model: Any) -> Tensor:
+        """lambda * term of all objectives, [B, A]."""
         weighted = [
-            part.terms.to(dtype) * self.strength.weight(config, hidden_size)
+            part.terms * self.strength.weight(config, model.config.hidden_size)
             for part, config in zip(parts, self.config.parts, strict=True)
         ]
         return functools.reduce(torch.add, weighted)
@@ -276,6 +267,11 @@ class Regularizer:
         term.register_hook(lambda _: setattr(self, "_is_back", True))
 
 
-def _largest(numbers: Tensor) -> Tensor:
-    """NaN if there is one."""
-    return torch.linalg.vector_norm(numbers.detach(), ord=math.inf)
+def _require_finite(terms: Tensor, other: Tensor) -> None:
+    """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
+
+    A loss (or, on an earlier stage, output) that is not finite itself is left to Megatron, which stops or reruns the
+    step: terms made of other ranks' states may be lost through these, whose own loss is not finite then.
+    """
+    largest, of_other = (torch.linalg.vector_norm(each.detach(), ord=math.inf) for each in (terms, other))  # or NaN
+    torch._assert_async((largest < math.inf) >= (of_other < math.inf), _NOT_FINITE)

@@ -152,9 +152,11 @@ def main() -> None:
     if asked:
         cpu_backend.activate(asked)
     import megatron.training.training as training
+    from megatron.core.datasets import utils as dataset_utils
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from simreg_megatron import install
+    from simreg_megatron.installed import without_make
     from simreg_megatron.plugin import log
 
     without = GPTModel._postprocess
@@ -162,6 +164,8 @@ def main() -> None:
     if mode != "plain":
         log.add_to_console = observer.around_log(log.add_to_console)
         install()
+    else:  # Megatron's wheel lacks the Makefile that its first step on a GPU asks for
+        dataset_utils.compile_helpers = without_make(dataset_utils.compile_helpers)
     training.train_step = observer.around_step(training.train_step)
     if mode == "compare":
         GPTModel._postprocess = _compare(observer, GPTModel._postprocess, without)

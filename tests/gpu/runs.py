@@ -117,6 +117,14 @@ def _engine_error() -> str | None:
     return broken_transformer_engine()
 
 
+@cache
+def _norm_waits() -> bool:
+    """Megatron falls back to a norm of its own, which reads the device, where Transformer Engine lacks one function."""
+    from megatron.core.optimizer import clip_grads
+
+    return clip_grads.l2_norm_impl.__name__.startswith("local")
+
+
 def why_not(run: Run) -> str | None:
     """Why this machine cannot make the run; None if it can."""
     if run.on_cpu:
@@ -126,6 +134,8 @@ def why_not(run: Run) -> str | None:
         return f"{run.processes} GPUs are needed, {devices} here"
     if "fp8" in " ".join(run.flags) and torch.cuda.get_device_capability() < (8, 9):
         return "this GPU has no FP8"
+    if "--optimizer-cuda-graph" in run.flags and _norm_waits():
+        return "Megatron's gradient norm, without Apex and with this Transformer Engine, cannot be captured in a graph"
     return _engine_error() if {"transformer_engine", "te"} & set(run.flags) else None
 
 
