@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -33,18 +34,16 @@ def _tiles(names: str, *choices: tuple[int, ...]) -> tuple[dict[str, int], ...]:
 
 CHOICES = {
     "_pairs": _tiles(
-        "SIDE BK num_warps num_stages FLATTEN",
-        (128, 64, 8, 4, 0), (128, 64, 8, 3, 1), (128, 64, 8, 3, 0), (128, 128, 8, 2, 0), (128, 64, 4, 4, 0),
-        (128, 32, 8, 6, 0), (64, 64, 4, 4, 1), (64, 128, 4, 3, 0),
+        "SIDE BK num_warps num_stages PER_SM",
+        (128, 64, 8, 3, 1), (128, 64, 4, 4, 1), (128, 64, 4, 3, 2), (128, 64, 4, 2, 2), (128, 32, 4, 5, 2),
     ),
     "_product": _tiles(
-        "BM BN BK num_warps num_stages",
-        (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 256, 64, 8, 2), (128, 128, 128, 8, 2),
-        (64, 256, 64, 4, 3), (128, 128, 64, 4, 4),
+        "BM BN BK num_warps num_stages PER_SM",
+        (128, 128, 64, 8, 4, 1), (128, 256, 64, 8, 2, 1), (64, 256, 64, 4, 3, 1), (128, 64, 64, 4, 3, 2),
+        (64, 128, 64, 4, 3, 2), (128, 64, 128, 4, 2, 2),
     ),
-    "_weights": _tiles(
-        "ROWS COLUMNS num_warps", (4, 256, 4), (16, 256, 4), (4, 512, 4), (8, 512, 8), (4, 1024, 4), (2, 1024, 4)
-    ),
+    "_weights": _tiles("ROWS COLUMNS num_warps", (16, 256, 4), (4, 512, 4)),
+    "_names_and_norms": _tiles("TOKENS FEATURES num_warps", (4, 1024, 4), (2, 1024, 4), (16, 256, 4), (4, 512, 2)),
 }  # fmt: skip
 
 
@@ -84,16 +83,14 @@ def measured(seconds: float) -> Iterator[dict[str, Any]]:
 
 def with_tile(kernel: str, tile: dict[str, int], run: Callable[[], Any]) -> Any:
     """What `run` returns while the kernel computes such tiles."""
-    tables = {"_pairs": form.PAIRS, "_product": form.PRODUCT, "_weights": {_BF16: form.WEIGHTS}}
-    given, usual, flattens = tables[kernel][_BF16], dict(tables[kernel][_BF16]), form.flattens
-    given.update({name: value for name, value in tile.items() if name != "FLATTEN"})
-    if "FLATTEN" in tile:
-        form.flattens = lambda *_, **__: bool(tile["FLATTEN"])
-    try:
+    tiles = {
+        "_pairs": form.PAIRS[_BF16], "_product": form.PRODUCT[_BF16], "_weights": form.WEIGHTS,
+        "_names_and_norms": form.NORMS,
+    }[kernel]  # fmt: skip
+    changed = {name: value for name, value in tile.items() if name != "PER_SM"}
+    programs = tile.get("PER_SM", 1) * form._multiprocessors(torch.device("cuda"))
+    with mock.patch.dict(tiles, changed), mock.patch.object(form, "_multiprocessors", lambda _: programs):
         return run()
-    finally:
-        given.update(usual)
-        form.flattens = flattens
 
 
 def by_kernel(run: Callable[[], Any]) -> dict[str, float]:

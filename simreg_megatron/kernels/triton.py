@@ -44,32 +44,35 @@ PAIRS = {
 }
 """Tile of `_pairs` by bytes of an element: SIDE x SIDE pairs, BK features at a time."""
 PRODUCT = {
-    2: {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 4},
+    2: {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 4},
     4: {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3},
 }
 """Tile of `_product`: BM rows, BN features, BK tokens at a time."""
 WEIGHTS = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
 _TOKENS = 512  # of those that a program of `_ratios` and `_pull` takes
-_FEATURES = 1024  # of a row at a time
+NORMS = {"TOKENS": 8, "FEATURES": 512, "num_warps": 4}
+"""Tile of `_names_and_norms`: rows of a program, and features of a row at a time."""
 
 
 @triton.jit
 def _names_and_norms(
-    rows, labels, usable, chunks, stride_b, stride_c, stride_k, length, width, names, scale, FEATURES: tl.constexpr
+    rows, labels, usable, chunks, stride_b, stride_c, stride_k, length, width, num_tokens, names, scale,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Label and 1 / |e| of a token; -1 and 1 where it is not usable."""
-    token = tl.program_id(0)
-    chunk, row = token // length, token % length
+    """Label and 1 / |e| of each token; -1 and 1 where it is not usable or exactly zero."""
+    token, features = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, FEATURES)
+    inside, chunk = token < num_tokens, token // length
     at = rows + (chunk // chunks).to(tl.int64) * stride_b + (chunk % chunks).to(tl.int64) * stride_c
-    at += row.to(tl.int64) * stride_k
-    features = tl.arange(0, FEATURES)
-    squares = tl.zeros((FEATURES,), dtype=tl.float64)  # of float32: neither too large nor too small, rounded once
+    at += (token % length).to(tl.int64) * stride_k
+    squares = tl.zeros((TOKENS, FEATURES), tl.float64)  # of float32: neither too large nor too small, rounded once
     for start in range(0, width, FEATURES):
-        numbers = tl.load(at + start + features, mask=features + start < width, other=0.0).to(tl.float64)
+        mask = inside[:, None] & (features + start < width)[None, :]
+        numbers = tl.load(at[:, None] + (features + start)[None, :], mask, 0.0).to(tl.float64)
         squares += numbers * numbers
-    is_usable = tl.load(usable + token) != 0
-    tl.store(scale + token, tl.where(is_usable, 1.0 / tl.sqrt(tl.sum(squares, axis=0)), 1.0).to(tl.float32))
-    tl.store(names + token, tl.where(is_usable, tl.load(labels + token), -1).to(tl.int32))
+    square = tl.sum(squares, axis=1)
+    is_usable = (tl.load(usable + token, inside, 0) != 0) & (square != 0.0)  # a NaN counts, as any number but 0
+    tl.store(scale + token, tl.where(is_usable, 1.0 / tl.sqrt(square), 1.0).to(tl.float32), inside)
+    tl.store(names + token, tl.where(is_usable, tl.load(labels + token, inside, -1), -1).to(tl.int32), inside)
 
 
 @triton.jit
@@ -83,7 +86,7 @@ def _column_of(tile, guess):
 def _pairs(
     rows, chunks, stride_b, stride_c, stride_k, num_chunks, length, width, names, scale, documents,
     first_i, last_i, first_j, last_j, to_exponent, of_rows, of_columns, pairs, pitch,
-    UPPER: tl.constexpr, SUMS: tl.constexpr, KEEP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, FLATTEN: tl.constexpr,
+    UPPER: tl.constexpr, SUMS: tl.constexpr, KEEP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """P of a rectangle, to pairs [m, R, pitch]; sums over positives and negatives, to of_rows [2, m, tiles of columns,
@@ -97,7 +100,7 @@ def _pairs(
     if UPPER:
         tiles = tiles_i * (tiles_i + 1) // 2
     side = tl.arange(0, SIDE)
-    for work in tl.range(tl.program_id(0), num_chunks * tiles, PROGRAMS, flatten=FLATTEN):
+    for work in tl.range(tl.program_id(0), num_chunks * tiles, PROGRAMS):
         chunk, tile = work // tiles, work % tiles
         if UPPER:
             tile_j = _column_of(tile, ((tl.sqrt((8 * tile + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32))
@@ -363,11 +366,10 @@ def _prepared(rows: Tensor, labels: Tensor, usable: Tensor) -> tuple[Tensor, Ten
     names = torch.empty(labels.shape, dtype=torch.int32, device=rows.device)
     scale = torch.empty(labels.shape, dtype=torch.float32, device=rows.device)
     if names.numel():
-        features = min(_FEATURES, 1 << (rows.shape[3] - 1).bit_length())
         run(
-            _names_and_norms, (names.numel(),),
+            _names_and_norms, (cdiv(names.numel(), NORMS["TOKENS"]),),
             rows, labels.contiguous(), usable.contiguous(), rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
-            names, scale, FEATURES=features,
+            names.numel(), names, scale, **NORMS,
         )  # fmt: skip
     return names, scale
 
@@ -390,8 +392,7 @@ def _run_pairs(
         rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width,
         names, scale, names if documents is None else documents, *one, *other, math.log2(math.e) / temperature,
         of_rows, of_columns, pairs, pairs.shape[-1],
-        UPPER=one == other, SUMS=with_sums, KEEP=keep, HAS_DOCUMENTS=documents is not None,
-        FLATTEN=flattens(_capability(rows.device), keep=keep, by_document=documents is not None), **constants, **tile,
+        UPPER=one == other, SUMS=with_sums, KEEP=keep, HAS_DOCUMENTS=documents is not None, **constants, **tile,
     )  # fmt: skip
     return of_rows, of_columns
 
@@ -423,16 +424,6 @@ def _constants(rows: Tensor) -> dict[str, Any]:
         "WIDEN": INTERPRETS and rows.dtype == torch.bfloat16,
         "PROGRAMS": _multiprocessors(rows.device),
     }
-
-
-def flattens(capability: int, *, keep: bool, by_document: bool) -> bool:
-    """Whether the tiles of a program and their features are one pipelined loop, where that does not spill registers."""
-    return capability >= 9 and not (keep and by_document)
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 @functools.cache

@@ -59,11 +59,10 @@ def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         for upper, documents, sums, keep in itertools.product((True, False), repeat=4):
             if (sums or keep) and (sums or not upper):
                 names = {"UPPER": upper, "HAS_DOCUMENTS": documents, "SUMS": sums, "KEEP": keep}
-                names["FLATTEN"] = form.flattens(architecture // 10, keep=keep, by_document=documents)
                 yield form._pairs, dtype, {**names, **of_product, **form.PAIRS[itemsize]}
         yield form._product, dtype, {**of_product, **form.PRODUCT[itemsize]}
         yield form._weights, dtype, {"num_stages": 3, **form.WEIGHTS}
-        yield form._names_and_norms, dtype, {"FEATURES": form._FEATURES, "num_warps": 4, "num_stages": 3}
+        yield form._names_and_norms, dtype, {"num_stages": 3, **form.NORMS}
         for documents, kept in itertools.product((True, False), repeat=2):
             common = {"HAS_DOCUMENTS": documents, "num_stages": 3, **gemm.BLOCK}
             yield gemm._sums_kernel, dtype, {"KEEP": kept, **common}
