@@ -18,7 +18,7 @@ from benchmarks import (
     steps,
 )
 from benchmarks.alternating_run import is_plain
-from benchmarks.gpu import forms
+from benchmarks.gpu import forms, tiles
 from benchmarks.records import RESULTS, ROOT
 from simreg_megatron import SimRegConfig
 
@@ -57,8 +57,8 @@ def test_the_table_is_made_again_without_measuring(tmp_path: Path, monkeypatch: 
 
 TABLES = {
     "objectives": objectives.table, "objective_cost": objective_cost.table,
-    "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h200/pairs": step_pairs.table,
-    "gpu/h200/forms": forms.table,
+    "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h100/pairs-350m": step_pairs.table,
+    "gpu/h100/pairs-1.3b": step_pairs.table, "gpu/h100/forms": forms.table, "gpu/h100/tiles": tiles.table,
 }  # fmt: skip
 PAGES = {"objectives": "objectives.md", "objective_cost": "objectives.md"}
 
