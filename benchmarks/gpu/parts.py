@@ -68,14 +68,14 @@ class Setting:
         saving = ("--recipe", "paper", "--train-iters", "12", "--save-interval", "6")
         demo = ("launch/demo.py", "--steps", steps[1], "--output", str(self.scratch / "demo"))
         yield [
-            Part("doctor", ((*_PYTHON, "simreg_megatron.cli", "doctor", *(() if self.pretend else ("--gpu",))),)),
+            Part("doctor", ((*_PYTHON, "simreg_megatron.cli", "doctor", *(() if self.pretend else ("--gpu",))),), 150),
             self._training("plain", *_LLAMA, *steps),
             self._training("simreg", *_LLAMA, *steps, *simreg),
             self._training("launch", "torchrun", _LLAMA[1], *steps, *simreg),  # as README has it
             self._training("mixtral", "bash", "launch/pretrain_mixtral.sh", *steps, *simreg),
             self._training("save", *_LLAMA, *saving, "--exit-interval", "6", run="saved"),
         ]
-        yield [Part("demo", ((sys.executable, *demo),), 170), *self._tests()]
+        yield [Part("demo", ((sys.executable, *demo),), 240), *self._tests()]
         yield [
             self._training("resume", *_LLAMA, *saving, "--auto-resume", run="saved"),
             self._training("350m", *_LLAMA, *steps, "--recipe", "paper", *(() if self.pretend else _350M)),
