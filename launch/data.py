@@ -62,6 +62,12 @@ def count_tokens(prefix: str) -> int:
     return expected // (int("".join(filter(str.isdecimal, dtype))) // 8)
 
 
+def tokens_there(flags: Sequence[Flag]) -> int | None:
+    """Return the number of tokens of the training text; None where the flags name none that this machine has."""
+    texts = prefixes(flags, ("--data-path", "--train-data-path"))
+    return sum(map(count_tokens, texts)) if texts and all(map(is_pair, texts)) else None
+
+
 def read_manifest(prefix: str) -> dict[str, Any]:
     """Return the manifest in the folder of a pair if it describes its .bin, else an empty one."""
     path = Path(prefix).parent / MANIFEST

@@ -33,7 +33,7 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resume
     facts = {
         "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
         "tokens": tokens,
-        "data": "the built-in corpus (the run builds it, a dry run does not)" if plan.builtin_corpus else "yours",
+        "data": describe_data(plan, (samples or steps * batch) * sequence),
         "simreg": describe_simreg(plan),
         "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
         "megatron": megatron_version(environ),
@@ -53,6 +53,14 @@ def vocabulary_of(plan: Plan) -> int:
     return flag_number(plan.flags, "--vocab-size", data.vocabulary(plan.flags, assumed))
 
 
+def describe_data(plan: Plan, tokens: int) -> str:
+    """Describe the text, and how often a run of so many tokens reads it."""
+    if plan.builtin_corpus:
+        return "the built-in corpus (the run builds it, a dry run does not)"
+    there = data.tokens_there(plan.flags)
+    return f"yours, {there:,} tokens, read {tokens / there:,.1f} times" if there else "yours"
+
+
 def describe_simreg(plan: Plan) -> str:
     """Describe objective, lambda and chunks, with the number that auto stands for."""
     if plan.plain:
@@ -67,7 +75,9 @@ def describe_simreg(plan: Plan) -> str:
     found = ", ".join(f"{part.objective}, lambda {part.weight(hidden):g}{auto[part]}" for part in config.parts)
     if not any(part.record.compares_in_chunks(part.options) for part in config.parts):
         return found
-    return f"{found}, {f'chunks of {config.chunk_size} tokens' if config.chunk_size else 'whole sequences'}"
+    chunks = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
+    note = config.note_on_lambda(hidden)
+    return f"{found}, {chunks}{f' ({note})' if note else ''}"
 
 
 def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launch import preflight, sizes
 from launch.fit import fit_preset
@@ -18,7 +17,6 @@ from launch.flags import (
     Flag,
     LaunchError,
     flag_names,
-    flag_number,
     flag_value,
     flatten,
     group_flags,
@@ -26,9 +24,6 @@ from launch.flags import (
     refuse,
     without,
 )
-
-if TYPE_CHECKING:
-    from simreg_megatron import SimRegConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = Path(__file__).resolve().parent / "models"
@@ -182,7 +177,7 @@ def build_plan(
     ]
     flags = (*without(chosen, flag_names(user)), *user)
     notes = [*_say_defaults(family, options, asked, machine, builtin=builtin), *size_notes]
-    notes += _say_large_lambda(preflight.check_own_flags(flags), flags)
+    preflight.check_own_flags(flags)
     return Plan(
         family=family, model=model, script=_choose_script(environ, user), flags=flags, on_cpu=on_cpu,
         environment=_environment(flags, on_cpu=on_cpu), builtin_corpus=builtin, output=output,
@@ -308,20 +303,6 @@ def _say_defaults(
             "--data PREFIX --tokenizer PATH --simreg-lambda auto"
         )
     return notes
-
-
-def _say_large_lambda(config: SimRegConfig, flags: Sequence[Flag]) -> list[str]:
-    """Note a lambda above twice the authors' rule for this width: 10, theirs at width 1024, harms a tiny model."""
-    width = flag_number(flags, "--hidden-size", 1)
-    if not config.trains or config.objective != "simreg":
-        return []
-    weight, usual = config.weight(width), replace(config, lambda_="auto").weight(width)
-    if weight <= 2 * usual:
-        return []
-    return [
-        f"--simreg-lambda {weight:g} is large for width {width}: the authors' rule (auto) gives {usual:.1f}, and small "
-        "models did best with about 1"
-    ]
 
 
 def missing_kernels(plan: Plan, machine: Machine) -> list[str]:

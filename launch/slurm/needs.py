@@ -16,7 +16,6 @@ from launch.flags import LaunchError, flag_number
 from launch.plan import Machine, Plan
 from launch.slurm.chain import measured_rank_seconds
 from launch.slurm.job import Job, seconds_of
-from simreg_megatron.tools.indexed import is_pair
 
 _MOST_EPOCHS = 4  # up to which repeated text is worth about as much as new text
 
@@ -92,7 +91,7 @@ def needs_of(plan: Plan, job: Job, args: argparse.Namespace | None) -> Needs:
     return Needs(
         steps=steps,
         tokens=steps * step_tokens(plan),
-        tokens_there=sum(map(data.count_tokens, texts)) if texts and all(map(is_pair, texts)) else None,
+        tokens_there=None if plan.builtin_corpus else data.tokens_there(plan.flags),
         texts=" and ".join(texts),
         memory=gpu_memory(args, vocabulary) if args and job.site.gpus_per_node else None,
         checkpoint=size,

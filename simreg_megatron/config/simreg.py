@@ -282,10 +282,20 @@ class SimRegConfig:
         return bool(self.layer_numbers) or self.placement == "pre-norm"
 
     def weight(self, hidden_size: int) -> float:
-        """lambda as a number for a model of this width: 10 * sqrt(hidden_size / 1024) if it is "auto"."""
-        if self.lambda_ == "auto":
-            return 10.0 * math.sqrt(hidden_size / _REFERENCE_HIDDEN_SIZE)
-        return float(self.lambda_)
+        """lambda as a number for a model of this width, that of `rule` if it is "auto"."""
+        return self.rule(hidden_size) if self.lambda_ == "auto" else float(self.lambda_)
+
+    @staticmethod
+    def rule(hidden_size: int) -> float:
+        """The authors' lambda for a model of this width: 10 * sqrt(hidden_size / 1024)."""
+        return 10.0 * math.sqrt(hidden_size / _REFERENCE_HIDDEN_SIZE)
+
+    def note_on_lambda(self, hidden_size: int) -> str:
+        """Warn of a lambda above twice the authors' rule for this width: 10, theirs at 1024, harms a tiny model."""
+        if not self.trains or self.objective != "simreg" or self.weight(hidden_size) <= 2 * self.rule(hidden_size):
+            return ""
+        given, usual = self.weight(hidden_size), self.rule(hidden_size)
+        return f"lambda {given:g} is large for width {hidden_size}, where the authors' rule (auto) gives {usual:.1f}"
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}

@@ -157,7 +157,10 @@ def make_ready(
     for part in config.parts:
         if warning := part.record.warning(part):
             warn(f"SimReg objective {part.objective}: {warning}")
-        log_once(log.described(part, models[0], get_model_config(model_chunks[0]).hidden_size))
+        hidden_size = get_model_config(model_chunks[0]).hidden_size
+        log_once(log.described(part, models[0], hidden_size))
+        if note := part.note_on_lambda(hidden_size):
+            log_once(f"SimReg: {note}")
 
 
 def _computes(config: SimRegConfig, model: Any) -> bool:

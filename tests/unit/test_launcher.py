@@ -250,7 +250,7 @@ def test_dry_run_prints_a_command_that_reads_back_as_the_plan() -> None:
     made = plan("--data", "my text", "--tokenizer", "$HOME/t.model")
     text = describe(made, CPU, environ={})
     assert f"{sizes.count_parameters(made.flags, vocabulary=32000):,} parameters" in text
-    assert "2,048 per step, 400 steps, 819,200 in all" in text
+    assert "2,048 per step, 400 steps, 819,200 in all" in text and "data      yours\n" in text
     words = shlex.split(command(made, CPU, environ={}).replace("\\\n", ""))
     assert words[-len(made.arguments) :] == made.arguments
     assert words[: words.index("-m")][0] == "env" and "SIMREG_CPU=1" in words
@@ -856,11 +856,10 @@ def test_what_torchrun_would_end_in_a_traceback_with(words: tuple[str, ...], sen
     ],
 )
 def test_a_lambda_for_another_width_is_noted(words: str, has_note: bool) -> None:
-    notes = " ".join(plan("--model", "tiny", *words.split()).notes)
-    assert ("--simreg-lambda 10 is large for width 192: the authors' rule (auto) gives 4.3" in notes) == has_note
-    assert not any(
-        "is large" in note for note in plan("--model", "350m", *OWN, "--simreg-lambda", "10", machine=GPU).notes
-    )
+    config = preflight.check_own_flags(plan("--model", "tiny", *words.split()).flags)
+    note = "lambda 10 is large for width 192, where the authors' rule (auto) gives 4.3"
+    assert config.note_on_lambda(192) == (note if has_note else "")
+    assert not config.note_on_lambda(1024)
 
 
 @pytest.mark.parametrize("flag", ["--sft", "--fim-data", "--spec"])
