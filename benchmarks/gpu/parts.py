@@ -83,15 +83,18 @@ class Setting:
         ]
 
     def _fast(self) -> Iterator[Part]:
-        few, more = ("42", "42") if self.pretend else ("61", "101")
+        few, more = ("42", "42") if self.pretend else ("201", "401")
         profile = ("--profile", str(self.output / "pairs-350m.profile.json"))
         turns = ("--rounds", "1", "--steps", "21" if self.pretend else "40")
-        yield from (self._form(impl) for impl in ("gemm", "triton") if not self.pretend)  # they need a GPU
+        if not self.pretend:  # both need a GPU
+            yield self._form("triton")
+            tiles = str(self.output / "tiles.csv")
+            yield Part("tiles", ((*_PYTHON, "benchmarks.gpu.tiles", tiles, "--seconds", "80"),), leaves="tiles.csv")
         yield self._steps("pairs-350m", 16, "--kinds", "chunks", "--steps", more, *profile)
-        yield self._form("tiled")
         yield self._steps("pairs-1.3b", 8, "--kinds", "chunks", "--steps", few)
         yield self._steps("steps-350m", 16, "--kinds", "chunks,FFN", *turns)
         yield self._steps("pairs-350m-whole", 16, "--kinds", "whole", "--steps", few)
+        yield self._form("tiled")
         yield self._form("reference")
 
     def _form(self, impl: str) -> Part:
@@ -117,7 +120,7 @@ class Setting:
 
     def _sanitizers(self) -> Iterator[Part]:
         """A test of each form under the checkers of memory accesses and, if it has kernels of its own, of races."""
-        for tool, impls in (("memcheck", MODULES), ("racecheck", ("gemm", "triton"))):
+        for tool, impls in (("memcheck", MODULES), ("racecheck", ("triton",))):
             for impl in impls if shutil.which("compute-sanitizer") and not self.pretend else ():
                 checker = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *_PYTHON)
                 test = ("pytest", "tests/gpu/test_forms.py", "-k", f"strides and {impl}", *_PYTEST)

@@ -139,7 +139,7 @@ def test_all_tests_and_forms_are_among_the_parts(parts: dict[str, Part]) -> None
     for name in (name for name in parts if name.startswith("tests-")):
         assert parts[name].leaves == f"{name}.xml" and parts[name].fine == (0, 1, 5)
     if not is_pretended(parts):
-        assert {"forms-gemm", "forms-triton", *(f"memcheck-{impl}" for impl in MODULES)} <= parts.keys()
+        assert {"tiles", "forms-triton", *(f"memcheck-{impl}" for impl in MODULES)} <= parts.keys()
         batches = [command[-1].split()[1] for command in parts["pairs-350m"].commands]
         assert batches == ["16", "8", "4", "2", "1"]
 
@@ -151,13 +151,14 @@ def test_every_command_is_one_that_its_module_takes(parts: dict[str, Part], monk
     monkeypatch.setattr(records, "read", lambda path: [])
     commands = [command for part in parts.values() for command in part.commands]
     measuring = [command[2:] for command in commands if command[2].startswith("benchmarks.")]
-    assert {words[0] for words in measuring} == {"benchmarks.steps", "benchmarks.step_pairs", "benchmarks.gpu.forms"}
+    modules = {"steps", "step_pairs", "gpu.forms", *(() if is_pretended(parts) else ("gpu.tiles",))}
+    assert {words[0] for words in measuring} == {f"benchmarks.{name}" for name in modules}
     for module, *words in measuring:
         monkeypatch.setattr(sys, "argv", [module, *words])
         monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of a module that is there
         runpy.run_module(module, run_name="__main__")
         assert str(taken[-1]) in words
-        assert "--data" in words or module.endswith("forms")
+        assert "--data" in words or module.endswith(("forms", "tiles"))
     assert len(taken) == len(measuring)
 
 
