@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.bf16_weights`: what rounding to bfloat16 costs the gradient on a GPU, computed without one.
 
-Relative errors of the gradient (Frobenius) at tau 0.01, before it is rounded to the type of the rows itself, which
-costs 1.7e-3. impl triton: P and W are rounded, in float64 otherwise, on states as late in training and on heavy-tailed
-ones. impl gemm: the code for tensor cores on float64 rows that hold numbers of half precision (`benchmarks.emulation`).
+Relative errors of the gradient (Frobenius) of impl triton at tau 0.01, before it is rounded to the type of the rows
+itself, which costs 1.7e-3: P and W are rounded, in float64 otherwise, on states as late in training and on heavy-tailed
+ones.
 """
 
 from __future__ import annotations
@@ -12,37 +12,24 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks import records
 from benchmarks.cases import hidden_states
-from benchmarks.emulation import weights_as_on_a_gpu
 from benchmarks.records import Record
-from simreg_megatron.kernels import halves
-from simreg_megatron.losses import simreg_loss
 
 LENGTHS = (64, 128, 256, 511, 512, 1023, 1024, 2048, 4096)
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 LARGEST = 4096 * 4096  # numbers in the rows of one case
 
 
-def errors(length: int, width: int, dtype: torch.dtype, by_document: bool = False) -> dict[str, Any]:
-    """Of impl gemm by one number a weight, by two, and by the one that the rule chooses; of impl triton."""
-    rows, labels = hidden_states(1, length, width, dtype, "cpu")
-    documents = torch.arange(length)[None] // 100 if by_document else None
-    exact = _gradient(rows, labels, documents)
-    found = {}
-    for count in (1, 2):
-        with weights_as_on_a_gpu(), mock.patch.object(halves, "numbers_per_weight", lambda *_, count=count: count):
-            found[count] = float((_gradient(rows, labels, documents) - exact).norm() / exact.norm())
-    chosen = halves.numbers_per_weight(length, width, by_document)
+def errors(length: int, width: int) -> dict[str, Any]:
+    rows, labels = hidden_states(1, length, width, torch.bfloat16, "cpu")
     return {
-        "rows": str(dtype).removeprefix("torch."), "tokens": length, "width": width, "one number": found[1],
-        "two numbers": found[2], "chosen": chosen, "error": found[chosen],
-        "triton": error_of_pairs(rows, labels), "triton, heavy tails": error_of_pairs(heavy_tailed(rows), labels),
+        "rows": "bfloat16", "tokens": length, "width": width, "triton": error_of_pairs(rows, labels),
+        "triton, heavy tails": error_of_pairs(heavy_tailed(rows), labels),
     }  # fmt: skip
 
 
@@ -87,22 +74,16 @@ def gradient_by_pairs(
     return weights @ rows - along.sum(-1, keepdim=True) * scale * rows
 
 
-def _gradient(rows: Tensor, labels: Tensor, documents: Tensor | None) -> Tensor:
-    rows = rows.double().requires_grad_()
-    loss = simreg_loss(rows, labels, documents=documents, impl="tiled")
-    return torch.autograd.grad(loss * 2.0**24, rows)[0]
-
-
 def grid() -> Iterator[dict[str, Any]]:
     for width, length in itertools.product(WIDTHS, LENGTHS):
         if length * width <= LARGEST:
             print(f"{length} x {width}", file=sys.stderr, flush=True)
             yield {key: f"{part:.2e}" if isinstance(part, float) else part
-                   for key, part in errors(length, width, torch.bfloat16).items()}  # fmt: skip
+                   for key, part in errors(length, width).items()}  # fmt: skip
 
 
 def table(lines: list[Record]) -> Iterator[str]:
-    """Of bfloat16 rows: impl triton; in brackets the same on heavy-tailed states; then impl gemm."""
+    """Print the errors; in brackets those on heavy-tailed states."""
     widths = sorted({int(line["width"]) for line in lines})
     found = {(line["tokens"], int(line["width"])): line for line in lines if line["rows"] == "bfloat16"}
     yield f"{records.described(lines)}. `python -m benchmarks.bf16_weights`"
@@ -117,8 +98,7 @@ def table(lines: list[Record]) -> Iterator[str]:
 def _cell(line: Record | None) -> str:
     if line is None:
         return ""
-    triton, heavy, gemm = (f"{float(line[name]):.1e}" for name in ("triton", "triton, heavy tails", "error"))
-    return f"{triton} ({heavy}); {gemm}"
+    return "{:.1e} ({:.1e})".format(*(float(line[name]) for name in ("triton", "triton, heavy tails")))
 
 
 def main() -> None:

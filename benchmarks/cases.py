@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels import walk
-from simreg_megatron.kernels.form import form_named
+from simreg_megatron.kernels import torch as tiles
+from simreg_megatron.kernels.form import cut
 from simreg_megatron.losses import simreg_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # embeddings [b, n, d], labels [b, n]
@@ -84,11 +84,9 @@ LOSSES: dict[str, Loss] = {
     "compiled": compiled,
     "tiled": partial(simreg_loss, impl="tiled"),
     "triton": partial(simreg_loss, impl="triton"),
-    "gemm": partial(simreg_loss, impl="gemm"),
     "SupConLoss": sup_con,
 }
-SAME_FUNCTION = ("dense", "reference", "compiled", "tiled", "triton", "gemm")
-ON_GPU = ("triton", "gemm")
+SAME_FUNCTION = ("dense", "reference", "compiled", "tiled", "triton")
 
 
 def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, backward: bool) -> int:
@@ -99,19 +97,16 @@ def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, bac
         # Half of the pairs forward; backward all of their products, and the pairs again if they are not kept.
         again = size.length > triton.LONGEST_KEPT
         return size.all_pairs // 2 + (size.all_pairs * (2 if again else 1) if backward else 0)
-    if name not in ("tiled", *ON_GPU):
+    if name != "tiled":
         return size.all_pairs * (3 if backward else 1)
-    form = form_named(name)
-    assert isinstance(form, walk.WalkForm)
     rows = torch.empty(size.batch, 1, size.length, size.width, dtype=dtype, device=device)
-    anchors = 0, size.length
-    computed = both = 0
     per_token = torch.empty(rows.shape[:3], dtype=torch.promote_types(dtype, torch.float32), device=device)
-    given = walk.Given(rows, per_token, per_token, None)
-    for one, others in walk.panels(anchors, size.length, walk.way_through(form.tiles, given).side):
-        for other in others:
-            pairs = (one[1] - one[0]) * (other[1] - other[0])
-            both += pairs if one == other else 2 * pairs
-            computed += pairs
-    again = 0 if form.keeps(rows, computed * size.batch, size.length, by_document=False) else computed
-    return size.batch * size.width * (computed + (again + both if backward else 0))
+    anchors = 0, size.length
+    plan = tiles.plan_for(tiles.Given(rows, per_token, per_token, None, 0.01), anchors)
+    found = tiles.count_pairs(tiles.triangle(anchors, size.length, plan.side))
+    if backward:
+        found += size.length**2
+        if not plan.kept:
+            regions = cut(anchors, plan.region)
+            found += sum(tiles.count_pairs(tiles.triangle(one, size.length, plan.side)) for one in regions)
+    return size.batch * size.width * found

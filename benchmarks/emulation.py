@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU would do, without one: half precision through the code for its tensor cores, and how memory grows."""
+"""How memory grows on a GPU, without one."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,21 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from simreg_megatron.kernels import halves
 from simreg_megatron.kernels.contrast import _ContrastRatio
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.losses.roles import token_roles
 from simreg_megatron.losses.simreg import terms_of_ratio
-
-
-@contextlib.contextmanager
-def weights_as_on_a_gpu() -> Iterator[None]:
-    """Weights of the gradient are rounded on a CPU, too, and rows of any type enter the products as they are.
-
-    Rows of float64 that hold numbers of bfloat16 then show what that rounding costs, and nothing else.
-    """
-    with mock.patch.object(halves, "multiplies_halves", lambda rows: True):
-        yield
 
 
 class LiveBytes(TorchDispatchMode):
@@ -41,8 +27,6 @@ class LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.baddbmm.dtype_out:  # torch's fake of it fails
-            return kwargs["out"]
         given = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from benchmarks.cases import LOSSES, ON_GPU, SAME_FUNCTION, Size, exact, hidden_states, multiply_adds
+from benchmarks.cases import LOSSES, SAME_FUNCTION, Size, exact, hidden_states, multiply_adds
 
 REPEATS = 5
 LONG = 10.0  # seconds: what takes longer is measured once
@@ -68,7 +68,7 @@ def measured(size: Size, dtype: torch.dtype, device: str) -> list[Row]:
 def _left_out(name: str, size: Size, device: str) -> str:
     if name == "SupConLoss" and importlib.util.find_spec("pytorch_metric_learning") is None:
         return "pytorch-metric-learning is not installed"
-    if name in ON_GPU and device == "cpu":
+    if name == "triton" and device == "cpu":
         return "needs a GPU"
     takes = _DENSE_BYTES.get(name, 0) * size.batch * size.length**2
     return f"would take {takes / 2**30:.0f} GiB" if takes > _MOST_BYTES[device] else ""

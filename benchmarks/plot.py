@@ -20,7 +20,7 @@ from benchmarks.measure import Row
 from simreg_megatron.tools.curves import COLOURS, DASHES, plain_axes
 
 _SHORTEST = 512  # the sizes below are of other shapes
-_NAMES = {"tiled": "tiled (ours)", "triton": "triton (ours)", "gemm": "gemm (ours)"}
+_NAMES = {"tiled": "tiled (ours)", "triton": "triton (ours)"}
 _ORDER = sorted(LOSSES, key=lambda name: name not in _NAMES)  # ours in the first colours, with the plainest lines
 
 

@@ -7,7 +7,7 @@ Every collective is kept with its bytes, and compared with those of its partners
 from other ranks where each part is sent once (a ring's); memory is the most that the step has allocated at once beside
 the model's own tensors, the gradient of the rank's rows with it, of the rank that receives most. Where a rank has more
 than MOST_PAIRS pairs its tiles are left out: launches are not counted, and memory lacks what tiles take, which the
-budget in simreg_megatron/kernels/walk.py bounds.
+budget in simreg_megatron/kernels/torch.py bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.launches import Trace
 from benchmarks.partners import disagreements, mismatches
 from benchmarks.records import Record
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.kernels import walk
+from simreg_megatron.kernels import torch as tiles
 from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, ShardLayout, row_plan
 from simreg_megatron.plugin.term import Regularizer
 
@@ -159,12 +159,13 @@ def _model(case: Case, groups: SimpleNamespace) -> SimpleNamespace:
 def _tiles_shut() -> Iterator[None]:
     """Sums that ranks share come from nowhere; all other tiles are inside the operators that torch.compile sees."""
 
-    def sums(tiles: Any, given: walk.Given, *rest: Any) -> Tensor:
+    def sums(given: tiles.Given, *rest: Any) -> Tensor:
         return given.names.new_zeros(2, *given.names.shape, dtype=torch.float64)
 
     with (
-        mock.patch.object(walk, "shared_sums", sums),
-        mock.patch.object(walk.WalkForm, "walks", property(lambda form: form.compiled)),
+        mock.patch.object(tiles, "part_sums", sums),
+        mock.patch.object(tiles, "sums_and_scale", tiles._sums_operator),
+        mock.patch.object(tiles, "gradient", tiles._gradient_operator),
     ):
         yield
 

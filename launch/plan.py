@@ -52,7 +52,7 @@ _OF_A_START = {  # where a run's first weights come from; they would drop the op
 _OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start from step 0 if the checkpoint has gone meanwhile
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 _NEED_GPU = {
-    "--distributed-backend nccl", "--transformer-impl transformer_engine", "--simreg-impl gemm", "--simreg-impl triton",
+    "--distributed-backend nccl", "--transformer-impl transformer_engine", "--simreg-impl triton",
 }  # fmt: skip
 _TE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 _RESUMABLE = "a run that can resume (--auto-resume, and every submitted one)"

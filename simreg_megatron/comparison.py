@@ -1,31 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a form of SimReg right where it runs? Its loss and gradient on made-up rows, beside those of a slower form.
-
-* Some two thousand tokens, some masked, differ from the reference in float64 by at most LOSS_ERROR and GRADIENT_ERROR,
-  beside the error of sums (and half a unit of the rows' own type).
-* The same holds where two ranks share a chunk, which takes other ways through the pairs.
-* Longer chunks are compared with the tiles in float32, which were compared with the reference before.
-"""
+"""Compare a form of SimReg, on the device where it will run, with a slower one: loss and gradient of made-up rows."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simreg_megatron.kernels.form import Tokens, form_named
-from simreg_megatron.kernels.precision import row_by_row, row_norms
 from simreg_megatron.losses.simreg import simreg_loss
 
 LOSS_ERROR, GRADIENT_ERROR = 1e-5, 3e-4
-_LOST_PER_PRODUCT = {torch.float16: 5 / 16, torch.bfloat16: 5 / 32}
-"""Units of 2^-24 that each product of half precision may cost: (1 / 2^p + 1 / n) / 2, where n are summed at once and p
-bits beyond float32's are kept of each: 8 and 1 by an A100; 16 and 2 by an H100, which loses half as much. Products of
-bfloat16 have 16 bits and seldom reach so far down."""
-_COMPARED = 2048  # tokens, at most, that the reference computes in float64
+_FEW = 2048  # tokens
+_REFERENCE = "reference", torch.float64, _FEW
 _COLDEST = 0.01  # at lower temperatures float32 has no number as small as the loss of the sample
+
+Found = tuple[Tensor, Tensor]  # loss and gradient
+Pair = tuple[float, float]  # of the same
 
 
 class Shape(NamedTuple):
@@ -49,73 +43,48 @@ OF_THE_PAPER = {
 }
 
 
-class Comparison(NamedTuple):
-    """A form on rows of this shape, held against the yardstick, a form as well."""
+def errors(shape: Shape, impl: str, device: torch.device) -> Iterator[tuple[str, Pair, Pair]]:
+    """Compare loss and gradient: how, by how much they differ, relative, and by how much they may.
 
-    shape: Shape
-    yardstick: str = "reference"
-    by: str = ""  # "two ranks" that share each chunk, "two ranks that keep" their pairs; else one
-
-    def errors(self, impl: str, device: torch.device) -> tuple[float, float]:
-        """Of the loss and of the gradient, relative."""
-        rows, labels, valid = sample(self.shape, device)
-        exact = rows.double() if self.yardstick == "reference" else rows.float()
-        expected_loss, expected_grad = value_and_gradient(exact, labels, valid, self.shape, self.yardstick)
-        factor = _to_unit_size(expected_grad)
-        if self.by:
-            keep = self.by.endswith("keep")
-            loss, grad = _as_two_ranks(rows, labels, valid, self.shape, impl, factor, keep=keep)
-        else:
-            loss, grad = value_and_gradient(rows, labels, valid, self.shape, impl, factor)
-        del exact
-        return _apart(loss, expected_loss), _apart(grad, expected_grad * factor)
-
-    def allowed(self) -> tuple[float, float]:
-        """What a right form's errors may be."""
-        lost = error_of_sums(self.shape.dtype, self.shape.width, self.shape.temperature)
-        return LOSS_ERROR + lost, GRADIENT_ERROR + lost + torch.finfo(self.shape.dtype).eps / 2
-
-
-def comparisons(shape: Shape, impl: str) -> list[Comparison]:
-    """Few tokens against the reference, also where every pair weighs; a longer chunk against the tiles, too."""
+    A form is compared with the form tiled in float32, and that one with the reference in float64 on few tokens. Also
+    compared is one chunk as two ranks compute it that share it, which takes other ways through the pairs.
+    """
+    yardstick, dtype, most = ("tiled", torch.float32, shape.length) if impl != "tiled" else _REFERENCE
     chunk = shape.chunk_size if 0 < shape.chunk_size < shape.length else shape.length
-    temperature = max(shape.temperature, _COLDEST)
-    # At tau 0.01 a few close pairs are all there is: a tile of others could be missing unseen.
-    found = []
-    for tau in (temperature, 1.0):
-        size = shape._replace(batch=min(shape.batch, 2), length=min(shape.length, _COMPARED), temperature=tau)
-        shared = size._replace(length=min(chunk, _COMPARED), chunk_size=0)
-        found += [Comparison(size), Comparison(shared, by="two ranks"), Comparison(shared, by="two ranks that keep")]
-        if chunk > _COMPARED and impl != "tiled":
-            found.append(Comparison(size._replace(batch=1, length=shape.length), "tiled"))
-    return found
+    for tau in (max(shape.temperature, _COLDEST), 1.0):  # at 0.01 a few close pairs are all that counts
+        lost = error_of_sums(shape.dtype, shape.width, tau)
+        may = LOSS_ERROR + lost, GRADIENT_ERROR + lost + torch.finfo(shape.dtype).eps / 2
+        alone = shape._replace(batch=min(shape.batch, 2), length=min(shape.length, most), temperature=tau)
+        for size, is_shared in ((alone, False), (alone._replace(length=min(chunk, _FEW), chunk_size=0), True)):
+            given = sample(size, device)
+            loss, grad = value_and_gradient(given[0].to(dtype), *given[1:], size, yardstick)
+            factor = 2.0 ** -math.frexp(grad.abs().max().item())[1]  # a loss scale: float16 has no number of 1e-10
+            compute = _as_two_ranks if is_shared else _as_one_rank
+            for value, gradient in compute(*given, size, impl, factor):
+                found = _apart(value, loss), _apart(gradient, grad * factor)
+                yield " as two ranks compute it" if is_shared else "", found, may
 
 
 def error_of_sums(dtype: torch.dtype, width: int, temperature: float) -> float:
-    """What the sums behind the cosines may add to a relative error, which the temperature divides.
+    """Bound the relative error that rounding in the sums behind the cosines adds, which the temperature divides.
 
-    float32 rounds after each number, to either side. Tensor cores align some products of half precision and the sum so
-    far with the largest of them, and cut each of these off a bit or two below float32's last place, and their sum at
-    it: always towards zero.
-
-    Sources: Fasi, Higham, Mikaitis and Pranesh 2021, Numerical behavior of NVIDIA tensor cores; arXiv 2512.07004.
+    float32 rounds each sum to either side. Tensor cores cut each product of half precision off towards zero, at up to
+    5/16 units of 2^-24 (arXiv 2512.07004).
     """
-    units = width * _LOST_PER_PRODUCT[dtype] if dtype in _LOST_PER_PRODUCT else math.sqrt(width)
+    units = width * 5 / 16 if dtype.itemsize == 2 else math.sqrt(width)
     return units * 2.0**-24 / temperature
 
 
 def sample(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [length, batch, width], labels and a mask [batch, length], the same on every rank and device.
+    """Make rows [length, batch, width], labels and a mask [batch, length], the same on every rank and device.
 
     Labels by Zipf's law, rows around one centre a label: losses as late in training.
     """
     generator = torch.Generator().manual_seed(1)
-    num_labels = 512
-    chances = 1 / torch.arange(1.0, num_labels + 1)
-    size = shape.batch, shape.length
+    size, chances = (shape.batch, shape.length), 1 / torch.arange(1.0, 513)
     labels = torch.multinomial(chances, math.prod(size), replacement=True, generator=generator).view(size).to(device)
     valid = (torch.rand(size, generator=generator) < 0.9).to(device)
-    centres = (torch.randn(num_labels, shape.width, generator=generator) + 1.5).to(device)
+    centres = (torch.randn(512, shape.width, generator=generator) + 1.5).to(device)
     noise = torch.randn(1024, shape.width, generator=generator).to(device)  # used again and again: made on the host
     which = torch.randint(0, 1024, size, generator=generator).to(device)
     rows = torch.empty(shape.length, shape.batch, shape.width, dtype=shape.dtype, device=device)
@@ -126,61 +95,42 @@ def sample(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 def value_and_gradient(
     rows: Tensor, labels: Tensor, valid: Tensor, shape: Shape, impl: str, factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """The gradient is that of `factor` times the value."""
+) -> Found:
+    """Compute the loss, and the gradient of `factor` times the loss."""
     leaf = rows.detach().requires_grad_()
-    loss = simreg_loss(
-        leaf.transpose(0, 1), labels, valid=valid, chunk_size=shape.chunk_size, temperature=shape.temperature, impl=impl
-    )
-    (loss * factor).backward()
-    assert leaf.grad is not None
-    return loss.detach(), leaf.grad
+    options = {"valid": valid, "chunk_size": shape.chunk_size, "temperature": shape.temperature}
+    loss = simreg_loss(leaf.transpose(0, 1), labels, impl=impl, **options)  # type: ignore[arg-type]
+    return loss.detach(), torch.autograd.grad(loss * factor, leaf)[0]
+
+
+def _as_one_rank(*given: Any) -> Iterator[Found]:
+    yield value_and_gradient(*given)
 
 
 def _as_two_ranks(
-    rows: Tensor, labels: Tensor, valid: Tensor, shape: Shape, impl: str, factor: float, *, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """The same of one chunk in each sequence, as two ranks do it that hold a part each (see `sharded.ratios`).
+    rows: Tensor, labels: Tensor, valid: Tensor, shape: Shape, impl: str, factor: float
+) -> Iterator[Found]:
+    """Compute one chunk in each sequence as two ranks do that hold a part each (see `sharded.ratios`).
 
-    Args:
-        keep: each rank computes all pairs of its anchors and keeps them for its backward, where they are few enough;
-            else every pair is computed on one of the two, for both.
+    First each pair on one of the two, for both; then all pairs of its anchors on each, kept for its backward.
     """
-    form = form_named(impl)
+    form, tau, count = form_named(impl), shape.temperature, valid.sum()
     tokens = Tokens(rows.transpose(0, 1).unsqueeze(1), labels.unsqueeze(1), valid.unsqueeze(1), None)
     first = max(1, shape.length // 3)
-    parts = (0, first), (first, shape.length)
-    middle = first // 2
-    if keep:
-        kept = [form.measure(tokens, part, shape.temperature, keep=True) for part in parts]
-    else:
-        between = [((0, middle), parts[1])], [(parts[1], (middle, first))]
-        measured = [
-            form.measure_part(tokens, part, shared, shape.temperature)
-            for part, shared in zip(parts, between, strict=True)
-        ]
-        sums = measured[0][1] + measured[1][1]
-        kept = [
-            form.finish(given, sums[..., slice(*part)], part) for (given, _), part in zip(measured, parts, strict=True)
-        ]
-    count = valid.sum()
-    loss = (kept[0].ratio.log1p().sum() + kept[1].ratio.log1p().sum()) / count
-    pulls = [form.anchor_pull(factor / count / (1 + each.ratio), each, shape.temperature) for each in kept]
-    pull, grad = torch.cat(pulls, dim=-1), torch.empty_like(rows)
-    for part, each in zip(parts, kept, strict=True):
-        into = grad.transpose(0, 1).unsqueeze(1)[:, :, slice(*part)]
-        form.pull_back(tokens.rows, each, pull, part, shape.temperature, into)
-    return loss, grad
-
-
-def _to_unit_size(grad: Tensor) -> float:
-    """A factor that brings its largest number near 1, as a loss scale would: float16 has none of 1e-10."""
-    _, exponent = math.frexp(grad.abs().max().item())
-    return 2.0**-exponent
+    parts, middle = ((0, first), (first, shape.length)), first // 2
+    between = [((0, middle), parts[1])], [(parts[1], (middle, first))]
+    measured = [form.measure_part(tokens, part, shared, tau) for part, shared in zip(parts, between, strict=True)]
+    sums = measured[0][1] + measured[1][1]
+    shared = [form.finish(kept, sums[..., slice(*part)], part) for (kept, _), part in zip(measured, parts, strict=True)]
+    for kept in (shared, [form.measure(tokens, part, tau, keep=True) for part in parts]):
+        ratio = torch.cat([each.ratio for each in kept], dim=-1)
+        pulls = [form.anchor_pull(factor / count / (1 + each.ratio), each, tau) for each in kept]
+        pull, grad = torch.cat(pulls, dim=-1), torch.empty_like(rows)
+        for part, each in zip(parts, kept, strict=True):
+            into = grad.transpose(0, 1).unsqueeze(1)[:, :, slice(*part)]
+            form.pull_back(tokens.rows, each, pull, part, tau, into)
+        yield ratio.log1p().sum() / count, grad
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """A part at a time: gradients of long sequences take gigabytes as they are."""
-    norms = row_by_row(lambda *rows: (row_norms(rows[0] - rows[1]), row_norms(rows[1])), *torch.atleast_1d(one, other))
-    difference, size = (torch.linalg.vector_norm(part) for part in norms)
-    return (difference / size).item()
+    return (torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other)).item()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which form `impl="auto"` stands for on a GPU: the first of `kernels.form.MODULES` that is right there.
+"""Choose the form behind `impl="auto"` on a GPU: triton where it is right, else tiled.
 
-A form that is right on one GPU, one driver and one release of Triton may not be on the next. So before the first step
-each is compared with slower ones (see `comparison`), and computes the run's whole shape once, until one is right. They
-stand in the order of their speed, and no clock decides: every start of a job takes the same form. One that fails, is
-wrong or does not fit into memory is left out and named in the log. All ranks agree on one form.
+A kernel that is right on one GPU, one driver and one release of Triton may not be on the next. So before the first step
+it is compared with a slower form (see `comparison`), and computes the run's whole shape once. One that fails, is wrong
+or does not fit into memory is left out and named in the log. All ranks agree on one form, and no clock decides: every
+start of a job takes the same one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from simreg_megatron.comparison import Shape, comparisons, sample, value_and_gradient
+from simreg_megatron.comparison import Shape, errors, sample, value_and_gradient
 from simreg_megatron.kernels.form import MODULES
 from simreg_megatron.losses.simreg import AUTO
 
@@ -70,16 +70,14 @@ def choose(
 
 
 def try_form(impl: str, shape: Shape, device: torch.device) -> Trial:
-    """Compare a form with slower ones, and compute rows of the whole shape once."""
+    """Compare a form with a slower one, and compute rows of the whole shape once."""
     worst = 0.0, 0.0
     try:
-        for each in comparisons(shape, impl):
-            errors, allowed = each.errors(impl, device), each.allowed()
-            if not (errors[0] <= allowed[0] and errors[1] <= allowed[1]):  # nor if one is NaN
-                where = f" as {each.by} compute it" if each.by else ""
-                wrong = f"is wrong{where} (loss off by {errors[0]:.1e}, gradient by {errors[1]:.1e})"
-                return Trial(impl, *errors, wrong)
-            worst = max(worst[0], errors[0]), max(worst[1], errors[1])
+        for how, found, may in errors(shape, impl, device):
+            if not (found[0] <= may[0] and found[1] <= may[1]):  # nor if one is NaN
+                wrong = f"is wrong{how} (loss off by {found[0]:.1e}, gradient by {found[1]:.1e})"
+                return Trial(impl, *found, wrong)
+            worst = max(worst[0], found[0]), max(worst[1], found[1])
         value_and_gradient(*sample(shape, device), shape, impl)
         _wait(device)
     except Exception as error:  # a kernel that does not compile, memory that is not there, ...

@@ -16,8 +16,8 @@ from random import Random
 
 import pytest
 
-from simreg_megatron.kernels import halves
 from tests.helpers.offline import go_offline
+from tests.helpers.old_torch import OLD_TORCH
 
 go_offline()  # here, since whatever imports Hugging Face's libraries first decides for all
 HERE = Path(__file__).parent
@@ -57,11 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for tests in files for item in tests]
 
 
-OLD_TORCH = not halves.BMM_WIDENS  # before 2.8, which the forms in Triton need
 WITHOUT_A_GPU = "the Triton beside an older torch cannot be imported without a GPU, and Megatron imports it"
 TOLD = {
-    "needs torch 2.8 or newer": "that the form says so is all there is to see",
-    "has no overload name 'dtype_out'": "what is counted here are operators of a newer torch",
     "0 active drivers": WITHOUT_A_GPU,
     "ranks are forked with torch 2.8 or newer": "ranks that are forked with an older torch hang now and then",
     "_is_autocast_available": "an older torch.compile breaks the graph where autocast is left",

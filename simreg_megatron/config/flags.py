@@ -69,7 +69,7 @@ OF_SIMREG = (
     Flag("--simreg-every", "every", int, "compute the term only in every N-th step, with N times the weight: not the "
           "same objective, but equal in expectation where no gradient is clipped (default 1)"),
     Flag("--simreg-impl", "impl", str, _one_of(choices.IMPLEMENTATIONS) + ": which code computes the loss (default "
-          "auto: on a GPU the first of triton, gemm, tiled that is right there)"),
+          "auto: on a GPU triton where it is right, else tiled)"),
     Flag("--simreg-log-interval", "log_interval", int, "iterations between SimReg's values in the log, a multiple of "
           "--log-interval, which is the default"),
 )  # fmt: skip

@@ -27,7 +27,7 @@ from simreg_megatron.schedule import Schedule, parsed
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
-IMPLEMENTATIONS = ("auto", "reference", "tiled", "gemm", "triton")
+IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
 _REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
 _MOST_EVERY = 10_000  # the weight of the term is scaled by the same factor
@@ -129,7 +129,7 @@ class SimRegConfig:
 
     def _refuse_settings_without_effect(self) -> None:
         self.record.check(self)
-        if self.impl in ("tiled", "gemm", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"):
+        if self.impl in ("tiled", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"):
             raise ValueError(
                 f"SimReg impl {self.impl} supports only similarity cosine with self positive always: use impl "
                 "reference, or auto"

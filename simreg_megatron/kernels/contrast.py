@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels import tiled as _tiled  # noqa: F401  (puts its form into FORMS)
+from simreg_megatron.kernels import torch as _torch  # noqa: F401  (puts its form into FORMS)
 from simreg_megatron.kernels.form import Kept, Tokens, form_named
 
 
@@ -30,8 +30,8 @@ def contrast_ratio(tokens: Tokens, *, temperature: float, impl: str = "tiled", k
     """u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij of every token, [b, c, k]; SimReg's term is log1p(u_i).
 
     Args:
-        tokens: float16, bfloat16, float32 or float64 rows; half precision is multiplied as it is and summed in
-            float32, its norms applied afterwards.
+        tokens: float16, bfloat16, float32 or float64 rows; half precision is summed in float32, and never normalised
+            in its own type.
         temperature: tau, above 0.
         impl: a key of `form.MODULES`.
         keep: False where the budget for exponentials is spent on other calls.

@@ -17,8 +17,7 @@ Span = tuple[int, int]  # first position and one past the last
 
 MODULES = {
     "triton": "simreg_megatron.kernels.triton",
-    "gemm": "simreg_megatron.kernels.gemm",
-    "tiled": "simreg_megatron.kernels.tiled",
+    "tiled": "simreg_megatron.kernels.torch",
 }
 """Module by the name of the `impl`, the one to prefer first. Those with Triton are imported where they are first used,
 as not every machine has it; the other one is imported from the start, as torch.compile traces no import."""
@@ -38,7 +37,7 @@ class Kept(NamedTuple):
 
     documents: Tensor | None  # [b, c, k], or None
     names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
-    scale: Tensor  # 1 / |row| [b, c, k]
+    scale: Tensor  # 1 / |row| times a constant of the form [b, c, k]
     total: Tensor  # S_pos [b, c, p]
     ratio: Tensor  # S_neg / S_pos [b, c, p]
     pairs: Tensor  # P of all pairs, in an order of the form's own; empty where it is computed again

@@ -84,7 +84,7 @@ def simreg_loss(
         reduction: "none": [b, n] or [n], 0 at tokens without a term; "sum"; "mean": the sum divided by the
             number of anchors of all sequences, 0 where there are none.
         impl: "reference": a matrix of all pairs of a chunk, every option; "tiled": tile by tile, memory O(n), only
-            for similarity "cosine" and self_positive "always"; "gemm" and "triton": the same on a GPU, with Triton;
+            for similarity "cosine" and self_positive "always"; "triton": the same on a GPU, with Triton;
             "auto": the one that `simreg_megatron.trial` chose, else tiled; reference for all other options.
 
     Returns:

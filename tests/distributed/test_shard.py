@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.geometry import pair_cosines
-from simreg_megatron.kernels import tiled, walk
+from simreg_megatron.kernels import torch as tiles
 from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.autograd import add_gradient
@@ -195,8 +195,8 @@ def test_shards_equal_the_whole(tmp_path: Path, layout: ShardLayout, chunk_size:
 
 def check_sharing_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig) -> None:
     """As `check_rank`, with too many pairs to keep: each is computed on one rank, for both of its tokens."""
-    walk.BUDGET["cpu"] = walk.BUDGET["cpu"]._replace(kept=0)
-    tiled.TILE["cpu"] = 5
+    tiles.LIMITS["cpu"] = tiles.LIMITS["cpu"]._replace(kept=0, side=5)
+
     counts = []
     form = form_named("tiled")
     measure_part = form.measure_part

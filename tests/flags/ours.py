@@ -56,7 +56,7 @@ VALUES: dict[str, tuple[Words, Words]] = {
     ),
     "--simreg-off-after": (("0.5", "0.6"), (*_NOT_NUMBERS, "0.01", "0.99", "0", "1", "-1", "2", "1e-320")),
     "--simreg-every": (("2", "1", "3"), (*_NOT_WHOLE, "0")),
-    "--simreg-impl": (("tiled", "reference", "auto", "gemm", "triton"), _NOT_WORDS),
+    "--simreg-impl": (("tiled", "reference", "auto", "triton"), _NOT_WORDS),
     "--simreg-log-interval": (("1", "2", "4"), (*_NOT_WHOLE, "0", "3")),
 }
 """By flag: values that make sense, the first one the plainest, and odd ones. A switch has one, which is empty."""

@@ -19,7 +19,7 @@ from simreg_megatron.losses import simreg_loss
 from tests.gpu.runs import IMPLS
 from tests.gpu.tf32 import apart, tokens
 from tests.helpers import jobs
-from tests.helpers.ways import budget, one_side_only
+from tests.helpers.ways import limit, small_regions
 from tests.megatron.runs import ROOT
 
 pytestmark = pytest.mark.parametrize("impl", IMPLS)
@@ -88,9 +88,9 @@ def test_every_way_back(impl: str, way: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(kernels, "LONGEST_KEPT", 0)
         monkeypatch.setattr(kernels, "PANEL", 4096 if way == "both sides" else 700)
     if way != "kept":
-        budget(monkeypatch, "cuda", kept=0)
+        limit(monkeypatch, "cuda", kept=0)
     if way == "panels":
-        one_side_only(monkeypatch)
+        small_regions(monkeypatch)
     rows, labels = tokens(2500, 2048, torch.bfloat16)  # few enough that their exponentials can be kept
     _, exact, factor = exactly(rows, labels)
     rows.requires_grad_()

@@ -21,14 +21,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from simreg_megatron.kernels import gemm
 from simreg_megatron.kernels import triton as form
 
 _TYPES = {"bf16": 2, "fp32": 4}
 PRODUCTS = (form._pairs, form._product)
 
 
-def signature_of(kernel: Any, dtype: str, *, is_kept: bool = False) -> dict[str, str]:
+def signature_of(kernel: Any, dtype: str) -> dict[str, str]:
     """Types of the arguments as a launch finds them: pointers by name, the rest 32-bit integers."""
     element = dtype if dtype == "fp32" else "bf16"
     pointers = {
@@ -36,17 +35,13 @@ def signature_of(kernel: Any, dtype: str, *, is_kept: bool = False) -> dict[str,
         "pairs": element, "weights": element, "pull": "fp32", "radial": "fp32", "grad": dtype, "labels": "i64",
         "usable": "i1", "sums": "fp32", "total": "fp32", "ratio": "fp32",
     }  # fmt: skip
-    if kernel.module.endswith((".gemm", ".rows")):
-        pointers |= {"names": "fp32", "keep": element, "copies": element, "summed": "fp32", "sums": "fp64"}
-    if kernel in (gemm._sums_kernel, gemm._weights_kernel):
-        pointers |= {"names": "i64", "documents": "i64", "products": "fp32", "source": element if is_kept else "fp32"}
     if kernel is form._pull:
         pointers |= {"grad": "fp32"}
     found = {}
     for name in kernel.arg_names:
         if name in pointers:
             found[name] = f"*{pointers[name]}"
-        elif name in ("to_exponent", "factor", "temperature"):
+        elif name in ("to_exponent", "temperature"):
             found[name] = "fp32"
         else:
             found[name] = "i32" if name.islower() else "constexpr"
@@ -63,20 +58,13 @@ def variants(architecture: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         yield form._product, dtype, {**of_product, **form.PRODUCT[itemsize]}
         yield form._weights, dtype, {"num_stages": 3, **form.WEIGHTS}
         yield form._names_and_norms, dtype, {"num_stages": 3, **form.NORMS}
-        for documents, kept in itertools.product((True, False), repeat=2):
-            common = {"HAS_DOCUMENTS": documents, "num_stages": 3, **gemm.BLOCK}
-            yield gemm._sums_kernel, dtype, {"KEEP": kept, **common}
-            yield gemm._weights_kernel, dtype, {"IS_KEPT": kept, "SPLIT": dtype == "bf16" and not kept, **common}
-        of_row = {"FEATURES": gemm._FEATURES, "num_warps": 4, "num_stages": 3}
-        yield gemm._copy_kernel, dtype, {"SPLIT": False, **of_row}
-        yield gemm._project_kernel, dtype, dict(of_row)
     for kernel in (form._ratios, form._pull):
         yield kernel, "fp32", {"SIZE": form._TOKENS, "num_warps": 4, "num_stages": 3}
 
 
 def compiled(architecture: int, kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
     options_given = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    signature = signature_of(kernel, dtype, is_kept=bool(constants.get("IS_KEPT")))
+    signature = signature_of(kernel, dtype)
     signature |= dict.fromkeys(constants, "constexpr")
     # Pointers and strides are multiples of 16, as torch and hidden sizes make them.
     aligned = [

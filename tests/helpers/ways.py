@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 
-from simreg_megatron.kernels import walk
+from simreg_megatron.kernels import torch as tiles
 
 
-def budget(monkeypatch: pytest.MonkeyPatch, device: str = "cpu", **bytes_: int) -> None:
-    """Other bytes to keep, or to work in."""
-    monkeypatch.setitem(walk.BUDGET, device, walk.BUDGET[device]._replace(**bytes_))
+def limit(monkeypatch: pytest.MonkeyPatch, device: str = "cpu", **limits: int) -> None:
+    """Set another side of tiles, other bytes to keep, or to work in."""
+    monkeypatch.setitem(tiles.LIMITS, device, tiles.LIMITS[device]._replace(**limits))
 
 
-def one_side_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Panel by panel, as if no gradient fitted."""
-    way_through = walk.way_through
+def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add up the gradient of one tile's rows at a time, as if no more fitted."""
+    plan_for = tiles.plan_for
 
-    def alone(*given: Any) -> walk.Way:
-        return way_through(*given)._replace(shares=False)
+    def small(*given: Any) -> tiles.Plan:
+        plan = plan_for(*given)
+        return plan._replace(region=plan.side, kept=0)
 
-    monkeypatch.setattr(walk, "way_through", alone)
+    monkeypatch.setattr(tiles, "plan_for", small)

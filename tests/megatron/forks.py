@@ -23,8 +23,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from simreg_megatron.kernels import halves
 from tests.helpers import jobs
+from tests.helpers.old_torch import OLD_TORCH
 
 
 @cache
@@ -35,7 +35,7 @@ def fork_server() -> Any:
     refuses to work in it. There is one such server for all tests of a process, so it is the same for all of them.
     """
     context = multiprocessing.get_context("forkserver")
-    if not halves.BMM_WIDENS:
+    if OLD_TORCH:
         raise RuntimeError("ranks are forked with torch 2.8 or newer: with an older one some hang")
     has_megatron = importlib.util.find_spec("megatron") is not None
     context.set_forkserver_preload(["tests.megatron.preload" if has_megatron else "torch.distributed"])

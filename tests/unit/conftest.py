@@ -12,9 +12,8 @@ import torch
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels run in Python then
     os.environ["TRITON_INTERPRET"] = "1"
 
-from simreg_megatron.kernels import tiled
 from simreg_megatron.losses import simreg
-from tests.helpers.ways import budget, one_side_only
+from tests.helpers.ways import limit, small_regions
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +36,8 @@ def every_impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(simreg, "chosen_impl", chosen)
     if request.param.endswith("of 3"):
-        monkeypatch.setitem(tiled.TILE, "cpu", 3)
-        budget(monkeypatch, kept=0, work=2048)  # a few chunks at a time
+        limit(monkeypatch, side=3)
+        limit(monkeypatch, kept=0, work=2048)  # a few chunks at a time
     if request.param == "panels of 3":
-        one_side_only(monkeypatch)
+        small_regions(monkeypatch)
     return request.param

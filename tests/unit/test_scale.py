@@ -13,11 +13,11 @@ from benchmarks.fake_ranks import Layout, as_rank
 from benchmarks.partners import disagreements
 from benchmarks.records import RESULTS
 from benchmarks.scale import LAYOUTS, Case, cost_of, described, plans_of, sent_by, sent_by_all
-from simreg_megatron.kernels import halves
+from tests.helpers.old_torch import OLD_TORCH
 from tests.helpers.quick import quick
 
 pytestmark = pytest.mark.skipif(
-    not halves.BMM_WIDENS, reason="an older torch asks for a driver when it frees CUDA tensors without memory"
+    OLD_TORCH, reason="an older torch asks for a driver when it frees CUDA tensors without memory"
 )
 CASES = list(scale.cases())
 KEPT = records.read(RESULTS / "scale.csv")

@@ -325,7 +325,7 @@ GOOD = {"embeddings": torch.ones(2, 4, 3), "labels": torch.zeros(2, 4, dtype=tor
         ({"chunk_weight": "pos_neg_ratio"}, "pos-neg-ratio"),
         ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect"),
         ({"reduction": "max"}, "mean, sum, none"),
-        ({"impl": "cuda"}, "auto, reference, tiled, gemm, triton"),
+        ({"impl": "cuda"}, "auto, reference, tiled, triton"),
         ({"impl": "tiled", "similarity": "dot"}, "use impl 'reference'"),
         ({"impl": "tiled", "self_positive": "never"}, "use impl 'reference'"),
         ({"embeddings": torch.ones(2, 4, 3, dtype=torch.long)}, "floating point"),

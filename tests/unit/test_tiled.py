@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import peak_bytes
-from simreg_megatron.kernels import tiled
+from simreg_megatron.kernels import torch as tiles
 from simreg_megatron.kernels.form import Tokens, form_named
-from simreg_megatron.kernels.walk import Given, way_through
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS
 from tests.helpers import jobs
 from tests.helpers.fixtures import random_tokens
-from tests.helpers.ways import budget
+from tests.helpers.ways import limit, small_regions
 
 WIDTH = 64
 
@@ -55,7 +54,7 @@ def test_equals_the_reference(
 ) -> None:
     if (group_reduce, chunk_weight) == ("mean", "count-corrected"):
         pytest.skip("refused")
-    monkeypatch.setitem(tiled.TILE, "cpu", 5)
+    limit(monkeypatch, side=5)
     rows, labels = random_tokens((3, 29, 6), num_labels=5, seed=4)
     generator = torch.Generator().manual_seed(1)
     options = {
@@ -132,7 +131,7 @@ def saved_bytes(num_tokens: int, impl: str) -> int:
 
 def test_what_is_kept_grows_with_the_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert saved_bytes(4000, "tiled") / 4000 < 32, "more pairs than may be kept"
-    budget(monkeypatch, kept=0)
+    limit(monkeypatch, kept=0)
     per_token = {n: saved_bytes(n, "tiled") / n for n in (500, 2000)}
     assert per_token[500] == pytest.approx(per_token[2000], rel=0.05)
     assert per_token[2000] < 32
@@ -167,24 +166,52 @@ def test_inside_a_compiled_model() -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-9)
 
 
+WAYS = ["kept", "both sides", "regions"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("chunk_size", [0, 7])
+def test_every_way_back(way: str, dtype: torch.dtype, chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged tiles, masked tokens that hold anything, documents."""
+    limit(monkeypatch, side=5)
+    if way != "kept":
+        limit(monkeypatch, kept=0)
+    if way == "regions":
+        small_regions(monkeypatch)
+    rows, labels = random_tokens((3, 29, 6), num_labels=5, seed=4, dtype=dtype)
+    valid = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.7
+    options = {"valid": valid, "documents": torch.arange(29).div(9, rounding_mode="floor").expand(3, 29)}
+    options |= {"temperature": 0.05, "chunk_size": chunk_size}
+    _, exact = value_and_gradient(rows.double(), labels, impl="reference", **options)
+    given = rows.masked_fill(~valid.unsqueeze(-1), torch.nan)
+    _, found = value_and_gradient(given, labels, impl="tiled", **options)
+    assert not found[~valid].any()
+    assert apart(found, exact) < (1e-12 if dtype == torch.float64 else 2e-5 + torch.finfo(dtype).eps / 2)
+
+
 @pytest.mark.parametrize("together", [2, 3])
 def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank with a part of a chunk: its own tile and the rest, of fewer sequences at a time in the backward."""
+    """A rank with a part of a chunk: its own tile and the rest, of some of the sequences at a time."""
     rows, labels = random_tokens((4, 16, 64), num_labels=5, seed=4)
     tokens = Tokens(*(part.unsqueeze(1) for part in (rows.bfloat16(), labels, labels >= 0)), None)
-    given = Given(tokens.rows, labels.unsqueeze(1), torch.ones(4, 1, 16), None)
-    room = together * (tiled.TorchTiles.bytes_per_chunk(given, 16) + 16 * 64 * 4)
-    budget(monkeypatch, work=room)
-    way = way_through(tiled.TorchTiles, given)
-    assert way.together == together < way.measured, "forward more of them go together"
+    given = tiles.Given(tokens.rows, labels.unsqueeze(1), torch.ones(4, 1, 16), None, 0.1)
+    work = next(size for size in range(1, 1 << 20, 256) if _together(given, size, monkeypatch) == together)
+    limit(monkeypatch, work=work)
     grads = []
     form = form_named("tiled")
     for keep in (True, False):
         kept = form.measure(tokens, (0, 8), 0.1, keep=keep)
+        assert kept.pairs.numel() == (4 * 8 * 16 if keep else 0)
         own = form.anchor_pull(torch.ones_like(kept.ratio), kept, 0.1)
         grads.append(torch.empty_like(tokens.rows[:, :, :8]))
         form.pull_back(tokens.rows, kept, torch.nn.functional.pad(own, (0, 8)), (0, 8), 0.1, grads[-1])
     torch.testing.assert_close(*grads)
+
+
+def _together(given: tiles.Given, work: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    limit(monkeypatch, work=work)
+    return tiles.plan_for(given, (0, 8)).together
 
 
 def test_new_memory_holds_nan() -> None:

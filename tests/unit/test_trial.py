@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig, cli, comparison, doctor, trial
-from simreg_megatron.comparison import Comparison, Shape
-from simreg_megatron.kernels import form, halves, walk
-from simreg_megatron.kernels.tiled import TorchTiles
+from simreg_megatron.comparison import Shape
+from simreg_megatron.kernels import form
+from simreg_megatron.kernels.form import Form, Kept, Tokens
+from simreg_megatron.kernels.torch import TorchForm
 from simreg_megatron.losses import simreg
 from simreg_megatron.plugin import loop
 from simreg_megatron.plugin.tokens import device_of, rows_dtype
@@ -29,53 +30,63 @@ from tests.helpers.processes import run_processes
 
 CPU = torch.device("cpu")
 SHAPE = Shape(batch=2, length=96, width=16, chunk_size=40, dtype=torch.float32)
-Plant = Callable[[str, type[TorchTiles]], None]
+Plant = Callable[[str, Form], None]
 
 
-class WrongLoss(TorchTiles):
-    def sums(self, *given: Any) -> tuple[Tensor, Tensor]:
-        rows, columns = super().sums(*given)
-        return rows * torch.tensor([1.0, 1.001]).view(2, 1, 1), columns
+class WrongLoss(TorchForm):
+    def measure(self, *given: Any, **options: Any) -> Kept:
+        kept = super().measure(*given, **options)
+        return kept._replace(ratio=kept.ratio * 1.001)
 
 
-class WrongGradient(TorchTiles):
-    def project(self, of_unit: Tensor, span: walk.Span, grad: Tensor | None) -> None:
-        of_unit[:, ::5] *= 1.1
-        super().project(of_unit, span, grad)
+class WrongGradient(TorchForm):
+    def pull_back(self, *given: Any) -> None:
+        super().pull_back(*given)
+        given[-1][:, :, ::5] *= 1.1
 
 
-class NotANumber(TorchTiles):
-    def project(self, of_unit: Tensor, span: walk.Span, grad: Tensor | None) -> None:
-        super().project(of_unit.fill_(math.nan), span, grad)
+class NotANumber(TorchForm):
+    def pull_back(self, *given: Any) -> None:
+        given[-1].fill_(math.nan)
 
 
-class WithoutATile(TorchTiles):
-    """Nothing is lost of the closest pairs."""
+class WithoutAToken(TorchForm):
+    """One token of each chunk meets nobody."""
 
-    def sums(self, *given: Any) -> tuple[Tensor, Tensor]:
-        self.names[:, 3] = -1.0
-        return super().sums(*given)
+    def measure(self, tokens: Tokens, *given: Any, **options: Any) -> Kept:
+        usable = tokens.usable.clone()
+        usable[..., 3] = False
+        return super().measure(tokens._replace(usable=usable), *given, **options)
 
 
-class Broken(TorchTiles):
-    def hold(self, one: walk.Span) -> None:
+class Broken(TorchForm):
+    def measure(self, *given: Any, **options: Any) -> Kept:
         raise RuntimeError("no such instruction\non this device")
 
 
-class WrongFarAway(TorchTiles):
-    """Right for what the reference is asked to compare."""
+class WrongFarAway(TorchForm):
+    """Right in short chunks."""
 
-    def sums(self, *given: Any) -> tuple[Tensor, Tensor]:
-        rows, columns = super().sums(*given)
-        return (rows * 1.01 if self.rows.shape[2] > 64 else rows), columns
+    def measure(self, tokens: Tokens, *given: Any, **options: Any) -> Kept:
+        kept = super().measure(tokens, *given, **options)
+        return kept._replace(ratio=kept.ratio * 1.01) if tokens.rows.shape[2] > 64 else kept
 
 
-class WrongWhereShared(TorchTiles):
-    """Right where a rank holds whole chunks: tiles that serve one side alone are those of other ranks' tokens."""
+class WrongWhereShared(TorchForm):
+    """Right where a rank holds whole chunks."""
 
-    def add_gradient(self, other: walk.Span, *rest: Any) -> None:
-        if rest[-2] is not None or self.one == other:
-            super().add_gradient(other, *rest)
+    def measure_part(self, *given: Any) -> tuple[Kept, Tensor]:
+        kept, sums = super().measure_part(*given)
+        return kept, sums * 1.01
+
+
+class WrongForSomeAnchors(TorchForm):
+    """Right where all tokens are anchors."""
+
+    def pull_back(self, rows: Tensor, *given: Any) -> None:
+        super().pull_back(rows, *given)
+        if given[-1].shape[2] < rows.shape[2]:
+            given[-1][:, :, ::5] *= 1.1
 
 
 @pytest.fixture
@@ -83,9 +94,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     monkeypatch.setattr(simreg, "AUTO", {})
     monkeypatch.setattr(trial, "AUTO", simreg.AUTO)
 
-    def planted(name: str, tiles: type[TorchTiles]) -> None:
-        planted_form = walk.WalkForm.__new__(walk.WalkForm)
-        planted_form.tiles, planted_form.plain = tiles, walk.walks_over(tiles)
+    def planted(name: str, planted_form: Form) -> None:
         monkeypatch.setitem(form.FORMS, name, planted_form)
         monkeypatch.setitem(form.MODULES, name, "planted")
         monkeypatch.setattr(simreg, "IMPLEMENTATIONS", (*simreg.IMPLEMENTATIONS, name))
@@ -94,7 +103,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 
 
 def test_the_first_right_form_is_taken(plant: Plant) -> None:
-    plant("other", TorchTiles)
+    plant("other", TorchForm())
     (taken,) = trial.choose(SHAPE, CPU, impls=("other", "tiled"))
     assert 0 < taken.loss_error < comparison.LOSS_ERROR and taken.gradient_error < comparison.GRADIENT_ERROR
     assert {("cpu", torch.float32): "other"} == simreg.AUTO
@@ -103,21 +112,19 @@ def test_the_first_right_form_is_taken(plant: Plant) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "why"),
+    ("planted", "why"),
     [
         (WrongLoss, r"is wrong \(loss off by 1\.0e-03"),
-        (WrongGradient, r"is wrong \(loss off by .*e-0[678], gradient by \d\.\de-0[123]"),
-        (WithoutATile, r"is wrong"),
-        (
-            WrongWhereShared,
-            r"is wrong as two ranks( that keep)? compute it \(loss off by .*e-0[678], gradient by \d\.\de-0[123]",
-        ),
+        (WrongGradient, r"is wrong \(loss off by 0\.0e\+00, gradient by \d\.\de-0[123]"),
+        (WithoutAToken, r"is wrong"),
+        (WrongWhereShared, r"is wrong as two ranks compute it \(loss off by"),
+        (WrongForSomeAnchors, r"is wrong as two ranks compute it \(loss off by .*e-\d\d, gradient by \d\.\de-0[123]"),
         (NotANumber, r"gradient by nan"),
         (Broken, r"fails \(RuntimeError: no such instruction\)"),
     ],
 )
-def test_a_wrong_form_is_left_out(plant: Plant, tiles: type[TorchTiles], why: str) -> None:
-    plant("bad", tiles)
+def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Form], why: str) -> None:
+    plant("bad", planted())
     trials = trial.choose(SHAPE, CPU, impls=("bad", "tiled"))
     assert re.search(why, trials[0].failure), trials[0]
     assert trials[1].impl == "tiled" and {("cpu", torch.float32): "tiled"} == simreg.AUTO
@@ -139,52 +146,15 @@ def test_a_right_form_is_right_of_few_tokens(batch: int, length: int, width: int
     assert not trial.try_form("tiled", shape, CPU).failure
 
 
-def cut_off_sums(at_once: int, kept: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """As a tensor core adds up: so many products and the sum so far are cut off so many bits below float32's last place
-    of the largest of them, added exactly, and cut off to float32."""
-
-    def exponent(numbers: Tensor) -> Tensor:
-        return torch.where(numbers == 0, -1000, torch.frexp(numbers).exponent - 1)
-
-    def sums(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-        out.zero_()
-        for one, other in zip(left.double().split(at_once, 2), right.double().split(at_once, 1), strict=True):
-            addends = torch.cat([one.unsqueeze(-1) * other.unsqueeze(1), out.double().unsqueeze(2)], dim=2)
-            of_products = exponent(one).unsqueeze(-1) + exponent(other).unsqueeze(1)
-            largest = torch.cat([of_products, exponent(out.double()).unsqueeze(2)], dim=2).amax(2, keepdim=True)
-            place = torch.ldexp(torch.ones((), dtype=torch.float64), largest - 23 - kept)
-            exact = ((addends / place).trunc() * place).sum(dim=2)
-            found = exact.float()
-            out.copy_(torch.where(found.abs() > exact.abs(), torch.nextafter(found, torch.zeros(())), found))
-        return out
-
-    return sums
-
-
-@pytest.mark.parametrize(("at_once", "kept"), [(8, 1), (16, 2)], ids=["A100", "H100"])
-@pytest.mark.parametrize(("width", "dtype"), [(1024, torch.bfloat16), (1024, torch.float16), (4096, torch.bfloat16)])
-def test_tensor_cores_are_right(
-    width: int, dtype: torch.dtype, at_once: int, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(halves, "multiplies_halves", lambda rows: rows.dtype.itemsize == 2)
-    monkeypatch.setattr(halves, "widening_bmm", cut_off_sums(at_once, kept))
-    compared = Comparison(Shape(batch=1, length=64, width=width, chunk_size=0, dtype=dtype))
-    (loss, gradient), (loss_bound, gradient_bound) = compared.errors("tiled", CPU), compared.allowed()
-    print(f"{width}, {dtype}: loss off by {loss:.2e}, gradient by {gradient:.2e}")
-    assert comparison.LOSS_ERROR < loss < loss_bound / 2 and gradient < gradient_bound / 2
-    assert loss > loss_bound / 12, "nor is the bound so wide that it says nothing"
-
-
-def test_a_long_chunk_is_compared_over_its_whole_length(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "_COMPARED", 64)
-    plant("far", WrongFarAway)
+def test_a_long_chunk_is_compared_over_its_whole_length(plant: Plant) -> None:
+    plant("far", WrongFarAway())
     long = SHAPE._replace(length=200, chunk_size=0)
     assert "is wrong" in trial.try_form("far", long, CPU).failure and not trial.try_form("tiled", long, CPU).failure
     assert not trial.try_form("far", long._replace(length=64), CPU).failure
 
 
 def test_where_nothing_is_right_the_run_stops(plant: Plant) -> None:
-    plant("bad", WrongLoss)
+    plant("bad", WrongLoss())
     with pytest.raises(RuntimeError, match=r"no fast form of SimReg is right .*bad is wrong.*--simreg-impl reference"):
         trial.choose(SHAPE, CPU, impls=("bad",))
 
@@ -193,17 +163,17 @@ def test_a_gpu_that_computes_nothing_any_more_ends_the_run(plant: Plant, monkeyp
     def dead(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    plant("bad", Broken)
+    plant("bad", Broken())
     monkeypatch.setattr(trial, "_wait", dead)
     with pytest.raises(RuntimeError, match=r"tried impl bad on cpu.*illegal memory access.*--simreg-impl tiled"):
         trial.try_form("bad", SHAPE, CPU)
 
 
 def agree_on_one(rank: int) -> None:
-    wrong = {0: [], 1: ["triton"], 2: ["triton", "gemm", "tiled"]}[rank]
+    wrong = {0: [], 1: ["triton"], 2: ["triton", "tiled"]}[rank]
     trial.try_form = lambda impl, shape, device: Trial(impl, 0, 0, "is wrong" if impl in wrong else "")
     agreed = trial.choose(SHAPE, CPU, dist.group.WORLD, computes=rank < 2)
-    assert {("cpu", torch.float32): "gemm"} == simreg.AUTO
+    assert {("cpu", torch.float32): "tiled"} == simreg.AUTO
     assert [one.failure for one in agreed] == ["is wrong" if rank == 1 else "fails on another rank", ""]
 
 
@@ -229,7 +199,7 @@ def test_before_the_first_step(
     plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU, and for `auto` alone; the shape is that of one rank."""
-    plant("other", TorchTiles)
+    plant("other", TorchForm())
     shapes = []
 
     def tried(impl: str, shape: Shape, device: torch.device) -> Trial:
@@ -237,12 +207,12 @@ def test_before_the_first_step(
         return Trial(impl, 0, 0, "" if impl == "other" else "is wrong")
 
     monkeypatch.setattr(trial, "try_form", tried)
-    monkeypatch.setattr(trial.choose, "__kwdefaults__", {"computes": True, "impls": ("gemm", "other")})
+    monkeypatch.setattr(trial.choose, "__kwdefaults__", {"computes": True, "impls": ("triton", "other")})
     config = SimRegConfig(lambda_=1, chunk_size=64)
     loop.choose_form(config, [model()], 4, 512)
     assert not shapes and fast_form(config, rows_like(config, model())) == "tiled", "nothing to try on a CPU"
     monkeypatch.setattr(loop, "_is_worth_trying", lambda device: True)
-    loop.choose_form(SimRegConfig(lambda_=1, impl="gemm"), [model()], 4, 512)
+    loop.choose_form(SimRegConfig(lambda_=1, impl="triton"), [model()], 4, 512)
     loop.choose_form(SimRegConfig(lambda_=1, similarity="dot"), [model()], 4, 512)
     loop.choose_form(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
     assert not shapes
@@ -252,7 +222,7 @@ def test_before_the_first_step(
     assert fast_form(config, torch.empty(0)) == "tiled", "rows of another type were not tried"
     said = capsys.readouterr().out
     assert "> SimReg: impl auto is other, which is right here on 4 x 128 x 16 (bfloat16, chunks of 64)" in said
-    assert "; left out: gemm is wrong" in said
+    assert "; left out: triton is wrong" in said
     for inside, dtype in (({}, torch.bfloat16), ({"placement": "pre-norm"}, torch.float32)):
         loop.choose_form(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
         assert shapes[-1].dtype == dtype, "the final norm ends the wide residual stream"
@@ -268,10 +238,12 @@ def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(doctor, "_device_sentence", lambda: "Device: one")
     monkeypatch.setattr(doctor, "_train_one_step", lambda: print("a step") or True)
-    plant("bad", WrongGradient)
+    plant("bad", WrongGradient())
 
     try_form = trial.try_form
-    monkeypatch.setattr(trial, "try_form", lambda impl, *_: try_form("bad" if impl == "gemm" else "tiled", SHAPE, CPU))
+    monkeypatch.setattr(
+        trial, "try_form", lambda impl, *_: try_form("bad" if impl == "triton" else "tiled", SHAPE, CPU)
+    )
     assert cli.main(["doctor", "--gpu"]) == 0
     said = capsys.readouterr().out
     assert "LLaMA 350M: 16 x 2048 x 1024 (bfloat16, chunks of 1024)" in said and "is wrong" in said

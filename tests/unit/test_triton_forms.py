@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms with Triton: their kernels in its interpreter against float64, and compiled without a GPU."""
+"""The form in Triton: its kernels in the interpreter against float64, and compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.bf16_weights import gradient_by_pairs
 from simreg_megatron import SimRegConfig, trial
-from simreg_megatron.kernels import halves, walk
 from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS
@@ -31,24 +30,19 @@ from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from tests.distributed import test_shard as shards
 from tests.helpers import jobs
 from tests.helpers.fixtures import fixture_f1
+from tests.helpers.old_torch import OLD_TORCH
 from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick, quick_rows
-from tests.helpers.ways import budget, one_side_only
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 kernels = pytest.importorskip("simreg_megatron.kernels.triton")
-gemm = pytest.importorskip("simreg_megatron.kernels.gemm")
 
 tl = triton.language
 interpreted = pytest.mark.skipif(not kernels.INTERPRETS, reason="a GPU is here: tests/gpu runs the kernels on it")
 
-WAYS = {  # bytes that gemm may keep, its longest tile, whether the whole gradient fits; whether triton keeps pairs
-    "one block, kept": (1 << 20, 256, True, True),
-    "one block": (0, 256, True, False),
-    "many blocks, kept": (1 << 20, 16, True, True),
-    "many blocks": (0, 16, True, False),
-    "panels": (0, 16, False, False),
-}
+WAYS = {"kept": (256, 256), "one panel": (0, 256), "panels": (0, 16)}
+"""Longest chunk whose pairs stay for the backward, and rows of a panel where they do not."""
+KEPT, PANELS = "kept", "panels"
 
 
 @pytest.fixture(autouse=True)
@@ -58,36 +52,18 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(kernels.PAIRS, size, {"SIDE": 16, **pipeline})
         monkeypatch.setitem(kernels.PRODUCT, size, {"BM": 16, "BN": 16, **pipeline})
     monkeypatch.setattr(kernels, "WEIGHTS", {"ROWS": 8, "COLUMNS": 32, "num_warps": 4})
-    monkeypatch.setattr(gemm, "_TILE_UNIT", 16)
-    monkeypatch.setattr(gemm, "BLOCK", {"ROWS": 8, "COLUMNS": 32, "num_warps": 4})
-
-
-IMPLS = ("triton", "gemm")
-EACH = list(itertools.product(IMPLS, WAYS))
-
-
-@pytest.fixture(params=IMPLS)
-def impl(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-BLOCKS, PANELS = "many blocks, kept", "panels"
 
 
 def only(*chosen: Any) -> Callable[[Any], bool]:
-    """Select the quick cases: Triton's interpreter takes seconds for each, most of all those of gemm."""
+    """Select the quick cases: Triton's interpreter takes seconds for each."""
     return lambda value: value in chosen
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    kept, longest, fits, keeps = WAYS[request.param]
-    budget(monkeypatch, kept=kept)
-    monkeypatch.setattr(gemm, "LONGEST_TILE", longest)
-    monkeypatch.setattr(kernels, "LONGEST_KEPT", 256 if keeps else 0)
-    monkeypatch.setattr(kernels, "PANEL", longest)
-    if not fits:
-        one_side_only(monkeypatch)
+    longest, panel = WAYS[request.param]
+    monkeypatch.setattr(kernels, "LONGEST_KEPT", longest)
+    monkeypatch.setattr(kernels, "PANEL", panel)
     return request.param
 
 
@@ -122,12 +98,12 @@ MASKED = {"chunk_size": 32, "masked": True}
 
 @interpreted
 @pytest.mark.parametrize("options", quick([{}, {"chunk_size": 20}, MASKED], only(MASKED)), ids=str)
-@pytest.mark.parametrize(("impl", "way"), quick_rows(EACH, only(("triton", BLOCKS), ("gemm", PANELS))), indirect=True)
-def test_equals_float64(impl: str, options: dict[str, Any], way: str) -> None:
+@pytest.mark.parametrize("way", quick(WAYS, only(KEPT)), indirect=True)
+def test_equals_float64(options: dict[str, Any], way: str) -> None:
     rows, labels = clustered()
     given = {key: value for key, value in options.items() if key != "masked"}
     given |= masks(labels) if options.get("masked") else {}
-    loss, grad = value_and_gradient(rows, labels, impl, **given)
+    loss, grad = value_and_gradient(rows, labels, "triton", **given)
     expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference", **given)
     assert apart(loss, expected_loss) < 2e-5
     assert apart(grad, expected_grad) < 3e-5
@@ -138,23 +114,23 @@ def test_equals_float64(impl: str, options: dict[str, Any], way: str) -> None:
     ("temperature", "chunk_size"),
     quick_rows(itertools.product((0.01, 0.05, 0.1, 0.5, 1.0), (0, 4, 5)), only((0.01, 0), (0.01, 5), (1.0, 4))),
 )
-def test_the_fixture_of_the_printed_facts(impl: str, temperature: float, chunk_size: int) -> None:
+def test_the_fixture_of_the_printed_facts(temperature: float, chunk_size: int) -> None:
     """What test_simreg_facts holds the reference to, here in float32."""
     rows, labels = fixture_f1()
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8))  # triton reads units of 16 bytes
     options = {"temperature": temperature, "chunk_size": chunk_size}
-    loss, grad = value_and_gradient(rows.float(), labels, impl, **options)
+    loss, grad = value_and_gradient(rows.float(), labels, "triton", **options)
     expected_loss, expected_grad = value_and_gradient(rows.float().double(), labels, "reference", **options)
     assert apart(loss, expected_loss) < 2e-5 and apart(grad, expected_grad) < 2e-5
 
 
 @interpreted
 @pytest.mark.parametrize("chunk_weight", quick(CHUNK_WEIGHTS, only("count-corrected")))
-def test_every_weight(impl: str, chunk_weight: str) -> None:
+def test_every_weight(chunk_weight: str) -> None:
     rows, labels = clustered(length=40)
     options = {**masks(labels), "chunk_size": 16, "chunk_weight": chunk_weight, "temperature": 0.05}
     for one, other in zip(
-        value_and_gradient(rows, labels, impl, **options),
+        value_and_gradient(rows, labels, "triton", **options),
         value_and_gradient(rows.double(), labels, "reference", **options),
         strict=True,
     ):
@@ -183,34 +159,6 @@ def of_rounded_weights(rows: Tensor, labels: Tensor, rounding: Callable[[Tensor]
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("numbers", "keeps"),
-    [
-        (1, False),
-        (2, True),
-        pytest.param(1, True, marks=pytest.mark.slow),
-        pytest.param(2, False, marks=pytest.mark.slow),
-    ],
-)
-def test_gemm_rounds_the_weights_and_the_result_alone(
-    numbers: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(halves, "numbers_per_weight", lambda *_: numbers)
-    monkeypatch.setattr(halves, "kept_dtype", lambda *_: torch.float32 if keeps else None)
-    rows, labels = clustered(length=34, dtype=torch.bfloat16)
-    loss, grad = value_and_gradient(rows, labels, "gemm")
-    assert apart(loss, value_and_gradient(rows.double(), labels, "reference")[0]) < 2e-5
-
-    def of(weights: Callable[[Tensor], Tensor], result: Callable[[Tensor], Tensor]) -> Tensor:
-        return of_rounded_weights(rows, labels, lambda n: (weights if n.shape[-1] == 34 else result)(n))
-
-    expected = {1: of(cut_off, cut_off), 2: of(lambda numbers: numbers, cut_off)}
-    assert apart(grad, expected[numbers]) < 5e-4
-    assert apart(grad, expected[3 - numbers]) > 1e-3, "the test sees whether weights are rounded"
-    assert apart(grad, of(lambda numbers: numbers.bfloat16().double(), lambda numbers: numbers)) > 1e-3
-
-
-@interpreted
 def test_triton_rounds_pairs_weights_and_the_result_alone() -> None:
     rows, labels = clustered(length=50, dtype=torch.bfloat16)
     loss, grad = value_and_gradient(rows, labels, "triton")
@@ -221,24 +169,15 @@ def test_triton_rounds_pairs_weights_and_the_result_alone() -> None:
 
 
 @interpreted
-def test_float16() -> None:
-    rows, labels = clustered(length=34, dtype=torch.float16)
-    loss, grad = value_and_gradient(rows, labels, "gemm")
-    expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference")
-    assert apart(loss, expected_loss) < 2e-5
-    assert apart(grad, expected_grad) < 3e-4 + torch.finfo(torch.float16).eps / 2
-
-
-@interpreted
-@pytest.mark.parametrize("way", quick(WAYS, only(BLOCKS)), indirect=True)
-def test_what_is_not_usable_may_hold_anything(impl: str, way: str) -> None:
+@pytest.mark.parametrize("way", quick(WAYS, only(KEPT)), indirect=True)
+def test_what_is_not_usable_may_hold_anything(way: str) -> None:
     rows, labels = clustered(length=25)
     valid = torch.ones_like(labels, dtype=torch.bool)
     valid[0, 5:9] = valid[1, -3:] = False
     rows[1, 20] = 0.0
     expected = value_and_gradient(rows.double(), labels, "reference", valid=valid)
-    rows[~valid] = torch.nan if impl == "gemm" else 1e4  # triton: finite, as Megatron's own masked loss must be
-    loss, grad = value_and_gradient(rows, labels, impl, valid=valid)
+    rows[~valid] = 1e4  # finite, as Megatron's own masked loss must be
+    loss, grad = value_and_gradient(rows, labels, "triton", valid=valid)
     assert apart(loss, expected[0]) < 2e-5 and apart(grad, expected[1]) < 3e-5
     assert (grad[~valid] == 0).all() and (grad[1, 20] == 0).all()
     assert grad[valid].ne(0).any()
@@ -246,34 +185,34 @@ def test_what_is_not_usable_may_hold_anything(impl: str, way: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("what", ["one label", "all masked", "one token", "no tokens"])
-def test_nothing_to_compare(impl: str, what: str) -> None:
+def test_nothing_to_compare(what: str) -> None:
     rows, labels = clustered(length={"one token": 1, "no tokens": 0}.get(what, 12))
     valid = torch.full(labels.shape, what != "all masked")
     labels = torch.zeros_like(labels) if what == "one label" else labels
-    loss, grad = value_and_gradient(rows, labels, impl, valid=valid)
+    loss, grad = value_and_gradient(rows, labels, "triton", valid=valid)
     assert loss == 0 and grad.shape == rows.shape and (grad == 0).all()
 
 
 @interpreted
-def test_a_usable_row_that_is_not_finite_shows(impl: str) -> None:
+def test_a_usable_row_that_is_not_finite_shows() -> None:
     rows, labels = clustered(length=18)
     rows[0, 7] = torch.nan
-    loss, _ = value_and_gradient(rows, labels, impl)
+    loss, _ = value_and_gradient(rows, labels, "triton")
     assert loss.isnan()
     infinite = torch.full((1, 16), torch.inf)
-    alone = simreg_loss(infinite, torch.zeros(1, dtype=torch.long), impl=impl)
+    alone = simreg_loss(infinite, torch.zeros(1, dtype=torch.long), impl="triton")
     assert alone.isnan(), "nor one that meets nobody, whose norm is infinite"
 
 
 @interpreted
 @pytest.mark.parametrize("anchors", quick([(0, 45), (10, 37), (22, 45)], only((10, 37))))
-@pytest.mark.parametrize(("impl", "way"), quick_rows(EACH, only(("triton", PANELS), ("gemm", BLOCKS))), indirect=True)
-def test_some_anchors_and_any_strides(impl: str, anchors: tuple[int, int], way: str) -> None:
+@pytest.mark.parametrize("way", quick(WAYS, only(PANELS)), indirect=True)
+def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> None:
     """As on a rank that holds some anchors of a chunk, with hidden states [S, B, D]; the others' pull is known."""
     rows, labels = clustered()
     factors = torch.arange(1.0, 46).expand(2, 1, 45)
     grads, own = [], slice(*anchors)
-    for name, given in ((impl, rows), ("tiled", rows.double())):
+    for name, given in (("triton", rows), ("tiled", rows.double())):
         form = form_named(name)
         strided = given.transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(1)
         tokens = Tokens(strided, labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None)
@@ -291,30 +230,30 @@ def test_some_anchors_and_any_strides(impl: str, anchors: tuple[int, int], way: 
 
 
 @interpreted
-def test_a_second_backward_is_as_the_first(impl: str) -> None:
-    """The first one of impl triton writes over what the forward kept."""
+def test_a_second_backward_is_as_the_first() -> None:
+    """The first one writes over what the forward kept."""
     rows, labels = clustered(length=18)
     rows.requires_grad_()
-    loss = simreg_loss(rows, labels, temperature=0.1, impl=impl)
+    loss = simreg_loss(rows, labels, temperature=0.1, impl="triton")
     first, second = (torch.autograd.grad(loss, rows, retain_graph=True)[0] for _ in range(2))
     assert apart(second, first) < 1e-6
 
 
 @interpreted
-@pytest.mark.parametrize("way", [BLOCKS], indirect=True)
-def test_ranks_that_share_the_pairs(impl: str, way: str) -> None:
+@pytest.mark.parametrize("way", [KEPT], indirect=True)
+def test_ranks_that_share_the_pairs(way: str) -> None:
     """Each pair on one of two ranks, and sums added up: as one that computes all."""
     rows, labels = clustered()
     tokens = Tokens(rows.unsqueeze(1), labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None)
     first, second = (0, 22), (22, 45)
-    form = form_named(impl)
+    form = form_named("triton")
     part, sums = form.measure_part(tokens, first, [(first, second)], 0.1)
     sums = sums + form.measure_part(tokens, second, [], 0.1)[1]
     shared = form.finish(part, sums[..., 10:37], (10, 37))
     alone = form.measure(tokens, (10, 37), 0.1, keep=False)
     assert apart(shared.ratio, alone.ratio) < 1e-6 and apart(shared.total, alone.total) < 1e-6
     grad = torch.randn(shared.ratio.shape)
-    pulls = [form_named(name).anchor_pull(grad, shared, 0.1) for name in (impl, "tiled")]
+    pulls = [form_named(name).anchor_pull(grad, shared, 0.1) for name in ("triton", "tiled")]
     assert apart(*pulls) < 1e-6
 
 
@@ -348,26 +287,26 @@ def test_triton_over_ranks(tmp_path: Path, layout: ShardLayout, keeps: bool) -> 
 
 
 @interpreted
-def test_a_form_is_tried_before_it_is_taken(impl: str) -> None:
+def test_a_form_is_tried_before_it_is_taken() -> None:
     shape = trial.Shape(batch=1, length=20, width=16, chunk_size=10, dtype=torch.float32)
-    found = trial.try_form(impl, shape, torch.device("cpu"))
+    found = trial.try_form("triton", shape, torch.device("cpu"))
     assert not found.failure and 0 < found.gradient_error < 2e-5
 
 
 @interpreted
-def test_the_same_bits_twice(impl: str) -> None:
+def test_the_same_bits_twice() -> None:
     rows, labels = clustered(length=25, dtype=torch.bfloat16)
-    first, second = (value_and_gradient(rows, labels, impl, chunk_size=14) for _ in range(2))
+    first, second = (value_and_gradient(rows, labels, "triton", chunk_size=14) for _ in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
 @interpreted
-def test_inside_a_compiled_model(impl: str) -> None:
+def test_inside_a_compiled_model() -> None:
     rows, labels = clustered(length=30)
     layer = torch.nn.Linear(40, 40)
 
     def model(given: Tensor) -> Tensor:
-        return simreg_loss(layer(given), labels, temperature=0.1, impl=impl)
+        return simreg_loss(layer(given), labels, temperature=0.1, impl="triton")
 
     grads = []
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
@@ -427,30 +366,12 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         simreg_loss(rows.half(), labels, impl="triton")
     with pytest.raises(ValueError, match="needs a width that is a multiple of 4, got 39: use impl 'tiled'"):
         simreg_loss(rows[..., :39], labels, impl="triton")
-    with pytest.raises(ValueError, match="at most 32767 chunks at once, and these are 32768: use impl 'tiled'"):
-        simreg_loss(torch.ones(1, 65536, 1), torch.ones(1, 65536, dtype=torch.int64), impl="gemm", chunk_size=2)
     monkeypatch.setattr(kernels, "INTERPRETS", False)
     with pytest.raises(ValueError, match="needs a CUDA device, and the rows are on cpu"):
         simreg_loss(rows, labels, impl="triton")
 
 
-def test_blocks_of_gemm_fit_into_the_budget() -> None:
-    """What is kept, the blocks of one chunk and what sums its gradient: 256 MiB, less 32 for the tokens' numbers."""
-    for width in (512, 1024, 2048, 4096, 8192):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for length in (1024, 8192, 131072):
-                rows = torch.empty(1, 1, length, width, dtype=dtype, device="meta")
-                per_token = torch.empty(1, 1, length, device="meta")
-                given = walk.Given(rows, per_token, per_token, None)
-                way = walk.way_through(gemm.GemmTiles, given)
-                side = min(way.side, length)
-                summed = 4 * width * (length if way.shares else side) * (dtype != torch.float32)
-                takes = gemm.GemmTiles.bytes_per_chunk(given, side) + summed
-                assert takes + walk.BUDGET["cuda"].kept <= (256 - 32) << 20
-                assert way.side % 16 == 0 and way.side >= 16
-
-
-@pytest.mark.skipif(not halves.BMM_WIDENS, reason="the Triton beside an older torch compiles by another interface")
+@pytest.mark.skipif(OLD_TORCH, reason="the Triton beside an older torch compiles by another interface")
 @pytest.mark.parametrize("which", ["one-of-each", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("architecture", "most_shared_kib"), [(80, 163), (90, 227)])
 def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: str) -> None:
@@ -466,9 +387,7 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
     assert compiled.returncode == 0, compiled.stderr[-2000:]
     found = [json.loads(line) for line in compiled.stdout.splitlines()]
     launched = {"_names_and_norms", "_pairs", "_ratios", "_pull", "_weights", "_product"}
-    assert {kernel["kernel"] for kernel in found} == launched | {
-        name for name in vars(gemm) if name.endswith("_kernel")
-    }
+    assert {kernel["kernel"] for kernel in found} == launched
     for kernel in found:
         may_spill = architecture == 80 and kernel["kernel"] == "_pairs"
         assert max(kernel["spilled_bytes"], kernel["stack_bytes"]) <= 64 * may_spill, kernel

@@ -321,7 +321,7 @@ OF_SIMREG = """
 --simreg-chunk-weight foo | unknown SimReg chunk weight 'foo': choose from
 --simreg-chunk-size 1 | the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1
 --simreg-chunk-size -3 | the SimReg chunk size must be at least 2 tokens
---simreg-impl gemm | --simreg-impl gemm needs a GPU and this run has none
+--simreg-impl triton | --simreg-impl triton needs a GPU and this run has none
 --simreg-chunk-size 1.5 | --simreg-chunk-size takes a whole number, not '1.5'
 --simreg-warmup-iters -5 | --simreg-warmup-iters must be 0, or at least 2, got -5
 --simreg-warmup-iters 1 | --simreg-warmup-iters must be 0, or at least 2, got 1
@@ -334,7 +334,7 @@ OF_SIMREG = """
 --simreg-off-after 2 | SimReg is off after a share of the training above 0 and below 1, not 2
 --simreg-off-after 0 | SimReg is off after a share of the training above 0 and below 1, not 0
 --simreg-off-after half | --simreg-off-after takes a number, not 'half'
---simreg-impl cuda | unknown SimReg impl 'cuda': choose from auto, reference, tiled, gemm, triton
+--simreg-impl cuda | unknown SimReg impl 'cuda': choose from auto, reference, tiled, triton
 --simreg-log-interval 0 | the SimReg log interval must be 1 or more iterations, not 0
 --simreg-objective-options foo=1 | unknown option 'foo' of SimReg objective simreg: it has prefixes
 --simreg-objective sigreg --simreg-objective-options form=quick | unknown option 'form' of SimReg objective sigreg

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg in plain torch, for any device and floating type, in memory O(n): the form "tiled".
+
+The pairs of a chunk are a square matrix, computed tile by tile: a tile above the diagonal also serves its mirror image.
+Half precision is widened to float32, one side of a tile at a time. With c = tau ln 2 and f_i = e_i / (|e_i| sqrt(c)),
+
+    P_ij = 2^(<f_i, f_j> - 1 / c),    g_i = sum_j H_ij f_j,    dL/de_i = c (g_i - c <g_i, f_i> f_i) / (|e_i| sqrt(c)),
+
+since exp2 is several times faster on a CPU than exp. The backward takes the P that the forward kept, or computes it
+again. It adds up the gradient of as many anchors at a time as there is room for, a region: a tile inside a region
+serves both of its sides, and one that reaches outside only the anchors.
+
+Masks are numbers, not bools, and labels are compared as small floating-point numbers: on a CPU arithmetic is several
+times faster than a selection.
+
+Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk; m chunks worked on together; tiles
+of r rows and s columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.kernels.form import FORMS, Form, Kept, Span, Tokens, cut
+from simreg_megatron.kernels.precision import full_float32
+
+
+class Limits(NamedTuple):
+    """Of one kind of device; bytes in addition to the rows, their gradient and some numbers a token."""
+
+    side: int  # of a tile: on a CPU near its cache, on a GPU so large that it fills the device
+    kept: int  # bytes of P, from the forward to the backward
+    work: int  # bytes of tiles and of a gradient in its summing type, while one of the two runs
+
+
+LIMITS = {"cpu": Limits(512, kept=16 << 20, work=12 << 20), "cuda": Limits(2048, kept=48 << 20, work=176 << 20)}
+"""A CPU is faster in memory that it has touched before. On a GPU 256 MiB is the limit, 32 for the numbers a token."""
+_PAIR_MATRICES = 3
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Slab = tuple[slice, slice]  # of sequences and of chunks; one of the two has length 1, or all chunks are in it
+Step = tuple[Span, Sequence[Span]]  # rows of tiles, and the columns of each
+
+
+class Given(NamedTuple):
+    """All that the pairs are computed from."""
+
+    rows: Tensor  # [b, c, k, d], of any strides; those that are not usable may hold anything
+    names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
+    scale: Tensor  # [b, c, k]: 1 / (|row| sqrt(c)), in the type that sums are taken in; 0 where not usable
+    documents: Tensor | None  # [b, c, k]
+    temperature: float
+
+
+class Plan(NamedTuple):
+    """How the work is divided."""
+
+    side: int  # of a tile, at most
+    region: int  # anchors whose gradient is added up at a time
+    together: int  # chunks
+    kept: int  # numbers P that stay for the backward: those of all tiles, or none
+
+
+class Tile(NamedTuple):
+    one: Span  # its rows
+    other: Span  # its columns
+    left: Tensor  # f of the rows [m, r, d]
+    right: Tensor  # f of the columns [m, s, d]
+    kept: Tensor | None  # place of its P [m, r, s]
+
+
+def plan_for(given: Given, anchors: Span) -> Plan:
+    """Choose the largest tiles that fit, then the largest region, then as many chunks as there is room for."""
+    num_sequences, num_chunks, length, width = given.rows.shape
+    limits, wide, own = _limits(given.rows), given.scale.dtype.itemsize, given.rows.itemsize
+    # Where no copy is needed to merge sequences with their chunks, the returned gradient itself is summed in.
+    in_place = own == wide and 1 in (num_sequences, num_chunks)
+    of_anchor, count = 0 if in_place else width * wide, anchors[1] - anchors[0]
+
+    def takes(side: int) -> int:
+        of_token = width * ((3 if length > side else 2) * wide + (own if own < wide else 0))
+        return side * (side * (_PAIR_MATRICES * wide + (given.documents is not None)) + of_token)
+
+    side = max(1, min(limits.side, length))
+    while side > 16 and takes(side) + side * of_anchor > limits.work:
+        side = -(-side // 2)
+    room = (limits.work - takes(side)) // max(1, of_anchor)
+    region = max(1, count if in_place or room >= count else max(1, room // side) * side)
+    together = max(1, min(num_sequences * num_chunks, limits.work // (takes(side) + region * of_anchor)))
+    pairs = num_sequences * num_chunks * count_pairs(triangle(anchors, length, side))
+    return Plan(side, region, together, pairs if region >= count and pairs * wide <= limits.kept else 0)
+
+
+@functools.lru_cache(maxsize=256)
+def triangle(anchors: Span, length: int, side: int) -> list[Step]:
+    """Cut into tiles all pairs of anchors, on and above the diagonal, and those of anchors with all other tokens."""
+    own = cut(anchors, side)
+    others = [*cut((0, anchors[0]), side), *cut((anchors[1], length), side)]
+    return [(one, [*own[number:], *others]) for number, one in enumerate(own)]
+
+
+def count_pairs(steps: Sequence[Step]) -> int:
+    return sum((one[1] - one[0]) * (other[1] - other[0]) for one, others in steps for other in others)
+
+
+class _Chunks:
+    """The chunks of one slab, and room for one of their tiles: each is written over the one before."""
+
+    def __init__(self, given: Given, slab: Slab, room: Tensor, kept: Tensor) -> None:
+        self.rows = given.rows[slab]  # [b, c, k, d]: chunks are merged tile by tile, which costs no copy of all of them
+        self.names, self.scale = _merged(given.names, slab), _merged(given.scale, slab)
+        self.documents = None if given.documents is None else _merged(given.documents, slab)
+        first = slab[0].start * given.rows.shape[1] + slab[1].start
+        self.numbers = slice(first, first + len(self.names))  # among all chunks
+        self.kept = kept.view(given.names[..., 0].numel(), -1)[self.numbers].view(-1) if kept.numel() else None
+        self.c = given.temperature * math.log(2)
+        usable = self.names >= 0
+        self._usable = usable.to(self.scale.dtype)
+        self._bits = usable.to(_INTEGERS[self.rows.itemsize]).neg_()  # all of them or none
+        self._room = room
+
+    def tiles(self, steps: Sequence[Step]) -> Iterator[Tile]:
+        place, position = None, 0
+        for one, others in steps:
+            left = self.factor(one)
+            for other in others:
+                if self.kept is not None:
+                    shape = len(self.names), one[1] - one[0], other[1] - other[0]
+                    place = self.kept[position : position + math.prod(shape)].view(shape)
+                    position += place.numel()
+                yield Tile(one, other, left, left if other == one else self.factor(other), place)
+
+    def factor(self, span: Span) -> Tensor:
+        """f of some tokens [m, r, d], 0 where not usable: by the bits, for a NaN times 0 would still be a NaN."""
+        rows, bits = self.rows[:, :, slice(*span)], self._bits[:, slice(*span)]
+        masked = rows.view(bits.dtype) & bits.view(*rows.shape[:3], 1)  # a copy
+        wide = masked.view(rows.dtype).flatten(0, 1).to(self.scale.dtype)
+        return wide.mul_(self.scale[:, slice(*span), None])
+
+    def sums(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Of P over positives and over negatives, j != i: of the tile's rows [2, m, r], of its columns [2, m, s]."""
+        both = self._matrices(tile, 0, 2)
+        exponentials = self._exponentials(tile, both[0] if tile.kept is None else tile.kept)
+        exponentials.mul_(self._usable[:, None, slice(*tile.other)])
+        if tile.one != tile.other:  # else nothing is done with sums of columns
+            exponentials.mul_(self._usable[:, slice(*tile.one), None])
+        negative = self._differs(tile, both[1]).mul_(exponentials)
+        torch.sub(exponentials, negative, out=both[0])  # exact: one of the two is 0
+        of_rows = both.sum(dim=-1)
+        return of_rows, of_rows if tile.one == tile.other else both.sum(dim=-2)
+
+    def weights(self, tile: Tile, pull: Tensor) -> Tensor:
+        """H_ij [m, r, s], from (a, -b) of all tokens [2, m, k]."""
+        both, buffer = self._matrices(tile, 1, 2), self._matrices(tile, 0, 1)[0]
+        torch.add(pull[:, :, slice(*tile.one), None], pull[:, :, None, slice(*tile.other)], out=both)
+        found = torch.lerp(both[1], both[0], self._differs(tile, buffer), out=both[0])  # exact at 0 and at 1
+        return found.mul_(self._exponentials(tile, buffer) if tile.kept is None else tile.kept)
+
+    def project(self, of_factor: Tensor, span: Span, factor: Tensor) -> None:
+        """Turn g into the gradient of the rows [m, r, d], in place; 0 for rows that are not usable."""
+        radial = (of_factor * factor).sum(dim=-1, keepdim=True).mul_(self.c)
+        of_factor.addcmul_(radial, factor, value=-1).mul_(self.scale[:, slice(*span), None] * self.c)
+
+    def _exponentials(self, tile: Tile, into: Tensor) -> Tensor:
+        """P_ij [m, r, s], 0 for a token with itself and for tokens of different documents; not usable ones count."""
+        into.fill_(-1.0 / self.c).baddbmm_(tile.left, tile.right.mT)
+        # What would be subnormal is 0: it adds nothing to sums of at least 1, and a CPU computes it very slowly.
+        least = math.log2(torch.finfo(into.dtype).tiny) + 8
+        torch.threshold_(into, least, -math.inf).exp2_()
+        if tile.one == tile.other:
+            into.diagonal(dim1=-2, dim2=-1).zero_()
+        if (numbers := self.documents) is not None:
+            into.masked_fill_(numbers[:, slice(*tile.one), None] != numbers[:, None, slice(*tile.other)], 0.0)
+        return into
+
+    def _differs(self, tile: Tile, into: Tensor) -> Tensor:
+        """1 where labels differ, 0 where they are equal, [m, r, s]."""
+        return torch.ne(self.names[:, slice(*tile.one), None], self.names[:, None, slice(*tile.other)], out=into)
+
+    def _matrices(self, tile: Tile, first: int, count: int) -> Tensor:
+        shape = len(self.names), tile.left.shape[1], tile.right.shape[1]
+        return self._room[first : first + count, : math.prod(shape)].view(count, *shape)
+
+
+def pair_sums(given: Given, plan: Plan, steps: Sequence[Step], mirrored: Span, kept: Tensor) -> Tensor:
+    """Sums of P over positives and negatives, [2, b, c, k] float64, from the tiles in `steps`.
+
+    Args:
+        mirrored: pairs off the diagonal count for their columns, too, where these are in this span.
+        kept: takes P where it is not empty.
+    """
+    sums = torch.zeros(2, *given.names.shape, dtype=torch.float64, device=given.names.device)
+    room = given.scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
+    for slab in _slabs(given.rows, plan.together):
+        chunks = _Chunks(given, slab, room, kept)
+        of_slab = sums.flatten(1, 2)[:, chunks.numbers]
+        for tile in chunks.tiles(steps):
+            of_rows, of_columns = chunks.sums(tile)
+            of_slab[:, :, slice(*tile.one)].add_(of_rows)
+            if tile.one != tile.other and mirrored[0] <= tile.other[0] < mirrored[1]:
+                of_slab[:, :, slice(*tile.other)].add_(of_columns)
+    return sums
+
+
+def part_sums(given: Given, anchors: Span, rectangles: Sequence[tuple[Span, Span]]) -> Tensor:
+    """See `Form.measure_part`."""
+    plan = plan_for(given, anchors)
+    own = cut(anchors, plan.side)
+    steps: list[Step] = [(one, own[number:]) for number, one in enumerate(own)]
+    steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
+    return pair_sums(given, plan, steps, (0, given.rows.shape[2]), given.scale.new_empty(0))
+
+
+def _region_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, region: Span, grad: Tensor) -> None:
+    """Write the gradient of the rows in a region into `grad` [b, c, p, d]."""
+    is_in_place = grad.dtype == chunks.scale.dtype and (grad.is_contiguous() or 1 in grad.shape[:2])
+    shape = len(chunks.names), *grad.shape[2:]
+    of_factor = grad.flatten(0, 1) if is_in_place else grad.new_empty(shape, dtype=chunks.scale.dtype)
+    is_one_tile = len(steps) == len(steps[0][1]) == 1
+    if not is_one_tile:
+        of_factor.zero_()
+
+    def at(span: Span) -> Tensor:
+        return of_factor[:, span[0] - region[0] : span[1] - region[0]]
+
+    for tile in chunks.tiles(steps):
+        weights = chunks.weights(tile, pull)
+        at(tile.one).baddbmm_(weights, tile.right, beta=0 if is_one_tile else 1)
+        if tile.one != tile.other and region[0] <= tile.other[0] < region[1]:
+            at(tile.other).baddbmm_(weights.mT, tile.left)
+    left = tile.left
+    del tile  # and its memory
+    for one, _ in steps:
+        chunks.project(at(one), one, left if is_one_tile else chunks.factor(one))
+    if not is_in_place:
+        grad.copy_(of_factor.view_as(grad))
+
+
+def sums_and_scale(
+    rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scale [b, c, k], S_pos and S_neg / S_pos of the anchors [b, c, p], and P of all tiles or nothing."""
+    with full_float32():
+        given = Given(rows, names, scale_of(rows, names, temperature), documents, temperature)
+        plan = plan_for(given, (first, last))
+        kept = given.scale.new_empty(plan.kept if keep else 0)
+        sums = pair_sums(given, plan, triangle((first, last), rows.shape[2], plan.side), (first, last), kept)
+    return given.scale, *ratio_of(sums[..., first:last], names[..., first:last], given.scale[..., first:last]), kept
+
+
+def gradient(
+    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, kept: Tensor, pull: Tensor, first: int,
+    last: int, temperature: float, grad: Tensor,
+) -> None:  # fmt: skip
+    """See `Form.pull_back`."""
+    given = Given(rows, names, scale, documents, temperature)
+    plan = plan_for(given, (first, last))
+    room = scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
+    with full_float32():
+        for slab in _slabs(rows, plan.together):
+            chunks = _Chunks(given, slab, room, kept)
+            a, b = (_merged(part, slab) for part in pull)
+            signed = torch.stack([a, -b])
+            for region in cut((first, last), plan.region):
+                steps = triangle(region, rows.shape[2], plan.side)
+                into = grad[slab][:, :, region[0] - first : region[1] - first]
+                _region_gradient(chunks, steps, signed, region, into)
+
+
+_sums_operator = torch.library.custom_op("simreg_megatron::tiled_sums", sums_and_scale, mutates_args=())
+_gradient_operator = torch.library.custom_op("simreg_megatron::tiled_gradient", gradient, mutates_args=("grad",))
+
+
+@_sums_operator.register_fake
+def _(
+    rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale = names.new_empty(names.shape, dtype=_sum_dtype(rows))
+    total = scale.new_empty(*scale.shape[:2], last - first)
+    plan = plan_for(Given(rows, names, scale, documents, temperature), (first, last))
+    return scale, total, torch.empty_like(total), scale.new_empty(plan.kept if keep else 0)
+
+
+@_gradient_operator.register_fake
+def _(*_: object) -> None: ...
+
+
+class TorchForm(Form):
+    """The functions above. Only torch.compile calls them as operators, which cost the host 0.1 ms a call."""
+
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
+        compute = _sums_operator if torch.compiler.is_compiling() else sums_and_scale
+        names = token_names(tokens.labels, tokens.usable)
+        found = compute(tokens.rows, names, tokens.documents, *anchors, temperature, keep)
+        return Kept(tokens.documents, names, *found)
+
+    def measure_part(
+        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+    ) -> tuple[Kept, Tensor]:
+        names = token_names(tokens.labels, tokens.usable)
+        scale = scale_of(tokens.rows, names, temperature)
+        with full_float32():
+            sums = part_sums(Given(tokens.rows, names, scale, tokens.documents, temperature), anchors, rectangles)
+        nothing = names.new_empty(0)
+        return Kept(tokens.documents, names, scale, nothing, nothing, nothing), sums
+
+    def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
+        own = slice(*anchors)
+        total, ratio = ratio_of(sums, part.names[..., own], part.scale[..., own])
+        return part._replace(total=total, ratio=ratio)
+
+    def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
+        a = (grad_ratio / (kept.total * temperature)).masked_fill(kept.ratio == 0, 0.0)
+        return torch.stack([a, a * kept.ratio])
+
+    def pull_back(
+        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
+    ) -> None:
+        compute = _gradient_operator if torch.compiler.is_compiling() else gradient
+        compute(rows, kept.names, kept.scale, kept.documents, kept.pairs, pull, *anchors, temperature, grad)
+
+    def keeps(self, rows: Tensor, num_pairs: int, chunk: int, *, by_document: bool) -> bool:
+        return num_pairs * _sum_dtype(rows).itemsize <= _limits(rows).kept
+
+
+FORMS["tiled"] = TorchForm()
+
+
+def token_names(labels: Tensor, usable: Tensor) -> Tensor:
+    """Labels [..., k] as small numbers, equal where labels are, exact in float32; -1 for tokens not usable."""
+    signed = labels if labels.dtype.is_signed else labels.long()  # bytes of a text would make 255 of -1
+    known = torch.where(usable, signed, -1).contiguous()
+    ranks = torch.searchsorted(known.sort(dim=-1).values, known)
+    return ranks.float().masked_fill_(~usable, -1.0)
+
+
+def scale_of(rows: Tensor, names: Tensor, temperature: float) -> Tensor:
+    """1 / (|e| sqrt(c)) [b, c, k], 0 where not usable; NaN or 0 for a row that is not finite.
+
+    Rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
+    """
+    scale = torch.empty(names.shape, dtype=_sum_dtype(rows), device=rows.device)
+    step = max(1, _limits(rows).work // max(1, 128 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
+    for first, last in cut((0, rows.shape[2]), step):
+        part = rows[:, :, first:last]
+        # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first.
+        if rows.dtype == torch.float64:
+            largest = part.abs().amax(dim=-1, keepdim=True)
+            norms = torch.linalg.vector_norm(part / largest, dim=-1) * largest.squeeze(-1)
+        else:
+            norms = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64)
+        scale[:, :, first:last] = norms.mul_(math.sqrt(temperature * math.log(2))).reciprocal_()
+    return scale.masked_fill_(names < 0, 0.0)
+
+
+def ratio_of(sums: Tensor, names: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(S_pos, S_neg / S_pos) [b, c, p] from the sums [2, b, c, p] over all other tokens; 0 where not usable."""
+    total, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
+    # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
+    ratio = (negative / total).addcdiv_(scale, scale, value=0.0)
+    return total, ratio.masked_fill_(names < 0, 0.0)
+
+
+def _slabs(rows: Tensor, together: int) -> Iterator[Slab]:
+    """Chunks that are worked on together: several sequences, or several chunks of one."""
+    num_sequences, num_chunks = rows.shape[:2]
+    sequences, chunks = max(1, together // max(1, num_chunks)), min(together, max(1, num_chunks))
+    for sequence in range(0, num_sequences, sequences):
+        for chunk in range(0, num_chunks, chunks):
+            yield slice(sequence, sequence + sequences), slice(chunk, chunk + chunks)
+
+
+def _merged(per_token: Tensor, slab: Slab) -> Tensor:
+    """[b, c, k] -> [m, k], contiguous."""
+    return per_token[slab].flatten(0, 1).contiguous()
+
+
+def _sum_dtype(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def _limits(rows: Tensor) -> Limits:
+    return LIMITS.get(rows.device.type, LIMITS["cuda"])

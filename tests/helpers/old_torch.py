@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether torch is older than 2.8, which Megatron's tests and the form in Triton need."""
+
+import torch
+
+OLD_TORCH = "dtype" not in torch.ops.aten.bmm.overloads()
