@@ -14,6 +14,7 @@ from launch import data, preflight, sizes
 from launch.flags import flag_number, flag_value
 from launch.plan import ROOT, Machine, Plan
 from simreg_megatron.installed import python_path
+from simreg_megatron.objectives.simreg import note_on_lambda
 
 BUILTIN_VOCABULARY = 4096
 # torchrun's own names for its rendezvous; launch/start.bash fills them in for a dry run, which has no torchrun.
@@ -76,7 +77,8 @@ def describe_simreg(plan: Plan) -> str:
     if not any(part.record.compares_in_chunks(part.options) for part in config.parts):
         return found
     chunks = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
-    note = config.note_on_lambda(hidden)
+    noted = [part.weight(hidden) for part in config.parts if part.objective == "simreg"]
+    note = next(filter(None, (note_on_lambda(weight, hidden) for weight in noted)), "")
     return f"{found}, {chunks}{f' ({note})' if note else ''}"
 
 

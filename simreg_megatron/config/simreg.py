@@ -21,7 +21,7 @@ from simreg_megatron.config.values import (
 )
 from simreg_megatron.objectives.options import checked_options
 from simreg_megatron.objectives.record import STAY, Kind, Objective
-from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
+from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, authors_lambda
 from simreg_megatron.schedule import Schedule, parsed
 
 SCOPES = ("exact", "local")
@@ -29,7 +29,6 @@ PLACEMENTS = ("post-norm", "pre-norm")
 SIMILARITIES = ("cosine", "dot", "qnorm", "dnorm", "learnable")
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
 
-_REFERENCE_HIDDEN_SIZE = 1024  # lambda = 10 was tuned at this width
 _MOST_EVERY = 10_000  # the weight of the term is scaled by the same factor
 
 
@@ -282,20 +281,8 @@ class SimRegConfig:
         return bool(self.layer_numbers) or self.placement == "pre-norm"
 
     def weight(self, hidden_size: int) -> float:
-        """lambda as a number for a model of this width, that of `rule` if it is "auto"."""
-        return self.rule(hidden_size) if self.lambda_ == "auto" else float(self.lambda_)
-
-    @staticmethod
-    def rule(hidden_size: int) -> float:
-        """The authors' lambda for a model of this width: 10 * sqrt(hidden_size / 1024)."""
-        return 10.0 * math.sqrt(hidden_size / _REFERENCE_HIDDEN_SIZE)
-
-    def note_on_lambda(self, hidden_size: int) -> str:
-        """Warn of a lambda above twice the authors' rule for this width: 10, theirs at 1024, harms a tiny model."""
-        if not self.trains or self.objective != "simreg" or self.weight(hidden_size) <= 2 * self.rule(hidden_size):
-            return ""
-        given, usual = self.weight(hidden_size), self.rule(hidden_size)
-        return f"lambda {given:g} is large for width {hidden_size}, where the authors' rule (auto) gives {usual:.1f}"
+        """lambda as a number for a model of this width, that of the authors' rule if it is "auto"."""
+        return authors_lambda(hidden_size) if self.lambda_ == "auto" else float(self.lambda_)
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SimRegConfig)}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from simreg_megatron.objectives.record import Felt, Kind, Objective, Settings
 
 GROUP_REDUCTIONS = ("sum", "mean")
@@ -10,7 +12,21 @@ SELF_POSITIVES = ("always", "only_if_alone", "never")
 CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-corrected")
 
 _TEMPERATURE = 0.01
+_TUNED_WIDTH = 1024  # of the authors, with lambda 10
 _TERMS = "simreg_megatron.sharded.sequence:simreg_over_ranks"
+
+
+def authors_lambda(hidden_size: int) -> float:
+    """Return the authors' lambda for a model of this width: 10 * sqrt(hidden_size / 1024)."""
+    return 10.0 * math.sqrt(hidden_size / _TUNED_WIDTH)
+
+
+def note_on_lambda(given: float, hidden_size: int) -> str:
+    """Warn of a lambda above twice the authors' for this width: 10, theirs at 1024, harms a tiny model."""
+    usual = authors_lambda(hidden_size)
+    if given <= 2 * usual:
+        return ""
+    return f"lambda {given:g} is large for width {hidden_size}, where the authors' rule (auto) gives {usual:.1f}"
 
 
 def _check_none(config: Settings) -> None:

@@ -25,6 +25,7 @@ from simreg_megatron.config.flags import (
 )
 from simreg_megatron.losses.simreg import AUTO, chosen_impl
 from simreg_megatron.notices import forget, log_once, warn
+from simreg_megatron.objectives.simreg import note_on_lambda
 from simreg_megatron.plugin import compat, installation, log
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.layers import holds_earlier_layers
@@ -159,7 +160,7 @@ def make_ready(
             warn(f"SimReg objective {part.objective}: {warning}")
         hidden_size = get_model_config(model_chunks[0]).hidden_size
         log_once(log.described(part, models[0], hidden_size))
-        if note := part.note_on_lambda(hidden_size):
+        if part.objective == "simreg" and (note := note_on_lambda(part.weight(hidden_size), hidden_size)):
             log_once(f"SimReg: {note}")
 
 

@@ -853,13 +853,13 @@ def test_what_torchrun_would_end_in_a_traceback_with(words: tuple[str, ...], sen
         ("--simreg-lambda auto", False),
         ("--simreg-objective creg --simreg-lambda 10", False),
         ("--simreg-objective none", False),
+        ("--simreg-objective simreg:auto,sigreg:0.05", False),
     ],
 )
 def test_a_lambda_for_another_width_is_noted(words: str, has_note: bool) -> None:
-    config = preflight.check_own_flags(plan("--model", "tiny", *words.split()).flags)
-    note = "lambda 10 is large for width 192, where the authors' rule (auto) gives 4.3"
-    assert config.note_on_lambda(192) == (note if has_note else "")
-    assert not config.note_on_lambda(1024)
+    text = describe(plan("--model", "tiny", *words.split()), CPU, environ={})
+    assert ("lambda 10 is large for width 192, where the authors' rule (auto) gives 4.3" in text) == has_note
+    assert "is large" not in describe(plan("--model", "350m", *OWN, *words.split(), machine=GPU), GPU, environ={})
 
 
 @pytest.mark.parametrize("flag", ["--sft", "--fim-data", "--spec"])
