@@ -103,7 +103,7 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
             "`python -m simreg_megatron SCRIPT ...` or set SIMREG_CPU=1 and use the launch scripts"
         )
     cpu_backend.refuse(namespace)
-    of_triton = namespace.simreg_impl in ("gemm", "triton") and not os.environ.get("TRITON_INTERPRET")
+    of_triton = namespace.simreg_impl == "triton" and not os.environ.get("TRITON_INTERPRET")
     if cpu_backend.is_active() and of_triton:
         raise ValueError(
             f"--simreg-impl {namespace.simreg_impl} needs a GPU, and this run is on the CPU: leave the flag out"
