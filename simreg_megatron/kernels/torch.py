@@ -52,10 +52,18 @@ class Given(NamedTuple):
     """All that the pairs are computed from."""
 
     rows: Tensor  # [b, c, k, d], of any strides; those that are not usable may hold anything
+    c: float
     names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
     scale: Tensor  # [b, c, k]: 1 / (|row| sqrt(c)), in the type that sums are taken in; 0 where not usable
+    bias: Tensor  # [b, c, k]: -1 / c, -inf where not usable
+    bits: Tensor  # [b, c, k]: all of them, or none where not usable
     documents: Tensor | None  # [b, c, k]
-    temperature: float
+
+    @classmethod
+    def of(cls, rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, temperature: float) -> Given:
+        usable, c = names >= 0, temperature * math.log(2)
+        bias = torch.full_like(scale, -1.0 / c).masked_fill_(~usable, -math.inf)
+        return cls(rows, c, names, scale, bias, usable.to(_INTEGERS[rows.itemsize]).neg_(), documents)
 
 
 class Plan(NamedTuple):
@@ -75,17 +83,17 @@ class Tile(NamedTuple):
     kept: Tensor | None  # place of its P [m, r, s]
 
 
-def plan_for(given: Given, anchors: Span) -> Plan:
+def plan_for(rows: Tensor, anchors: Span, *, by_document: bool) -> Plan:
     """Choose the largest tiles that fit, then the largest region, then as many chunks as there is room for."""
-    num_sequences, num_chunks, length, width = given.rows.shape
-    limits, wide, own = _limits(given.rows), given.scale.dtype.itemsize, given.rows.itemsize
+    num_sequences, num_chunks, length, width = rows.shape
+    limits, wide, own = _limits(rows), _sum_dtype(rows).itemsize, rows.itemsize
     # Where no copy is needed to merge sequences with their chunks, the returned gradient itself is summed in.
     in_place = own == wide and 1 in (num_sequences, num_chunks)
     of_anchor, count = 0 if in_place else width * wide, anchors[1] - anchors[0]
 
     def takes(side: int) -> int:
         of_token = width * ((3 if length > side else 2) * wide + (own if own < wide else 0))
-        return side * (side * (_PAIR_MATRICES * wide + (given.documents is not None)) + of_token)
+        return side * (side * (_PAIR_MATRICES * wide + by_document) + of_token)
 
     side = max(1, min(limits.side, length))
     while side > 16 and takes(side) + side * of_anchor > limits.work:
@@ -113,16 +121,13 @@ class _Chunks:
     """The chunks of one slab, and room for one of their tiles: each is written over the one before."""
 
     def __init__(self, given: Given, slab: Slab, room: Tensor, kept: Tensor) -> None:
-        self.rows = given.rows[slab]  # [b, c, k, d]: chunks are merged tile by tile, which costs no copy of all of them
-        self.names, self.scale = _merged(given.names, slab), _merged(given.scale, slab)
-        self.documents = None if given.documents is None else _merged(given.documents, slab)
+        self.rows, self.c = given.rows[slab], given.c  # merged tile by tile, which costs no copy of all rows
         first = slab[0].start * given.rows.shape[1] + slab[1].start
-        self.numbers = slice(first, first + len(self.names))  # among all chunks
+        self.numbers = slice(first, first + self.rows.shape[0] * self.rows.shape[1])  # among all chunks
+        per_token = [part.flatten(0, 1)[self.numbers] for part in given[2:6]]
+        self.names, self.scale, self._bias, self._bits = per_token
+        self.documents = None if given.documents is None else given.documents.flatten(0, 1)[self.numbers]
         self.kept = kept.view(given.names[..., 0].numel(), -1)[self.numbers].view(-1) if kept.numel() else None
-        self.c = given.temperature * math.log(2)
-        usable = self.names >= 0
-        self._usable = usable.to(self.scale.dtype)
-        self._bits = usable.to(_INTEGERS[self.rows.itemsize]).neg_()  # all of them or none
         self._room = room
 
     def tiles(self, steps: Sequence[Step]) -> Iterator[Tile]:
@@ -139,17 +144,14 @@ class _Chunks:
     def factor(self, span: Span) -> Tensor:
         """f of some tokens [m, r, d], 0 where not usable: by the bits, for a NaN times 0 would still be a NaN."""
         rows, bits = self.rows[:, :, slice(*span)], self._bits[:, slice(*span)]
-        masked = rows.view(bits.dtype) & bits.view(*rows.shape[:3], 1)  # a copy
-        wide = masked.view(rows.dtype).flatten(0, 1).to(self.scale.dtype)
-        return wide.mul_(self.scale[:, slice(*span), None])
+        masked = (rows.view(bits.dtype) & bits.view(*rows.shape[:3], 1)).view(rows.dtype).flatten(0, 1)
+        scale = self.scale[:, slice(*span), None]
+        return masked.mul_(scale) if masked.dtype == scale.dtype else masked * scale  # which widens
 
     def sums(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """Of P over positives and over negatives, j != i: of the tile's rows [2, m, r], of its columns [2, m, s]."""
         both = self._matrices(tile, 0, 2)
         exponentials = self._exponentials(tile, both[0] if tile.kept is None else tile.kept)
-        exponentials.mul_(self._usable[:, None, slice(*tile.other)])
-        if tile.one != tile.other:  # else nothing is done with sums of columns
-            exponentials.mul_(self._usable[:, slice(*tile.one), None])
         negative = self._differs(tile, both[1]).mul_(exponentials)
         torch.sub(exponentials, negative, out=both[0])  # exact: one of the two is 0
         of_rows = both.sum(dim=-1)
@@ -164,12 +166,17 @@ class _Chunks:
 
     def project(self, of_factor: Tensor, span: Span, factor: Tensor) -> None:
         """Turn g into the gradient of the rows [m, r, d], in place; 0 for rows that are not usable."""
-        radial = (of_factor * factor).sum(dim=-1, keepdim=True).mul_(self.c)
-        of_factor.addcmul_(radial, factor, value=-1).mul_(self.scale[:, slice(*span), None] * self.c)
+        radial = (of_factor * factor).sum(dim=-1, keepdim=True)
+        of_factor.addcmul_(radial, factor, value=-self.c).mul_(self.scale[:, slice(*span), None] * self.c)
 
     def _exponentials(self, tile: Tile, into: Tensor) -> Tensor:
-        """P_ij [m, r, s], 0 for a token with itself and for tokens of different documents; not usable ones count."""
-        into.fill_(-1.0 / self.c).baddbmm_(tile.left, tile.right.mT)
+        """P_ij [m, r, s], 0 for pairs that do not meet and for a token with itself.
+
+        Rows that are not usable count in a tile on the diagonal, whose columns are not summed.
+        """
+        into.copy_(self._bias[:, None, slice(*tile.other)]).baddbmm_(tile.left, tile.right.mT)
+        if tile.one != tile.other:
+            into.add_(self._bias[:, slice(*tile.one), None] + 1.0 / self.c)
         # What would be subnormal is 0: it adds nothing to sums of at least 1, and a CPU computes it very slowly.
         least = math.log2(torch.finfo(into.dtype).tiny) + 8
         torch.threshold_(into, least, -math.inf).exp2_()
@@ -210,7 +217,7 @@ def pair_sums(given: Given, plan: Plan, steps: Sequence[Step], mirrored: Span, k
 
 def part_sums(given: Given, anchors: Span, rectangles: Sequence[tuple[Span, Span]]) -> Tensor:
     """See `Form.measure_part`."""
-    plan = plan_for(given, anchors)
+    plan = plan_for(given.rows, anchors, by_document=given.documents is not None)
     own = cut(anchors, plan.side)
     steps: list[Step] = [(one, own[number:]) for number, one in enumerate(own)]
     steps += [(one, cut(other, plan.side)) for rows, other in rectangles for one in cut(rows, plan.side)]
@@ -247,8 +254,8 @@ def sums_and_scale(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scale [b, c, k], S_pos and S_neg / S_pos of the anchors [b, c, p], and P of all tiles or nothing."""
     with full_float32():
-        given = Given(rows, names, scale_of(rows, names, temperature), documents, temperature)
-        plan = plan_for(given, (first, last))
+        given = Given.of(rows, names, scale_of(rows, names, temperature), documents, temperature)
+        plan = plan_for(rows, (first, last), by_document=documents is not None)
         kept = given.scale.new_empty(plan.kept if keep else 0)
         sums = pair_sums(given, plan, triangle((first, last), rows.shape[2], plan.side), (first, last), kept)
     return given.scale, *ratio_of(sums[..., first:last], names[..., first:last], given.scale[..., first:last]), kept
@@ -259,18 +266,17 @@ def gradient(
     last: int, temperature: float, grad: Tensor,
 ) -> None:  # fmt: skip
     """See `Form.pull_back`."""
-    given = Given(rows, names, scale, documents, temperature)
-    plan = plan_for(given, (first, last))
+    given = Given.of(rows, names, scale, documents, temperature)
+    plan = plan_for(rows, (first, last), by_document=documents is not None)
+    signed = torch.stack([pull[0], -pull[1]]).flatten(1, 2)
     room = scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
     with full_float32():
         for slab in _slabs(rows, plan.together):
             chunks = _Chunks(given, slab, room, kept)
-            a, b = (_merged(part, slab) for part in pull)
-            signed = torch.stack([a, -b])
             for region in cut((first, last), plan.region):
                 steps = triangle(region, rows.shape[2], plan.side)
                 into = grad[slab][:, :, region[0] - first : region[1] - first]
-                _region_gradient(chunks, steps, signed, region, into)
+                _region_gradient(chunks, steps, signed[:, chunks.numbers], region, into)
 
 
 _sums_operator = torch.library.custom_op("simreg_megatron::tiled_sums", sums_and_scale, mutates_args=())
@@ -283,7 +289,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale = names.new_empty(names.shape, dtype=_sum_dtype(rows))
     total = scale.new_empty(*scale.shape[:2], last - first)
-    plan = plan_for(Given(rows, names, scale, documents, temperature), (first, last))
+    plan = plan_for(rows, (first, last), by_document=documents is not None)
     return scale, total, torch.empty_like(total), scale.new_empty(plan.kept if keep else 0)
 
 
@@ -306,7 +312,7 @@ class TorchForm(Form):
         names = token_names(tokens.labels, tokens.usable)
         scale = scale_of(tokens.rows, names, temperature)
         with full_float32():
-            sums = part_sums(Given(tokens.rows, names, scale, tokens.documents, temperature), anchors, rectangles)
+            sums = part_sums(Given.of(tokens.rows, names, scale, tokens.documents, temperature), anchors, rectangles)
         nothing = names.new_empty(0)
         return Kept(tokens.documents, names, scale, nothing, nothing, nothing), sums
 
@@ -346,7 +352,7 @@ def scale_of(rows: Tensor, names: Tensor, temperature: float) -> Tensor:
     Rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
     """
     scale = torch.empty(names.shape, dtype=_sum_dtype(rows), device=rows.device)
-    step = max(1, _limits(rows).work // max(1, 128 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
+    step = max(1, _limits(rows).work // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
     for first, last in cut((0, rows.shape[2]), step):
         part = rows[:, :, first:last]
         # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first.
@@ -374,11 +380,6 @@ def _slabs(rows: Tensor, together: int) -> Iterator[Slab]:
     for sequence in range(0, num_sequences, sequences):
         for chunk in range(0, num_chunks, chunks):
             yield slice(sequence, sequence + sequences), slice(chunk, chunk + chunks)
-
-
-def _merged(per_token: Tensor, slab: Slab) -> Tensor:
-    """[b, c, k] -> [m, k], contiguous."""
-    return per_token[slab].flatten(0, 1).contiguous()
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:

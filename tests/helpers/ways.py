@@ -19,8 +19,8 @@ def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add up the gradient of one tile's rows at a time, as if no more fitted."""
     plan_for = tiles.plan_for
 
-    def small(*given: Any) -> tiles.Plan:
-        plan = plan_for(*given)
+    def small(*given: Any, **options: bool) -> tiles.Plan:
+        plan = plan_for(*given, **options)
         return plan._replace(region=plan.side, kept=0)
 
     monkeypatch.setattr(tiles, "plan_for", small)

@@ -195,8 +195,7 @@ def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPa
     """A rank with a part of a chunk: its own tile and the rest, of some of the sequences at a time."""
     rows, labels = random_tokens((4, 16, 64), num_labels=5, seed=4)
     tokens = Tokens(*(part.unsqueeze(1) for part in (rows.bfloat16(), labels, labels >= 0)), None)
-    given = tiles.Given(tokens.rows, labels.unsqueeze(1), torch.ones(4, 1, 16), None, 0.1)
-    work = next(size for size in range(1, 1 << 20, 256) if _together(given, size, monkeypatch) == together)
+    work = next(size for size in range(1, 1 << 20, 256) if _together(tokens.rows, size, monkeypatch) == together)
     limit(monkeypatch, work=work)
     grads = []
     form = form_named("tiled")
@@ -209,9 +208,9 @@ def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(*grads)
 
 
-def _together(given: tiles.Given, work: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def _together(rows: Tensor, work: int, monkeypatch: pytest.MonkeyPatch) -> int:
     limit(monkeypatch, work=work)
-    return tiles.plan_for(given, (0, 8)).together
+    return tiles.plan_for(rows, (0, 8), by_document=False).together
 
 
 def test_new_memory_holds_nan() -> None:
