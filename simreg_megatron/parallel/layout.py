@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the tokens of one sequence lie, who computes whose term, and which rows must travel for it. Integers only.
 
-Context parallelism cuts a sequence into 2*cp blocks and gives context rank r the blocks r and 2*cp-1-r (zigzag).
+Context parallelism cuts a sequence into 2*cp blocks and gives context rank r the blocks r and 2*cp-1-r (zigzag). In a
+row that packs documents it cuts each document so, and a rank's blocks lie in the order of the documents.
 Of what a context rank has, sequence parallelism gives each tensor rank one contiguous part; without it every tensor
 rank holds all rows, and only the work is split into such parts.
 
-Everything here follows from sizes that all ranks know, so all ranks come to the same answer without talking.
+Everything here follows from sizes that all ranks know, so all ranks come to the same answer without talking. Packed
+rows have many blocks and another layout in each micro-batch, so all ranks' runs are planned together, as arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 Run = tuple[int, int]  # first position and one past the last, contiguous on the sequence
 Rank = tuple[int, int]  # (context rank, tensor rank)
+Ints = NDArray[np.int64]  # runs are [R, 2]
 
 
 @dataclass(frozen=True)
@@ -27,12 +35,14 @@ class ShardLayout:
         context_size: ranks that split it by context parallelism.
         tensor_size: ranks that split a context rank's tokens, or the work on them.
         rows_split: whether tensor ranks hold a part of the rows each (sequence parallelism), or all of them.
+        borders: where documents begin, and the row's end, if context parallelism cuts each; None: it cuts the row.
     """
 
     length: int
     context_size: int = 1
     tensor_size: int = 1
     rows_split: bool = True
+    borders: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.context_tokens < self.tensor_size:
@@ -40,50 +50,77 @@ class ShardLayout:
                 f"SimReg cannot share {self.context_tokens} tokens among {self.tensor_size} tensor-parallel ranks: "
                 "use longer sequences or a smaller tensor-parallel size"
             )
+        if self.borders is not None:
+            self._check_documents(self.borders)
+
+    def _check_documents(self, borders: tuple[int, ...]) -> None:
+        blocks, lengths = 2 * self.context_size, np.diff(borders)
+        if (borders[0], borders[-1]) != (0, self.length) or (lengths <= 0).any() or (lengths % blocks).any():
+            raise ValueError(
+                f"context parallelism cuts each packed document into {blocks} equal blocks, so cu_seqlens must go from 0 "
+                f"to {self.length} in multiples of {blocks}, and are {list(borders)}: pad each document, and give "
+                "cu_seqlens_q_padded"
+            )
 
     @cached_property
     def context_tokens(self) -> int:
         """Tokens of each context rank."""
         return self.length // self.context_size
 
-    @lru_cache(maxsize=256)  # noqa: B019  (few layouts, and as small as their key)
+    @lru_cache(maxsize=16)  # noqa: B019  (few layouts at a time, and as small as their key)
     def held(self, rank: Rank) -> tuple[Run, ...]:
         """The runs whose hidden states a rank holds, in the order of its rows."""
-        if self.rows_split:
-            return self.anchors(rank)
-        return self._context_part(rank[0], 0, self.context_tokens)
+        return self.anchors(rank) if self.rows_split else _tuples(self._blocks[rank[0]])
 
-    @lru_cache(maxsize=256)  # noqa: B019  (few layouts, and as small as their key)
     def anchors(self, rank: Rank) -> tuple[Run, ...]:
         """The runs whose terms a rank computes, in the order of its rows; every token is on one rank."""
-        return self._context_part(rank[0], self.part_start(rank[1]), self.part_start(rank[1] + 1))
+        runs, owners = self.all_anchors
+        return _tuples(runs[owners == rank[0] * self.tensor_size + rank[1]])
 
     def part_start(self, tensor_rank: int) -> int:
         """First of the context rank's tokens that belongs to this tensor rank."""
         return tensor_rank * self.context_tokens // self.tensor_size
 
-    @lru_cache(maxsize=256)  # noqa: B019  (few layouts, and as small as their key)
     def exchange_members(self, rank: Rank) -> tuple[Rank, ...]:
         """The ranks among which rows travel, in the order of their process group."""
         tensor_ranks = range(self.tensor_size) if self.rows_split else (rank[1],)
         return tuple((c, t) for c in range(self.context_size) for t in tensor_ranks)
 
-    def _context_part(self, context_rank: int, first: int, last: int) -> tuple[Run, ...]:
-        """Tokens first:last of those a context rank has, as runs on the sequence."""
-        runs, offset = [], 0
-        for start, stop in self._context_blocks(context_rank):
-            low, high = max(first, offset), min(last, offset + stop - start)
-            if low < high:
-                runs.append((start + low - offset, start + high - offset))
-            offset += stop - start
-        return tuple(runs)
+    @cached_property
+    def all_anchors(self) -> tuple[Ints, Ints]:
+        """The runs of all ranks, in the order of ranks and of their rows; the number of each run's rank."""
+        starts = np.append(0, np.cumsum(np.diff(self._blocks[0])))  # rows at which blocks begin, on any context rank
+        parts = np.array([self.part_start(rank) for rank in range(self.tensor_size + 1)])
+        cuts = np.unique(np.minimum(np.append(starts, parts), starts[-1]))
+        rows, block = cuts[:-1], np.searchsorted(starts, cuts[:-1], side="right") - 1
+        first = self._blocks[:, block, 0] + rows - starts[block]
+        tensor_ranks = np.searchsorted(parts, rows, side="right") - 1
+        owners = np.add.outer(np.arange(self.context_size) * self.tensor_size, tensor_ranks)
+        return np.stack([first, first + np.diff(cuts)], axis=-1).reshape(-1, 2), owners.reshape(-1)
 
-    def _context_blocks(self, context_rank: int) -> tuple[Run, ...]:
+    @cached_property
+    def all_held(self) -> tuple[Ints, Ints]:
+        """The runs that the members of an exchange hold, likewise; the place of each run's rank among them."""
+        if self.rows_split:
+            return self.all_anchors
+        return self._blocks.reshape(-1, 2), np.arange(self.context_size).repeat(self._blocks.shape[1])
+
+    @cached_property
+    def gathered_order(self) -> tuple[Run, ...]:
+        """Ranges of the rank-ordered concatenation of all rows which, one after the other, are the sequence."""
+        held, _ = self.all_held
+        return _tuples(_rows(held)[held[:, 0].argsort()])
+
+    @cached_property
+    def _blocks(self) -> Ints:
+        """What each context rank has, [context ranks, blocks, 2] in the order of its rows."""
         if self.context_size == 1:
-            return ((0, self.length),)
-        block = self.length // (2 * self.context_size)
-        mirrored = 2 * self.context_size - 1 - context_rank
-        return tuple((index * block, (index + 1) * block) for index in (context_rank, mirrored))
+            return np.array([[[0, self.length]]])
+        number, ranks = 2 * self.context_size, np.arange(self.context_size)
+        borders = np.array(self.borders or (0, self.length))[:, None]
+        size = np.diff(borders, axis=0) // number
+        first = borders[:-1] + np.stack([ranks, number - 1 - ranks], axis=1)[:, None] * size
+        return np.stack([first, first + size], axis=-1).reshape(self.context_size, -1, 2)
 
 
 @dataclass(frozen=True)
@@ -100,17 +137,17 @@ class Cutting:
     scope: str = "exact"
     sample_length: int | None = None
 
-    def domains(self, layout: ShardLayout, rank: Rank) -> tuple[Run, ...]:
+    def domains(self, layout: ShardLayout) -> Ints:
         """The stretches in which chunks are cut from the first token on; the last of each may be short."""
-        size = self.sample_length or layout.length
-        samples = [(start, min(start + size, layout.length)) for start in range(0, layout.length, size)]
+        starts = np.arange(0, layout.length, self.sample_length or layout.length)
+        samples = np.stack([starts, np.append(starts[1:], layout.length)], axis=1)
         if self.scope == "exact":
-            return tuple(samples)
-        return tuple(run for held in layout.held(rank) for sample in samples for run in _intersection(held, sample))
+            return samples
+        held, _ = layout.all_held
+        return _overlaps(held[held[:, 0].argsort()], samples)[2]
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Tokens that some anchors of one rank meet: whole chunks of one domain."""
 
     tokens: Run
@@ -118,17 +155,16 @@ class Window:
     domain: Run
 
 
-def windows(layout: ShardLayout, rank: Rank, cutting: Cutting) -> tuple[Window, ...]:
-    """What a rank must see to compute its terms, in the order of its rows."""
-    found = []
-    for run in layout.anchors(rank):
-        for domain in cutting.domains(layout, rank):
-            for anchors in _intersection(run, domain):
-                size = cutting.chunk_size or domain[1] - domain[0]
-                first = domain[0] + (anchors[0] - domain[0]) // size * size
-                last = domain[0] + -(-(anchors[1] - domain[0]) // size) * size
-                found.append(Window((first, min(last, domain[1])), anchors, domain))
-    return tuple(found)
+def _windows(layout: ShardLayout, cutting: Cutting) -> tuple[Ints, Ints, Ints, Ints]:
+    """The fields of all ranks' windows, in the order of ranks and of their rows; the number of each one's rank."""
+    runs, owners = layout.all_anchors
+    domains = cutting.domains(layout)
+    run, place, anchors = _overlaps(runs, domains)
+    start, stop = domains[place].T
+    size = cutting.chunk_size or stop - start
+    first = start + (anchors[:, 0] - start) // size * size
+    last = start - (start - anchors[:, 1]) // size * size
+    return np.stack([first, np.minimum(last, stop)], axis=1), anchors, domains[place], owners[run]
 
 
 @dataclass(frozen=True)
@@ -136,7 +172,7 @@ class RowPlan:
     """What one rank computes, and the exchange of rows before it.
 
     Attributes:
-        windows: in the order of the rank's rows.
+        windows: what the rank must see to compute its terms, in the order of its rows.
         needs: runs the windows cover, merged, ascending.
         travels: whether any rank of the group needs rows that it does not hold; the same on all of them.
         send: for each member of the group, the local row ranges it is sent.
@@ -157,33 +193,37 @@ class RowPlan:
 
     @property
     def send_sizes(self) -> tuple[int, ...]:
-        return tuple(_total(ranges) for ranges in self.send)
+        return tuple(sum(last - first for first, last in ranges) for ranges in self.send)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)  # each packed row has a plan of its own, and a large one
 def row_plan(layout: ShardLayout, rank: Rank, cutting: Cutting) -> RowPlan:
     """The plan of `rank`; every rank of its group makes the matching one."""
-    members = layout.exchange_members(rank)
-    needs = {member: merged(w.tokens for w in windows(layout, member, cutting)) for member in members}
-    send = tuple(tuple(local for local, _ in _shared(layout.held(rank), needs[member])) for member in members)
-    received, offset, sizes = [], 0, []
-    for member in members:
-        before = offset
-        for (start, stop), position in _shared(layout.held(member), needs[rank]):
-            received.append((position, (offset, offset + stop - start)))
-            offset += stop - start
-        sizes.append(offset - before)
-    ranks = [(c, t) for c in range(layout.context_size) for t in range(layout.tensor_size)]
-    of_all = [window for other in ranks for window in windows(layout, other, cutting)]
+    *fields, owners = _windows(layout, cutting)
+    tokens, anchors, _ = fields
+    members, own, exchanged = owners, rank[0] * layout.tensor_size + rank[1], owners >= 0
+    windows = tuple(map(Window, *(_tuples(field[owners == own]) for field in fields)))
+    if not layout.rows_split:
+        members, own, exchanged = owners // layout.tensor_size, rank[0], owners % layout.tensor_size == rank[1]
+    needs, needers = _merged(tokens[exchanged], members[exchanged])
+    held, holders = layout.all_held
+    here = _overlaps(needs + needers[:, None] * layout.length, held + holders[:, None] * layout.length)[2]
+
+    mine, needed = held[holders == own], needs[needers == own]
+    need, place, sent = _overlaps(needs, mine)
+    sent, receivers = _merged(sent + (_rows(mine) - mine)[place, :1], needers[need])
+    splits = np.searchsorted(receivers, np.arange(holders[-1] + 2))
+    piece, _, received = _overlaps(held, needed)
+    sizes = np.bincount(holders[piece], np.diff(received)[:, 0], holders[-1] + 1)
     return RowPlan(
-        windows=windows(layout, rank, cutting),
-        needs=needs[rank],
-        travels=any(not _covers(layout.held(member), needs[member]) for member in members),
-        send=send,
-        receive_sizes=tuple(sizes),
-        order=tuple(rows for _, rows in sorted(received)),
-        all_anchors=tuple(sorted(window.anchors for window in of_all)),
-        shares_chunks=any(window.tokens != window.anchors for window in of_all),
+        windows=windows,
+        needs=_tuples(needed),
+        travels=bool(np.diff(here).sum() < np.diff(needs).sum()),
+        send=tuple(_tuples(sent[first:last]) for first, last in pairwise(splits.tolist())),
+        receive_sizes=tuple(sizes.astype(int).tolist()),
+        order=_tuples(_rows(received)[received[:, 0].argsort()]),
+        all_anchors=_tuples(anchors[anchors[:, 0].argsort()]),
+        shares_chunks=bool((tokens != anchors).any()),
     )
 
 
@@ -193,10 +233,10 @@ def shared_pairs(chunk: Run, own: Run, all_anchors: Iterable[Run]) -> list[tuple
     Of two runs, the pairs of the first half of the earlier one are its owner's, those of the second half the later
     one's: every pair is computed once, and every rank has half of each block that it takes part in.
     """
-    others = [run for given in all_anchors for run in _intersection(given, chunk)]
+    others = [(max(run[0], chunk[0]), min(run[1], chunk[1])) for run in all_anchors]
     later = own[1], chunk[1]
     found = [((own[0], _middle(own)), later)]
-    found += [(own, (_middle(run), run[1])) for run in others if run[1] <= own[0]]
+    found += [(own, (_middle(run), run[1])) for run in others if run[0] < run[1] <= own[0]]
     return [(rows, columns) for rows, columns in found if rows[0] < rows[1] and columns[0] < columns[1]]
 
 
@@ -204,49 +244,34 @@ def _middle(run: Run) -> int:
     return (run[0] + run[1]) // 2
 
 
-@lru_cache(maxsize=256)
-def gathered_order(layout: ShardLayout, rank: Rank) -> tuple[Run, ...]:
-    """Ranges of the rank-ordered concatenation of all rows which, one after the other, are the sequence."""
-    ranges, offset = [], 0
-    for member in layout.exchange_members(rank):
-        for start, stop in layout.held(member):
-            ranges.append((start, (offset, offset + stop - start)))
-            offset += stop - start
-    return tuple(rows for _, rows in sorted(ranges))
-
-
-def _intersection(run: Run, other: Run) -> Iterator[Run]:
-    first, last = max(run[0], other[0]), min(run[1], other[1])
-    if first < last:
-        yield first, last
-
-
 def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
     """The same positions in as few ascending runs as possible."""
-    stretches: list[Run] = []
-    for first, last in sorted(runs):
-        if stretches and first <= stretches[-1][1]:
-            stretches[-1] = (stretches[-1][0], max(last, stretches[-1][1]))
-        else:
-            stretches.append((first, last))
-    return tuple(stretches)
+    ascending = np.array(sorted(runs))
+    return _tuples(_merged(ascending, np.zeros(len(ascending), dtype=np.int64))[0])
 
 
-def _shared(held: tuple[Run, ...], needs: tuple[Run, ...]) -> Iterator[tuple[Run, int]]:
-    """(local row range, its position on the sequence) of held rows that are needed, in row order."""
-    offset = 0
-    for run in held:
-        for need in needs:
-            for first, last in _intersection(run, need):
-                yield (offset + first - run[0], offset + last - run[0]), first
-        offset += run[1] - run[0]
+def _merged(runs: Ints, owners: Ints) -> tuple[Ints, Ints]:
+    """The positions of each owner's runs in as few as possible; firsts and lasts ascend within an owner."""
+    begins = np.append(True, (owners[1:] != owners[:-1]) | (runs[1:, 0] > runs[:-1, 1]))
+    ends = np.append(begins[1:], True)
+    return np.stack([runs[begins, 0], runs[ends, 1]], axis=1), owners[begins]
 
 
-def _covers(held: tuple[Run, ...], needs: tuple[Run, ...]) -> bool:
-    """Whether every needed run lies inside one stretch of what is held."""
-    stretches = merged(held)
-    return all(any(first <= a and b <= last for first, last in stretches) for a, b in needs)
+def _overlaps(runs: Ints, others: Ints) -> tuple[Ints, Ints, Ints]:
+    """Where runs, in any order, meet others, which ascend: the index of each, and what both have."""
+    first = np.searchsorted(others[:, 1], runs[:, 0], side="right")
+    counts = np.searchsorted(others[:, 0], runs[:, 1], side="left") - first
+    run = np.arange(len(runs)).repeat(counts)
+    other = np.arange(len(run)) + (first + counts - np.cumsum(counts))[run]
+    both = np.maximum(runs[run, 0], others[other, 0]), np.minimum(runs[run, 1], others[other, 1])
+    return run, other, np.stack(both, axis=1)
 
 
-def _total(runs: Iterable[Run]) -> int:
-    return sum(last - first for first, last in runs)
+def _rows(runs: Ints) -> Ints:
+    """The local row ranges of runs that lie one after the other."""
+    ends = np.diff(runs)[:, 0].cumsum()
+    return np.stack([np.append(0, ends[:-1]), ends], axis=1)
+
+
+def _tuples(runs: Ints) -> tuple[Run, ...]:
+    return tuple(map(tuple, runs.tolist()))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.parallel.collectives import bring_rows, exchange_rows, gather_tokens, share_work, wide
-from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, Run, ShardLayout, gathered_order, merged, row_plan
+from simreg_megatron.parallel.layout import Cutting, Rank, RowPlan, Run, ShardLayout, merged, row_plan
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,14 @@ class Located:
     values: Tensor
     runs: tuple[Run, ...]
 
+    @cached_property
+    def _stretches(self) -> tuple[Run, ...]:
+        return merged(self.runs) if len(self.runs) > 1 else self.runs
+
     def at(self, run: Run) -> Tensor:
         """The columns of `run`, which must lie inside what is here without a gap."""
         offset = 0
-        for first, last in merged(self.runs) if len(self.runs) > 1 else self.runs:
+        for first, last in self._stretches:
             if first <= run[0] and run[1] <= last:
                 start = offset + run[0] - first
                 return self.values[:, start : start + run[1] - run[0]]
@@ -126,6 +130,5 @@ class SequenceShard:
         """Numbers [B, S, ...] of this rank's rows -> [B, T, ...] of all; no gradient."""
         if self.row_group is None:
             return self.held(per_row)
-        order = gathered_order(self.layout, self.rank)
-        tokens = gather_tokens(per_row.transpose(0, 1), order, self.row_group)
+        tokens = gather_tokens(per_row.transpose(0, 1), self.layout.gathered_order, self.row_group)
         return Located(tokens.transpose(0, 1), ((0, self.layout.length),))

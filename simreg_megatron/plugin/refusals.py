@@ -20,10 +20,14 @@ from simreg_megatron.weights.learnable import wanted
 
 WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md explains SimReg in other frameworks)"
 WHOLE_GRAPH = "--cuda-graph-impl full_iteration"
-PACKED_AND_SPLIT = (
-    "SimReg does not support how packed sequences are cut over context-parallel ranks: train without "
-    "--context-parallel-size and --hybrid-context-parallel, or unpacked (drop --sft and "
-    "--dataloader-inter-document-masking), or set --simreg-lambda 0"
+HYBRID = (
+    "SimReg does not follow hybrid or dynamic context parallelism, in which each micro-batch has its own number of "
+    "context ranks: drop --hybrid-context-parallel, or set --simreg-lambda 0"
+)
+CUT_AS_ONE = (
+    "Megatron cuts packed rows of one length (--dataloader-inter-document-masking, tokens_per_sample) over context ranks "
+    "as a whole, while its attention takes each document to be cut: pack with --sft alone, train without "
+    "--context-parallel-size, or set --simreg-lambda 0"
 )
 OTHER_LOSS = (
     "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
@@ -107,9 +111,10 @@ _IN_MEGATRONS_LOOP: tuple[_Row, ...] = (
      lambda args, config: config.trains and _flag(args, "logits_load_dir", "export_kd_teacher_load"),
      "{} trains on the language-model loss times a weight, 0 by default, and SimReg would be weighed with it, or "
      "silenced: drop one of them, set --simreg-lambda 0, or measure alone with --simreg-objective none"),
+    (NotImplementedError, lambda args, config: _flag(args, "hybrid_context_parallel"), HYBRID),
     (NotImplementedError,
-     lambda args, config: _flag(args, "hybrid_context_parallel")
-     or (_packs(args) and getattr(args, "context_parallel_size", 1) > 1), PACKED_AND_SPLIT),
+     lambda args, config: _flag(args, "dataloader_inter_document_masking")
+     and getattr(args, "context_parallel_size", 1) > 1, CUT_AS_ONE),
     (NotImplementedError, lambda args, config: _packs(args) and _flag(args, "overlap_moe_expert_parallel_comm"),
      "Megatron does not tell the model where packed sequences begin under {}, so SimReg would mix them: drop that "
      "flag, train unpacked, or set --simreg-lambda 0"),
@@ -151,6 +156,22 @@ def _refuse_scattered(config: SimRegConfig, by: str) -> None:
             raise NotImplementedError(
                 f"{who} needs the output layer's rows on each rank, and {by} scatters them: drop one of them"
             )
+
+
+def refuse_cut(packing: Any) -> None:
+    """Refuse a packed row that context parallelism cuts otherwise than zigzag inside each document."""
+    if getattr(packing, "local_cp_size", None) or getattr(packing, "cp_group", None):
+        raise NotImplementedError(HYBRID)
+    for name, followed in (("cp_partition_mode", "zigzag"), ("qkv_format", "thd")):
+        if (given := getattr(packing, name, None) or followed) != followed:
+            raise NotImplementedError(
+                f"SimReg follows packed rows over context-parallel ranks with {name} {followed}, and here it is "
+                f"{given}: train without --context-parallel-size, or set --simreg-lambda 0"
+            )
+    # Megatron's scripts set tokens_per_sample, and cut inside documents with --sft alone; other loops do not set it.
+    is_sft = compat.has_parsed_arguments() and _flag(compat.arguments(), "sft")
+    if getattr(packing, "tokens_per_sample", None) and not is_sft:
+        raise NotImplementedError(CUT_AS_ONE)
 
 
 def refuse_start_over(args: Any) -> None:

@@ -6,6 +6,7 @@ Shapes: S tokens of this rank, T of its context rank, B micro-batch, D hidden.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.refusals import PACKED_AND_SPLIT, refuse_rows
+from simreg_megatron.plugin.refusals import refuse_cut, refuse_rows
 from simreg_megatron.sharded.documents import Documents, EndTokens, PackedLengths
 from simreg_megatron.weights.heads import label_rows
 
@@ -60,14 +61,18 @@ class Reader:
         tp, cp = compat.tensor_group(model), compat.context_group(model)
         sample_length, width = getattr(packing, "tokens_per_sample", None), hidden_states.shape[-1]
         key = labels.shape, width, packing is None, sample_length, bool(model.config.sequence_parallel), id(tp), id(cp)
-        if key not in self._shards:
-            if packing is not None and cp.size() > 1:
-                raise NotImplementedError(PACKED_AND_SPLIT)
+        is_new = key not in self._shards
+        if is_new:
             num_data_ranks = functools.partial(compat.num_data_ranks, model)
             refuse_rows(self.config, width, len(labels), num_data_ranks, packed=packing is not None)
             self._shards[key] = shard_of(model, labels), tp, cp
-            _describe_chunks(self.config, self._shards[key][0], sample_length)
         shard = self._shards[key][0]
+        if packing is not None and (cp.size() > 1 or getattr(packing, "local_cp_size", None)):
+            refuse_cut(packing)
+            layout = dataclasses.replace(shard.layout, borders=document_borders(packing))
+            shard = dataclasses.replace(shard, layout=layout)
+        if is_new:
+            _describe_chunks(self.config, shard, sample_length)
         valid = valid_tokens(labels, loss_mask)
         heads = documents = None
         if self._meets_heads:
@@ -82,14 +87,24 @@ class Reader:
     def _documents(self, packing: Any) -> Documents:
         """The source of document borders: what the row packs, or the token that ends one."""
         if packing is not None:
-            padded = packing.cu_seqlens_q_padded
-            return PackedLengths(packing.cu_seqlens_q if padded is None else padded)
+            return PackedLengths(_cu_seqlens(packing))
         if self.end_of_document is None:
             raise RuntimeError(
                 "--simreg-document-mask needs the tokenizer's end-of-document token, and this script has no "
                 "Megatron tokenizer: pass packed_seq_params to the model, or drop it"
             )
         return EndTokens(self.end_of_document)
+
+
+def _cu_seqlens(packing: Any) -> Tensor:
+    """Cumulative lengths of the documents of a packed row, with their padding."""
+    padded = packing.cu_seqlens_q_padded
+    return packing.cu_seqlens_q if padded is None else padded
+
+
+def document_borders(packing: Any) -> tuple[int, ...]:
+    """Read on the host where documents begin, and the row's end; documents without tokens are left out."""
+    return tuple(dict.fromkeys(_cu_seqlens(packing).flatten().tolist()))  # a sync, as Megatron's of max_seqlen
 
 
 def shard_of(model: Any, labels: Tensor) -> SequenceShard:

@@ -6,7 +6,8 @@ two numbers of each of them. So the backward gathers 8 bytes a token, takes the 
 gradient of its own rows in float32, which is rounded once. Between forward and backward no row of another rank is kept.
 
 Forward, each pair of tokens on different ranks is computed on one of them, for both, and 16 bytes a token are summed.
-Where the exponentials are few enough to be kept for the backward, each rank computes all that it will need instead.
+If the exponentials are few enough to be kept for the backward, each rank computes all that it will need instead; so too
+if context parallelism cuts documents, as such a row has many short runs, and pairs of runs would be too many.
 
 Shapes: S rows of this rank, B micro-batch, D hidden, A anchors of this rank; c chunks of k tokens.
 """
@@ -67,7 +68,7 @@ class _RatiosOverRanks(torch.autograd.Function):
         ]
         by_document = views[0].documents is not None
         keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs, by_document)
-        if plan.shares_chunks and not keeps:
+        if plan.shares_chunks and not keeps and shard.layout.borders is None:
             kept = list(_measured_together(parts, shard, plan, pairs))
         else:
             kept = [pairs.form.measure(_tokens(*part), part[1].inside, pairs.temperature, keep=keeps) for part in parts]

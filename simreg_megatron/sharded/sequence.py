@@ -9,8 +9,6 @@ Shapes: S rows of this rank, B micro-batch, D hidden, K tokens in a view, A anch
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -128,12 +126,16 @@ def chunk_views(
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
     head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
     relabelled = None if for_log or not config.record.relabels else _Relabelling(config, shard.layout.length, iteration)
-    make = functools.partial(_roles, config, torch.promote_types(hidden_states.dtype, torch.float32))
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    known: dict[Run, tuple[_Names, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
     found = []
     for window in plan.windows:
         stretch = window.domain if by_domain else window.tokens
-        names = _Names.of(stretch, all_labels, all_usable, documents)
-        found.append(_view(window, names if relabelled is None else relabelled(names), rows, head_rows, make))
+        if stretch not in known:
+            names = _Names.of(stretch, all_labels, all_usable, documents)
+            names = names if relabelled is None else relabelled(names)
+            known[stretch] = names, _roles(config, dtype, names)
+        found.append(_view(window, *known[stretch], rows, head_rows))
     return found
 
 
@@ -194,13 +196,7 @@ def _roles(config: SimRegConfig, dtype: torch.dtype, names: _Names) -> TokenRole
     )
 
 
-def _view(
-    window: Window,
-    names: _Names,
-    rows: Located,
-    head_rows: Located | None,
-    roles_of: Callable[[_Names], TokenRoles],
-) -> View:
+def _view(window: Window, names: _Names, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:
     """What the anchors of one window meet; their roles may need the names of more tokens than the window's."""
     inside = slice(*_relative(window.tokens, names.stretch))
     return View(
@@ -210,7 +206,7 @@ def _view(
         usable=names.usable[:, inside],
         documents=None if names.documents is None else names.documents[:, inside],
         anchors=_relative(window.anchors, window.tokens),
-        roles=roles_of(names).cut(*_relative(window.anchors, names.stretch)),
+        roles=roles.cut(*_relative(window.anchors, names.stretch)),
         heads=None if head_rows is None else head_rows.at(window.tokens),
     )
 

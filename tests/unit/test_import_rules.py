@@ -41,7 +41,7 @@ LAW = {
     "adagc": room("config notices", "torch megatron"),
     "geometry": room("kernels losses", "torch"),
     "magnitude": room("kernels", "torch"),
-    "parallel": room(packages="torch"),
+    "parallel": room(packages="numpy torch"),
     "comparison": room("kernels losses", "torch"),
     "trial": room("comparison kernels losses", "torch"),
     "notices": room(packages="torch"),

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from simreg_megatron.parallel.layout import Cutting, ShardLayout, gathered_order, row_plan, shared_pairs, windows
+from simreg_megatron.parallel.layout import Cutting, ShardLayout, row_plan, shared_pairs
 
 SIZES = [(c, t, split) for c, t, split in itertools.product((1, 2, 4), (1, 2, 3, 4), (True, False))]
 
@@ -37,7 +37,7 @@ def test_every_token_is_the_anchor_of_one_rank(layout: ShardLayout) -> None:
 def test_what_all_ranks_hold_restores_the_sequence(layout: ShardLayout) -> None:
     rank = ranks(layout)[-1]
     concatenated = [p for member in layout.exchange_members(rank) for p in positions(layout.held(member))]
-    restored = [concatenated[i] for i in positions(gathered_order(layout, rank))]
+    restored = [concatenated[i] for i in positions(layout.gathered_order)]
     assert restored == list(range(96))
 
 
@@ -101,7 +101,7 @@ def test_zigzag() -> None:
 
 
 def test_local_scope_cuts_each_block() -> None:
-    found = windows(ShardLayout(32, 2, 1), (0, 0), Cutting(6, "local"))
+    found = row_plan(ShardLayout(32, 2, 1), (0, 0), Cutting(6, "local")).windows
     assert [w.tokens for w in found] == [(0, 8), (24, 32)]
     assert [w.domain for w in found] == [(0, 8), (24, 32)]
 
