@@ -57,8 +57,8 @@ class ShardLayout:
         blocks, lengths = 2 * self.context_size, np.diff(borders)
         if (borders[0], borders[-1]) != (0, self.length) or (lengths <= 0).any() or (lengths % blocks).any():
             raise ValueError(
-                f"context parallelism cuts each packed document into {blocks} equal blocks, so cu_seqlens must go from 0 "
-                f"to {self.length} in multiples of {blocks}, and are {list(borders)}: pad each document, and give "
+                f"context parallelism cuts each packed document into {blocks} equal blocks, so cu_seqlens must go from "
+                f"0 to {self.length} in multiples of {blocks}, and are {list(borders)}: pad each document, and give "
                 "cu_seqlens_q_padded"
             )
 

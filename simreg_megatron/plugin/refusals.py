@@ -25,8 +25,8 @@ HYBRID = (
     "context ranks: drop --hybrid-context-parallel, or set --simreg-lambda 0"
 )
 CUT_AS_ONE = (
-    "Megatron cuts packed rows of one length (--dataloader-inter-document-masking, tokens_per_sample) over context ranks "
-    "as a whole, while its attention takes each document to be cut: pack with --sft alone, train without "
+    "Megatron cuts packed rows of one length (--dataloader-inter-document-masking, tokens_per_sample) over context "
+    "ranks as a whole, while its attention takes each document to be cut: pack with --sft alone, train without "
     "--context-parallel-size, or set --simreg-lambda 0"
 )
 OTHER_LOSS = (
@@ -169,8 +169,8 @@ def refuse_cut(packing: Any) -> None:
                 f"{given}: train without --context-parallel-size, or set --simreg-lambda 0"
             )
     # Megatron's scripts set tokens_per_sample, and cut inside documents with --sft alone; other loops do not set it.
-    is_sft = compat.has_parsed_arguments() and _flag(compat.arguments(), "sft")
-    if getattr(packing, "tokens_per_sample", None) and not is_sft:
+    of_one_length = getattr(packing, "tokens_per_sample", None)
+    if of_one_length and not (compat.has_parsed_arguments() and _flag(compat.arguments(), "sft")):
         raise NotImplementedError(CUT_AS_ONE)
 
 

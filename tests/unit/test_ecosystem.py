@@ -401,16 +401,6 @@ def swift_multimodal_models_are_refused() -> None:
         SwiftTrainer(wrapper, swift_file(model_class)).train(swift_batch())
 
 
-@contract(ranks=1)
-def swift_packed_rows_over_context_ranks_are_refused() -> None:
-    from simreg_megatron.plugin import compat
-
-    model = build(model_class := bridge_model())
-    compat.context_group = lambda model: SimpleNamespace(size=lambda: 2)
-    with pytest.raises(NotImplementedError, match="packed sequences are cut over context-parallel ranks"):
-        SwiftTrainer(model, swift_file(model_class)).train(swift_batch())
-
-
 # ---- slime ---------------------------------------------------------------------------------------------------------
 
 RESPONSES = (12, 17)

@@ -7,14 +7,17 @@ import collections
 import itertools
 
 import pytest
+import torch
 
 from simreg_megatron.parallel.layout import Cutting, ShardLayout, row_plan, shared_pairs
+from tests.distributed.test_packed import thd_get_partitioned_indices
 
 SIZES = [(c, t, split) for c, t, split in itertools.product((1, 2, 4), (1, 2, 3, 4), (True, False))]
+PACKED = (0, 8, 32, 80, 96)  # four documents
 
 
 def layouts(length: int = 96) -> list[ShardLayout]:
-    return [ShardLayout(length, c, t, split) for c, t, split in SIZES]
+    return [ShardLayout(length, *sizes, borders) for sizes in SIZES for borders in (None, PACKED)]
 
 
 def ranks(layout: ShardLayout) -> list[tuple[int, int]]:
@@ -98,6 +101,19 @@ def test_zigzag() -> None:
     assert ShardLayout(16, 2, 1).held((0, 0)) == ((0, 4), (12, 16))
     assert ShardLayout(16, 2, 1).held((1, 0)) == ((4, 8), (8, 12))
     assert ShardLayout(16, 2, 2).held((0, 1)) == ((12, 16),)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(size, rank) for size in (2, 4) for rank in range(size)])
+def test_documents_are_cut_as_transformer_engine_cuts_them(size: int, rank: int) -> None:
+    expected = thd_get_partitioned_indices(torch.tensor(PACKED), 96, size, rank).tolist()
+    assert positions(ShardLayout(96, size, borders=PACKED).held((rank, 0))) == expected
+    assert positions(ShardLayout(96, size).held((rank, 0))) != expected
+
+
+@pytest.mark.parametrize("borders", [(0, 8, 30, 96), (0, 8, 88), (8, 96), (0, 8, 4, 96)])
+def test_documents_that_cannot_be_cut_are_refused(borders: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"4 equal blocks, so cu_seqlens .* 0 to 96 in multiples of 4, and are \["):
+        ShardLayout(96, 2, borders=borders)
 
 
 def test_local_scope_cuts_each_block() -> None:

@@ -142,8 +142,8 @@ def test_another_loss_and_packing_that_cannot_be_followed_are_refused() -> None:
         model(hidden_states, labels, output_processor=print)
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, LENGTH]), cu_seqlens_q_padded=None)
     model(hidden_states, labels, packed).sum().backward()
-    model.pg_collection.cp = One(2)
-    with pytest.raises(NotImplementedError, match=r"how packed sequences are cut over.*--simreg-lambda 0"):
+    packed.local_cp_size = 2
+    with pytest.raises(NotImplementedError, match=r"hybrid or dynamic context parallelism.*--simreg-lambda 0"):
         model(hidden_states, labels, packed)
 
 

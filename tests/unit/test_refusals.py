@@ -35,13 +35,9 @@ class Group:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"sft": True, "context_parallel_size": 2}, "how packed sequences are cut"),
-        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "how packed sequences are cut"),
-        ({"hybrid_context_parallel": True, "context_parallel_size": 2}, "how packed sequences are cut"),
-        (
-            {"dataloader_inter_document_masking": True, "overlap_moe_expert_parallel_comm": True},
-            "does not tell the model where packed sequences begin",
-        ),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "over context ranks as a whole"),
+        ({"hybrid_context_parallel": True, "context_parallel_size": 2}, "hybrid or dynamic context parallelism"),
+        ({"sft": True, "overlap_moe_expert_parallel_comm": True}, "not tell the model where packed sequences begin"),
     ],
 )
 def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) -> None:
@@ -51,7 +47,24 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
     assert "--simreg-lambda 0" in str(caught.value)
     unpacked = dict.fromkeys(flags, False) | {"context_parallel_size": 2}
     refusals.refuse_arguments(SimpleNamespace(log_interval=1, **unpacked), config)
-    refusals.refuse_arguments(SimpleNamespace(log_interval=1, sft=True, context_parallel_size=1), config)
+    refusals.refuse_arguments(SimpleNamespace(log_interval=1, sft=True, context_parallel_size=2), config)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"local_cp_size": 2}, "hybrid or dynamic context parallelism"),
+        ({"cp_partition_mode": "contiguous"}, "with cp_partition_mode zigzag, and here it is contiguous"),
+        ({"qkv_format": "sbhd"}, "with qkv_format thd, and here it is sbhd"),
+        ({"tokens_per_sample": 8}, "over context ranks as a whole"),
+    ],
+)
+def test_rows_that_are_cut_otherwise_are_refused(given: dict, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match=rf"{sentence}.*--simreg-lambda 0"):
+        refusals.refuse_cut(SimpleNamespace(**given))
+    monkeypatch.setattr(compat, "has_parsed_arguments", lambda: True)
+    monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(sft=True))
+    refusals.refuse_cut(SimpleNamespace(qkv_format="thd", cp_partition_mode="zigzag", tokens_per_sample=8))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A packed row that Megatron cuts inside each document, over real context ranks, equals the row in one process."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simreg_megatron import SimRegConfig
+from simreg_megatron.losses import simreg_loss
+from simreg_megatron.plugin import tokens
+from simreg_megatron.plugin.term import Regularizer
+from tests.helpers.fixtures import One
+from tests.helpers.processes import run_processes
+from tests.helpers.quick import quick
+
+ENDS, BORDERS = (0, 13, 21, 56, 80, 82), (0, 16, 24, 64, 88, 96)  # documents without and with their padding
+LENGTH, WIDTH = BORDERS[-1], 8
+
+
+def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
+    """Transformer Engine's kernel of this name, which runs on GPUs only."""
+    own, token = cu_seqlens // world_size, torch.arange(total_tokens // world_size)
+    document = torch.searchsorted(own, token, right=True) - 1
+    half, index = own.diff()[document] // 2, token - own[document]
+    offset = torch.where(index < half, rank, (world_size - 1) * 2 - rank)
+    return index + own[document] * world_size + half * offset
+
+
+def check_rank(number: int, context_size: int, tensor_size: int, rows_split: bool) -> None:
+    from megatron.core import utils
+
+    numbers = torch.arange(context_size * tensor_size).view(context_size, tensor_size)
+    cp, tp = (dist.new_subgroups_by_enumeration(lines.tolist())[0] for lines in (numbers.T, numbers))
+    groups = SimpleNamespace(tp=tp, cp=cp, tp_cp=dist.group.WORLD, dp_cp=One())
+    model = SimpleNamespace(config=SimpleNamespace(sequence_parallel=rows_split, hidden_size=256), pg_collection=groups)
+
+    generator, positions = torch.Generator().manual_seed(7), torch.arange(LENGTH)
+    rows, weights = torch.randn(LENGTH, 1, WIDTH, generator=generator), torch.rand(1, LENGTH, generator=generator)
+    labels, kept = torch.randint(0, 6, (1, LENGTH), generator=generator), torch.rand(LENGTH, generator=generator) < 0.8
+    ends, padded = torch.tensor([ENDS, BORDERS], dtype=torch.int32)
+    document = torch.bucketize(positions, padded[1:], right=True)
+    mask = (kept & (positions < (padded[:-1] + ends.diff())[document])).float().unsqueeze(0)
+    packing = SimpleNamespace(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_q_padded=padded)
+
+    utils.tex = SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
+    row = {"tokens": labels, "labels": labels, "loss_mask": mask, "position_ids": positions.unsqueeze(0)}
+    row |= {"cu_seqlens": ends.unsqueeze(0), "cu_seqlens_padded": padded.unsqueeze(0)}
+    part = utils.get_batch_on_this_cp_rank(row, is_hybrid_cp=False, cp_group=cp)
+    own = part["position_ids"][0]
+    anchors = own.view(tensor_size, -1)[tp.rank()]
+    held, read_borders = anchors if rows_split else own, tokens.document_borders
+    for chunk_size, document_mask, mistaken in itertools.product((0, 16, 48), (False, True), (False, True)):
+        tokens.document_borders = (lambda packing: None) if mistaken else read_borders
+        regularizer = Regularizer(SimRegConfig(1, temperature=0.1, chunk_size=chunk_size, document_mask=document_mask))
+        hidden, loss = rows[held].requires_grad_(), torch.zeros(1, len(own), requires_grad=True)
+        found = regularizer.terms(model, hidden, part["labels"], part["loss_mask"], packing)
+        (regularizer.add_to(loss, found) * weights[:, own]).sum().backward()
+
+        expected = rows.clone().requires_grad_()
+        options = {"temperature": 0.1, "chunk_size": chunk_size, "documents": document[None] if document_mask else None}
+        terms = simreg_loss(expected.transpose(0, 1), labels, valid=mask > 0, reduction="none", **options)
+        (terms * weights).sum().backward()
+        pairs = (found.weighted.detach(), terms.detach()[:, anchors]), (hidden.grad, expected.grad[held])
+        off = torch.stack([(mine - whole).norm() / whole.norm() for mine, whole in pairs])
+        dist.all_reduce(off, op=dist.ReduceOp.MAX)
+        if not mistaken:
+            assert off.max() < 2e-6, (chunk_size, document_mask)
+        elif chunk_size or document_mask:  # otherwise each token meets all others, wherever they lie
+            assert off.min() > 1e-2, "a row that is taken to be cut as a whole must fail"
+
+
+@pytest.mark.distributed
+@pytest.mark.megatron
+@pytest.mark.parametrize("ranks", quick([(2, 1, 0), (2, 2, 1), (2, 2, 0), (4, 1, 0)], lambda ranks: ranks[2] == 1))
+def test_documents_cut_over_ranks(tmp_path: Path, ranks: tuple[int, int, int]) -> None:
+    """CP, TP, and whether sequence parallelism splits the rows."""
+    run_processes(check_rank, ranks[0] * ranks[1], tmp_path, *ranks)
