@@ -6,8 +6,8 @@ row that packs documents it cuts each document so, and a rank's blocks lie in th
 Of what a context rank has, sequence parallelism gives each tensor rank one contiguous part; without it every tensor
 rank holds all rows, and only the work is split into such parts.
 
-Everything here follows from sizes that all ranks know, so all ranks come to the same answer without talking. Packed
-rows have many blocks and another layout in each micro-batch, so all ranks' runs are planned together, as arrays.
+Everything here follows from sizes that all ranks know, so all ranks come to the same answer without talking. Runs of
+all ranks are planned together, as arrays: packed rows have many, and others in each micro-batch.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class ShardLayout:
         if (borders[0], borders[-1]) != (0, self.length) or (lengths <= 0).any() or (lengths % blocks).any():
             raise ValueError(
                 f"context parallelism cuts each packed document into {blocks} equal blocks, so cu_seqlens must go from "
-                f"0 to {self.length} in multiples of {blocks}, and are {list(borders)}: pad each document, and give "
-                "cu_seqlens_q_padded"
+                f"0 to {self.length} in multiples of {blocks}, and are {list(borders)}: pad documents to such lengths"
             )
 
     @cached_property
@@ -67,7 +66,6 @@ class ShardLayout:
         """Tokens of each context rank."""
         return self.length // self.context_size
 
-    @lru_cache(maxsize=16)  # noqa: B019  (few layouts at a time, and as small as their key)
     def held(self, rank: Rank) -> tuple[Run, ...]:
         """The runs whose hidden states a rank holds, in the order of its rows."""
         return self.anchors(rank) if self.rows_split else _tuples(self._blocks[rank[0]])
@@ -92,10 +90,9 @@ class ShardLayout:
         starts = np.append(0, np.cumsum(np.diff(self._blocks[0])))  # rows at which blocks begin, on any context rank
         parts = np.array([self.part_start(rank) for rank in range(self.tensor_size + 1)])
         cuts = np.unique(np.minimum(np.append(starts, parts), starts[-1]))
-        rows, block = cuts[:-1], np.searchsorted(starts, cuts[:-1], side="right") - 1
+        rows, block = cuts[:-1], np.searchsorted(starts, cuts[:-1], "right") - 1
         first = self._blocks[:, block, 0] + rows - starts[block]
-        tensor_ranks = np.searchsorted(parts, rows, side="right") - 1
-        owners = np.add.outer(np.arange(self.context_size) * self.tensor_size, tensor_ranks)
+        owners = np.arange(self.context_size)[:, None] * self.tensor_size + np.searchsorted(parts, rows, "right") - 1
         return np.stack([first, first + np.diff(cuts)], axis=-1).reshape(-1, 2), owners.reshape(-1)
 
     @cached_property
@@ -143,8 +140,7 @@ class Cutting:
         samples = np.stack([starts, np.append(starts[1:], layout.length)], axis=1)
         if self.scope == "exact":
             return samples
-        held, _ = layout.all_held
-        return _overlaps(held[held[:, 0].argsort()], samples)[2]
+        return _overlaps(np.sort(layout.all_held[0], axis=0), samples)[2]
 
 
 class Window(NamedTuple):
@@ -199,10 +195,9 @@ class RowPlan:
 @lru_cache(maxsize=16)  # each packed row has a plan of its own, and a large one
 def row_plan(layout: ShardLayout, rank: Rank, cutting: Cutting) -> RowPlan:
     """The plan of `rank`; every rank of its group makes the matching one."""
-    *fields, owners = _windows(layout, cutting)
-    tokens, anchors, _ = fields
+    tokens, anchors, domains, owners = _windows(layout, cutting)
     members, own, exchanged = owners, rank[0] * layout.tensor_size + rank[1], owners >= 0
-    windows = tuple(map(Window, *(_tuples(field[owners == own]) for field in fields)))
+    windows = tuple(map(Window, *(_tuples(runs[owners == own]) for runs in (tokens, anchors, domains))))
     if not layout.rows_split:
         members, own, exchanged = owners // layout.tensor_size, rank[0], owners % layout.tensor_size == rank[1]
     needs, needers = _merged(tokens[exchanged], members[exchanged])
@@ -244,10 +239,10 @@ def _middle(run: Run) -> int:
     return (run[0] + run[1]) // 2
 
 
-def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The same positions in as few ascending runs as possible."""
-    ascending = np.array(sorted(runs))
-    return _tuples(_merged(ascending, np.zeros(len(ascending), dtype=np.int64))[0])
+@lru_cache(maxsize=16)
+def merged(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """The positions of ascending runs in as few of these as possible."""
+    return _tuples(_merged(np.array(runs), np.zeros(len(runs), dtype=np.int64))[0])
 
 
 def _merged(runs: Ints, owners: Ints) -> tuple[Ints, Ints]:

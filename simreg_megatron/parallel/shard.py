@@ -28,14 +28,10 @@ class Located:
     values: Tensor
     runs: tuple[Run, ...]
 
-    @cached_property
-    def _stretches(self) -> tuple[Run, ...]:
-        return merged(self.runs) if len(self.runs) > 1 else self.runs
-
     def at(self, run: Run) -> Tensor:
         """The columns of `run`, which must lie inside what is here without a gap."""
         offset = 0
-        for first, last in self._stretches:
+        for first, last in merged(self.runs):
             if first <= run[0] and run[1] <= last:
                 start = offset + run[0] - first
                 return self.values[:, start : start + run[1] - run[0]]

@@ -20,14 +20,9 @@ from simreg_megatron.weights.learnable import wanted
 
 WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md explains SimReg in other frameworks)"
 WHOLE_GRAPH = "--cuda-graph-impl full_iteration"
-HYBRID = (
-    "SimReg does not follow hybrid or dynamic context parallelism, in which each micro-batch has its own number of "
-    "context ranks: drop --hybrid-context-parallel, or set --simreg-lambda 0"
-)
 CUT_AS_ONE = (
-    "Megatron cuts packed rows of one length (--dataloader-inter-document-masking, tokens_per_sample) over context "
-    "ranks as a whole, while its attention takes each document to be cut: pack with --sft alone, train without "
-    "--context-parallel-size, or set --simreg-lambda 0"
+    "Megatron cuts packed rows of one length (--dataloader-inter-document-masking) over context ranks as a whole, and "
+    "its attention expects each document cut: use --sft alone, drop --context-parallel-size, or set --simreg-lambda 0"
 )
 OTHER_LOSS = (
     "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
@@ -111,7 +106,8 @@ _IN_MEGATRONS_LOOP: tuple[_Row, ...] = (
      lambda args, config: config.trains and _flag(args, "logits_load_dir", "export_kd_teacher_load"),
      "{} trains on the language-model loss times a weight, 0 by default, and SimReg would be weighed with it, or "
      "silenced: drop one of them, set --simreg-lambda 0, or measure alone with --simreg-objective none"),
-    (NotImplementedError, lambda args, config: _flag(args, "hybrid_context_parallel"), HYBRID),
+    (NotImplementedError, lambda args, config: _flag(args, "hybrid_context_parallel"),
+     "{} gives each micro-batch its own context ranks, which SimReg does not follow: drop it or set --simreg-lambda 0"),
     (NotImplementedError,
      lambda args, config: _flag(args, "dataloader_inter_document_masking")
      and getattr(args, "context_parallel_size", 1) > 1, CUT_AS_ONE),
@@ -158,19 +154,19 @@ def _refuse_scattered(config: SimRegConfig, by: str) -> None:
             )
 
 
-def refuse_cut(packing: Any) -> None:
+_FOLLOWED = {"qkv_format": "thd", "cp_partition_mode": "zigzag", "local_cp_size": None, "cp_group": None}
+
+
+def refuse_cut(packing: Any, sample_length: int | None) -> None:
     """Refuse a packed row that context parallelism cuts otherwise than zigzag inside each document."""
-    if getattr(packing, "local_cp_size", None) or getattr(packing, "cp_group", None):
-        raise NotImplementedError(HYBRID)
-    for name, followed in (("cp_partition_mode", "zigzag"), ("qkv_format", "thd")):
-        if (given := getattr(packing, name, None) or followed) != followed:
+    for name, followed in _FOLLOWED.items():
+        if (given := getattr(packing, name, followed)) not in (None, followed):
             raise NotImplementedError(
-                f"SimReg follows packed rows over context-parallel ranks with {name} {followed}, and here it is "
-                f"{given}: train without --context-parallel-size, or set --simreg-lambda 0"
+                "SimReg follows packed rows with documents cut zigzag over the model's own context ranks, and here "
+                f"{name} is {given}: drop hybrid, dynamic or all context parallelism, or set --simreg-lambda 0"
             )
-    # Megatron's scripts set tokens_per_sample, and cut inside documents with --sft alone; other loops do not set it.
-    of_one_length = getattr(packing, "tokens_per_sample", None)
-    if of_one_length and not (compat.has_parsed_arguments() and _flag(compat.arguments(), "sft")):
+    # Megatron's scripts give the length of their samples, and cut documents with --sft alone; other loops do not.
+    if sample_length and not (compat.has_parsed_arguments() and _flag(compat.arguments(), "sft")):
         raise NotImplementedError(CUT_AS_ONE)
 
 

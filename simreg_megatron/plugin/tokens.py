@@ -61,50 +61,40 @@ class Reader:
         tp, cp = compat.tensor_group(model), compat.context_group(model)
         sample_length, width = getattr(packing, "tokens_per_sample", None), hidden_states.shape[-1]
         key = labels.shape, width, packing is None, sample_length, bool(model.config.sequence_parallel), id(tp), id(cp)
-        is_new = key not in self._shards
-        if is_new:
+        if key not in self._shards:
             num_data_ranks = functools.partial(compat.num_data_ranks, model)
             refuse_rows(self.config, width, len(labels), num_data_ranks, packed=packing is not None)
             self._shards[key] = shard_of(model, labels), tp, cp
+            _describe_chunks(self.config, self._shards[key][0], sample_length)
         shard = self._shards[key][0]
+        padded = getattr(packing, "cu_seqlens_q_padded", None)
+        cu_seqlens: Any = getattr(packing, "cu_seqlens_q", None) if padded is None else padded
         if packing is not None and (cp.size() > 1 or getattr(packing, "local_cp_size", None)):
-            refuse_cut(packing)
-            layout = dataclasses.replace(shard.layout, borders=document_borders(packing))
-            shard = dataclasses.replace(shard, layout=layout)
-        if is_new:
-            _describe_chunks(self.config, shard, sample_length)
+            refuse_cut(packing, sample_length)
+            # Reading borders waits for the device, once in a micro-batch, as Megatron's scripts do for max_seqlen.
+            borders = tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))  # some end in copies of the last
+            shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, borders=borders))
         valid = valid_tokens(labels, loss_mask)
         heads = documents = None
         if self._meets_heads:
             heads = label_rows(model, labels, shard.tensor_group)
             heads = shard.held_columns(heads.transpose(0, 1)).transpose(0, 1)
         if self.config.document_mask:
-            documents = self._documents(packing)
+            documents = self._documents(cu_seqlens)
         main_states = main_hidden_states(hidden_states, shard)
         own_labels, own_valid = shard.held_columns(labels), shard.held_columns(valid)
         return Tokens(shard, own_labels, own_valid, labels, valid, main_states, heads, documents, sample_length)
 
-    def _documents(self, packing: Any) -> Documents:
+    def _documents(self, cu_seqlens: Tensor | None) -> Documents:
         """The source of document borders: what the row packs, or the token that ends one."""
-        if packing is not None:
-            return PackedLengths(_cu_seqlens(packing))
+        if cu_seqlens is not None:
+            return PackedLengths(cu_seqlens)
         if self.end_of_document is None:
             raise RuntimeError(
                 "--simreg-document-mask needs the tokenizer's end-of-document token, and this script has no "
                 "Megatron tokenizer: pass packed_seq_params to the model, or drop it"
             )
         return EndTokens(self.end_of_document)
-
-
-def _cu_seqlens(packing: Any) -> Tensor:
-    """Cumulative lengths of the documents of a packed row, with their padding."""
-    padded = packing.cu_seqlens_q_padded
-    return packing.cu_seqlens_q if padded is None else padded
-
-
-def document_borders(packing: Any) -> tuple[int, ...]:
-    """Read on the host where documents begin, and the row's end; documents without tokens are left out."""
-    return tuple(dict.fromkeys(_cu_seqlens(packing).flatten().tolist()))  # a sync, as Megatron's of max_seqlen
 
 
 def shard_of(model: Any, labels: Tensor) -> SequenceShard:
@@ -175,5 +165,5 @@ def _describe_chunks(config: SimRegConfig, shard: SequenceShard, sample_length: 
     if config.scope == "local" and longest < sequence:
         log_once(
             f"SimReg scope local: chunks of {min(size or longest, longest)} tokens end where a rank's block of "
-            f"{longest} ends, so the objective depends on the parallel layout"
+            f"{longest} ends (in packed rows, in each document), so the objective depends on the parallel layout"
         )

@@ -126,7 +126,6 @@ def chunk_views(
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)
     head_rows = None if heads is None else shard.rows_as_they_are(heads, plan)
     relabelled = None if for_log or not config.record.relabels else _Relabelling(config, shard.layout.length, iteration)
-    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     known: dict[Run, tuple[_Names, TokenRoles]] = {}  # several runs of a rank may meet the same chunk
     found = []
     for window in plan.windows:
@@ -134,7 +133,7 @@ def chunk_views(
         if stretch not in known:
             names = _Names.of(stretch, all_labels, all_usable, documents)
             names = names if relabelled is None else relabelled(names)
-            known[stretch] = names, _roles(config, dtype, names)
+            known[stretch] = names, _roles(config, torch.promote_types(hidden_states.dtype, torch.float32), names)
         found.append(_view(window, *known[stretch], rows, head_rows))
     return found
 

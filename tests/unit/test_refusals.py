@@ -36,7 +36,7 @@ class Group:
     ("flags", "sentence"),
     [
         ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "over context ranks as a whole"),
-        ({"hybrid_context_parallel": True, "context_parallel_size": 2}, "hybrid or dynamic context parallelism"),
+        ({"hybrid_context_parallel": True, "context_parallel_size": 2}, "its own context ranks, which SimReg does not"),
         ({"sft": True, "overlap_moe_expert_parallel_comm": True}, "not tell the model where packed sequences begin"),
     ],
 )
@@ -51,20 +51,19 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"local_cp_size": 2}, "hybrid or dynamic context parallelism"),
-        ({"cp_partition_mode": "contiguous"}, "with cp_partition_mode zigzag, and here it is contiguous"),
-        ({"qkv_format": "sbhd"}, "with qkv_format thd, and here it is sbhd"),
-        ({"tokens_per_sample": 8}, "over context ranks as a whole"),
-    ],
+    ("name", "given"), [("local_cp_size", 2), ("cp_partition_mode", "contiguous"), ("qkv_format", "sbhd")]
 )
-def test_rows_that_are_cut_otherwise_are_refused(given: dict, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotImplementedError, match=rf"{sentence}.*--simreg-lambda 0"):
-        refusals.refuse_cut(SimpleNamespace(**given))
+def test_rows_that_are_cut_otherwise_are_refused(name: str, given: object) -> None:
+    with pytest.raises(NotImplementedError, match=rf"here {name} is {given}.*--simreg-lambda 0"):
+        refusals.refuse_cut(SimpleNamespace(**{name: given}), None)
+
+
+def test_rows_of_one_length_are_cut_by_document_in_fine_tuning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match=r"over context ranks as a whole.*--simreg-lambda 0"):
+        refusals.refuse_cut(SimpleNamespace(), 8)
     monkeypatch.setattr(compat, "has_parsed_arguments", lambda: True)
     monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(sft=True))
-    refusals.refuse_cut(SimpleNamespace(qkv_format="thd", cp_partition_mode="zigzag", tokens_per_sample=8))
+    refusals.refuse_cut(SimpleNamespace(qkv_format="thd", cp_partition_mode="zigzag"), 8)
 
 
 @pytest.mark.parametrize(
