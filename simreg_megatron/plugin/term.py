@@ -246,6 +246,7 @@ class Regularizer:
             heads=tokens.heads if config.meets_heads else None,
             iteration=self.strength.iteration,
             for_log=for_log,
+            measures=self.metrics.wants_geometry,
         )
 
     def _weighted(self, parts: list[_Part], model: Any) -> Tensor:

@@ -95,6 +95,7 @@ def chunk_views(
     heads: Tensor | None = None,
     iteration: int = 0,
     for_log: bool = False,
+    measures: bool = False,
 ) -> list[View]:
     """Gather what this rank's anchors are compared with: whole chunks, in the order of its rows.
 
@@ -111,16 +112,19 @@ def chunk_views(
         iteration: of the training loop, from 0.
         for_log: whole chunks also for an objective that sends no rows, and the tokens' own labels: what the log says is
             the same in every layout, and means the same for every objective.
+        measures: whether the log describes the views, in which rows that are exactly zero do not count.
     """
     scope = "local" if config.sends_no_rows and not for_log else config.scope
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
-    usable = with_direction(hidden_states.transpose(0, 1), valid)
+    usable, form = valid, fast_form(config, hidden_states)
+    counts_tokens = (config.group_reduce, config.chunk_weight) != ("sum", "token")
+    if form != "triton" or counts_tokens or measures:  # else its kernels leave out the rows that are exactly zero
+        usable = with_direction(hidden_states.transpose(0, 1), valid)
     if heads is not None:  # a zero row has no cosine either, as in an output layer that begins with zeros
         usable = with_direction(heads.transpose(0, 1).to(hidden_states.dtype), usable)
     by_domain = config.chunk_weight != "token" or (documents is not None and documents.needs_domain)
     beyond = plan.travels or (by_domain and config.scope == "exact")
     all_labels, all_usable = _gathered(labels, usable, shard) if beyond else map(shard.held, (labels, usable))
-    form = fast_form(config, hidden_states)
     if config.chunk_weight != "token":
         _say_if_weightless(config, plan)
     rows = shard.rows_as_they_are(hidden_states, plan) if form else shard.rows_in_view(hidden_states, plan)

@@ -184,6 +184,17 @@ def test_what_is_not_usable_may_hold_anything(way: str) -> None:
 
 
 @interpreted
+def test_rows_that_are_exactly_zero_are_left_out() -> None:
+    rows, labels = clustered()
+    rows[:, 7], rows[0, 20] = 0.0, 0.0
+    masks_of_zeros = torch.ones_like(labels, dtype=torch.bool), rows.any(dim=-1)
+    given = (Tokens(*(part.unsqueeze(1) for part in (rows, labels, mask)), None) for mask in masks_of_zeros)
+    found, expected = (form_named("triton").measure(tokens, (0, 45), 0.01, keep=False) for tokens in given)
+    assert all(map(torch.equal, found[1:5], expected[1:5]))
+    assert (found.names[:, 0, 7] == -1).all() and (found.ratio[:, 0, 7] == 0).all()
+
+
+@interpreted
 @pytest.mark.parametrize("what", ["one label", "all masked", "one token", "no tokens"])
 def test_nothing_to_compare(what: str) -> None:
     rows, labels = clustered(length={"one token": 1, "no tokens": 0}.get(what, 12))
