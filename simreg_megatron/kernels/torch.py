@@ -98,11 +98,12 @@ def plan_for(rows: Tensor, anchors: Span, *, by_document: bool) -> Plan:
     side = max(1, min(limits.side, length))
     while side > 16 and takes(side) + side * of_anchor > limits.work:
         side = -(-side // 2)
-    room = (limits.work - takes(side)) // max(1, of_anchor)
+    pairs = num_sequences * num_chunks * count_pairs(triangle(anchors, length, side))
+    keeps = pairs * wide <= limits.kept and takes(side) + count * of_anchor <= limits.work
+    room = (limits.work + (0 if keeps else limits.kept) - takes(side)) // max(1, of_anchor)
     region = max(1, count if in_place or room >= count else max(1, room // side) * side)
     together = max(1, min(num_sequences * num_chunks, limits.work // (takes(side) + region * of_anchor)))
-    pairs = num_sequences * num_chunks * count_pairs(triangle(anchors, length, side))
-    return Plan(side, region, together, pairs if region >= count and pairs * wide <= limits.kept else 0)
+    return Plan(side, region, together, pairs if keeps else 0)
 
 
 @functools.lru_cache(maxsize=256)
