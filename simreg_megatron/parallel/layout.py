@@ -239,10 +239,10 @@ def _middle(run: Run) -> int:
     return (run[0] + run[1]) // 2
 
 
-@lru_cache(maxsize=16)
-def merged(runs: tuple[Run, ...]) -> tuple[Run, ...]:
-    """The positions of ascending runs in as few of these as possible."""
-    return _tuples(_merged(np.array(runs), np.zeros(len(runs), dtype=np.int64))[0])
+def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The same positions in as few ascending runs as possible."""
+    ascending = np.array(sorted(runs))
+    return _tuples(_merged(ascending, np.zeros(len(ascending), dtype=np.int64))[0])
 
 
 def _merged(runs: Ints, owners: Ints) -> tuple[Ints, Ints]:

@@ -22,7 +22,7 @@ class Located:
 
     Attributes:
         values: [B, N, ...]; the columns are the runs, one after the other.
-        runs: ascending.
+        runs: ascending, none adjacent to the next.
     """
 
     values: Tensor
@@ -31,7 +31,7 @@ class Located:
     def at(self, run: Run) -> Tensor:
         """The columns of `run`, which must lie inside what is here without a gap."""
         offset = 0
-        for first, last in merged(self.runs):
+        for first, last in self.runs:
             if first <= run[0] and run[1] <= last:
                 start = offset + run[0] - first
                 return self.values[:, start : start + run[1] - run[0]]
@@ -56,8 +56,13 @@ class SequenceShard:
     tensor_group: dist.ProcessGroup | None = None
 
     @cached_property
+    def stretches(self) -> tuple[Run, ...]:
+        """What this rank holds, adjacent runs as one."""
+        return merged(self.layout.held(self.rank))
+
+    @cached_property
     def num_rows(self) -> int:
-        return sum(last - first for first, last in self.layout.held(self.rank))
+        return sum(last - first for first, last in self.stretches)
 
     @cached_property
     def start(self) -> int:
@@ -90,12 +95,12 @@ class SequenceShard:
         if plan.travels and self.row_group is not None:
             rows, runs = exchange_rows(rows_SBD, plan, self.row_group), plan.needs
         else:
-            rows, runs = wide(rows_SBD), self.layout.held(self.rank)
+            rows, runs = wide(rows_SBD), self.stretches
         return Located(rows.transpose(0, 1), runs)
 
     def rows_as_they_are(self, rows_SBD: Tensor, plan: RowPlan) -> Located:
         """The same rows in their own type and without a gradient."""
-        rows, runs = rows_SBD.detach(), self.layout.held(self.rank)
+        rows, runs = rows_SBD.detach(), self.stretches
         if plan.travels and self.row_group is not None:
             rows, runs = bring_rows(rows, plan, self.row_group), plan.needs
         return Located(rows.transpose(0, 1), runs)
@@ -120,7 +125,7 @@ class SequenceShard:
 
     def held(self, per_row: Tensor) -> Located:
         """[B, S, ...] of this rank's rows."""
-        return Located(per_row, self.layout.held(self.rank))
+        return Located(per_row, self.stretches)
 
     def whole(self, per_row: Tensor) -> Located:
         """Numbers [B, S, ...] of this rank's rows -> [B, T, ...] of all; no gradient."""
