@@ -59,7 +59,7 @@ def describe_data(plan: Plan, tokens: int) -> str:
     if plan.builtin_corpus:
         return "the built-in corpus (the run builds it, a dry run does not)"
     there = data.tokens_there(plan.flags)
-    return f"yours, {there:,} tokens, read {tokens / there:,.1f} times" if there else "yours"
+    return f"yours, {there:,} tokens, read {tokens / there:,.1f} times" if there and tokens > there else "yours"
 
 
 def describe_simreg(plan: Plan) -> str:

@@ -947,6 +947,7 @@ def test_weights_and_biases_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     preflight.check_writers([("--wandb-project", "")])
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_a_longer_run_is_asked_which_schedule_counts_and_a_document_mask_without_documents_is_said(
     tmp_path: Path,
