@@ -55,7 +55,7 @@ def vocabulary_of(plan: Plan) -> int:
 
 
 def describe_data(plan: Plan, tokens: int) -> str:
-    """Describe the text, and how often a run of so many tokens reads it."""
+    """Describe the text, and how often a run of this length reads it."""
     if plan.builtin_corpus:
         return "the built-in corpus (the run builds it, a dry run does not)"
     there = data.tokens_there(plan.flags)

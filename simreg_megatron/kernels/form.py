@@ -84,12 +84,11 @@ class Form(ABC):
         """
 
     @abstractmethod
-    def keeps(self, rows: Tensor, num_pairs: int, chunk: int, *, by_document: bool) -> bool:
+    def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         """Whether the exponentials of `num_pairs` pairs, in chunks of `chunk` tokens, stay for the backward.
 
         Args:
             rows: [..., d] of the type and device of the rows.
-            by_document: whether tokens meet those of their document only.
         """
 
 

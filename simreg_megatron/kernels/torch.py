@@ -332,7 +332,7 @@ class TorchForm(Form):
         compute = _gradient_operator if torch.compiler.is_compiling() else gradient
         compute(rows, kept.names, kept.scale, kept.documents, kept.pairs, pull, *anchors, temperature, grad)
 
-    def keeps(self, rows: Tensor, num_pairs: int, chunk: int, *, by_document: bool) -> bool:
+    def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         return num_pairs * _sum_dtype(rows).itemsize <= _limits(rows).kept
 
 

@@ -468,7 +468,7 @@ class TritonForm(Form):
         given = kept.names, kept.scale, kept.documents, kept.pairs, pull
         compute(rows, *given, *anchors, temperature, grad)
 
-    def keeps(self, rows: Tensor, num_pairs: int, chunk: int, *, by_document: bool) -> bool:
+    def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         return chunk <= LONGEST_KEPT
 
 

@@ -170,9 +170,7 @@ def simreg_terms(
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
                 num_pairs += tokens.labels.numel() * stretch.length
                 # The first stretch is checked by the form itself; a ragged end comes out of the same budget.
-                keep = not parts or form_named(impl).keeps(
-                    embeddings, num_pairs, stretch.length, by_document=documents is not None
-                )
+                keep = not parts or form_named(impl).keeps(embeddings, num_pairs, stretch.length)
                 ratio = contrast_ratio(tokens, temperature=temperature, impl=impl, keep=keep)
                 of_anchors = ratio[..., slice(*stretch.inside)].reshape(own.anchor.shape)
                 parts.append(terms_of_ratio(of_anchors, own))

@@ -66,8 +66,7 @@ class _RatiosOverRanks(torch.autograd.Function):
             for view in views
             for stretch in stretches(view.run[1] - view.run[0], pairs.chunk_size, view.anchors)
         ]
-        by_document = views[0].documents is not None
-        keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs, by_document)
+        keeps = ctx.needs_input_grad[0] and _keeps(hidden_states, shard, pairs)
         if plan.shares_chunks and not keeps and shard.layout.borders is None:
             kept = list(_measured_together(parts, shard, plan, pairs))
         else:
@@ -112,13 +111,13 @@ def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
     return shard.from_all_anchors(grad_ABD)
 
 
-def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs, by_document: bool) -> bool:
+def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs) -> bool:
     """Whether the exponentials stay between forward and backward: by what all ranks know, so that all agree."""
     layout = shard.layout
     chunk = min(pairs.chunk_size or layout.length, layout.length)
     num_pairs = hidden_states.shape[1] * layout.length * chunk
     per_rank = num_pairs // (layout.context_size * layout.tensor_size)
-    return pairs.form.keeps(hidden_states, per_rank, chunk, by_document=by_document)
+    return pairs.form.keeps(hidden_states, per_rank, chunk)
 
 
 def _tokens(view: View, stretch: Stretch) -> Tokens:

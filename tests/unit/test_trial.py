@@ -51,7 +51,7 @@ class NotANumber(TorchForm):
 
 
 class WithoutAToken(TorchForm):
-    """One token of each chunk meets nobody."""
+    """One token of each chunk has no partner."""
 
     def measure(self, tokens: Tokens, *given: Any, **options: Any) -> Kept:
         usable = tokens.usable.clone()

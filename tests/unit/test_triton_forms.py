@@ -382,7 +382,7 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         simreg_loss(rows, labels, impl="triton")
 
 
-@pytest.mark.skipif(OLD_TORCH, reason="the Triton beside an older torch compiles by another interface")
+@pytest.mark.skipif(OLD_TORCH, reason="the Triton of an older torch compiles by another interface")
 @pytest.mark.parametrize("which", ["one-of-each", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("architecture", "most_shared_kib"), [(80, 163), (90, 227)])
 def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: str) -> None:
