@@ -71,7 +71,7 @@ def predicted_bytes(
             context, usable = _Context(), usable_tokens(rows, labels, None)
             roles = token_roles(labels, usable, chunk_size=chunk_size, dtype=torch.promote_types(dtype, torch.float32))
             tokens = [part.unflatten(1, (-1, chunk)) for part in (rows, labels, usable)]
-            ratio = _ContrastRatio.forward(context, *tokens, None, 0.01, impl, True)
+            ratio = _ContrastRatio.forward(context, *tokens, None, 0.01, impl)
             terms = terms_of_ratio(ratio.flatten(1), roles)
             del tokens, usable
             grad = _ContrastRatio.backward(context, torch.ones_like(terms).view_as(ratio))[0]

@@ -2,109 +2,163 @@
 """Choose the form behind `impl="auto"` on a GPU: triton where it is right, else tiled.
 
 A kernel that is right on one GPU, one driver and one release of Triton may not be on the next. So before the first step
-it is compared with a slower form (see `comparison`), and computes the run's whole shape once. One that fails, is wrong
-or does not fit into memory is left out and named in the log. All ranks agree on one form, and no clock decides: every
+triton computes made-up rows of the run's own shape, and is compared with tiled in float32. If it fails, is wrong or
+does not fit into memory, tiled is taken, and the log says why. All ranks agree on one form, and no clock decides: every
 start of a job takes the same one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from simreg_megatron.comparison import Shape, errors, sample, value_and_gradient
-from simreg_megatron.kernels.form import MODULES
+from simreg_megatron.kernels.form import Form, Span, Tokens, form_named
 from simreg_megatron.losses.simreg import AUTO
 
+_FEW = 2048  # tokens of the chunk that two ranks share
 
-class Trial(NamedTuple):
-    """Outcome of trying one form."""
 
-    impl: str
-    loss_error: float  # relative; the largest of all comparisons
-    gradient_error: float  # relative, Frobenius norm; the largest
-    failure: str = ""  # why it is left out
+class Shape(NamedTuple):
+    """What a rank computes on: [length, batch, width] as Megatron has its hidden states."""
+
+    batch: int
+    length: int
+    width: int
+    chunk_size: int
+    dtype: torch.dtype
+    temperature: float = 0.01
 
     def __str__(self) -> str:
-        return f"{self.impl} {self.failure}" if self.failure else self.impl
+        chunks = f"chunks of {self.chunk_size}" if 0 < self.chunk_size < self.length else "whole sequences"
+        return f"{self.batch} x {self.length} x {self.width} ({str(self.dtype).removeprefix('torch.')}, {chunks})"
 
 
-def choose(
-    shape: Shape,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    *,
-    computes: bool = True,
-    impls: Sequence[str] = tuple(MODULES),
-) -> list[Trial]:
-    """Let `auto` be the first form that is right on every rank, for rows of this type on such a device.
+def choose(shape: Shape, device: torch.device, group: dist.ProcessGroup | None = None, *, computes: bool = True) -> str:
+    """Let `auto` be triton if it is right on every rank, else tiled, for rows of this type; return a line for the log.
 
     A collective over the group. A rank without hidden states of its own (`computes` False) agrees with the others.
+    """
+    failure = failure_of("triton", shape, device) if computes else ""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    failed = torch.tensor(float(bool(failure)), device=device)
+    if group is not None:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    AUTO[device.type, shape.dtype] = impl = "tiled" if failed else "triton"
+    why = f"since triton {failure or 'fails on another rank'}" if failed else "which is right here"
+    return f"impl auto is {impl} on {shape}, {why}"
 
-    Returns:
-        What was tried; the last one is taken.
+
+def failure_of(impl: str, shape: Shape, device: torch.device) -> str:
+    """Compare a form with tiled in float32; return what is wrong with it, or nothing.
 
     Raises:
-        RuntimeError: none is right; or a form has left the GPU in a state in which nothing else can be computed.
+        RuntimeError: the form has left the GPU in a state in which nothing else can be computed.
     """
-    trials: list[Trial] = []
-    for impl in impls:
-        own = try_form(impl, shape, device) if computes else Trial(impl, 0.0, 0.0)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        failed = torch.tensor(float(bool(own.failure)), device=device)
-        if group is not None:
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-        trials.append(own if own.failure or not failed else own._replace(failure="fails on another rank"))
-        if not failed:
-            AUTO[device.type, shape.dtype] = impl
-            return trials
-    raise RuntimeError(
-        f"no fast form of SimReg is right on this GPU ({'; '.join(map(str, trials))}): "
-        "set --simreg-impl reference, and please report it"
-    )
-
-
-def try_form(impl: str, shape: Shape, device: torch.device) -> Trial:
-    """Compare a form with a slower one, and compute rows of the whole shape once."""
-    worst = 0.0, 0.0
     try:
-        for how, found, may in errors(shape, impl, device):
-            if not (found[0] <= may[0] and found[1] <= may[1]):  # nor if one is NaN
-                wrong = f"is wrong{how} (loss off by {found[0]:.1e}, gradient by {found[1]:.1e})"
-                return Trial(impl, *found, wrong)
-            worst = max(worst[0], found[0]), max(worst[1], found[1])
-        value_and_gradient(*sample(shape, device), shape, impl)
+        for how, errors, bounds in _compared(form_named(impl), shape, device):
+            if not all(error <= bound for error, bound in zip(errors, bounds, strict=True)):  # nor if one is NaN
+                return "is wrong{} (terms off by {:.1e}, gradient by {:.1e})".format(how, *errors)
         _wait(device)
     except Exception as error:  # a kernel that does not compile, memory that is not there, ...
-        _require_sound(device, impl)
-        return Trial(impl, math.nan, math.nan, f"fails ({type(error).__name__}: {_first(error)})")
-    return Trial(impl, *worst)
+        try:
+            _wait(device)
+        except RuntimeError as dead:
+            raise RuntimeError(
+                f"SimReg tried impl {impl} on {device}, and the GPU has failed since ({_first(dead)}): "
+                "restart with --simreg-impl tiled, and please report it"
+            ) from dead
+        return f"fails ({type(error).__name__}: {_first(error)})"
+    return ""
 
 
-def sentence(trials: Sequence[Trial], shape: Shape) -> str:
-    """For the log."""
-    left_out = "; left out: " + ", ".join(map(str, trials[:-1])) if trials[:-1] else ""
-    return f"impl auto is {trials[-1].impl}, which is right here on {shape}{left_out}"
+def _compared(form: Form, shape: Shape, device: torch.device) -> Iterator[tuple[str, list[float], tuple[float, float]]]:
+    """Yield how, the relative errors of terms and gradient, and their bounds.
+
+    All rows of the shape are computed, and the first two sequences compared; then one chunk as two ranks compute it
+    that share it, which takes other ways through the pairs.
+    """
+    whole = sample(shape, device)
+    chunk = Tokens(*(None if part is None else part[:, :1, :_FEW] for part in whole))  # type: ignore[arg-type]
+    last = chunk.rows.shape[2]
+    parts = [(0, max(1, last // 3)), (max(1, last // 3), last)]
+    for tau in (max(shape.temperature, 0.01), 1.0):  # at 0.01 a few close pairs are all that counts
+        lost = error_of_sums(shape.dtype, shape.width, tau)
+        bounds = 1e-5 + lost, 3e-4 + lost + torch.finfo(shape.dtype).eps / 2
+        for how, tokens, spans in (
+            ("", whole, [(0, whole.rows.shape[2])]),
+            (" on chunks that ranks share", chunk, parts),
+        ):
+            two = Tokens(tokens.rows[:2].float(), tokens.labels[:2], tokens.usable[:2], None)
+            exact = terms_and_gradient(form_named("tiled"), two, [(0, two.rows.shape[2])], tau)
+            factor = 2.0 ** -math.frexp(exact[1].abs().max().item())[1]  # a loss scale: float16 has no number of 1e-10
+            for is_shared in (False, True)[: len(spans)]:
+                found = terms_and_gradient(form, tokens, spans, tau, factor=factor, is_shared=is_shared)
+                yield how, [_apart(found[0][:2], exact[0]), _apart(found[1][:2], exact[1] * factor)], bounds
+
+
+def terms_and_gradient(
+    form: Form, tokens: Tokens, spans: list[Span], tau: float, *, factor: float = 1.0, is_shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Compute SimReg's terms, and the gradient of `factor` times their sum, as ranks do that hold a span of each chunk.
+
+    Args:
+        is_shared: each pair is computed on one of two ranks, for both; else all pairs of its anchors on each.
+    """
+    if is_shared:
+        (_, first), middle = spans[0], spans[0][1] // 2
+        rectangles = [[((0, middle), spans[1])], [(spans[1], (middle, first))]]
+        measured = [form.measure_part(tokens, *each, tau) for each in zip(spans, rectangles, strict=True)]
+        sums = measured[0][1] + measured[1][1]
+        kept = [form.finish(each[0], sums[..., slice(*span)], span) for each, span in zip(measured, spans, strict=True)]
+    else:
+        kept = [form.measure(tokens, span, tau, keep=True) for span in spans]
+    pull = torch.cat([form.anchor_pull(factor / (1 + each.ratio), each, tau) for each in kept], dim=-1)
+    grad = torch.empty_like(tokens.rows)
+    for span, each in zip(spans, kept, strict=True):
+        form.pull_back(tokens.rows, each, pull, span, tau, grad[:, :, slice(*span)])
+    return torch.cat([each.ratio for each in kept], dim=-1).log1p(), grad
+
+
+def error_of_sums(dtype: torch.dtype, width: int, temperature: float) -> float:
+    """Bound the relative error that rounding in the sums behind the cosines adds, which the temperature divides.
+
+    float32 rounds each sum to either side. Tensor cores cut each product of half precision off towards zero, at up to
+    5/16 units of 2^-24 (arXiv 2512.07004).
+    """
+    units = width * 5 / 16 if dtype.itemsize == 2 else math.sqrt(width)
+    return units * 2.0**-24 / temperature
+
+
+def sample(shape: Shape, device: torch.device) -> Tokens:
+    """Make rows around one centre for each label, with labels by Zipf's law: losses as late in training."""
+    generator = torch.Generator().manual_seed(1)
+    chunk = shape.chunk_size if 0 < shape.chunk_size < shape.length else shape.length
+    size, chances = (shape.length // chunk * chunk, shape.batch), 1 / torch.arange(1.0, 513)
+    labels = torch.multinomial(chances, math.prod(size), replacement=True, generator=generator).view(size).to(device)
+    usable = (torch.rand(size, generator=generator) < 0.9).to(device)
+    centres = (torch.randn(512, shape.width, generator=generator) + 1.5).to(device)
+    noise = torch.randn(1024, shape.width, generator=generator).to(device)  # used again and again: made on the host
+    which = torch.randint(0, 1024, size, generator=generator).to(device)
+    rows = torch.empty(*size, shape.width, dtype=shape.dtype, device=device)
+    for number in range(shape.batch):  # without a copy of all rows in float32
+        rows[:, number] = centres[labels[:, number]] + 0.6 * noise[which[:, number]]
+    rows, labels, usable = (part.transpose(0, 1).unflatten(1, (-1, chunk)) for part in (rows, labels, usable))
+    return Tokens(rows, labels, usable, None)
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return (torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other)).item()
 
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _require_sound(device: torch.device, impl: str) -> None:
-    try:
-        _wait(device)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"SimReg tried impl {impl} on {device}, and the GPU has failed since ({_first(error)}): "
-            "restart with --simreg-impl tiled, and please report it"
-        ) from error
 
 
 def _first(error: BaseException) -> str:

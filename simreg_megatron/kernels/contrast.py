@@ -26,7 +26,7 @@ from simreg_megatron.kernels import torch as _torch  # noqa: F401  (puts its for
 from simreg_megatron.kernels.form import Kept, Tokens, form_named
 
 
-def contrast_ratio(tokens: Tokens, *, temperature: float, impl: str = "tiled", keep: bool = True) -> Tensor:
+def contrast_ratio(tokens: Tokens, *, temperature: float, impl: str = "tiled") -> Tensor:
     """u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij of every token, [b, c, k]; SimReg's term is log1p(u_i).
 
     Args:
@@ -34,12 +34,14 @@ def contrast_ratio(tokens: Tokens, *, temperature: float, impl: str = "tiled", k
             in its own type.
         temperature: tau, above 0.
         impl: a key of `form.MODULES`.
-        keep: False where the budget for exponentials is spent on other calls.
 
     Returns:
         float32 (float64 for float64). 0 for a token without negatives and for one that is not usable.
     """
-    return _ContrastRatio.apply(*tokens, temperature, impl, keep)
+    compute = _ContrastRatio.apply
+    if torch.compiler.is_compiling():
+        compute = torch.compiler.disable(compute)  # its tiles stay out of the graph
+    return compute(*tokens, temperature, impl)
 
 
 class _ContrastRatio(torch.autograd.Function):
@@ -52,23 +54,23 @@ class _ContrastRatio(torch.autograd.Function):
         documents: Tensor | None,
         temperature: float,
         impl: str,
-        keep: bool,
     ) -> Tensor:
         tokens, anchors = Tokens(rows, labels, usable, documents), (0, rows.shape[2])
-        kept = form_named(impl).measure(tokens, anchors, temperature, keep=keep and ctx.needs_input_grad[0])
+        kept = form_named(impl).measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])
         ctx.save_for_backward(rows, *kept)
-        ctx.options, ctx.is_spent = (anchors, temperature, impl), False
+        ctx.options, ctx.is_spent = (temperature, impl), False
         return kept.ratio
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, *saved = ctx.saved_tensors
-        anchors, temperature, impl = ctx.options
+        temperature, impl = ctx.options
         form, (kept,) = form_named(impl), without_spent_pairs(ctx, [Kept(*saved)])
         grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        form.pull_back(rows, kept, form.anchor_pull(grads[0], kept, temperature), anchors, temperature, grad)
-        return grad, None, None, None, None, None, None
+        pull = form.anchor_pull(grads[0], kept, temperature)
+        form.pull_back(rows, kept, pull, (0, rows.shape[2]), temperature, grad)
+        return grad, None, None, None, None, None
 
 
 def without_spent_pairs(ctx: Any, kept: list[Kept]) -> list[Kept]:

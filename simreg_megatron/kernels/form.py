@@ -19,8 +19,8 @@ MODULES = {
     "triton": "simreg_megatron.kernels.triton",
     "tiled": "simreg_megatron.kernels.torch",
 }
-"""Module by the name of the `impl`, the one to prefer first. Those with Triton are imported where they are first used,
-as not every machine has it; the other one is imported from the start, as torch.compile traces no import."""
+"""Module by the name of the `impl`; the one with Triton is imported where it is first used, as not every machine has
+it."""
 
 
 class Tokens(NamedTuple):

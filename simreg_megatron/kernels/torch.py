@@ -87,6 +87,7 @@ def plan_for(rows: Tensor, anchors: Span, *, by_document: bool) -> Plan:
     """Choose the largest tiles that fit, then the largest region, then as many chunks as there is room for."""
     num_sequences, num_chunks, length, width = rows.shape
     limits, wide, own = _limits(rows), _sum_dtype(rows).itemsize, rows.itemsize
+
     # Where no copy is needed to merge sequences with their chunks, the returned gradient itself is summed in.
     in_place = own == wide and 1 in (num_sequences, num_chunks)
     of_anchor, count = 0 if in_place else width * wide, anchors[1] - anchors[0]
@@ -225,8 +226,8 @@ def part_sums(given: Given, anchors: Span, rectangles: Sequence[tuple[Span, Span
     return pair_sums(given, plan, steps, (0, given.rows.shape[2]), given.scale.new_empty(0))
 
 
-def _region_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, region: Span, grad: Tensor) -> None:
-    """Write the gradient of the rows in a region into `grad` [b, c, p, d]."""
+def _add_up_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, region: Span, grad: Tensor) -> None:
+    """Write the gradient of the anchors in a region into `grad` [b, c, p, d]."""
     is_in_place = grad.dtype == chunks.scale.dtype and (grad.is_contiguous() or 1 in grad.shape[:2])
     shape = len(chunks.names), *grad.shape[2:]
     of_factor = grad.flatten(0, 1) if is_in_place else grad.new_empty(shape, dtype=chunks.scale.dtype)
@@ -250,77 +251,33 @@ def _region_gradient(chunks: _Chunks, steps: Sequence[Step], pull: Tensor, regio
         grad.copy_(of_factor.view_as(grad))
 
 
-def sums_and_scale(
-    rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scale [b, c, k], S_pos and S_neg / S_pos of the anchors [b, c, p], and P of all tiles or nothing."""
-    with full_float32():
-        given = Given.of(rows, names, scale_of(rows, names, temperature), documents, temperature)
-        plan = plan_for(rows, (first, last), by_document=documents is not None)
-        kept = given.scale.new_empty(plan.kept if keep else 0)
-        sums = pair_sums(given, plan, triangle((first, last), rows.shape[2], plan.side), (first, last), kept)
-    return given.scale, *ratio_of(sums[..., first:last], names[..., first:last], given.scale[..., first:last]), kept
-
-
-def gradient(
-    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, kept: Tensor, pull: Tensor, first: int,
-    last: int, temperature: float, grad: Tensor,
-) -> None:  # fmt: skip
-    """See `Form.pull_back`."""
-    given = Given.of(rows, names, scale, documents, temperature)
-    plan = plan_for(rows, (first, last), by_document=documents is not None)
-    signed = torch.stack([pull[0], -pull[1]]).flatten(1, 2)
-    room = scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
-    with full_float32():
-        for slab in _slabs(rows, plan.together):
-            chunks = _Chunks(given, slab, room, kept)
-            for region in cut((first, last), plan.region):
-                steps = triangle(region, rows.shape[2], plan.side)
-                into = grad[slab][:, :, region[0] - first : region[1] - first]
-                _region_gradient(chunks, steps, signed[:, chunks.numbers], region, into)
-
-
-_sums_operator = torch.library.custom_op("simreg_megatron::tiled_sums", sums_and_scale, mutates_args=())
-_gradient_operator = torch.library.custom_op("simreg_megatron::tiled_gradient", gradient, mutates_args=("grad",))
-
-
-@_sums_operator.register_fake
-def _(
-    rows: Tensor, names: Tensor, documents: Tensor | None, first: int, last: int, temperature: float, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scale = names.new_empty(names.shape, dtype=_sum_dtype(rows))
-    total = scale.new_empty(*scale.shape[:2], last - first)
-    plan = plan_for(rows, (first, last), by_document=documents is not None)
-    return scale, total, torch.empty_like(total), scale.new_empty(plan.kept if keep else 0)
-
-
-@_gradient_operator.register_fake
-def _(*_: object) -> None: ...
-
-
 class TorchForm(Form):
-    """The functions above. Only torch.compile calls them as operators, which cost the host 0.1 ms a call."""
+    """The functions above, and what comes before and after them."""
 
     def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
-        compute = _sums_operator if torch.compiler.is_compiling() else sums_and_scale
-        names = token_names(tokens.labels, tokens.usable)
-        found = compute(tokens.rows, names, tokens.documents, *anchors, temperature, keep)
-        return Kept(tokens.documents, names, *found)
+        given = _prepared(tokens, temperature)
+        plan = plan_for(given.rows, anchors, by_document=given.documents is not None)
+        kept = given.scale.new_empty(plan.kept if keep else 0)
+        with full_float32():
+            sums = pair_sums(given, plan, triangle(anchors, given.rows.shape[2], plan.side), anchors, kept)
+        part = Kept(given.documents, given.names, given.scale, kept, kept, kept)
+        return self.finish(part, sums[..., slice(*anchors)], anchors)
 
     def measure_part(
         self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
     ) -> tuple[Kept, Tensor]:
-        names = token_names(tokens.labels, tokens.usable)
-        scale = scale_of(tokens.rows, names, temperature)
+        given = _prepared(tokens, temperature)
         with full_float32():
-            sums = part_sums(Given.of(tokens.rows, names, scale, tokens.documents, temperature), anchors, rectangles)
-        nothing = names.new_empty(0)
-        return Kept(tokens.documents, names, scale, nothing, nothing, nothing), sums
+            sums = part_sums(given, anchors, rectangles)
+        nothing = given.names.new_empty(0)
+        return Kept(given.documents, given.names, given.scale, nothing, nothing, nothing), sums
 
     def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
-        own = slice(*anchors)
-        total, ratio = ratio_of(sums, part.names[..., own], part.scale[..., own])
-        return part._replace(total=total, ratio=ratio)
+        names, scale = part.names[..., slice(*anchors)], part.scale[..., slice(*anchors)]
+        total, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
+        # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
+        ratio = (negative / total).addcdiv_(scale, scale, value=0.0)
+        return part._replace(total=total, ratio=ratio.masked_fill_(names < 0, 0.0))
 
     def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
         a = (grad_ratio / (kept.total * temperature)).masked_fill(kept.ratio == 0, 0.0)
@@ -329,8 +286,17 @@ class TorchForm(Form):
     def pull_back(
         self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:
-        compute = _gradient_operator if torch.compiler.is_compiling() else gradient
-        compute(rows, kept.names, kept.scale, kept.documents, kept.pairs, pull, *anchors, temperature, grad)
+        given = Given.of(rows, kept.names, kept.scale, kept.documents, temperature)
+        plan = plan_for(rows, anchors, by_document=given.documents is not None)
+        signed = torch.stack([pull[0], -pull[1]]).flatten(1, 2)
+        room = given.scale.new_empty(_PAIR_MATRICES, plan.together * plan.side**2)
+        with full_float32():
+            for slab in _slabs(rows, plan.together):
+                chunks = _Chunks(given, slab, room, kept.pairs)
+                for region in cut(anchors, plan.region):
+                    steps = triangle(region, rows.shape[2], plan.side)
+                    into = grad[slab][:, :, region[0] - anchors[0] : region[1] - anchors[0]]
+                    _add_up_gradient(chunks, steps, signed[:, chunks.numbers], region, into)
 
     def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         return num_pairs * _sum_dtype(rows).itemsize <= _limits(rows).kept
@@ -339,39 +305,36 @@ class TorchForm(Form):
 FORMS["tiled"] = TorchForm()
 
 
-def token_names(labels: Tensor, usable: Tensor) -> Tensor:
-    """Labels [..., k] as small numbers, equal where labels are, exact in float32; -1 for tokens not usable."""
-    signed = labels if labels.dtype.is_signed else labels.long()  # bytes of a text would make 255 of -1
-    known = torch.where(usable, signed, -1).contiguous()
-    ranks = torch.searchsorted(known.sort(dim=-1).values, known)
-    return ranks.float().masked_fill_(~usable, -1.0)
+def _prepared(tokens: Tokens, temperature: float) -> Given:
+    """Scale and names of the tokens; those whose row is exactly zero are not usable.
 
-
-def scale_of(rows: Tensor, names: Tensor, temperature: float) -> Tensor:
-    """1 / (|e| sqrt(c)) [b, c, k], 0 where not usable; NaN or 0 for a row that is not finite.
-
-    Rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent.
+    The scale is rounded once: at tau 0.01 each error of a norm is a hundred times as large in the exponent. It is
+    NaN or 0 for a row that is not finite.
     """
-    scale = torch.empty(names.shape, dtype=_sum_dtype(rows), device=rows.device)
+    rows = tokens.rows
+    norms = torch.empty(tokens.labels.shape, dtype=torch.float64, device=rows.device)
     step = max(1, _limits(rows).work // max(1, 32 * rows.shape[0] * rows.shape[1] * rows.shape[3]))
     for first, last in cut((0, rows.shape[2]), step):
         part = rows[:, :, first:last]
         # Squares of float32 neither overflow nor vanish in float64; those of float64 must be scaled first.
         if rows.dtype == torch.float64:
             largest = part.abs().amax(dim=-1, keepdim=True)
-            norms = torch.linalg.vector_norm(part / largest, dim=-1) * largest.squeeze(-1)
-        else:
-            norms = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64)
-        scale[:, :, first:last] = norms.mul_(math.sqrt(temperature * math.log(2))).reciprocal_()
-    return scale.masked_fill_(names < 0, 0.0)
+            part = part / largest.masked_fill(largest == 0, 1.0)
+        norms[:, :, first:last] = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64)
+        if rows.dtype == torch.float64:
+            norms[:, :, first:last].mul_(largest.squeeze(-1))
+    usable = torch.logical_and(tokens.usable, norms)  # a NaN counts, as any number but 0
+    scale = norms.mul_(math.sqrt(temperature * math.log(2))).reciprocal_().to(_sum_dtype(rows))
+    names = token_names(tokens.labels, usable)
+    return Given.of(rows, names, scale.masked_fill_(~usable, 0.0), tokens.documents, temperature)
 
 
-def ratio_of(sums: Tensor, names: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(S_pos, S_neg / S_pos) [b, c, p] from the sums [2, b, c, p] over all other tokens; 0 where not usable."""
-    total, negative = (sums[0] + 1.0).to(scale.dtype), sums[1].to(scale.dtype)  # the token itself is a positive
-    # NaN for a row that is not finite, whose scale is NaN or 0: without pairs it would pass as a 0.
-    ratio = (negative / total).addcdiv_(scale, scale, value=0.0)
-    return total, ratio.masked_fill_(names < 0, 0.0)
+def token_names(labels: Tensor, usable: Tensor) -> Tensor:
+    """Labels [..., k] as small numbers, equal where labels are, exact in float32; -1 for tokens not usable."""
+    signed = labels if labels.dtype.is_signed else labels.long()  # bytes of a text would make 255 of -1
+    known = torch.where(usable, signed, -1).contiguous()
+    ranks = torch.searchsorted(known.sort(dim=-1).values, known)
+    return ranks.float().masked_fill_(~usable, -1.0)
 
 
 def _slabs(rows: Tensor, together: int) -> Iterator[Slab]:

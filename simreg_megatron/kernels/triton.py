@@ -273,113 +273,144 @@ def _with_room(launch: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(launch)
-    def wrapped(*given: Any) -> Any:
+    def wrapped(*given: Any, **options: Any) -> Any:
         context = contextvars.copy_context()
         context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
-        return context.run(launch, *given)
+        return context.run(launch, *given, **options)
 
     return wrapped
 
 
-@_with_room
-def pair_sums(
-    rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, first: int, last: int, temperature: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Names, 1 / |e|, S_pos, S_neg / S_pos and P (or nothing), as in `Kept`."""
-    rows = _aligned(rows)
-    names, scale = _prepared(rows, labels, usable)
-    given, anchors, length = (rows, names, scale, documents), (first, last), rows.shape[2]
-    if length > LONGEST_KEPT or not rows.numel():
-        pairs = _room_for_pairs(rows, 0)
-        rest = [(anchors, other) for other in ((0, first), (last, length))]
-        found = _part_sums(*given, anchors, rest, temperature)[..., first:last].unsqueeze(3)
-    else:
-        pairs = _room_for_pairs(rows, last - first if keep else 0)
-        found = _run_pairs(*given, anchors, (0, length), temperature, pairs)[0]
-    return names, scale, *_finished(found, names, scale, first), pairs
+class TritonForm(Form):
+    """Launches the kernels above."""
+
+    @_with_room
+    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
+        rows, part = _prepared(tokens)
+        (first, last), length = anchors, rows.shape[2]
+        if length > LONGEST_KEPT or not rows.numel():
+            rest = [(anchors, other) for other in ((0, first), (last, length))]
+            found = _part_sums(rows, part, anchors, rest, temperature)[..., first:last]
+            return self.finish(part, found, anchors)
+        pairs = _room_for_pairs(rows, last - first) if keep else part.pairs
+        sums, _ = _run_pairs(rows, part, anchors, (0, length), temperature, pairs)
+        return _finished(sums, part._replace(pairs=pairs), first)
+
+    @_with_room
+    def measure_part(
+        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+    ) -> tuple[Kept, Tensor]:
+        rows, part = _prepared(tokens)
+        return part, _part_sums(rows, part, anchors, rectangles, temperature)
+
+    def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
+        return _finished(sums.unsqueeze(3), part, anchors[0])
+
+    def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
+        pull = kept.total.new_empty(2, *kept.total.shape)
+        if count := kept.total.numel():
+            given = grad_ratio.contiguous(), kept.total, kept.ratio
+            run(_pull, (cdiv(count, _TOKENS),), *given, temperature, pull, count, SIZE=_TOKENS)
+        return pull
+
+    @_with_room
+    def pull_back(
+        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
+    ) -> None:
+        rows, num_chunks, length = _aligned(rows), rows.shape[0] * rows.shape[1], rows.shape[2]
+        if not grad.numel():
+            return
+        is_kept, pull = kept.pairs.numel() > 0, pull.contiguous()
+        panels = [anchors] if is_kept else cut(anchors, PANEL)
+        room = kept.pairs if is_kept else _room_for_pairs(rows, panels[0][1] - panels[0][0])
+        pitch, constants = room.shape[2], _constants(rows)
+        radial = kept.scale.new_empty(num_chunks, room.shape[1])
+        for start, end in panels:
+            height = end - start
+            own = room.view(-1)[: num_chunks * height * pitch].view(num_chunks, height, pitch)
+            if not is_kept:
+                _run_pairs(rows, kept, (start, end), (0, length), temperature, own, with_sums=False)
+            run(
+                _weights, (num_chunks * cdiv(height, WEIGHTS["ROWS"]),),
+                own, pitch, num_chunks, length, kept.names, kept.scale, pull, start, end, 0, length, temperature,
+                radial, **WEIGHTS,
+            )  # fmt: skip
+            tile, into = PRODUCT[rows.itemsize], grad[:, :, start - anchors[0] : end - anchors[0]]
+            tiles = num_chunks * cdiv(height, tile["BM"]) * cdiv(rows.shape[3], tile["BN"])
+            run(
+                _product, (min(tiles, constants["PROGRAMS"]),),
+                own, pitch, num_chunks, height, start, rows, rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
+                radial, into, *into.stride()[:3], **constants, **tile,
+            )  # fmt: skip
+
+    def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
+        return chunk <= LONGEST_KEPT
 
 
-@_with_room
-def pair_gradient(
-    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, pairs: Tensor, pull: Tensor, first: int,
-    last: int, temperature: float, grad: Tensor,
-) -> None:  # fmt: skip
-    """See `Form.pull_back`."""
-    rows, num_chunks, length = _aligned(rows), rows.shape[0] * rows.shape[1], rows.shape[2]
-    if not grad.numel():
-        return
-    is_kept, pull = pairs.numel() > 0, pull.contiguous()
-    panels = [(first, last)] if is_kept else cut((first, last), PANEL)
-    room = pairs if is_kept else _room_for_pairs(rows, panels[0][1] - panels[0][0])
-    pitch, constants = room.shape[2], _constants(rows)
-    radial = scale.new_empty(num_chunks, room.shape[1])
-    for start, end in panels:
-        height, spans = end - start, (start, end, 0, length)
-        own = room.view(-1)[: num_chunks * height * pitch].view(num_chunks, height, pitch)
-        if not is_kept:
-            _run_pairs(rows, names, scale, documents, (start, end), (0, length), temperature, own, with_sums=False)
+FORMS["triton"] = TritonForm()
+
+
+def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:
+    """Rows as the kernels read them, and names and 1 / |e| [b, c, n] of the tokens.
+
+    Raises:
+        ValueError: the rows are of a type, on a device or of a width that the kernels do not compute.
+    """
+    rows = tokens.rows
+    if rows.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"impl 'triton' computes bfloat16 and float32, not {rows.dtype}: use impl 'tiled'.")
+    if not (rows.is_cuda or INTERPRETS):
+        raise ValueError(f"impl 'triton' needs a CUDA device, and the rows are on {rows.device}: use impl 'tiled'.")
+    if not hasattr(tl, "make_tensor_descriptor"):
+        raise ValueError(f"impl 'triton' needs Triton 3.4 or newer, this is {triton.__version__}: use impl 'tiled'.")
+    if rows.shape[3] % (unit := 16 // rows.itemsize):
+        raise ValueError(
+            f"impl 'triton' needs a width that is a multiple of {unit}, got {rows.shape[3]}: use impl 'tiled'."
+        )
+    rows, labels = _aligned(rows), tokens.labels
+    names = torch.empty(labels.shape, dtype=torch.int32, device=rows.device)
+    scale = torch.empty(labels.shape, dtype=torch.float32, device=rows.device)
+    if names.numel():
         run(
-            _weights, (num_chunks * cdiv(height, WEIGHTS["ROWS"]),),
-            own, pitch, num_chunks, length, names, scale, pull, *spans, temperature, radial, **WEIGHTS,
+            _names_and_norms, (cdiv(names.numel(), NORMS["TOKENS"]),),
+            rows, labels.contiguous(), tokens.usable.contiguous(), rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
+            names.numel(), names, scale, **NORMS,
         )  # fmt: skip
-        tile, into = PRODUCT[rows.itemsize], grad[:, :, start - first : end - first]
-        tiles = num_chunks * cdiv(height, tile["BM"]) * cdiv(rows.shape[3], tile["BN"])
-        run(
-            _product, (min(tiles, constants["PROGRAMS"]),),
-            own, pitch, num_chunks, height, start, rows, rows.shape[1], *rows.stride()[:3], *rows.shape[2:], radial,
-            into, *into.stride()[:3], **constants, **tile,
-        )  # fmt: skip
+    documents = None if tokens.documents is None else tokens.documents.int().contiguous()
+    nothing = scale.new_empty(0)
+    return rows, Kept(documents, names, scale, nothing, nothing, nothing)
 
 
-@_with_room
-def part_sums(
-    rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, anchors: Span,
-    rectangles: Sequence[tuple[Span, Span]], temperature: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Names, 1 / |e|, and the sums of `Form.measure_part`."""
-    rows = _aligned(rows)
-    names, scale = _prepared(rows, labels, usable)
-    return names, scale, _part_sums(rows, names, scale, documents, anchors, rectangles, temperature)
+def _aligned(rows: Tensor) -> Tensor:
+    """The rows where descriptors can read them: in whole units of 16 bytes, features side by side."""
+    unit, (of_b, of_c, of_k, of_d) = 16 // rows.itemsize, rows.stride()
+    if of_d == 1 and not (of_b % unit or of_c % unit or of_k % unit or rows.storage_offset() % unit):
+        return rows
+    return rows.contiguous()
 
 
 def _part_sums(
-    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, anchors: Span,
-    rectangles: Sequence[tuple[Span, Span]], temperature: float,
-) -> Tensor:  # fmt: skip
+    rows: Tensor, part: Kept, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
+) -> Tensor:
     """[2, b, c, n] float64, panel by panel, so that the sums of tiles stay few."""
-    found = scale.new_zeros(2, *names.shape, dtype=torch.float64)
+    found = part.scale.new_zeros(2, *part.names.shape, dtype=torch.float64)
     panels = [(one, one) for one in cut(anchors, PANEL)]
     panels += [(one, (one[1], anchors[1])) for one in cut(anchors, PANEL)]
-    panels += [(part, other) for one, other in rectangles for part in cut(one, PANEL)]
+    panels += [(piece, other) for one, other in rectangles for piece in cut(one, PANEL)]
     for one, other in panels:
         if one[0] < one[1] and other[0] < other[1] and rows.numel():
-            of_rows, of_columns = _run_pairs(rows, names, scale, documents, one, other, temperature, scale.new_empty(0))
+            of_rows, of_columns = _run_pairs(rows, part, one, other, temperature, part.pairs)
             found[..., slice(*one)] += of_rows.sum(dim=3, dtype=torch.float64)
             if one != other:
                 found[..., slice(*other)] += of_columns.sum(dim=3, dtype=torch.float64)
     return found
 
 
-def _prepared(rows: Tensor, labels: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-    """Names and 1 / |e|, [b, c, n]."""
-    names = torch.empty(labels.shape, dtype=torch.int32, device=rows.device)
-    scale = torch.empty(labels.shape, dtype=torch.float32, device=rows.device)
-    if names.numel():
-        run(
-            _names_and_norms, (cdiv(names.numel(), NORMS["TOKENS"]),),
-            rows, labels.contiguous(), usable.contiguous(), rows.shape[1], *rows.stride()[:3], *rows.shape[2:],
-            names.numel(), names, scale, **NORMS,
-        )  # fmt: skip
-    return names, scale
-
-
 def _run_pairs(
-    rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, one: Span, other: Span, temperature: float,
-    pairs: Tensor, *, with_sums: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows: Tensor, part: Kept, one: Span, other: Span, temperature: float, pairs: Tensor, *, with_sums: bool = True
+) -> tuple[Tensor, Tensor]:
     """Sums of tiles, over rows [2, b, c, tiles, R] and over columns [2, b, c, tiles, C]."""
-    tile, constants = PAIRS[rows.itemsize], _constants(rows)
+    tile, constants, scale, documents = PAIRS[rows.itemsize], _constants(rows), part.scale, part.documents
     num_sequences, num_chunks, length, width = rows.shape
     height, breadth = one[1] - one[0], other[1] - other[0]
     tiles_i, tiles_j = cdiv(height, tile["SIDE"]), cdiv(breadth, tile["SIDE"])
@@ -390,32 +421,29 @@ def _run_pairs(
     run(
         _pairs, (min(num_sequences * num_chunks * tiles, constants["PROGRAMS"]),),
         rows, num_chunks, *rows.stride()[:3], num_sequences * num_chunks, length, width,
-        names, scale, names if documents is None else documents, *one, *other, math.log2(math.e) / temperature,
-        of_rows, of_columns, pairs, pairs.shape[-1],
+        part.names, scale, part.names if documents is None else documents, *one, *other,
+        math.log2(math.e) / temperature, of_rows, of_columns, pairs, pairs.shape[-1],
         UPPER=one == other, SUMS=with_sums, KEEP=keep, HAS_DOCUMENTS=documents is not None, **constants, **tile,
     )  # fmt: skip
     return of_rows, of_columns
 
 
-def _finished(sums: Tensor, names: Tensor, scale: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """S_pos and S_neg / S_pos [b, c, p] from sums [2, b, c, tiles, p]."""
+def _finished(sums: Tensor, part: Kept, first: int) -> Kept:
+    """With S_pos and S_neg / S_pos [b, c, p] from sums [2, b, c, tiles, p]."""
     num_sequences, num_chunks, tiles, height = sums.shape[1:]
-    total, ratio = [scale.new_empty(num_sequences, num_chunks, height) for _ in range(2)]
+    total, ratio = [part.scale.new_empty(num_sequences, num_chunks, height) for _ in range(2)]
     if total.numel():
         run(
             _ratios, (num_sequences * num_chunks * cdiv(height, _TOKENS),),
-            sums.contiguous(), sums[0].numel(), tiles, height, names, scale, names.shape[2], first, total, ratio,
-            SIZE=_TOKENS,
+            sums.contiguous(), sums[0].numel(), tiles, height, part.names, part.scale, part.names.shape[2], first,
+            total, ratio, SIZE=_TOKENS,
         )  # fmt: skip
-    return total, ratio
+    return part._replace(total=total, ratio=ratio)
 
 
 def _room_for_pairs(rows: Tensor, height: int) -> Tensor:
-    """[m, height, pitch]: whole units of 16 bytes, as descriptors want; [0] where height is 0."""
-    dtype = torch.float32 if rows.dtype == torch.float32 else torch.bfloat16
-    if not height:
-        return rows.new_empty(0, dtype=dtype)
-    return rows.new_empty(rows.shape[0] * rows.shape[1], height, cdiv(rows.shape[2], 8) * 8, dtype=dtype)
+    """[m, height, pitch]: whole units of 16 bytes, as descriptors want."""
+    return rows.new_empty(rows.shape[0] * rows.shape[1], height, cdiv(rows.shape[2], 8) * 8)
 
 
 def _constants(rows: Tensor) -> dict[str, Any]:
@@ -429,97 +457,3 @@ def _constants(rows: Tensor) -> dict[str, Any]:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-class TritonForm(Form):
-    """The functions above, which torch.compile calls as operators."""
-
-    def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
-        compute = _sums_operator if torch.compiler.is_compiling() else pair_sums
-        given = _readable(tokens)
-        return Kept(given[3], *compute(*given, *anchors, temperature, keep))
-
-    def measure_part(
-        self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
-    ) -> tuple[Kept, Tensor]:
-        given = _readable(tokens)
-        names, scale, found = part_sums(*given, anchors, rectangles, temperature)
-        nothing = scale.new_empty(0)
-        return Kept(given[3], names, scale, nothing, nothing, nothing), found
-
-    def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
-        total, ratio = _finished(sums.unsqueeze(3), part.names, part.scale, anchors[0])
-        return part._replace(total=total, ratio=ratio)
-
-    def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
-        if torch.compiler.is_compiling():  # it makes one kernel of plain operators itself
-            own = (grad_ratio / (kept.total * temperature)).masked_fill(kept.ratio == 0, 0.0)
-            return torch.stack([own, own * kept.ratio])
-        pull = kept.total.new_empty(2, *kept.total.shape)
-        if count := kept.total.numel():
-            given = grad_ratio.contiguous(), kept.total, kept.ratio
-            run(_pull, (cdiv(count, _TOKENS),), *given, temperature, pull, count, SIZE=_TOKENS)
-        return pull
-
-    def pull_back(
-        self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
-    ) -> None:
-        compute = _gradient_operator if torch.compiler.is_compiling() else pair_gradient
-        given = kept.names, kept.scale, kept.documents, kept.pairs, pull
-        compute(rows, *given, *anchors, temperature, grad)
-
-    def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
-        return chunk <= LONGEST_KEPT
-
-
-def _readable(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Rows, labels, mask and documents as the kernels read them.
-
-    Raises:
-        ValueError: the rows are of a type, on a device or of a width that they do not compute.
-    """
-    rows = tokens.rows
-    if rows.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"impl 'triton' computes bfloat16 and float32, not {rows.dtype}: use impl 'tiled'.")
-    if not (rows.is_cuda or INTERPRETS):
-        raise ValueError(f"impl 'triton' needs a CUDA device, and the rows are on {rows.device}: use impl 'tiled'.")
-    if not hasattr(tl, "make_tensor_descriptor"):
-        raise ValueError(f"impl 'triton' needs Triton 3.4 or newer, this is {triton.__version__}: use impl 'tiled'.")
-    if rows.shape[3] % (unit := 16 // rows.itemsize):
-        raise ValueError(
-            f"impl 'triton' needs a width that is a multiple of {unit}, got {rows.shape[3]}: use impl 'tiled'."
-        )
-    documents = None if tokens.documents is None else tokens.documents.int().contiguous()
-    return rows, tokens.labels, tokens.usable, documents
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """The rows where descriptors can read them: in whole units of 16 bytes, features side by side."""
-    unit, (of_b, of_c, of_k, of_d) = 16 // rows.itemsize, rows.stride()
-    if of_d == 1 and not (of_b % unit or of_c % unit or of_k % unit or rows.storage_offset() % unit):
-        return rows
-    return rows.contiguous()
-
-
-_sums_operator = torch.library.custom_op("simreg_megatron::triton_sums", pair_sums, mutates_args=())
-_gradient_operator = torch.library.custom_op(
-    "simreg_megatron::triton_gradient", pair_gradient, mutates_args=("pairs", "grad")
-)
-
-
-@_sums_operator.register_fake
-def _(
-    rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, first: int, last: int, temperature: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    scale = labels.new_empty(labels.shape, dtype=torch.float32)
-    total = scale.new_empty(*scale.shape[:2], last - first)
-    pairs = _room_for_pairs(rows, last - first if keep and rows.shape[2] <= LONGEST_KEPT else 0)
-    return torch.empty_like(scale, dtype=torch.int32), scale, total, torch.empty_like(total), pairs
-
-
-@_gradient_operator.register_fake
-def _(*_: object) -> None: ...
-
-
-FORMS["triton"] = TritonForm()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.kernels.contrast import contrast_ratio
-from simreg_megatron.kernels.form import MODULES, Tokens, form_named
+from simreg_megatron.kernels.form import MODULES, Tokens
 from simreg_megatron.kernels.precision import no_autocast
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature
 from simreg_megatron.losses._chunks import (
@@ -162,16 +162,12 @@ def simreg_terms(
     anchors = (0, labels.shape[1]) if anchors is None else anchors
     impl = chosen_impl(impl, similarity, self_positive, embeddings)
     parts: list[Tensor] = []
-    num_pairs = 0
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
             own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
             if impl in MODULES:
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
-                num_pairs += tokens.labels.numel() * stretch.length
-                # The first stretch is checked by the form itself; a ragged end comes out of the same budget.
-                keep = not parts or form_named(impl).keeps(embeddings, num_pairs, stretch.length)
-                ratio = contrast_ratio(tokens, temperature=temperature, impl=impl, keep=keep)
+                ratio = contrast_ratio(tokens, temperature=temperature, impl=impl)
                 of_anchors = ratio[..., slice(*stretch.inside)].reshape(own.anchor.shape)
                 parts.append(terms_of_ratio(of_anchors, own))
             else:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from simreg_megatron import trial
 from simreg_megatron.adagc.clipping import Clipping
-from simreg_megatron.comparison import Shape
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.config.flags import (
     adagc_differences_to_checkpoint,
@@ -169,7 +168,7 @@ def _computes(config: SimRegConfig, model: Any) -> bool:
 
 
 def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, seq_length: int) -> None:
-    """Let all ranks take the first form of SimReg that is right (see `trial`), on GPUs where `auto` is asked for.
+    """Let all ranks take the form of SimReg that is right (see `trial`), on GPUs where `auto` is asked for.
 
     A collective over all ranks, those without hidden states of SimReg included. `seq_length` is over all ranks, too.
     """
@@ -182,11 +181,13 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
     # One rank computes on its part of the sequence, or on the part of the work that tensor ranks share.
     length = seq_length // (compat.context_group(models[0]).size() * compat.tensor_group(models[0]).size())
     dtype = rows_dtype(part, models[0])
-    shape = Shape(micro_batch_size, max(length, 2), models[0].config.hidden_size, part.chunk_size, dtype, part.tau)
+    shape = trial.Shape(
+        micro_batch_size, max(length, 2), models[0].config.hidden_size, part.chunk_size, dtype, part.tau
+    )
     AUTO.pop((device.type, dtype), None)  # of a run before, in this process
     group = dist.group.WORLD if dist.is_initialized() else None
-    trials = trial.choose(shape, device, group, computes=any(_computes(config, model) for model in models))
-    log_once(f"SimReg: {trial.sentence(trials, shape)}")
+    found = trial.choose(shape, device, group, computes=any(_computes(config, model) for model in models))
+    log_once(f"SimReg: {found}")
 
 
 def _is_worth_trying(device: torch.device) -> bool:

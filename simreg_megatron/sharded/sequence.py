@@ -118,7 +118,7 @@ def chunk_views(
     plan = shard.plan(Cutting(config.chunk_size, scope, sample_length))
     usable, form = valid, fast_form(config, hidden_states)
     counts_tokens = (config.group_reduce, config.chunk_weight) != ("sum", "token")
-    if form != "triton" or counts_tokens or measures:  # else its kernels leave out the rows that are exactly zero
+    if form is None or counts_tokens or measures:  # else the form leaves out the rows that are exactly zero
         usable = with_direction(hidden_states.transpose(0, 1), valid)
     if heads is not None:  # a zero row has no cosine either, as in an output layer that begins with zeros
         usable = with_direction(heads.transpose(0, 1).to(hidden_states.dtype), usable)

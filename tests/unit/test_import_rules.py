@@ -42,8 +42,7 @@ LAW = {
     "geometry": room("kernels losses", "torch"),
     "magnitude": room("kernels", "torch"),
     "parallel": room(packages="numpy torch"),
-    "comparison": room("kernels losses", "torch"),
-    "trial": room("comparison kernels losses", "torch"),
+    "trial": room("kernels losses", "torch"),
     "notices": room(packages="torch"),
     "sharded": room("config objectives losses kernels parallel notices", "torch"),
     "weights": room("config objectives losses parallel", "torch"),
@@ -51,7 +50,7 @@ LAW = {
     "strength": room("config notices weights", "torch"),
     "cpu": room("installed", "torch megatron"),
     "plugin": room(
-        "cpu config objectives losses kernels adagc parallel sharded weights strength measures comparison trial "
+        "cpu config objectives losses kernels adagc parallel sharded weights strength measures trial "
         "installed notices sentences",
         "torch megatron transformer_engine apex wandb",
     ),
@@ -67,7 +66,7 @@ LAW = {
     ),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),
-    "doctor": room(f"{TOP} comparison cpu installed plugin sentences trial", "torch"),
+    "doctor": room(f"{TOP} cpu installed plugin sentences trial", "torch"),
     "cli": room(f"{TOP} doctor plugin sentences tools"),
 }
 

@@ -14,7 +14,6 @@ from benchmarks.memory import measured_bytes
 from simreg_megatron import geometry
 from simreg_megatron.geometry import pair_cosines
 from simreg_megatron.kernels import precision
-from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.magnitude import norm_table, radial_sums
 from tests.helpers.fixtures import random_tokens
@@ -80,21 +79,6 @@ def test_what_is_counted_is_what_a_cpu_takes(chunk: int) -> None:
     counted = predicted_bytes(1, 2400, 256, chunk_size=chunk, dtype=torch.float32, device="cpu")
     measured = measured_bytes(1, 2400, 256, chunk)
     assert measured is not None and abs(measured - counted) < 2 * MIB
-
-
-def test_exponentials_of_a_ragged_end_come_out_of_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven chunks of 64 tokens fit, and the 40 tokens behind them do not."""
-    limit(monkeypatch, kept=7 * 64 * 64 * 4 + 1000)
-    rows, labels = random_tokens((1, 7 * 64 + 40, 8), num_labels=9, dtype=torch.float32)
-    sizes = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        simreg_loss(rows.requires_grad_(), labels, chunk_size=64)
-    assert 7 * 64 * 64 in sizes and 40 * 40 not in sizes
 
 
 @pytest.mark.parametrize("shape", [(1, 2048, 1024), (2048, 1, 1024), (64, 32, 1024)], ids=str)

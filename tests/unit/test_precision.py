@@ -116,7 +116,7 @@ def test_a_backward_under_autocast(name: str) -> None:
 
 
 def test_the_tiled_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile sees it as two operators, which no mode looks into: the products themselves tell."""
+    """It multiplies into memory of its own, which `Settings` does not look at: the products themselves tell."""
     met: list[str] = []
 
     def told(name: str, product: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `auto` stands for: the first form that is right is taken, one that is wrong or broken is not."""
+"""What `auto` stands for on a GPU: triton where it is right, tiled where it is wrong or broken."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron import SimRegConfig, cli, comparison, doctor, trial
-from simreg_megatron.comparison import Shape
+from simreg_megatron import SimRegConfig, cli, doctor, trial
 from simreg_megatron.kernels import form
 from simreg_megatron.kernels.form import Form, Kept, Tokens
 from simreg_megatron.kernels.torch import TorchForm
@@ -25,15 +24,15 @@ from simreg_megatron.losses import simreg
 from simreg_megatron.plugin import loop
 from simreg_megatron.plugin.tokens import device_of, rows_dtype
 from simreg_megatron.sharded.sequence import fast_form
-from simreg_megatron.trial import Trial
+from simreg_megatron.trial import Shape
 from tests.helpers.processes import run_processes
 
 CPU = torch.device("cpu")
 SHAPE = Shape(batch=2, length=96, width=16, chunk_size=40, dtype=torch.float32)
-Plant = Callable[[str, Form], None]
+Plant = Callable[[Form], None]
 
 
-class WrongLoss(TorchForm):
+class WrongTerms(TorchForm):
     def measure(self, *given: Any, **options: Any) -> Kept:
         kept = super().measure(*given, **options)
         return kept._replace(ratio=kept.ratio * 1.001)
@@ -91,44 +90,39 @@ class WrongForSomeAnchors(TorchForm):
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """Take another form for triton."""
     monkeypatch.setattr(simreg, "AUTO", {})
     monkeypatch.setattr(trial, "AUTO", simreg.AUTO)
-
-    def planted(name: str, planted_form: Form) -> None:
-        monkeypatch.setitem(form.FORMS, name, planted_form)
-        monkeypatch.setitem(form.MODULES, name, "planted")
-        monkeypatch.setattr(simreg, "IMPLEMENTATIONS", (*simreg.IMPLEMENTATIONS, name))
-
-    return planted
+    return lambda planted_form: monkeypatch.setitem(form.FORMS, "triton", planted_form)
 
 
-def test_the_first_right_form_is_taken(plant: Plant) -> None:
-    plant("other", TorchForm())
-    (taken,) = trial.choose(SHAPE, CPU, impls=("other", "tiled"))
-    assert 0 < taken.loss_error < comparison.LOSS_ERROR and taken.gradient_error < comparison.GRADIENT_ERROR
-    assert {("cpu", torch.float32): "other"} == simreg.AUTO
-    expected = "impl auto is other, which is right here on 2 x 96 x 16 (float32, chunks of 40)"
-    assert trial.sentence([taken], SHAPE) == expected
+def test_a_right_form_is_taken(plant: Plant) -> None:
+    plant(TorchForm())
+    expected = "impl auto is triton on 2 x 96 x 16 (float32, chunks of 40), which is right here"
+    assert trial.choose(SHAPE, CPU) == expected
+    assert {("cpu", torch.float32): "triton"} == simreg.AUTO
 
 
 @pytest.mark.parametrize(
     ("planted", "why"),
     [
-        (WrongLoss, r"is wrong \(loss off by 1\.0e-03"),
-        (WrongGradient, r"is wrong \(loss off by 0\.0e\+00, gradient by \d\.\de-0[123]"),
+        (WrongTerms, r"is wrong \(terms off by 1\.0e-03"),
+        (WrongGradient, r"is wrong \(terms off by 0\.0e\+00, gradient by \d\.\de-0[123]"),
         (WithoutAToken, r"is wrong"),
-        (WrongWhereShared, r"is wrong as two ranks compute it \(loss off by"),
-        (WrongForSomeAnchors, r"is wrong as two ranks compute it \(loss off by .*e-\d\d, gradient by \d\.\de-0[123]"),
-        (NotANumber, r"gradient by nan"),
+        (WrongWhereShared, r"is wrong on chunks that ranks share \(terms off by"),
+        (
+            WrongForSomeAnchors,
+            r"is wrong on chunks that ranks share \(terms off by .*e-\d\d, gradient by \d\.\de-0[123]",
+        ),
+        (NotANumber, r"is wrong .* gradient by nan"),
         (Broken, r"fails \(RuntimeError: no such instruction\)"),
     ],
 )
 def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Form], why: str) -> None:
-    plant("bad", planted())
-    trials = trial.choose(SHAPE, CPU, impls=("bad", "tiled"))
-    assert re.search(why, trials[0].failure), trials[0]
-    assert trials[1].impl == "tiled" and {("cpu", torch.float32): "tiled"} == simreg.AUTO
-    assert f"left out: bad {trials[0].failure}" in trial.sentence(trials, SHAPE)
+    plant(planted())
+    found = trial.choose(SHAPE, CPU)
+    assert re.search(f"impl auto is tiled on .*, since triton {why}", found), found
+    assert {("cpu", torch.float32): "tiled"} == simreg.AUTO
 
 
 @pytest.mark.parametrize("temperature", [0.001, 0.003, 0.01, 0.1])
@@ -136,45 +130,36 @@ def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Form], why: str) -
 def test_a_right_form_is_right_of_any_type_and_temperature(dtype: torch.dtype, temperature: float) -> None:
     """Also where its gradient is too small for float16, and what the run's temperature makes of it for float32."""
     shape = Shape(batch=1, length=300, width=512, chunk_size=0, dtype=dtype, temperature=temperature)
-    assert not trial.try_form("tiled", shape, CPU).failure
+    assert not trial.failure_of("tiled", shape, CPU)
 
 
 @pytest.mark.parametrize(("batch", "length", "width", "chunk_size"), [(1, 64, 1024, 0), (2, 256, 64, 64)])
 def test_a_right_form_is_right_of_few_tokens(batch: int, length: int, width: int, chunk_size: int) -> None:
-    """One pair is all of the loss, and float32 rounds its cosine by more than 1e-5 of the temperature."""
-    shape = Shape(batch, length, width, chunk_size, torch.float32)
-    assert not trial.try_form("tiled", shape, CPU).failure
+    assert not trial.failure_of("tiled", Shape(batch, length, width, chunk_size, torch.float32), CPU)
 
 
 def test_a_long_chunk_is_compared_over_its_whole_length(plant: Plant) -> None:
-    plant("far", WrongFarAway())
+    plant(WrongFarAway())
     long = SHAPE._replace(length=200, chunk_size=0)
-    assert "is wrong" in trial.try_form("far", long, CPU).failure and not trial.try_form("tiled", long, CPU).failure
-    assert not trial.try_form("far", long._replace(length=64), CPU).failure
-
-
-def test_where_nothing_is_right_the_run_stops(plant: Plant) -> None:
-    plant("bad", WrongLoss())
-    with pytest.raises(RuntimeError, match=r"no fast form of SimReg is right .*bad is wrong.*--simreg-impl reference"):
-        trial.choose(SHAPE, CPU, impls=("bad",))
+    assert "is wrong" in trial.failure_of("triton", long, CPU)
+    assert not trial.failure_of("triton", long._replace(length=64), CPU)
 
 
 def test_a_gpu_that_computes_nothing_any_more_ends_the_run(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     def dead(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    plant("bad", Broken())
+    plant(Broken())
     monkeypatch.setattr(trial, "_wait", dead)
-    with pytest.raises(RuntimeError, match=r"tried impl bad on cpu.*illegal memory access.*--simreg-impl tiled"):
-        trial.try_form("bad", SHAPE, CPU)
+    with pytest.raises(RuntimeError, match=r"tried impl triton on cpu.*illegal memory access.*--simreg-impl tiled"):
+        trial.failure_of("triton", SHAPE, CPU)
 
 
 def agree_on_one(rank: int) -> None:
-    wrong = {0: [], 1: ["triton"], 2: ["triton", "tiled"]}[rank]
-    trial.try_form = lambda impl, shape, device: Trial(impl, 0, 0, "is wrong" if impl in wrong else "")
-    agreed = trial.choose(SHAPE, CPU, dist.group.WORLD, computes=rank < 2)
+    trial.failure_of = lambda *_: {0: "", 1: "is wrong", 2: "has nothing to compute, and was asked"}[rank]
+    found = trial.choose(SHAPE, CPU, dist.group.WORLD, computes=rank < 2)
     assert {("cpu", torch.float32): "tiled"} == simreg.AUTO
-    assert [one.failure for one in agreed] == ["is wrong" if rank == 1 else "fails on another rank", ""]
+    assert found.endswith("since triton is wrong" if rank == 1 else "since triton fails on another rank")
 
 
 @pytest.mark.distributed
@@ -199,15 +184,9 @@ def test_before_the_first_step(
     plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU, and for `auto` alone; the shape is that of one rank."""
-    plant("other", TorchForm())
+    plant(TorchForm())
     shapes = []
-
-    def tried(impl: str, shape: Shape, device: torch.device) -> Trial:
-        shapes.append(shape)
-        return Trial(impl, 0, 0, "" if impl == "other" else "is wrong")
-
-    monkeypatch.setattr(trial, "try_form", tried)
-    monkeypatch.setattr(trial.choose, "__kwdefaults__", {"computes": True, "impls": ("triton", "other")})
+    monkeypatch.setattr(trial, "failure_of", lambda impl, shape, device: shapes.append(shape) or "")
     config = SimRegConfig(lambda_=1, chunk_size=64)
     loop.choose_form(config, [model()], 4, 512)
     assert not shapes and fast_form(config, rows_like(config, model())) == "tiled", "nothing to try on a CPU"
@@ -217,12 +196,11 @@ def test_before_the_first_step(
     loop.choose_form(SimRegConfig(lambda_=1, objective="sce"), [model()], 4, 512)
     assert not shapes
     loop.choose_form(config, [model()], 4, 512)
-    assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)] * 2
-    assert fast_form(config, rows_like(config, model())) == "other"
+    assert shapes == [Shape(4, 128, 16, 64, torch.bfloat16, 0.01)]
+    assert fast_form(config, rows_like(config, model())) == "triton"
     assert fast_form(config, torch.empty(0)) == "tiled", "rows of another type were not tried"
     said = capsys.readouterr().out
-    assert "> SimReg: impl auto is other, which is right here on 4 x 128 x 16 (bfloat16, chunks of 64)" in said
-    assert "; left out: triton is wrong" in said
+    assert "> SimReg: impl auto is triton on 4 x 128 x 16 (bfloat16, chunks of 64), which is right here" in said
     for inside, dtype in (({}, torch.bfloat16), ({"placement": "pre-norm"}, torch.float32)):
         loop.choose_form(replace(config, **inside), [model(fp32_residual_connection=True)], 4, 512)
         assert shapes[-1].dtype == dtype, "the final norm ends the wide residual stream"
@@ -231,22 +209,18 @@ def test_before_the_first_step(
     loop.choose_form(config, [empty, model()], 4, 512)  # a stage without layers
 
 
-def test_doctor_tries_them(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_tries_it(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["doctor", "--gpu"]) == 1 and "torch sees no GPU here" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(doctor, "_device_sentence", lambda: "Device: one")
     monkeypatch.setattr(doctor, "_train_one_step", lambda: print("a step") or True)
-    plant("bad", WrongGradient())
-
-    try_form = trial.try_form
-    monkeypatch.setattr(
-        trial, "try_form", lambda impl, *_: try_form("bad" if impl == "triton" else "tiled", SHAPE, CPU)
-    )
-    assert cli.main(["doctor", "--gpu"]) == 0
-    said = capsys.readouterr().out
-    assert "LLaMA 350M: 16 x 2048 x 1024 (bfloat16, chunks of 1024)" in said and "is wrong" in said
-    assert said.endswith("a step\n")
-    monkeypatch.setattr(trial, "try_form", lambda impl, *_: try_form("bad", SHAPE, CPU))
-    assert cli.main(["doctor", "--gpu"]) == 1
+    failure_of = trial.failure_of
+    monkeypatch.setattr(trial, "failure_of", lambda impl, *_: failure_of(impl, SHAPE, CPU))
+    for planted, verdict in ((TorchForm(), "is right\n"), (WrongGradient(), "is wrong (terms off by ")):
+        plant(planted)
+        assert cli.main(["doctor", "--gpu"]) == 0
+        said = capsys.readouterr().out
+        assert f"LLaMA 350M, 16 x 2048 x 1024 (bfloat16, chunks of 1024): triton {verdict}" in said
+        assert said.endswith("a step\n") and ("impl auto takes tiled" in said) == ("wrong" in verdict)

@@ -300,8 +300,7 @@ def test_triton_over_ranks(tmp_path: Path, layout: ShardLayout, keeps: bool) -> 
 @interpreted
 def test_a_form_is_tried_before_it_is_taken() -> None:
     shape = trial.Shape(batch=1, length=20, width=16, chunk_size=10, dtype=torch.float32)
-    found = trial.try_form("triton", shape, torch.device("cpu"))
-    assert not found.failure and 0 < found.gradient_error < 2e-5
+    assert not trial.failure_of("triton", shape, torch.device("cpu"))
 
 
 @interpreted
@@ -309,22 +308,6 @@ def test_the_same_bits_twice() -> None:
     rows, labels = clustered(length=25, dtype=torch.bfloat16)
     first, second = (value_and_gradient(rows, labels, "triton", chunk_size=14) for _ in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-
-
-@interpreted
-def test_inside_a_compiled_model() -> None:
-    rows, labels = clustered(length=30)
-    layer = torch.nn.Linear(40, 40)
-
-    def model(given: Tensor) -> Tensor:
-        return simreg_loss(layer(given), labels, temperature=0.1, impl="triton")
-
-    grads = []
-    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        layer.zero_grad()
-        run(rows).backward()
-        grads.append(layer.weight.grad.clone())
-    assert apart(*grads) < 1e-5
 
 
 @triton.jit
