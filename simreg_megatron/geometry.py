@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.precision import AT_ONCE, no_autocast, product, row_norms
+from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._chunks import (
     Block,
     Span,
@@ -27,6 +27,7 @@ from simreg_megatron.losses._chunks import (
     usable_tokens,
 )
 from simreg_megatron.losses.roles import names_of, pair_counts
+from simreg_megatron.magnitude import AT_ONCE, row_norms
 
 _WORKSPACE = {"cpu": 64 << 20, "cuda": 176 << 20}  # bytes that the pairs of one step may take
 _LOST = 512  # units of rounding, of the mean square: what variance equal tokens seem to have, with some room

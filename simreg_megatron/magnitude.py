@@ -6,12 +6,37 @@ Sums and counts, never means, as in `geometry`: they add up over micro-batches a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.precision import row_by_row, row_norms
+AT_ONCE = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Bytes that a measure of rows may take beside them, in log steps: as much as the micro-batches of our presets take, so
+that these are measured at once."""
+
+
+def row_by_row(measure: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
+    """`measure` of tensors [..., d], of whose rows each gives what it gives alone: some [...], a part at a time.
+
+    Torch's norms in a wider type first make a copy of all rows in it, which for the hidden states of a long sequence is
+    more than the term itself takes.
+    """
+    shape = rows[0].shape
+    if rows[0].dim() < 2 or not rows[0].numel():
+        return measure(*rows)
+    dim = max(range(rows[0].dim() - 1), key=lambda place: shape[place])
+    at_once = AT_ONCE.get(rows[0].device.type, AT_ONCE["cuda"])
+    step = max(1, at_once // (16 * (rows[0].numel() // shape[dim])))  # 16 bytes a number: two copies in float64
+    parts = [measure(*part) for part in zip(*(each.split(step, dim) for each in rows), strict=True)]
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(found, dim) for found in zip(*parts, strict=True))
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """|row| of [..., d] in float64: [...]."""
+    (norms,) = row_by_row(lambda part: (torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64),), rows)
+    return norms
 
 
 class NormSums(NamedTuple):

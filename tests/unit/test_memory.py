@@ -11,9 +11,8 @@ import torch
 from benchmarks.emulation import LiveBytes, predicted_bytes
 from benchmarks.measure import peak_bytes
 from benchmarks.memory import measured_bytes
-from simreg_megatron import geometry
+from simreg_megatron import geometry, magnitude
 from simreg_megatron.geometry import pair_cosines
-from simreg_megatron.kernels import precision
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.magnitude import norm_table, radial_sums
 from tests.helpers.fixtures import random_tokens
@@ -87,7 +86,7 @@ def test_what_a_log_step_measures_takes_little_beside_the_states(
     measure: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies in float32 and float64 of all hidden states of a micro-batch would be six times as large as they are."""
-    monkeypatch.setitem(precision.AT_ONCE, "cpu", MIB)
+    monkeypatch.setitem(magnitude.AT_ONCE, "cpu", MIB)
     monkeypatch.setitem(geometry._WORKSPACE, "cpu", MIB)
     rows, labels = random_tokens(shape, num_labels=9, dtype=torch.bfloat16)
     gradient, counts = torch.randn_like(rows), torch.ones(shape[:-1], dtype=torch.bool)
