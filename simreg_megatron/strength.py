@@ -80,16 +80,3 @@ class Strength:
                 "SimReg: nothing passes the step's number (simreg_megatron.loop.begin_step), so each micro-batch draws "
                 "its own random directions or permutations, and a resumed run repeats the first ones"
             )
-
-    def refuse_uncounted(self) -> None:
-        """Where pipeline stages must draw alike.
-
-        Raises:
-            NotImplementedError: nobody tells them the iteration.
-        """
-        drawing = [part.objective for part in self.config.parts if part.record.draws]
-        if drawing and not self.follows_iterations:
-            raise NotImplementedError(
-                f"SimReg objective {drawing[0]} draws random numbers by the iteration, which is not known here, so "
-                "pipeline stages would differ: call simreg_megatron.loop.begin_step, or use only last-stage layers"
-            )

@@ -19,7 +19,6 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.magnitude import norm_table, radial_sums
 from simreg_megatron.measures import naming, slots
-from simreg_megatron.measures.agreement import Agreement
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.quantiles import quantiles_over
 from simreg_megatron.parallel.shard import SequenceShard
@@ -39,8 +38,7 @@ _WIDEST = 4096  # beyond it the products of all features take too much memory to
 class Metrics:
     """Sums and counts of one log interval on this rank, in one device tensor that lives as long as the run."""
 
-    def __init__(self, config: SimRegConfig, agreement: Agreement | None = None) -> None:
-        self._agreement = agreement or Agreement()
+    def __init__(self, config: SimRegConfig) -> None:
         self._parts = config.parts
         names = [part.objective for part in config.parts]
         self._objectives = names
@@ -58,16 +56,6 @@ class Metrics:
         self._oddities_told: set[int] = set()
         self._checks_documents = self.config.document_mask  # once: in the first step whose geometry is logged
 
-    @torch.no_grad()
-    def observe_terms(self, terms: list[Tensor], valid: Tensor, shard: SequenceShard) -> None:
-        """Add one micro-batch of this rank: terms [B, A] of each objective, or none where no state is on this stage."""
-        if self._sums is None:
-            self._sums = self._nothing(valid.device)
-        self._tensor_group = shard.tensor_group
-        self._has_measured = self._has_measured or self.wants_geometry
-        for slot, of_objective in zip(self._term_slots, terms, strict=bool(terms)):
-            self._sums[slot].add_(of_objective.sum(dtype=torch.float64))
-
     def _nothing(self, device: torch.device | int) -> Tensor:
         """Zeros, and with a document mask one more: tokens that are not of their view's first document."""
         size = slots.NUMBER + len(self._term_slots) - 1 + self.config.document_mask
@@ -76,15 +64,21 @@ class Metrics:
     @torch.no_grad()
     def observe(
         self,
+        terms: list[Tensor],
         views: list[View],
         hidden_states: Tensor,
         valid: Tensor,
         shard: SequenceShard,
         learned: Mapping[str, Tensor],
     ) -> None:
-        """Add what the log describes of the same micro-batch: views of the primary objective, hidden states [S, B, D],
-        valid [B, S], trained scalars. One stage does, that of the last state which the settings name."""
-        assert self._sums is not None
+        """Add one micro-batch of this rank: terms [B, A] of each objective, views of the primary one, hidden states
+        [S, B, D], valid [B, S], trained scalars."""
+        if self._sums is None:
+            self._sums = self._nothing(valid.device)
+        self._tensor_group = shard.tensor_group
+        self._has_measured = self._has_measured or self.wants_geometry
+        for slot, of_objective in zip(self._term_slots, terms, strict=True):
+            self._sums[slot].add_(of_objective.sum(dtype=torch.float64))
         own_valid = shard.own_columns(valid)
         self._sums[slots.TOKENS].add_(own_valid.sum(dtype=torch.float64))
         if self.wants_geometry:
@@ -200,33 +194,25 @@ class Metrics:
 
         states.register_hook(add_up)
 
-    def reduce(
-        self, dp_cp_group: dist.ProcessGroup, pipeline_group: dist.ProcessGroup | None = None, *, reset: bool = True
-    ) -> dict[str, Tensor]:
+    def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
         """Means over all data- and context-parallel ranks; empty where nothing was observed.
 
         Losses are of all steps since the last reset. The geometry is of those measured since the last report, whose
         numbers it forgets in any case: the line after a run's first step is not in the next one.
 
         A collective over `dp_cp_group` (and over the tensor-parallel group): all ranks of the last stage call it.
-
-        Args:
-            pipeline_group: where stages before the last may hold states of SimReg; all stages call it then, and the
-                last one gets the means.
         """
-        if self._sums is None and pipeline_group is None:
+        if self._sums is None:
             return {}
-        sums, isotropy = self._of_stage(dp_cp_group, reset=reset)
+        sums, moments = self._sums.clone(), self._moments or []
+        (self._sums if reset else self._sums[slots.MEASURED]).zero_()
+        self._moments = None
+        for group in (dp_cp_group, self._tensor_group):
+            if group is not None and group.size() > 1:
+                for part in (sums, *moments):
+                    dist.all_reduce(part, group=group)
+        isotropy = naming.isotropy(moments) if moments else sums.new_zeros(slots.ISOTROPY)
         quantiles = self._margin_quantiles(dp_cp_group)
-        if pipeline_group is not None:
-            stage, num_stages = pipeline_group.rank(), pipeline_group.size()
-            weights = self._agreement.table(stage, num_stages, sums.device, reset=reset)
-            everything = torch.cat([sums, isotropy, weights])
-            dist.all_reduce(everything, group=pipeline_group)
-            sums, isotropy, weights = everything.split([len(sums), len(isotropy), len(weights)])
-            self._agreement.check(weights)
-            if stage < num_stages - 1:
-                return {}
         self._tell_oddities(sums)
         if self._checks_documents and self._has_measured:
             self._checks_documents = False
@@ -250,20 +236,6 @@ class Metrics:
                 "simreg_megatron.loop.begin_step(step, measures=True) before each step that is logged"
             )
         return has_measured
-
-    def _of_stage(self, dp_cp_group: dist.ProcessGroup, *, reset: bool) -> tuple[Tensor, Tensor]:
-        """Sums over the ranks of this stage, and the isotropy of its states; zeros where nothing was observed."""
-        if self._sums is None:
-            nothing = self._nothing(torch.cuda.current_device())
-            return nothing, nothing.new_zeros(slots.ISOTROPY)
-        sums, moments = self._sums.clone(), self._moments or []
-        (self._sums if reset else self._sums[slots.MEASURED]).zero_()
-        self._moments = None
-        for group in (dp_cp_group, self._tensor_group):
-            if group is not None and group.size() > 1:
-                for part in (sums, *moments):
-                    dist.all_reduce(part, group=group)
-        return sums, naming.isotropy(moments) if moments else sums.new_zeros(slots.ISOTROPY)
 
     def _margin_quantiles(self, dp_cp_group: dist.ProcessGroup) -> dict[str, Tensor]:
         """Over the ranks of the stage with the output layer; empty where none were measured."""

@@ -39,22 +39,3 @@ def add_gradient(loss_BS: Tensor, term_BS: Tensor, *, start: int = 0) -> Tensor:
         start: first column of the loss that the term belongs to.
     """
     return _AddGradient.apply(loss_BS, term_BS, start)
-
-
-class _AddGradientOfSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, total: Tensor) -> Tensor:
-        ctx.save_for_backward(torch.ones_like(total))
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], ctx.saved_tensors[0]
-
-
-def add_gradient_of_sum(states: Tensor, total: Tensor) -> Tensor:
-    """Value of `states`, whatever their gradient is; and behind them that of the scalar `total`, with factor 1.
-
-    For states that are sent to another pipeline stage: the loss is computed there, and its scale does not come back.
-    """
-    return _AddGradientOfSum.apply(states, total)

@@ -89,10 +89,6 @@ FORWARD_SEAMS = tuple(  # models that compute their loss inside `forward`: the o
 DECODER_SEAM = Seam(
     "megatron.core.transformer.transformer_block", "TransformerBlock", "forward", "states inside the decoder are caught"
 )
-_SCHEDULES, _STAGE = "megatron.core.pipeline_parallel.schedules", "terms of layers on earlier stages enter there"
-_STEPS = frozenset({"forward_step_func", "model", "num_microbatches", "config"})
-STAGE_SEAM = Seam(_SCHEDULES, None, "forward_step", _STAGE, _STEPS)
-DATA_SEAM = Seam(_TRAINING, None, "build_train_valid_test_data_iterators", "earlier pipeline stages read labels")
 ARGUMENTS_SEAM = Seam(
     "megatron.training.arguments", None, "add_megatron_arguments", "the --simreg-* flags join Megatron's parser"
 )
@@ -144,14 +140,6 @@ def model_seams() -> tuple[Seam, ...]:
 def built(model: Seam) -> Seam:
     """The constructor of the models of this class."""
     return Seam(model.module, model.owner, "__init__", "parameters that an objective trains join the model")
-
-
-def adds_up_tokens_of_context_ranks() -> bool:
-    """Whether a micro-batch's tokens are counted over context-parallel ranks, and its loss multiplied by their number.
-
-    Up to 0.12; its `forward_step` does not know virtual stages yet.
-    """
-    return "vp_stage" not in inspect.signature(inspect.unwrap(getattr(STAGE_SEAM.holder(), STAGE_SEAM.name))).parameters
 
 
 def logs_first_step() -> bool:
@@ -257,11 +245,6 @@ def context_group(model: Any) -> Any:
 def tensor_and_context_group(model: Any) -> Any:
     """Both together, tensor ranks first, likewise."""
     return _group(model, "tp_cp", "get_tensor_and_context_parallel_group")
-
-
-def pipeline_group(model: Any = None) -> Any:
-    """The stages of this rank's pipeline, in their order, likewise."""
-    return _group(model, "pp", "get_pipeline_model_parallel_group")
 
 
 def data_group(model: Any = None, *, with_context: bool = False) -> Any:

@@ -78,7 +78,7 @@ def _install(config: SimRegConfig | None) -> None:
             f"SimReg was not yet tried with megatron-core {compat.megatron_version()}. It continues, as all functions "
             "that it wraps exist; first compare a short run with --simreg-lambda 0 to one without the plugin"
         )
-    new = Installation(config, model.inside)
+    new = Installation(config, model.catch_inner_states)
     new.model_classes = model_classes
     installation.keep(new)
     new.wrap_all(wrappers)

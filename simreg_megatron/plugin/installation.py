@@ -23,10 +23,10 @@ class Installation:
 
     Args:
         config: the settings; None reads them from Megatron's flags, once these are parsed.
-        inside: the wrappers inside the decoder, for settings that name states there.
+        decoder_wrapper: for the decoder's `forward`, where the settings name states inside.
     """
 
-    def __init__(self, config: SimRegConfig | None, inside: Callable[[SimRegConfig], Wrappers]) -> None:
+    def __init__(self, config: SimRegConfig | None, decoder_wrapper: Wrapper) -> None:
         self.given_config = config
         self.clipping: Clipping | None = None
         self.checkpoint_config: SimRegConfig | None = None  # of the run that wrote the checkpoint, once it is read
@@ -36,7 +36,7 @@ class Installation:
         self.passed: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward pass called a wrapped function
         self.entered: weakref.WeakSet[Any] = weakref.WeakSet()  # that are inside a wrapped function now
         self.watches: list[Any] = []  # handles of the hooks on models
-        self._inside = inside
+        self._decoder_wrapper = decoder_wrapper
         self._regularizer: Regularizer | None = None
         self._originals: list[tuple[Any, str, Any, Any]] = []
         self._over = False
@@ -47,7 +47,7 @@ class Installation:
             config = self.given_config or _config_of_megatron()
             self._regularizer = Regularizer(config)
             if config.active and config.looks_inside:
-                self.wrap_all(self._inside(config))
+                self.wrap_all([(compat.DECODER_SEAM, self._decoder_wrapper)])
         return self._regularizer
 
     def begin_run(self) -> Regularizer:

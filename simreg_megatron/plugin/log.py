@@ -95,15 +95,13 @@ def report(training_log: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduced_means(model: Any = None, *, reset: bool = True) -> dict[str, Tensor]:
-    """Reduce the means over the ranks; a collective on those that saw SimReg, and on all where earlier stages may have.
+    """Reduce the means over the ranks that saw SimReg. A collective.
 
     Where SimReg only measures, the values are of a log step alone, and gone afterwards in any case.
     """
     regularizer = installation.regularizer()
-    pipeline = compat.pipeline_group(model) if regularizer.config.layer_numbers else None
-    several = pipeline if pipeline is not None and pipeline.size() > 1 else None
     data_group, resets = compat.data_group(model, with_context=True), reset or not regularizer.trains
-    means = regularizer.metrics.reduce(data_group, several, reset=resets)
+    means = regularizer.metrics.reduce(data_group, reset=resets)
     return means | regularizer.lambdas() if means else {}
 
 

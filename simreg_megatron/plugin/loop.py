@@ -27,7 +27,6 @@ from simreg_megatron.notices import forget, log_once, warn
 from simreg_megatron.objectives.simreg import note_on_lambda
 from simreg_megatron.plugin import compat, installation, log
 from simreg_megatron.plugin.arguments import add_simreg_arguments
-from simreg_megatron.plugin.layers import holds_earlier_layers
 from simreg_megatron.plugin.model import watch
 from simreg_megatron.plugin.refusals import (
     WHOLE_GRAPH,
@@ -74,7 +73,6 @@ def set_up(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., Any]:
         if config.active:
             refuse_models(config, models, here.model_classes)
             make_ready(regularizer, models, settings, settings.micro_batch_size, settings.seq_length)
-            regularizer.data_of_stages.parts = compat.unwrapped(models)
             if config.document_mask:
                 regularizer.reader.end_of_document = end_of_document()
         if optimizer is None:  # --skip-train
@@ -152,7 +150,7 @@ def make_ready(
     if micro_batch_size and seq_length:
         choose_form(config, models, micro_batch_size, seq_length)
     for model in models:
-        if _computes(config, model):
+        if _computes_loss(model):
             open_row_group(model)
     for part in config.parts:
         if warning := part.record.warning(part):
@@ -163,8 +161,8 @@ def make_ready(
             log_once(f"SimReg: {note}")
 
 
-def _computes(config: SimRegConfig, model: Any) -> bool:
-    return getattr(model, "post_process", True) or holds_earlier_layers(config, model)
+def _computes_loss(model: Any) -> bool:
+    return bool(getattr(model, "post_process", True))
 
 
 def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, seq_length: int) -> None:
@@ -186,7 +184,7 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
     )
     AUTO.pop((device.type, dtype), None)  # of a run before, in this process
     group = dist.group.WORLD if dist.is_initialized() else None
-    found = trial.choose(shape, device, group, computes=any(_computes(config, model) for model in models))
+    found = trial.choose(shape, device, group, computes=any(map(_computes_loss, models)))
     log_once(f"SimReg: {found}")
 
 

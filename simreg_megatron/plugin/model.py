@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from simreg_megatron.config import SimRegConfig
-from simreg_megatron.plugin import compat, installation, layers
-from simreg_megatron.plugin.installation import Installation, Wrappers
+from simreg_megatron.plugin import compat, installation
+from simreg_megatron.plugin.installation import Installation
 from simreg_megatron.plugin.refusals import OTHER_LOSS, WAY_OUT, refuse_decoder
 from simreg_megatron.plugin.term import Regularizer, Terms
 from simreg_megatron.weights import learnable
@@ -146,57 +145,18 @@ def _terms(
     return regularizer.terms(model, hidden_states, labels, given.get("loss_mask"), given.get("packed_seq_params"))
 
 
-def inside(config: SimRegConfig) -> Wrappers:
-    """The wrappers for states inside the decoder, and on earlier pipeline stages."""
-    yield compat.DECODER_SEAM, catch_inner_states
-    if config.layer_numbers:
-        yield compat.STAGE_SEAM, add_terms_of_stage
-        if compat.training_loop() is not None:
-            yield compat.DATA_SEAM, build_data_of_stages
-
-
 def catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the decoder's `forward`: keep the states that will be trained on or measured."""
 
     def caught(decoder: Any, *args: Any, **kwargs: Any) -> Any:
         regularizer = installation.regularizer()
         config = regularizer.config
-        trains = decoder.training and torch.is_grad_enabled() and regularizer.computes
-        if not (trains and (decoder.post_process or layers.held_layers(config, decoder))):
+        if not (decoder.post_process and decoder.training and torch.is_grad_enabled() and regularizer.computes):
             return forward(decoder, *args, **kwargs)
         refuse_decoder(config, decoder)
         return regularizer.inner_states.catch(forward, decoder, *args, **kwargs)
 
     return caught
-
-
-def add_terms_of_stage(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap one micro-batch of one part of the model, as Megatron's pipeline schedules run it."""
-    signature = inspect.signature(forward_step)
-
-    def with_terms(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        (model,) = compat.unwrapped(given["model"])
-        trains = model.training and torch.is_grad_enabled() and not given.get("collect_non_loss_data")
-        here = installation.current()
-        regularizer = here.regularizer()
-        if trains and not here.paused and layers.holds_earlier_layers(regularizer.config, model):
-            given["forward_step_func"] = layers.with_terms(
-                given["forward_step_func"], regularizer.add_to_stage, given["config"], given["num_microbatches"]
-            )
-        return forward_step(*bound.args, **bound.kwargs)
-
-    return with_terms
-
-
-def build_data_of_stages(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's building of data: earlier stages with named layers get the training set, too."""
-
-    def built(provider: Any, *args: Any, **kwargs: Any) -> Any:
-        return installation.regularizer().data_of_stages.build(build_iterators, provider, *args, **kwargs)
-
-    return built
 
 
 def watch(model: Any) -> None:

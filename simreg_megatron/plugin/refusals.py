@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.layers import held_layers, holds_earlier_layers
+from simreg_megatron.plugin.layers import held_layers
 from simreg_megatron.weights import heads
-from simreg_megatron.weights.learnable import wanted
 
 WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md explains SimReg in other frameworks)"
 WHOLE_GRAPH = "--cuda-graph-impl full_iteration"
@@ -227,8 +225,6 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
             _refuse_scattered(config, name)
     for model in compat.unwrapped(model_chunks):
         if not getattr(model, "post_process", True):
-            if holds_earlier_layers(config, model):
-                refuse_stage(config, model)
             continue
         if not isinstance(model, model_classes):
             known = " and ".join(known.__name__ for known in model_classes)
@@ -237,28 +233,11 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
             )
         if config.looks_inside:
             refuse_decoder(config, model.decoder)
-            here = held_layers(config, model.decoder)
-            if elsewhere := ",".join(str(number) for number in config.layer_numbers if number not in here):
-                log_once(f"SimReg: layers {elsewhere} lie on earlier pipeline stages, which read the labels themselves")
         for part in config.parts:
             if part.through_head:
                 heads.refuse_second_use(model, part.objective)
             if part.meets_heads and heads.is_cut_up(model):
                 _refuse_scattered(config, "--tensor-parallel-num-weight-shards")
-
-
-def refuse_stage(config: SimRegConfig, model: Any) -> None:
-    """Refuse settings that need the last stage, where a part of the model before it holds named layers."""
-    refuse_decoder(config, model.decoder)
-    number = held_layers(config, model.decoder)[0]
-    for part in config.parts:
-        if wanted(part) or part.meets_heads:
-            what = "trains scalars" if wanted(part) else "needs the output layer"
-            raise NotImplementedError(
-                f"--simreg-layers {number} lies on an earlier pipeline stage, and SimReg "
-                f"objective {part.objective} {what}, which only the last stage has: name layers of the last stage, or "
-                "choose other options"
-            )
 
 
 def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
@@ -271,9 +250,13 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
             "--simreg-placement"
         )
     here = [layer.layer_number for layer in decoder.layers]
-    beyond = [number for number in config.layer_numbers if here and number > here[-1]]
-    if decoder.post_process and beyond:
-        raise ValueError(f"--simreg-layers {beyond[0]} is beyond the model, whose last layer is {here[-1]}")
+    for number in set(config.layer_numbers) - set(here):
+        if here and number > here[-1]:
+            raise ValueError(f"--simreg-layers {number} is beyond the model, whose last layer is {here[-1]}")
+        raise NotImplementedError(
+            f"--simreg-layers {number} lies on an earlier pipeline stage than the loss, which has layers "
+            f"{f'{here[0]} to {here[-1]}' if here else 'none'}: name layers of that stage, or use fewer stages"
+        )
     own = decoder.config
     if own.recompute_granularity == "full" and own.recompute_method == "uniform":  # "block" recomputes layer by layer
         # Full recompute keeps what enters each group of layers; inside a group the forward pass has no graph.
@@ -286,7 +269,7 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
                     f"--simreg-layers {number} lies inside a group of {size} layers that full recompute runs as one: "
                     f"name the group's last layer, {last}, or set --recompute-num-layers 1 or --recompute-method block"
                 )
-    if decoder.post_process and config.placement == "pre-norm" and getattr(decoder, "final_layernorm", None) is None:
+    if config.placement == "pre-norm" and getattr(decoder, "final_layernorm", None) is None:
         raise NotImplementedError(
             "--simreg-placement pre-norm needs the final norm on the stage that computes the loss, and it lies on an "
             "earlier one here: use post-norm, or another pipeline layout"

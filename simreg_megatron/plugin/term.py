@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.measures.agreement import Agreement
 from simreg_megatron.measures.metrics import Metrics
-from simreg_megatron.parallel.autograd import add_gradient, add_gradient_of_sum
+from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.layers import DataOfStages, InnerStates, MicroBatch, State, holds_earlier_layers
+from simreg_megatron.plugin.layers import InnerStates, State
 from simreg_megatron.plugin.refusals import OTHER_LOSS
 from simreg_megatron.plugin.tokens import Reader, Tokens
 from simreg_megatron.sharded.objectives import objective_terms
@@ -47,8 +46,7 @@ class _Part(NamedTuple):
 class Terms(NamedTuple):
     """SimReg's terms of one micro-batch, until its language-model loss is there."""
 
-    weighted: Tensor | None  # [B, A], lambda * term of all objectives; None where the step or the stage trains on none
-    model: Any
+    weighted: Tensor | None  # [B, A], lambda * term of all objectives; None in a step that does not train on them
     labels: Tensor  # [B, T]
     start: int  # first column of the loss that they belong to
 
@@ -60,9 +58,7 @@ class Regularizer:
         self.config = config
         self.reader = Reader(config)
         self.inner_states = InnerStates(config)
-        self.data_of_stages = DataOfStages(config)
-        self.agreement = Agreement()
-        self.metrics = Metrics(config, self.agreement)
+        self.metrics = Metrics(config)
         self.strength = Strength(config)
         self.has_met_model = False  # a model's loss has come by
         self._is_sent, self._is_back = False, False  # a term with a loss; a gradient to it
@@ -108,13 +104,14 @@ class Regularizer:
             parts = self._parts(model, tokens, states)
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
-                last = states.get(self.config.layers[-1])
-                own = None if last is None else last.detach()
-                self.metrics.observe_predictions(model, main_states.detach(), own, tokens.labels, tokens.valid, shard)
-                if last is not None:  # hook the original tensor: a slice would receive only part of the gradient
-                    self.metrics.watch_gradient(hidden_states if last is main_states else last, tokens.valid, shard)
-            weighted = self._weighted(parts, model) if self.trains and parts else None
-        return Terms(weighted, model, labels, shard.start)
+                last = states[self.config.layers[-1]]
+                self.metrics.observe_predictions(
+                    model, main_states.detach(), last.detach(), tokens.labels, tokens.valid, shard
+                )
+                # Hook the original tensor: a slice would receive only part of the gradient.
+                self.metrics.watch_gradient(hidden_states if last is main_states else last, tokens.valid, shard)
+            weighted = self._weighted(parts, model) if self.trains else None
+        return Terms(weighted, labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
         """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched.
@@ -126,44 +123,12 @@ class Regularizer:
             return loss_BT
         if loss_BT.shape != terms.labels.shape:
             raise NotImplementedError(OTHER_LOSS)
-        if not self.trains:
+        if terms.weighted is None:
             return loss_BT
-        if terms.weighted is not None:
-            _require_finite(terms.weighted, loss_BT)
-            if loss_BT.requires_grad and not self._is_back:  # a teacher's loss trains nothing
-                self._expect_gradient(terms.weighted)
-            loss_BT = add_gradient(loss_BT, terms.weighted, start=terms.start)
-        if self.config.layer_numbers and compat.pipeline_group(terms.model).size() > 1:
-            loss_BT.register_hook(functools.partial(self.agreement.add, terms.model, terms.labels))
-        return loss_BT
-
-    def add_to_stage(self, output_SBD: Tensor, model: Any, given: MicroBatch) -> Tensor:
-        """Return what a stage before the last sends on, with the terms of its layers in the gradient; the value stays.
-
-        Args:
-            output_SBD: of the stage's decoder.
-            model: the part of the GPTModel on this stage.
-            given: labels, mask and weights [B, T] of its tokens.
-        """
-        if not self._begin():
-            return output_SBD
-        from megatron.core.utils import make_viewless_tensor
-
-        with compat.timed():
-            self.strength.refuse_uncounted()
-            tokens = self.reader.read(model, output_SBD, given.labels, given.loss_mask)
-            states, shard = self.inner_states.take(model), tokens.shard
-            parts = self._parts(model, tokens, states)
-            if self.config.layers[-1] in states:
-                self.metrics.watch_gradient(states[self.config.layers[-1]], tokens.valid, shard)
-            if not self.trains:
-                return output_SBD
-            terms = self._weighted(parts, model)
-            _require_finite(terms, output_SBD)
-            total = (terms * given.weights[:, shard.start : shard.start + terms.shape[1]]).sum()
-            self.agreement.add(model, given.labels, given.weights)
-            # Megatron frees the data of what it has sent, and refuses a view.
-            return make_viewless_tensor(add_gradient_of_sum(output_SBD, total), requires_grad=True, keep_graph=True)
+        _require_finite(terms.weighted, loss_BT)
+        if loss_BT.requires_grad and not self._is_back:  # a teacher's loss trains nothing
+            self._expect_gradient(terms.weighted)
+        return add_gradient(loss_BT, terms.weighted, start=terms.start)
 
     def refuse_silence(self, model_chunks: Any) -> None:
         """Call it after a step.
@@ -178,7 +143,7 @@ class Regularizer:
                 "returned. Let the loss function compute what it trains on from that loss, or set --simreg-lambda 0"
             )
         for model in () if self.has_met_model else compat.unwrapped(model_chunks):
-            if getattr(model, "post_process", True) or holds_earlier_layers(self.config, model):
+            if getattr(model, "post_process", True):
                 raise compat.MegatronSeamError(
                     f"SimReg is on, but {type(model).__name__} computed its loss without calling the function that "
                     "SimReg wraps: make its override call super(), or set --simreg-lambda 0"
@@ -195,17 +160,13 @@ class Regularizer:
         return self.computes
 
     def _parts(self, model: Any, tokens: Tokens, states: dict[State, Tensor]) -> list[_Part]:
-        """Compute each objective on the named states that are here; nothing where none is."""
-        parts: list[_Part] = []
-        if states:
-            with torch.set_grad_enabled(self.trains):
-                parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
-        self.metrics.observe_terms([part.terms.detach() for part in parts], tokens.valid, tokens.shard)
-        if self.config.layers[-1] in states:  # what the log describes
-            views = parts[self.metrics.primary].views
-            learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
-            last = states[self.config.layers[-1]].detach()
-            self.metrics.observe(views, last, tokens.valid, tokens.shard, learned)
+        """Compute each objective on the named states; the log describes the last of these."""
+        with torch.set_grad_enabled(self.trains):
+            parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
+        views = parts[self.metrics.primary].views
+        learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
+        last = states[self.config.layers[-1]].detach()
+        self.metrics.observe([part.terms.detach() for part in parts], views, last, tokens.valid, tokens.shard, learned)
         return parts
 
     def _part(self, config: SimRegConfig, model: Any, tokens: Tokens, states: list[Tensor]) -> _Part:
@@ -268,11 +229,11 @@ class Regularizer:
         term.register_hook(lambda _: setattr(self, "_is_back", True))
 
 
-def _require_finite(terms: Tensor, other: Tensor) -> None:
+def _require_finite(terms: Tensor, loss: Tensor) -> None:
     """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
 
-    A loss (or, on an earlier stage, output) that is not finite itself is left to Megatron, which stops or reruns the
-    step: terms made of other ranks' states may be lost through these, whose own loss is not finite then.
+    A loss that is not finite itself is left to Megatron, which stops or reruns the step: terms made of other ranks'
+    states may be lost through these, whose own loss is not finite then.
     """
-    largest, of_other = (torch.linalg.vector_norm(each.detach(), ord=math.inf) for each in (terms, other))  # or NaN
-    torch._assert_async((largest < math.inf) >= (of_other < math.inf), _NOT_FINITE)
+    largest, of_loss = (torch.linalg.vector_norm(each.detach(), ord=math.inf) for each in (terms, loss))  # or NaN
+    torch._assert_async((largest < math.inf) >= (of_loss < math.inf), _NOT_FINITE)

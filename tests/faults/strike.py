@@ -216,14 +216,14 @@ def _doubt_the_loss(strike: Strike) -> None:
     injector.error_injection_rate, injector.should_inject_errors = 1, True
     injector.error_injection_type = RerunDiagnostic.TRANSIENT_ERROR
     metrics = type(installation.regularizer().metrics)
-    observe = metrics.observe_terms
+    observe = metrics.observe
 
     def recorded(own: Any, terms: Any, *arguments: Any) -> None:
         with open(Path(strike.notes) / PASSES, "a") as file:
             file.write(repr([[value.hex() for value in term.double().flatten().tolist()] for term in terms]) + "\n")
         observe(own, terms, *arguments)
 
-    metrics.observe_terms = recorded  # type: ignore[method-assign]
+    metrics.observe = recorded  # type: ignore[method-assign]
 
 
 _DEEDS: dict[str, Callable[[Strike], None]] = {

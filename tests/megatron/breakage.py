@@ -26,43 +26,6 @@ def doubled_scale() -> None:
     term.add_gradient = lambda loss, terms, *args, **kwargs: add_gradient(loss, 2 * terms, *args, **kwargs)
 
 
-def stage_doubled_scale() -> None:
-    """Twice the gradient of the terms on stages before the last, and nobody checks."""
-    stage_doubled_scale_and_checked()
-    _silence_check_of_stages()
-
-
-def stage_doubled_scale_and_checked() -> None:
-    """The same, as if the script's loss function halved the language-model loss."""
-    _change_weights(lambda mask, config, micro_batches: (mask, config, micro_batches), factor=2)
-
-
-def stage_not_divided_by_micro_batches() -> None:
-    """On stages before the last, the division by the number of micro-batches is forgotten."""
-    _change_weights(lambda mask, config, micro_batches: (mask, config, 1))
-    _silence_check_of_stages()
-
-
-def stage_without_its_mask() -> None:
-    """On stages before the last, masked tokens weigh as much as all others."""
-    _change_weights(lambda mask, config, micro_batches: (torch.ones_like(mask), config, micro_batches))
-    _silence_check_of_stages()
-
-
-def _change_weights(change: Callable[..., Any], factor: float = 1) -> None:
-    """Give earlier stages other weights of tokens."""
-    from simreg_megatron.plugin import layers
-
-    token_weights = layers.token_weights
-    layers.token_weights = lambda *given: factor * token_weights(*change(*given[:3]), given[3])
-
-
-def _silence_check_of_stages() -> None:
-    from simreg_megatron.measures.agreement import Agreement
-
-    Agreement.check = lambda self, summed: None
-
-
 def shifted_labels() -> None:
     """SimReg groups each hidden state by its neighbour's target."""
     _change_simreg(lambda given: {**given, "labels": given["labels"].roll(1, dims=1)})

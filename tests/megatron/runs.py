@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,23 +236,20 @@ class Difference:
     value: str = ""  # that differs most in the log
 
 
-def difference(one: Recorded, other: Recorded, unlogged: Collection[str] = ()) -> Difference:
-    """`other` against `one`; the values of the log named in `unlogged` must have no number there."""
+def difference(one: Recorded, other: Recorded) -> Difference:
+    """`other` against `one`."""
     assert one.grads.keys() == other.grads.keys(), one.grads.keys() ^ other.grads.keys()
     grad, parameter = max((_apart(one.grads[name], other.grads[name]), name) for name in one.grads)
     losses, norms = _steps_apart(one.losses, other.losses), _steps_apart(one.norms, other.norms)
-    return Difference(losses, norms, grad, parameter, *_logs_apart(one.logged, other.logged, unlogged))
+    return Difference(losses, norms, grad, parameter, *_logs_apart(one.logged, other.logged))
 
 
-def _logs_apart(
-    one: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]], unlogged: Collection[str]
-) -> tuple[float, str]:
+def _logs_apart(one: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> tuple[float, str]:
     """The largest difference of any value in any line, and its name."""
     assert [line.keys() for line in one] == [line.keys() for line in other]
     gaps = [(0.0, "")]
     for expected, line in zip(one, other, strict=True):
-        awaited = {name: math.nan if name in unlogged else value for name, value in expected.items()}
-        gaps += [(_values_apart(name, value, line[name]), name) for name, value in awaited.items()]
+        gaps += [(_values_apart(name, value, line[name]), name) for name, value in expected.items()]
     return max(gaps)
 
 

@@ -10,7 +10,6 @@ import torch
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.plugin import compat, layers, refusals
-from simreg_megatron.plugin.term import Regularizer
 
 
 @pytest.mark.parametrize(
@@ -80,13 +79,13 @@ def block(*layers: int, last: bool = True, **config):
 
 @pytest.mark.megatron
 def test_decoders_that_lack_a_state_are_refused() -> None:
-    refusals.refuse_decoder(SimRegConfig(layers="4,6,final"), block(5, 6))
-    refusals.refuse_decoder(SimRegConfig(layers="4,6,final"), block(3, 4, last=False))
+    refusals.refuse_decoder(SimRegConfig(layers="5,6,final"), block(5, 6))
+    with pytest.raises(NotImplementedError, match=r"4 lies on an earlier pipeline stage .* layers 5 to 6: name layers"):
+        refusals.refuse_decoder(SimRegConfig(layers="4,6,final"), block(5, 6))
     with pytest.raises(ValueError, match=r"--simreg-layers 7 is beyond the model, whose last layer is 6"):
-        refusals.refuse_decoder(SimRegConfig(layers="4,7"), block(5, 6))
+        refusals.refuse_decoder(SimRegConfig(layers="5,7"), block(5, 6))
     with pytest.raises(NotImplementedError, match="needs the final norm on the stage"):
         refusals.refuse_decoder(SimRegConfig(placement="pre-norm"), block(5, 6))
-    refusals.refuse_decoder(SimRegConfig(placement="pre-norm"), block(3, 4, last=False))
     with pytest.raises(NotImplementedError, match="only the final states of a Linear"):
         refusals.refuse_decoder(SimRegConfig(layers=1), torch.nn.Linear(1, 1))
 
@@ -118,29 +117,6 @@ def test_a_layer_whose_hook_did_not_fire_is_not_taken_for_the_decoders_output() 
     states = layers.InnerStates(SimRegConfig(lambda_=1, layers="2,4"))
     states.catch(lambda decoder: torch.zeros(1), decoder)
     assert list(states._caught[decoder]) == [4]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("norm", [None, torch.nn.LayerNorm(3)], ids=["no-norm", "norm"])
-def test_a_last_stage_without_layers_has_its_norm_alone(norm: torch.nn.Module | None) -> None:
-    """As in the layouts of pipelines whose last stage holds the output layer alone."""
-    decoder = block()
-    decoder.layers, decoder.final_layernorm = torch.nn.ModuleList(), norm
-    states = layers.InnerStates(
-        SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm" if norm else "post-norm")
-    )
-    entered = torch.randn(2, 3)
-    states.catch(lambda decoder: norm(entered) if norm else entered, decoder)
-    assert list(states._caught[decoder]) == ([layers.BEFORE_NORM] if norm else [])
-
-
-@pytest.mark.megatron
-def test_stages_that_hold_named_layers_must_have_met_simreg() -> None:
-    decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=2)])
-    earlier = SimpleNamespace(post_process=False, decoder=decoder)
-    Regularizer(SimRegConfig(lambda_=1, layers=3)).refuse_silence([earlier])
-    with pytest.raises(compat.MegatronSeamError, match="without calling the function"):
-        Regularizer(SimRegConfig(lambda_=1, layers=2)).refuse_silence([earlier])
 
 
 @pytest.mark.megatron

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.losses.placebo import permuted_labels
 from simreg_megatron.plugin.term import Regularizer
-from tests.unit.test_regularizer import BATCH, LENGTH, MODEL, One, add, measuring, micro_batch
+from tests.unit.test_regularizer import BATCH, LENGTH, One, add, measuring, micro_batch
 
 CHUNK = 5
 
@@ -102,13 +100,6 @@ def test_every_form_of_simreg_has_its_placebo() -> None:
         add(Regularizer(SimRegConfig(objective="placebo", **settings)), hidden, labels, mask, loss).sum().backward()
         found.append(hidden.grad.clone())
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
-
-
-def test_stages_must_agree_on_the_iteration() -> None:
-    regularizer = Regularizer(SimRegConfig(objective="placebo", lambda_=1, layers=(1,)))
-    given = SimpleNamespace(labels=None)
-    with pytest.raises(NotImplementedError, match="placebo draws random numbers by the iteration"):
-        regularizer.add_to_stage(torch.zeros(1), MODEL, given)
 
 
 def test_without_labels_each_token_is_alone() -> None:

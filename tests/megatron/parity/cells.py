@@ -52,7 +52,6 @@ class Cell:
         oracle: function of oracles.py applied to the reference.
         breakage: function of breakage.py applied to the row.
         setting: function of oracles.py applied to both sides.
-        unlogged: values of the log that this layout cannot give.
         must_fail: why the row must miss its bound; empty for all others.
         core: part of the quick tests.
     """
@@ -66,7 +65,6 @@ class Cell:
     oracle: str = ""
     breakage: str = ""
     setting: str = ""
-    unlogged: tuple[str, ...] = ()
     must_fail: str = ""
     bound: Bound = Bound(1e-6, 1e-5, 1e-5)
     core: bool = False
@@ -299,59 +297,15 @@ _TOGETHER = Part(
     "simreg:10,sigreg:0.3,sce:1",
     ("--simreg-objective", "simreg:10,sigreg:0.3,sce:1", "--simreg-temperature", "0.5", "--simreg-chunk-size", "24"),
 )
-_FIRST, _BOTH, _ALL = (
-    chunk(24, f"--simreg-layers {layers}", f"layers {layers}") for layers in ("1", "2,final", "1,2,3,4,final")
-)
-_NO_HEAD = ("simreg norm difference of right predictions",)  # of states on a stage without the output layer
-_STAGES = [  # layers on pipeline stages before the last
-    Cell(PP2, _FIRST, model="deep", unlogged=_NO_HEAD, core=True),
-    Cell(PP2, _BOTH, model="deep"),
-    Cell(PP2, _BOTH, model="deep", mode=PER_TOKEN),
-    Cell(PP2, _BOTH, model="deep", mode=MASKED, core=True),
-    Cell(PP2 + VPP2, _ALL, model="deep", core=True),
-    Cell(PP2 + VPP2, _ALL, model="deep", mode=PER_TOKEN),
-    Cell(PP4, _ALL, model="deep"),
-    Cell(PP4, chunk(24, "--simreg-layers 2", "layer 2"), model="deep", unlogged=_NO_HEAD, mode=PER_TOKEN),
-    Cell(PP2 + TP2 + SP, _BOTH, model="deep", mode=PER_TOKEN),
-    Cell(PP2 + TP2, _BOTH, model="deep"),
-    Cell(PP2 + CP2, chunk(0, "--simreg-layers 2,final", "layers 2,final"), model="deep"),
-    Cell(PP2 + CP2, _BOTH, model="deep", mode=PER_TOKEN),
-    Cell(PP2 + CP2, _BOTH, model="deep", mode=MASKED, oracle="context_ranks"),
-    Cell(PP2 + DP2 + OVERLAPPED, _BOTH, model="deep", mode=PER_TOKEN),
-    Cell(PP2 + HALF, _BOTH, model="deep"),
-    # Early states are short, the gradient of their cosines is large: lambda 10 overflows fp16, in one process too.
-    Cell(PP2 + FP16, _BOTH + part("lambda 0.5", "--simreg-lambda 0.5"), model="deep", bound=_FP16_BOUND),
-    Cell(PP2 + VPP2 + FP16_DYNAMIC, _BOTH + part("lambda 0.5", "--simreg-lambda 0.5"), model="deep", bound=_FP16_BOUND),
-    # Behind an RMSNorm norms vary so little that bf16 itself changes it: compared with one process in bf16.
-    Cell(PP2 + BF16, _BOTH, model="deep", reference=ONE + BF16, bound=_BF16_BOUND),
-    Cell(
-        PP2,
-        chunk(24, "--simreg-layers 2,final --simreg-placement pre-norm", "layers 2,final pre-norm"),
-        model="deep",
-        bound=_PRE_NORM_BOUND,
-    ),
-    Cell(PP2, _FIRST, model="tied", unlogged=_NO_HEAD),
-    Cell(PP2, _FIRST, model="mtp", unlogged=_NO_HEAD),
-    Cell(EP2 + PP2, _FIRST, model="moe", unlogged=_NO_HEAD),
-    Cell(PP2 + FULL, _BOTH, model="deep"),
-    Cell(TP2 + SP + FULL, _ALL, model="deep", core=True),
-    Cell(PP2 + SELECTIVE, _BOTH, model="deep"),
-    Cell(PP2, neighbour("sigreg", "0.3", 24) + part("layer 1", "--simreg-layers 1"), model="deep", unlogged=_NO_HEAD),
-    Cell(
-        PP2 + TP2 + SP,
-        neighbour("mic", "0.02", 24) + part("layer 1", "--simreg-layers 1"),
-        model="deep",
-        unlogged=_NO_HEAD,
-    ),
-    Cell(PP2, _TOGETHER + part("layers 2,final", "--simreg-layers 2,final"), model="deep", mode=PER_TOKEN),
-    *(
-        Cell(PP2, _BOTH, model="deep", mode=mode, breakage=breakage, must_fail="wrong on purpose", core=core)
-        for breakage, mode, core in (
-            ("stage_not_divided_by_micro_batches", part(""), True),
-            ("stage_doubled_scale", PER_TOKEN, False),
-            ("stage_without_its_mask", MASKED, False),
-        )
-    ),
+_LATE = chunk(24, "--simreg-layers 3,final", "layers 3,final")
+_LAYERS = [  # of the stage that computes the loss
+    Cell(PP2, _LATE, model="deep", core=True),
+    Cell(PP2, _LATE, model="deep", mode=MASKED),
+    Cell(PP2 + TP2 + SP, _LATE, model="deep", mode=PER_TOKEN),
+    Cell(PP2 + CP2, chunk(0, "--simreg-layers 3,final", "layers 3,final"), model="deep"),
+    Cell(PP2 + FULL, _LATE, model="deep"),
+    Cell(PP2, _TOGETHER + part("layers 3,final", "--simreg-layers 3,final"), model="deep", mode=PER_TOKEN),
+    Cell(TP2 + SP + FULL, chunk(24, "--simreg-layers 1,2,3,4,final", "layers 1,2,3,4,final"), model="deep", core=True),
 ]
 _BASELINES = [
     Cell(TP2, baseline("creg", 24), core=True),
@@ -497,6 +451,6 @@ _BROKEN = [
 ]
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PRECISION,
-    *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_STAGES, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
+    *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_LAYERS, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
     *_TRUNCATED, *_NORMALIZERS, *_CONTROLS, *_BROKEN,
 )  # fmt: skip

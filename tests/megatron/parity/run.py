@@ -110,7 +110,7 @@ class Bench:
             computed = self.compute(cell.model, cell.layout, cell.objective, cell.mode, patch)
         except (RunError, ReplicasDifferError) as error:
             return Row(cell, time.monotonic() - started, trouble=_last_words(error))
-        return Row(cell, time.monotonic() - started, runs.difference(reference, computed, cell.unlogged), share)
+        return Row(cell, time.monotonic() - started, runs.difference(reference, computed), share)
 
 
 def _patch(module: str, function: str) -> str:
