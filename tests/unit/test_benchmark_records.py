@@ -9,18 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import (
-    objective_cost,
-    objectives,
-    prefixes,
-    records,
-    step_pairs,
-    steps,
-)
+from benchmarks import records, step_pairs, steps
 from benchmarks.alternating_run import is_plain
 from benchmarks.gpu import forms, tiles
 from benchmarks.records import RESULTS, ROOT
-from simreg_megatron import SimRegConfig
 
 WHERE = {
     "date": "2026-11-22", "commit": "abc", "machine": "x86_64 CPU", "cores": "2", "threads": "2", "python": "3.12.1",
@@ -56,18 +48,16 @@ def test_the_table_is_made_again_without_measuring(tmp_path: Path, monkeypatch: 
 
 
 TABLES = {
-    "objectives": objectives.table, "objective_cost": objective_cost.table,
     "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h100/pairs-350m": step_pairs.table,
     "gpu/h100/pairs-1.3b": step_pairs.table, "gpu/h100/forms": forms.table, "gpu/h100/tiles": tiles.table,
 }  # fmt: skip
-PAGES = {"objectives": "objectives.md", "objective_cost": "objectives.md"}
 
 
 def test_tables_that_are_kept_are_those_of_their_lines_on_the_page_too() -> None:
     for name, table in TABLES.items():
         text = "\n".join(table(records.read(RESULTS / f"{name}.csv"))) + "\n"
         assert (RESULTS / f"{name}.md").read_text() == text, f"run it once more with --from {name}.csv"
-        page = ROOT / "docs" / PAGES.get(name, "performance.md")
+        page = ROOT / "docs" / "performance.md"
         assert records.quoted(page.read_text(encoding="utf-8"), name) == text
 
 
@@ -126,33 +116,3 @@ def test_pairs_of_steps_are_compared_within_their_window() -> None:
 def test_what_is_kept_stays_small() -> None:
     """A clone brings all of it; `python -m research keep` keeps few points of each curve."""
     assert sum(path.stat().st_size for path in RESULTS.rglob("*") if path.is_file()) < 4_000_000
-
-
-@pytest.mark.parametrize("table", [objectives.OBJECTIVES, prefixes.RUNS], ids=["objectives", "prefixes"])
-def test_the_objectives_of_a_table_are_settings_that_exist(table: dict[str, tuple[str, str]]) -> None:
-    for objective, options in table.values():
-        config = SimRegConfig(**({"objective": objective} if objective else {}), objective_options=options)
-        assert config.active == bool(objective), "plain Megatron has no flag of the plugin"
-
-
-def test_finished_runs_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output, asked = tmp_path / "rows.csv", []
-
-    def run(name: str, seed: int, steps: int, corpus: object) -> prefixes.Row:
-        asked.append((name, seed))
-        if len(asked) == 3:
-            raise SystemExit("stopped")
-        objective, options = prefixes.RUNS[name]
-        made = dict.fromkeys(prefixes.COLUMNS, "") | dict.fromkeys(prefixes.FIELDS, "4.0")
-        return made | {"run": name, "objective": objective, "options": options, "seed": str(seed), "steps": str(steps)}
-
-    monkeypatch.setattr(prefixes, "run", run)
-    monkeypatch.setattr(prefixes, "ensure_builtin_corpus", lambda place: None)
-    monkeypatch.setattr(prefixes.os, "nice", lambda much: None)
-    monkeypatch.setattr(sys, "argv", ["prefixes", "--seeds", "2", "--steps", "4", "--output", str(output)])
-    with pytest.raises(SystemExit, match="stopped"):
-        prefixes.main()
-    assert len(prefixes.read(output)) == 2
-    prefixes.main()
-    assert len(prefixes.read(output)) == 2 * len(prefixes.RUNS)
-    assert [asked.count(each) for each in dict.fromkeys(asked)] == [1, 1, 2, *[1] * (2 * len(prefixes.RUNS) - 3)]
