@@ -57,7 +57,8 @@ OF_SIMREG = (
           "positive (default always)"),
     Flag("--simreg-chunk-weight", "chunk_weight", str, _one_of(choices.CHUNK_WEIGHTS) + ": how the chunks of one "
           "sequence are weighed against each other (default token)"),
-    Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet (default off)"),
+    Flag("--simreg-document-mask", "document_mask", None, "tokens of different documents never meet "
+         "(default: in packed rows of fine-tuning alone)"),
     Flag("--simreg-start-iter", "start_iter", int, "iterations before the term begins; warm-up and schedule count from "
           "there: in a job that is under way, the iteration that it goes on from (default 0)"),
     Flag("--simreg-warmup-iters", "warmup_iters", int, "N iterations over which lambda rises, from "

@@ -163,9 +163,17 @@ def refuse_cut(packing: Any, sample_length: int | None) -> None:
                 "SimReg follows packed rows with documents cut zigzag over the model's own context ranks, and here "
                 f"{name} is {given}: drop hybrid, dynamic or all context parallelism, or set --simreg-lambda 0"
             )
-    # Megatron's scripts give the length of their samples, and cut documents with --sft alone; other loops do not.
-    if sample_length and not (compat.has_parsed_arguments() and _flag(compat.arguments(), "sft")):
+    if packs_pretraining(sample_length):
         raise NotImplementedError(CUT_AS_ONE)
+
+
+def packs_pretraining(sample_length: int | None) -> bool:
+    """Whether a packed row is the sequence of a pretraining run, which Megatron cuts over context ranks as a whole.
+
+    Megatron's scripts give the length of their samples, for fine-tuning too; other loops do not.
+    """
+    is_tuning = compat.has_parsed_arguments() and _flag(compat.arguments(), "sft", "use_varlen_dataset")
+    return bool(sample_length) and not is_tuning
 
 
 def refuse_start_over(args: Any) -> None:

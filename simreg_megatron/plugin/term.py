@@ -196,13 +196,16 @@ class Regularizer:
         return _Part(terms, shown, learned)
 
     def _views(self, config: SimRegConfig, tokens: Tokens, states: Tensor, *, for_log: bool = False) -> list[View]:
+        documents = tokens.documents
+        if documents is not None and "document_mask" in config.idle_settings:
+            documents = None
         return chunk_views(
             config,
             tokens.shard,
             states.detach() if for_log else states,
             tokens.labels,
             tokens.valid,
-            documents=tokens.documents if config.document_mask else None,
+            documents=documents,
             sample_length=tokens.sample_length,
             heads=tokens.heads if config.meets_heads else None,
             iteration=self.strength.iteration,

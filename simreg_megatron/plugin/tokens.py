@@ -19,7 +19,7 @@ from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.refusals import refuse_cut, refuse_rows
+from simreg_megatron.plugin.refusals import packs_pretraining, refuse_cut, refuse_rows
 from simreg_megatron.sharded.documents import Documents, EndTokens, PackedLengths
 from simreg_megatron.weights.heads import label_rows
 
@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
     all_valid: Tensor  # bool [B, T]
     hidden_states: Tensor  # [S, B, D], what enters the output layer, or what an earlier stage sends on
     heads: Tensor | None  # [S, B, D], the output layer's rows for the labels, where an objective asks for them
-    documents: Documents | None
+    documents: Documents | None  # where tokens of different ones never meet
     sample_length: int | None  # tokens in a sample, where a row packs several
 
 
@@ -79,7 +79,10 @@ class Reader:
         if self._meets_heads:
             heads = label_rows(model, labels, shard.tensor_group)
             heads = shard.held_columns(heads.transpose(0, 1)).transpose(0, 1)
-        if self.config.document_mask:
+        if cu_seqlens is not None and not (self.config.document_mask or packs_pretraining(sample_length)):
+            documents = PackedLengths(cu_seqlens)
+            log_once("SimReg: rows pack the samples of a fine-tuning: tokens meet inside their own sample alone")
+        elif self.config.document_mask:
             documents = self._documents(cu_seqlens)
         main_states = main_hidden_states(hidden_states, shard)
         own_labels, own_valid = shard.held_columns(labels), shard.held_columns(valid)

@@ -55,23 +55,23 @@ def check_rank(number: int, context_size: int, tensor_size: int, rows_split: boo
     own = part["position_ids"][0]
     anchors = own.view(tensor_size, -1)[tp.rank()]
     held = anchors if rows_split else own
-    for chunk_size, document_mask, mistaken in itertools.product((0, 16, 48), (False, True), (False, True)):
+    for chunk_size, mistaken in itertools.product((0, 16, 48), (False, True)):
         packing.cu_seqlens_q_padded = padded[[0, -1]] if mistaken else padded
-        regularizer = Regularizer(SimRegConfig(1, temperature=0.1, chunk_size=chunk_size, document_mask=document_mask))
+        regularizer = Regularizer(SimRegConfig(1, temperature=0.1, chunk_size=chunk_size))
         hidden, loss = rows[held].requires_grad_(), torch.zeros(1, len(own), requires_grad=True)
         found = regularizer.terms(model, hidden, part["labels"], part["loss_mask"], packing)
         (regularizer.add_to(loss, found) * weights[:, own]).sum().backward()
 
         expected = rows.clone().requires_grad_()
-        options = {"temperature": 0.1, "chunk_size": chunk_size, "documents": document[None] if document_mask else None}
+        options = {"temperature": 0.1, "chunk_size": chunk_size, "documents": document[None]}
         terms = simreg_loss(expected.transpose(0, 1), labels, valid=mask > 0, reduction="none", **options)
         (terms * weights).sum().backward()
         pairs = (found.weighted.detach(), terms.detach()[:, anchors]), (hidden.grad, expected.grad[held])
         off = torch.stack([(mine - whole).norm() / whole.norm() for mine, whole in pairs])
         dist.all_reduce(off, op=dist.ReduceOp.MAX)
         if not mistaken:
-            assert off.max() < 2e-6, (chunk_size, document_mask)
-        elif chunk_size:  # in a whole row each token meets all others, wherever they lie
+            assert off.max() < 2e-6, chunk_size
+        else:
             assert off.min() > 1e-2, "taking the row to be cut as a whole must fail"
 
 
