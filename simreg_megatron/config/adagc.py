@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from simreg_megatron.config.values import LARGEST, refuse_beyond, refuse_other_kinds
+from simreg_megatron.config.values import refuse_other_kinds
 
 ADAGC_VARIANTS = ("clipped", "raw", "global")
 
@@ -34,17 +34,12 @@ class AdaGCConfig:
 
     def __post_init__(self) -> None:
         refuse_other_kinds("AdaGC", self)
-        if not (math.isfinite(self.lambda_rel) and self.lambda_rel > 0):
-            raise ValueError(f"AdaGC's lambda-rel must be a finite number above 0, not {self.lambda_rel}")
-        if not (math.isfinite(self.lambda_abs) and self.lambda_abs > 0):
-            raise ValueError(f"AdaGC's lambda-abs must be a finite number above 0, not {self.lambda_abs}")
+        for name, number in (("lambda-rel", self.lambda_rel), ("lambda-abs", self.lambda_abs)):
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"AdaGC's {name} must be a finite number above 0, not {number}")
         if not 0 <= self.beta < 1:
             raise ValueError(f"AdaGC's beta must be at least 0 and below 1, not {self.beta}")
-        for name, number in (("lambda-rel", self.lambda_rel), ("lambda-abs", self.lambda_abs)):
-            refuse_beyond(f"AdaGC's {name}", number, (1e-9, 1e9))
-        if not 0 <= self.warmup_iters <= LARGEST:
-            raise ValueError(
-                f"AdaGC's warm-up must be 0 or more iterations, and at most {LARGEST:,}, not {self.warmup_iters}"
-            )
+        if self.warmup_iters < 0:
+            raise ValueError(f"AdaGC's warm-up must be 0 or more iterations, not {self.warmup_iters}")
         if self.variant not in ADAGC_VARIANTS:
             raise ValueError(f"unknown AdaGC variant {self.variant!r}: choose from {', '.join(ADAGC_VARIANTS)}")

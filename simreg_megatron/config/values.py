@@ -11,11 +11,8 @@ from typing import Any
 
 from simreg_megatron.objectives.options import counts_from_one
 
-_LAMBDAS = (1e-9, 1e6)
 TEMPERATURES = (1e-4, 1e4)
 """In float32 the errors of a similarity, divided by less, would be as large as the term (docs/reliability.md)."""
-LARGEST = 10**9
-"""Of tokens and steps."""
 _KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
     "int": (Integral, int, "a whole number"),
     "float": (Real, float, "a number"),
@@ -59,22 +56,7 @@ def checked_lambda(value: float | str) -> float | str:
         raise ValueError(
             f"SimReg lambda must be a finite number of 0 or more, or auto, not {value if str(value) else 'empty'}"
         )
-    if number:
-        refuse_beyond("SimReg lambda", number, _LAMBDAS)
     return number
-
-
-def refuse_beyond(what: str, number: float, bounds: tuple[float, float]) -> None:
-    """Raise for a number that float32 would lose beside others, or that would take its gradients out of float32."""
-    least, most = bounds
-    if not least <= number <= most:
-        raise ValueError(f"{what} {number} is beyond float32's useful range: give a number from {least:g} to {most:g}")
-
-
-def refuse_larger(name: str, number: int | None) -> None:
-    """Raise for a whole number that nothing has as many of."""
-    if number is not None and number > LARGEST:
-        raise ValueError(f"SimReg {name.replace('_', ' ')} must be at most {LARGEST:,}, not {number}")
 
 
 def checked_layers(value: object) -> tuple[int | str, ...]:

@@ -9,8 +9,6 @@ from typing import Any
 
 from simreg_megatron.objectives.record import Objective, OptionKind
 
-_LARGEST, _FARTHEST = 10**9, 10**6  # what float32 can bear beside others
-
 Pairs = tuple[tuple[str, str | float], ...]
 
 
@@ -72,13 +70,7 @@ def checked_option(name: str, known: OptionKind, value: object) -> str | float:
     if isinstance(known, int):
         if number < 0 or number != int(number):
             raise ValueError(f"SimReg objective option {name} must be a whole number of 0 or more, not {value!r}")
-        if number > _LARGEST:
-            raise ValueError(f"SimReg objective option {name} must be at most {_LARGEST:,}, not {value!r}")
         return int(number)
-    if abs(number) > _FARTHEST:
-        raise ValueError(
-            f"SimReg objective option {name} must be a number from {-_FARTHEST:,} to {_FARTHEST:,}, not {value!r}"
-        )
     return number
 
 

@@ -17,7 +17,7 @@ from simreg_megatron.config.flags import (
     refuse_idle_adagc,
     refuse_idle_flags,
 )
-from simreg_megatron.config.spelling import in_our_words, refuse_unknown
+from simreg_megatron.config.spelling import refuse_unknown
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.sentences import one_line
 
@@ -63,10 +63,9 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
     parse_known_args, argparse_error, format_help = parser.parse_known_args, parser.error, parser.format_help
 
     def error_of_a_flag(message: str) -> NoReturn:
-        ours = in_our_words(message)
-        if ours is None:
+        if not message.startswith(("argument --simreg-", "argument --adagc")):
             argparse_error(message)
-        parser.exit(2, f"error: {one_line(ours)}\n")
+        parser.exit(2, f"error: {one_line(message)}\n")  # without Megatron's usage, of some hundred lines
 
     def checked(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
         namespace, unknown = parse_known_args(*args, **kwargs)
@@ -112,9 +111,6 @@ def _check_namespace(namespace: argparse.Namespace) -> None:
     adagc_from_args(namespace)  # which refuses what is impossible
     config = config_from_args(namespace)
     num_layers = getattr(namespace, "num_layers", None)  # where Megatron reads its sizes elsewhere, the model shows it
-    beyond = [layer for layer in config.layer_numbers if num_layers is not None and layer > num_layers]
-    if beyond:
-        raise ValueError(
-            f"--simreg-layers {beyond[0]} is beyond the model, which has layers 1 to {num_layers}: name one of them"
-        )
+    if beyond := [layer for layer in config.layer_numbers if num_layers is not None and layer > num_layers]:
+        raise ValueError(f"--simreg-layers {beyond[0]} is beyond the model, which has layers 1 to {num_layers}")
     refuse_idle_flags(namespace, config)

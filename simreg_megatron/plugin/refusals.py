@@ -79,8 +79,6 @@ _INSIDE_THE_DECODER: tuple[_Row, ...] = (
      "flag, or --simreg-layers and --simreg-placement"),
 )  # fmt: skip
 _IN_LAYERS: tuple[_Row, ...] = (
-    (ValueError, lambda args, config: next((n for n in config.layer_numbers if n > args.num_layers), None),
-     "--simreg-layers {} is beyond the model, which has layers 1 to {args.num_layers}"),
     (NotImplementedError, lambda args, config: _flag(args, "distribute_saved_activations"),
      "{} takes the states between layers apart before SimReg reads them: drop that flag, or --simreg-layers"),
     (NotImplementedError, lambda args, config: _flag(args, "fine_grained_activation_offloading")

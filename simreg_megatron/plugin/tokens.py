@@ -75,7 +75,8 @@ class Reader:
             borders = tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))  # some end in copies of the last
             shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, borders=borders))
         valid = valid_tokens(labels, loss_mask)
-        heads = documents = None
+        heads: Tensor | None = None
+        documents: Documents | None = None
         if self._meets_heads:
             heads = label_rows(model, labels, shard.tensor_group)
             heads = shard.held_columns(heads.transpose(0, 1)).transpose(0, 1)

@@ -25,7 +25,6 @@ from simreg_megatron.weights.learnable import wanted
         ({"lambda_": 1, "warmup_iters": 10.5}, "SimReg warmup iters must be a whole number, not 10.5"),
         ({"lambda_": 1, "start_iter": -1}, "SimReg must start at iteration 0 or later, not -1"),
         ({"objective": "none", "start_iter": 5}, "SimReg start iter has no effect while lambda is 0"),
-        ({"lambda_": 1, "start_iter": 10**10}, "SimReg start iter must be at most 1,000,000,000"),
         ({"log_interval": "5"}, "SimReg log interval must be a whole number, not '5'"),
         ({"chunk_size": "64"}, "SimReg chunk size must be a whole number, not '64'"),
         ({"document_mask": "no"}, "SimReg document mask must be True or False, not 'no'"),

@@ -38,7 +38,6 @@ OFFLOADS = {"fine_grained_activation_offloading": True, "offload_modules": ["cor
 @pytest.mark.parametrize(
     ("config", "flags", "sentence"),
     [
-        ({"layers": 9}, {}, "--simreg-layers 9 is beyond the model, which has layers 1 to 8"),
         ({"layers": 2}, {"distribute_saved_activations": True}, "--distribute-saved-activations takes the states"),
         ({"layers": 2}, OFFLOADS, "--offload-modules attn_norm frees what enters a layer"),
         ({"layers": 2}, {"enable_mhc_connections": True}, "several streams pass between layers"),

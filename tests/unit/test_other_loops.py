@@ -158,7 +158,6 @@ def test_packed_rows_are_refused_where_rows_are_sequences() -> None:
 @pytest.mark.parametrize(
     ("settings", "of_model", "sentence"),
     [
-        ({"layers": 2}, {}, "--simreg-layers 2 is beyond the model, which has layers 1 to 1"),
         ({"layers": 1}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
         ({"layers": 1}, {"cuda_graph_impl": "local"}, "CUDA graphs replay layers"),
         ({"every": 2}, {"cuda_graph_impl": "full_iteration"}, "computes the same in each"),

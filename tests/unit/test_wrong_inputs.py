@@ -272,7 +272,7 @@ VALUES = """
 --data data/mine/train --tokenizer none.model | the tokenizer none.model does not exist
 --data data/mine/train --data-path x --tokenizer t | --data and --data-path both name the training text
 --recipe foo | argument --recipe: invalid choice: 'foo' (choose from
---simreg-lambda | --simreg-lambda needs a value: write it after the flag
+--simreg-lambda | argument --simreg-lambda: expected one argument
 --simreg-lambda -1 | SimReg lambda must be a finite number of 0 or more, or auto, not -1
 --simreg-lambda nan | SimReg lambda must be a finite number of 0 or more, or auto, not nan
 --simreg-lambda ten | SimReg lambda must be a finite number of 0 or more, or auto, not ten
@@ -291,7 +291,7 @@ VALUES = """
 --adagc --adagc-beta 2 | AdaGC's beta must be at least 0 and below 1, not 2.0
 --adagc --adagc-rel 0.5 | there is no flag --adagc-rel
 --adagc --adagc-warmup-iters -1 | AdaGC's warm-up must be 0 or more iterations
---adagc=yes | --adagc is a switch: give it without the value 'yes'
+--adagc=yes | argument --adagc: ignored explicit argument 'yes'
 --simreg-cpu=yes | --simreg-cpu takes no value, or force, not 'yes'
 --layout abacus | there is no layout abacus for llama tiny
 --ffn 0 | --ffn takes literal, aligned or a positive number, not '0'
@@ -306,9 +306,9 @@ VALUES = """
 extra | 'extra' belongs to no flag
 """
 OF_SIMREG = """
---simreg-temperature 0 | the SimReg temperature must be a finite number above 0, not 0.0
---simreg-temperature -0.1 | the SimReg temperature must be a finite number above 0, not -0.1
---simreg-temperature hot | --simreg-temperature takes a number, not 'hot'
+--simreg-temperature 0 | the SimReg temperature must be a number from 0.0001 to 10000, not 0.0
+--simreg-temperature -0.1 | the SimReg temperature must be a number from 0.0001 to 10000, not -0.1
+--simreg-temperature hot | argument --simreg-temperature: invalid float value: 'hot'
 --simreg-similarity cos | unknown SimReg similarity 'cos': choose from cosine,
 --simreg-scope global | unknown SimReg scope 'global': choose from exact, local
 --simreg-layers 0 | SimReg layers must be final, or layer numbers from 1 such as 12,24,final; not '0'
@@ -322,24 +322,24 @@ OF_SIMREG = """
 --simreg-chunk-size 1 | the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1
 --simreg-chunk-size -3 | the SimReg chunk size must be at least 2 tokens
 --simreg-impl triton | --simreg-impl triton needs a GPU and this run has none
---simreg-chunk-size 1.5 | --simreg-chunk-size takes a whole number, not '1.5'
+--simreg-chunk-size 1.5 | argument --simreg-chunk-size: invalid int value: '1.5'
 --simreg-warmup-iters -5 | --simreg-warmup-iters must be 0, or at least 2, got -5
 --simreg-warmup-iters 1 | --simreg-warmup-iters must be 0, or at least 2, got 1
 --simreg-lambda-schedule quadratic | the SimReg lambda schedule must be constant, or linear or cosine
 --simreg-lambda-schedule linear | the SimReg lambda schedule must be constant, or linear or cosine
 --simreg-lambda-schedule linear:x | the SimReg lambda schedule linear ends at a finite share of 0 or more, not 'x'
 --simreg-lambda-schedule cosine:-1 | the SimReg lambda schedule cosine ends at a finite share of 0 or more, not '-1'
---simreg-every 0 | --simreg-every must be between 1 and 10,000, got 0
+--simreg-every 0 | --simreg-every must be 1 or more steps, got 0
 --simreg-every 2 --simreg-similarity learnable | SimReg every 2 steps leaves scalars that it trains without a gradient
 --simreg-off-after 2 | SimReg is off after a share of the training above 0 and below 1, not 2
 --simreg-off-after 0 | SimReg is off after a share of the training above 0 and below 1, not 0
---simreg-off-after half | --simreg-off-after takes a number, not 'half'
+--simreg-off-after half | argument --simreg-off-after: invalid float value: 'half'
 --simreg-impl cuda | unknown SimReg impl 'cuda': choose from auto, reference, tiled, triton
 --simreg-log-interval 0 | the SimReg log interval must be 1 or more iterations, not 0
 --simreg-objective-options foo=1 | unknown option 'foo' of SimReg objective simreg: it has prefixes
 --simreg-objective sigreg --simreg-objective-options form=quick | unknown option 'form' of SimReg objective sigreg
 --simreg-objective sigreg --simreg-similarity dot | SimReg similarity dot has no effect on objective sigreg
---simreg-document-mask=yes | --simreg-document-mask is a switch: give it without the value 'yes'
+--simreg-document-mask=yes | argument --simreg-document-mask: ignored explicit argument 'yes'
 """
 COMMANDS = """
 submit | error: name what to run: launch/pretrain_llama.sh or launch/pretrain_mixtral.sh
