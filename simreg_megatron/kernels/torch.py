@@ -42,7 +42,6 @@ class Limits(NamedTuple):
 LIMITS = {"cpu": Limits(512, kept=16 << 20, work=12 << 20), "cuda": Limits(2048, kept=48 << 20, work=176 << 20)}
 """A CPU is faster in memory that it has touched before. On a GPU 256 MiB is the limit, 32 for the numbers a token."""
 _PAIR_MATRICES = 3
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Slab = tuple[slice, slice]  # of sequences and of chunks; one of the two has length 1, or all chunks are in it
 Step = tuple[Span, Sequence[Span]]  # rows of tiles, and the columns of each
@@ -56,14 +55,13 @@ class Given(NamedTuple):
     names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
     scale: Tensor  # [b, c, k]: 1 / (|row| sqrt(c)), in the type that sums are taken in; 0 where not usable
     bias: Tensor  # [b, c, k]: -1 / c, -inf where not usable
-    bits: Tensor  # [b, c, k]: all of them, or none where not usable
     documents: Tensor | None  # [b, c, k]
 
     @classmethod
     def of(cls, rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, temperature: float) -> Given:
         usable, c = names >= 0, temperature * math.log(2)
         bias = torch.full_like(scale, -1.0 / c).masked_fill_(~usable, -math.inf)
-        return cls(rows, c, names, scale, bias, usable.to(_INTEGERS[rows.itemsize]).neg_(), documents)
+        return cls(rows, c, names, scale, bias, documents)
 
 
 class Plan(NamedTuple):
@@ -126,8 +124,8 @@ class _Chunks:
         self.rows, self.c = given.rows[slab], given.c  # merged tile by tile, which costs no copy of all rows
         first = slab[0].start * given.rows.shape[1] + slab[1].start
         self.numbers = slice(first, first + self.rows.shape[0] * self.rows.shape[1])  # among all chunks
-        per_token = [part.flatten(0, 1)[self.numbers] for part in given[2:6]]
-        self.names, self.scale, self._bias, self._bits = per_token
+        per_token = [part.flatten(0, 1)[self.numbers] for part in given[2:5]]
+        self.names, self.scale, self._bias = per_token
         self.documents = None if given.documents is None else given.documents.flatten(0, 1)[self.numbers]
         self.kept = kept.view(given.names[..., 0].numel(), -1)[self.numbers].view(-1) if kept.numel() else None
         self._room = room
@@ -144,11 +142,10 @@ class _Chunks:
                 yield Tile(one, other, left, left if other == one else self.factor(other), place)
 
     def factor(self, span: Span) -> Tensor:
-        """f of some tokens [m, r, d], 0 where not usable: by the bits, for a NaN times 0 would still be a NaN."""
-        rows, bits = self.rows[:, :, slice(*span)], self._bits[:, slice(*span)]
-        masked = (rows.view(bits.dtype) & bits.view(*rows.shape[:3], 1)).view(rows.dtype).flatten(0, 1)
-        scale = self.scale[:, slice(*span), None]
-        return masked.mul_(scale) if masked.dtype == scale.dtype else masked * scale  # which widens
+        """f of some tokens [m, r, d], 0 where not usable, whatever the row holds."""
+        rows = self.rows[:, :, slice(*span)]
+        scale = self.scale[:, slice(*span)].view(*rows.shape[:3], 1)
+        return (rows * scale).masked_fill_(scale == 0, 0.0).flatten(0, 1)
 
     def sums(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """Of P over positives and over negatives, j != i: of the tile's rows [2, m, r], of its columns [2, m, s]."""
