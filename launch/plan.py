@@ -413,7 +413,7 @@ def _data_flags(options: argparse.Namespace, given: Sequence[Flag], output: Path
 def _default_output(family: str, model: str, user: Sequence[Flag], stamp: str) -> Path:
     """Name a folder that all ranks agree on: no clock in it, except for a tiny run, which logs from one rank only.
 
-    Runs that train on something else have another one: ce, simreg-10, simreg-auto-whole, sce-0.1.
+    Runs that train on something else have another one: ce, simreg-10, simreg-10-tau-0.1, simreg-auto-whole, sce-0.1.
     """
     name, weight = flag_value(user, "--simreg-objective") or "simreg", flag_value(user, "--simreg-lambda")
     if not _simreg_asked(user):
@@ -421,8 +421,9 @@ def _default_output(family: str, model: str, user: Sequence[Flag], stamp: str) -
     elif name == "none":
         name = "simreg-log"
     else:
-        whole = "-whole" if flag_value(user, "--simreg-chunk-size") == "0" else ""
-        name = f"{name}{f'-{weight}' if weight else ''}{whole}"
+        tau, chunk = (flag_value(user, f"--simreg-{option}") for option in ("temperature", "chunk-size"))
+        cut = "whole" if chunk == "0" else chunk and f"chunk-{chunk}"
+        name = "-".join(filter(None, (name, weight, tau and f"tau-{tau}", cut)))
     output = Path("runs") / f"{family}-{model}-{re.sub(r'[^A-Za-z0-9.-]', '_', name)}"
     return output / stamp if model == TINY else output
 

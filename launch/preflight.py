@@ -269,10 +269,13 @@ def silence() -> Iterator[None]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Check the plugin's own flags among the words of a launch script, before anything slow is imported."""
+    """Check the launcher's options and the plugin's flags after a launch script, before anything slow is imported."""
+    from launch.launcher import make_parser
+
     try:
-        check_own_flags([flag for flag in group_flags(words) if _is_own(flag)])
-    except LaunchError as error:
+        _, rest = make_parser("mixtral" if "mixtral" in Path(words[0]).name else "llama").parse_known_args(words[1:])
+        check_own_flags([flag for flag in group_flags(rest) if _is_own(flag)])
+    except (LaunchError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -815,6 +815,7 @@ def test_a_release_without_the_training_loop_is_named(monkeypatch: pytest.Monkey
         ("--recipe paper-full", "simreg-auto-whole"),
         ("--recipe sce", "sce-0.1"),
         ("--simreg-objective simreg:auto,sigreg:0.05", "simreg_auto_sigreg_0.05"),
+        ("--simreg-lambda 1 --simreg-temperature 0.1 --simreg-chunk-size 256", "simreg-1-tau-0.1-chunk-256"),
     ],
 )
 def test_runs_that_train_on_something_else_have_another_folder(words: str, name: str) -> None:
@@ -916,12 +917,17 @@ def test_the_checks_of_megatrons_model_are_asked(tmp_path: Path) -> None:
 
 
 def test_own_flags_are_checked_before_anything_slow(tmp_path: Path) -> None:
-    check = "from launch import preflight; status = preflight.main(['--simreg-tau', '1'])"
+    check = "from launch import preflight; status = preflight.main(['pretrain_llama.sh', '--simreg-tau', '1'])"
     done = jobs.run([sys.executable, "-c", f"import sys; {check}; print('torch' in sys.modules, status)"], cwd=ROOT)
     assert done.stdout == "False 2\n" and "did you mean --simreg-temperature?" in done.stderr
-    done = run_script("bash", str(SCRIPTS[0]), "--simreg-lambda", "ten", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == "error: SimReg lambda must be a finite number of 0 or more, or auto, not ten\n"
+    (tmp_path / "torch.py").write_text("import sys; sys.exit('imported')")  # would end every start
+    for words, sentence in (
+        ("--simreg-lambda ten", "SimReg lambda must be a finite number of 0 or more, or auto, not ten"),
+        ("--recipe simreg", "argument --recipe: invalid choice: 'simreg' (choose from 'baseline', 'paper', "),
+        ("7b", "'7b' belongs to no flag"),
+    ):
+        done = run_script("bash", str(SCRIPTS[0]), *words.split(), cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {sentence}"), done.stderr
 
 
 def test_nodes_of_pods_without_an_address(tmp_path: Path) -> None:
