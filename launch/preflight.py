@@ -102,7 +102,9 @@ def check_layout(flags: Sequence[Flag], world_size: int, node: int = 0) -> None:
     ranks = tensor * pipeline * context
     if world_size % ranks:
         unit = math.lcm(ranks, node or 1)
-        fitting = max(world_size // unit, 1) * unit
+        most, batch = max(world_size // unit, 1), flag_number(flags, "--global-batch-size", 1)
+        shares = (count for count in range(most, 0, -1) if batch % (count * unit // ranks) == 0)
+        fitting = next(shares, most) * unit
         fix = f"give --nodes {fitting // node} before the script" if node else f"start {fitting} (--nproc-per-node)"
         raise LaunchError(
             f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "

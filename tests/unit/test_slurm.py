@@ -184,6 +184,7 @@ def test_times_are_read_as_sbatch_does(time: str, seconds: int) -> None:
         pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
         pytest.param((), ("--pipeline-model-parallel-size", "3"), "TP 1 x PP 3 x CP 1 = 3 ranks, and 128", id="pp"),
         pytest.param(("--nodes", "3"), ("--tensor-model-parallel-size", "16"), "give --nodes 2 before", id="tp-16"),
+        pytest.param((), ("--pipeline-model-parallel-size", "3"), "give --nodes 12 before", id="pp-3-shares-2048"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
     ],
 )
