@@ -25,9 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighbours and the package like this
 
 from launch import lock, record  # noqa: E402
-from launch.flags import LaunchError  # noqa: E402
+from launch.flags import LaunchError, group_flags  # noqa: E402
 from launch.jobs import KEEP_HEAP, Job, JobFailed, run_jobs  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
+from launch.preflight import check_own_flags, suggestion  # noqa: E402
 from launch.timing import Overhead, interval_milliseconds, overhead  # noqa: E402
 from simreg_megatron.installed import python_path  # noqa: E402
 from simreg_megatron.tools.curves import draw_curves  # noqa: E402
@@ -101,11 +102,15 @@ def read_settings(argv: Sequence[str]) -> Settings:
     if options.steps < 2:
         parser.error(f"--steps {options.steps} is too few for a curve: give at least 2")
     if unknown := [flag for flag in flags if flag.startswith("--") and not flag.startswith("--simreg-")]:
-        parser.error(f"{unknown[0]} is not a flag of the demo, and no --simreg-* flag (docs/flags.md)")
+        parser.error(f"{unknown[0]} is no flag of the demo: {suggestion(unknown[0], ())} (--simreg-*: docs/flags.md)")
     given = {flag.partition("=")[0] for flag in flags}
     defaults = {"--simreg-lambda": "1", "--simreg-chunk-size": "64"}
-    words = [word for name, value in defaults.items() if name not in given for word in (name, value)]
-    return Settings(options.steps, options.seed, options.output, [*words, *flags])
+    words = [word for name, value in defaults.items() if name not in given for word in (name, value)] + flags
+    try:
+        check_own_flags(group_flags(words))
+    except LaunchError as error:
+        parser.error(str(error))
+    return Settings(options.steps, options.seed, options.output, words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_demo(settings)
     except (JobFailed, LaunchError, ReportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("" if isinstance(error, JobFailed) else "error: ", error, sep="", file=sys.stderr)  # a log has its own
         return 1
     except KeyboardInterrupt:
         print(f"Stopped, and everything that was started; the logs are in {settings.output}.", file=sys.stderr)

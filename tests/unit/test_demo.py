@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,20 +69,30 @@ def test_simreg_flags_are_passed_on() -> None:
     assert settings.objective("plain") == []
 
 
-@pytest.mark.parametrize("words", [["--lr", "1"], ["--steps", "1"], ["--steps", "two"]])
-def test_wrong_words_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--lr 1", "--lr is no flag of the demo: leave it out"),
+        ("--tau 1", "--tau is no flag of the demo: did you mean --simreg-temperature?"),
+        ("--steps 1", "--steps 1 is too few"),
+        ("--steps two", "invalid int value: 'two'"),
+        ("--simreg-tau 1", "there is no flag --simreg-tau: did you mean --simreg-temperature?"),
+    ],
+)
+def test_wrong_words_are_refused(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        demo.read_settings(words)
-    assert end.value.code == 2 and "make demo: error:" in capsys.readouterr().err
+        demo.read_settings(words.split())
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "make demo: error:" in said and sentence in said
 
 
 @pytest.mark.megatron
 def test_a_refused_flag_is_the_last_thing_said(tmp_path: Path) -> None:
     """torchrun's report of 15 lines was shown instead of the sentence above it."""
-    command = [sys.executable, "launch/demo.py", "--output", str(tmp_path / "demo"), "--simreg-tau", "1"]
+    command = [sys.executable, "launch/demo.py", "--output", str(tmp_path / "demo"), "--simreg-log-interval", "15"]
     done = jobs_of_tests.run(command, cwd=ROOT)
     assert done.returncode == 1
-    assert "there is no flag --simreg-tau: did you mean --simreg-temperature?\nThe " in done.stderr
+    assert re.search(r"^error: --simreg-log-interval 15 must be a multiple of .*\nThe ", done.stderr, re.MULTILINE)
 
 
 def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
