@@ -163,9 +163,10 @@ def explain_missing(prefix: str) -> str:
             return f"there is {path}{here} and no {path}{missing}: copy both, or prepare the data again"
     if path.name == "valid" and is_pair(path.with_name("train")):
         return f"the set in {path.parent} has no validation text: leave --valid-data out, or prepare it with --valid"
-    pairs = list(_pairs_in(path.parent))
-    near = difflib.get_close_matches(str(path), pairs, n=1) or pairs
-    hint = f"did you mean {' or '.join(near)}?" if near else "give the prefix of a .bin/.idx pair, without the ending"
+    pairs = {Path(pair).name: pair for pair in _pairs_in(path.parent)}
+    near = difflib.get_close_matches(path.name, pairs, n=1) or pairs
+    hint = " or ".join(pairs[name] for name in near)
+    hint = f"did you mean {hint}?" if hint else "give the prefix of a .bin/.idx pair, without the ending"
     return f"there is no {path}.bin with {path}.idx: {hint}"
 
 

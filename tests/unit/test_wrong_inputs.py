@@ -130,6 +130,10 @@ PATHS = [
     ("data/mine", "data/mine is a folder, and a prefix is needed: data/mine/train or data/mine/valid"),
     ("data", "data is a folder, and a prefix is needed: it has no pair"),
     ("data/mine/trian", "there is no data/mine/trian.bin with data/mine/trian.idx: did you mean data/mine/train?"),
+    (
+        "data/mine/other",
+        "there is no data/mine/other.bin with data/mine/other.idx: did you mean data/mine/train or data",
+    ),
     ("data/zzz/train", "there is no data/zzz/train.bin with data/zzz/train.idx: give the prefix of a .bin/.idx pair"),
     ("0.3 data/mine/train 0.7 data/mine/valdi", "there is no data/mine/valdi.bin"),
     ("0.3 data/mine/train x0.7 data/mine/valid", "--data-path: expected a weight of 0 or more before each prefix"),
