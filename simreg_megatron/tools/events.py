@@ -78,7 +78,10 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     except Exception as error:  # a damaged record may raise any type in TensorBoard
         raise ReportError(f"{inner} holds a damaged TensorBoard file ({type(error).__name__}: {error})") from None
     if not scalars:
-        raise ReportError(f"{inner} holds no TensorBoard scalars: the run has logged nothing yet, or elsewhere")
+        files = sorted(inner.glob("**/events.out.tfevents.*"))
+        below = dict.fromkeys(str(path.parent).removesuffix("/tensorboard") for path in files if path.parent != inner)
+        hint = f"give {' or '.join([*below][:3])}" if below else "the run has logged nothing yet, or elsewhere"
+        raise ReportError(f"{inner} holds no TensorBoard scalars: {hint}")
     if "lm loss validation-0" in scalars:  # its name where there are several validation sets
         scalars.setdefault(VALIDATION_LOSS, scalars["lm loss validation-0"])
     own = inner.resolve()

@@ -59,6 +59,10 @@ def test_a_folder_without_events_is_one_sentence(tmp_path: Path, capsys: Capture
     for folder, word in ((tmp_path, "holds no TensorBoard scalars"), (tmp_path / "nowhere", "is not a folder")):
         assert cli.main(["curves", str(folder)]) == 2
         assert word in capsys.readouterr().err
+    write(tmp_path / "a", losses={1: 1.0})
+    write(tmp_path / "b", losses={1: 1.0})
+    assert cli.main(["curves", str(tmp_path)]) == 2
+    assert f"no TensorBoard scalars: give {tmp_path}/a or {tmp_path}/b\n" in capsys.readouterr().err
     (tmp_path / "events.out.tfevents.1.here").write_bytes(b"x" * 100)
     with pytest.raises(events.ReportError):
         read_run(tmp_path)
