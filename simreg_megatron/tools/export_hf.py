@@ -93,6 +93,12 @@ def export(
     if args.tokenizer_type == "Llama2Tokenizer":
         notes.append("Llama2Tokenizer began every document with BOS up to Megatron 0.14: evaluate as in your training")
     config = make_config(args, kept or num_rows, tokenizer)
+    head = stored.get("output_layer.weight")
+    if config.tie_word_embeddings and not (head is None or head.equal(stored["embedding.word_embeddings.weight"])):
+        raise CheckpointError(
+            f"{folder}: its arguments say that the head is the embedding, but output_layer.weight holds other numbers: "
+            "save it again from a run with --untie-embeddings-and-output-weights"
+        )
     chosen = getattr(torch, DTYPES[dtype]) if dtype else stored["embedding.word_embeddings.weight"].dtype
     if not dtype and (wider := [key for key, tensor in stored.items() if tensor.dtype.itemsize > chosen.itemsize]):
         notes.append(f"{len(wider)} weights such as {wider[0]} are stored in a wider type and rounded to {chosen}")

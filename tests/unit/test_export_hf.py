@@ -279,3 +279,9 @@ def test_the_commands_cost_nothing_until_they_run() -> None:
     code = "import sys, simreg_megatron.cli; print({'torch', 'transformers', 'megatron', 'numpy'} & sys.modules.keys())"
     done = jobs.run([sys.executable, "-c", code])
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
+
+
+def test_a_tied_checkpoint_with_a_head_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = dist_checkpoint(tmp_path / "checkpoint", untie_embeddings_and_output_weights=False)
+    sentence = refused(capsys, "--load", folder, "--save", tmp_path / "model")
+    assert "say that the head is the embedding, but output_layer.weight holds other numbers" in sentence
