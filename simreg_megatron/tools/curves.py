@@ -94,9 +94,10 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
         axes.set_ylabel(unit)
         plain_axes(axes)
         drawn = [(place, run) for place, run in enumerate(runs) if tag in run.scalars]
-        for place, run in drawn:
-            end = run.last(tag) if tag == VALIDATION_LOSS else run.mean_of_end(tag)
-            _draw(axes, run.scalars[tag], run.name, place, end, smooths=tag != VALIDATION_LOSS)
+        ends: list[Any] = [run.last(tag) if tag == VALIDATION_LOSS else run.mean_of_end(tag) for _, run in drawn]
+        for (place, run), end in zip(drawn, ends, strict=True):
+            side = "bottom" if end == max(ends) else "top"  # of the label, so that two stay apart
+            _draw(axes, run.scalars[tag], run.name, place, (end, side), smooths=tag != VALIDATION_LOSS)
         if not drawn:
             axes.text(0.5, 0.5, f'"{tag}" was not logged', transform=axes.transAxes, ha="center", color="0.4")
         elif tag == SIMREG_LOSS:
@@ -111,7 +112,7 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
     return figure
 
 
-def _draw(axes: Axes, series: Series, name: str, place: int, end: float | None, *, smooths: bool) -> None:
+def _draw(axes: Axes, series: Series, name: str, place: int, end: tuple[Any, str], *, smooths: bool) -> None:
     """Draw a line, and at its end the value that tables have: the last one, or the mean over the last tenth."""
     steps, values = series
     colour, label = COLOURS[place % len(COLOURS)], name.replace("$", r"\$").lstrip("_")
@@ -119,7 +120,8 @@ def _draw(axes: Axes, series: Series, name: str, place: int, end: float | None, 
         axes.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8)
         values = running_mean(values, len(values) // 20)
     axes.plot(steps, values, DASHES[place % len(DASHES)], color=colour, label=label, linewidth=1.8)
-    axes.annotate(f"{end:.4g}", (steps[-1], values[-1]), (4, 0), textcoords="offset points", color=colour, fontsize=8)
+    text, where = f"{end[0]:.4g}", (steps[-1], values[-1])
+    axes.annotate(text, where, (4, 0), textcoords="offset points", color=colour, fontsize=8, va=end[1])
 
 
 def plain_axes(axes: Axes) -> None:

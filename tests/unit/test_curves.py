@@ -97,7 +97,7 @@ def test_curves_hold_every_runs_data() -> None:
         assert len(raw) >= 2 and axes.get_yscale() == ("log" if tag == events.SIMREG_LOSS else "linear")
     validation = figure.axes[0].lines
     np.testing.assert_array_equal(validation[1].get_ydata(), several[1].scalars["lm loss validation"].values)
-    assert [text.get_text() for text in figure.axes[0].texts] == ["4", "3"]
+    assert [(text.get_text(), text.get_va()) for text in figure.axes[0].texts] == [("4", "bottom"), ("3", "top")]
     figure.draw_without_rendering()
 
 
