@@ -149,9 +149,11 @@ def logs_first_step() -> bool:
 
 
 def megatron_version() -> str:
-    """Version of the installed megatron-core, or of the source tree on the path."""
+    """Version of the installed megatron-core, or of the source tree on the path with its commit."""
     try:
-        return importlib.import_module("megatron.core").__version__
+        core = importlib.import_module("megatron.core")
+        version = str(core.__version__)  # an installed one appends the commit of whatever repository it lies in
+        return version.partition("+")[0] if "site-packages" in str(core.__file__) else version
     except Exception:
         try:
             return importlib.metadata.version("megatron-core")
