@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.faults import campaign, disks, judge
-from tests.faults.campaign import Campaign, complaints
+from tests.faults.campaign import Campaign
 from tests.faults.faults import OF_A_DISK, Fault
 from tests.faults.layouts import SAVE_INTERVAL, STEPS
-from tests.faults.life import Life
 from tests.faults.starts import COMMAND
 
 _LINE = " [2026-11-22 15:10:{:09.6f}] iteration {:8}/      10 | consumed samples: 16 | lm loss: 6.17E+00 |\n"
@@ -51,44 +47,6 @@ class TestLosses:
     def test_a_restart_at_0_is_told(self) -> None:
         loss = judge.losses([STRUCK, told(log(1, 10))])
         assert loss.wrong == ("starts at step 0 although the checkpoint of step 3 was saved",) and loss.lost == 5
-
-    def test_an_older_checkpoint_is_told(self) -> None:
-        later = told(log(4, 8, resumed=3), 137)
-        loss = judge.losses([STRUCK, later, told(log(4, 10, resumed=3))])
-        assert loss.wrong == ("goes on at step 3 although the checkpoint of step 6 was saved",)
-
-    def test_a_refused_start_loses_nothing(self) -> None:
-        refused = told("error: /out is in use by another run (process 7 on here): end that one first\n", 2)
-        assert refused.refused and judge.losses([STRUCK, refused, told(log(4, 10, resumed=3))]).wrong == ()
-
-    def test_complaints(self) -> None:
-        fault = Fault("one", "sigkill", "random", 0)
-        sound = judge.losses([STRUCK, told(log(4, 10, resumed=3))])
-        assert complaints(fault, Life(Path(), struck=["{}"]), sound) == []
-        assert complaints(fault, Life(Path()), sound) == ["nothing struck"]
-        lost, left = replace(sound, lost=SAVE_INTERVAL + 1), Life(Path(), struck=["{}"], left=1)
-        assert len(complaints(fault, left, lost)) == 2
-        silent = Life(Path(), starts=[replace(STRUCK, said="")], struck=["{}"])
-        assert complaints(fault, silent, sound) == ["nobody said a word"]
-        assert complaints(replace(fault, kind="node"), silent, sound) == []
-        hung = replace(fault, layout="pp2", kind="gil")
-        spoken = Life(Path(), starts=[replace(STRUCK, said="RuntimeError: Timed out waiting 60000ms")], struck=["{}"])
-        assert complaints(hung, spoken, sound) == []
-        assert complaints(hung, Life(Path(), starts=[STRUCK], struck=["{}"]), sound) == ["no timeout spoke"]
-        doubted = Fault("one", "rerun", "random", 0)
-        assert complaints(doubted, Life(Path(), struck=["{}"], passes=("a", "b", "a", "b")), sound) == []
-        for passes in ((), ("a", "b"), ("a", "b", "a", "c")):
-            assert complaints(doubted, Life(Path(), struck=["{}"], passes=passes), sound)
-
-
-class TestBits:
-    def test_one_bit_in_one_weight_is_told(self) -> None:
-        weight = torch.arange(6, dtype=torch.float32).view(2, 3)
-        wrong = weight.clone()
-        wrong.view(torch.int32)[1, 2] ^= 1
-        assert judge._digest(weight) == judge._digest(weight.clone()) != judge._digest(wrong)
-        assert judge._digest(torch.zeros(2)) != judge._digest(-torch.zeros(2)), "the sign of a zero, too"
-        assert judge._digest(weight) != judge._digest(weight.view(3, 2))
 
 
 @pytest.fixture(scope="module")

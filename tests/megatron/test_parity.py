@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
 from tests.helpers.quick import quick
 from tests.megatron.parity.__main__ import chosen
-from tests.megatron.parity.cells import ACROSS, CELLS, INSIDE, LOCAL_MEANS, TP2, Bound, Cell
+from tests.megatron.parity.cells import ACROSS, CELLS, INSIDE, LOCAL_MEANS, TP2, Cell
 from tests.megatron.parity.run import Bench, Row, fits
 from tests.megatron.runs import Difference
 
@@ -85,26 +84,11 @@ RIGHT, WRONG = Cell(TP2, INSIDE), Cell(TP2, ACROSS, must_fail="wrong on purpose"
         (Row(RIGHT, 1, EXACT, share=0.5), "pass"),
         (Row(RIGHT, 1, FAR, share=0.5), "FAIL"),
         (Row(RIGHT, 1, EXACT, share=0.05), "SHARE TOO SMALL"),
-        (Row(RIGHT, 1, trouble="RuntimeError: no"), "FAIL"),
         (Row(WRONG, 1, FAR, share=0.5), "fails, as it must"),
         (Row(WRONG, 1, EXACT, share=0.5), "DOES NOT FAIL"),
         (Row(WRONG, 1, trouble="ReplicasDifferError: grads differ between ranks"), "fails, as it must"),
-        (Row(WRONG, 1, trouble="RuntimeError: no"), "DOES NOT FAIL"),
     ],
 )  # fmt: skip
 def test_verdicts(row: Row, verdict: str) -> None:
     assert row.verdict == verdict
     assert row.as_expected == (verdict in ("pass", "fails, as it must"))
-
-
-@pytest.mark.parametrize(
-    "gap",
-    [
-        Difference(2, 0, 0, ""),
-        Difference(0, 2, 0, ""),
-        Difference(0, 0, math.nan, ""),
-        Difference(0, 0, 0, "", logged=2),
-    ],
-)
-def test_each_difference_is_bound(gap: Difference) -> None:
-    assert not fits(gap, Bound(1, 1, 1, 1)) and fits(Difference(1, 1, 1, "", 1), Bound(1, 1, 1, 1))

@@ -96,17 +96,6 @@ def test_python_that_is_not_run_is_there_and_compiles(page: str, first: str) -> 
     compile(block.text, at(block), "exec")
 
 
-@pytest.mark.megatron
-def test_a_wrong_block_is_caught_and_continuing_is_asked_for(tmp_path: Path) -> None:
-    def block(text: str, continues: bool = False) -> Block:
-        return Block("page.md", 1, "python", text, continues)
-
-    one, other, third, wrong = run(
-        [block("x = 1"), block("x", True), block("x"), block("import no_such_module")], tmp_path
-    )
-    assert (one, other) == ("", "") and "NameError" in third and "ModuleNotFoundError" in wrong
-
-
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
@@ -163,27 +152,6 @@ def test_commands_and_flags_between_words_exist(page: Path, megatron: frozenset[
     assert found == []
 
 
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("make tests", "make has no target tests"),
-        ("make demo STEP=3", "the Makefile knows no STEP"),
-        ("make demo DEMO_ARGS='--lambda 3'", "launch/demo.py has no --lambda"),
-        ("python -m research run tuning --size 3", "python research has no --size"),
-        ("simreg-megatron data prepare x --tokeniser t", "simreg-megatron data prepare has no --tokeniser"),
-        ("bash launch/pretrain_llama.sh --modell 7b", "launch/pretrain_llama.sh has no --modell"),
-        ("torchrun --nprocs 2 launch/pretrain_llama.sh", "torchrun has no --nprocs"),
-        ("torchrun ... -m simreg_megatron x.py --simreg-lamda 1", "Megatron has no --simreg-lamda"),
-        ("bash launch/slurm/submit.sh --node 2 launch/pretrain_llama.sh", "launch/slurm/submit.sh has no --node"),
-    ],
-)
-def test_a_wrong_command_is_caught(command: str, said: str, megatron: frozenset[str]) -> None:
-    (words,) = commands(command)
-    (found,) = complaints(words, megatron)
-    assert said in found
-
-
 # ---- output --------------------------------------------------------------------------------------------------------
 
 
@@ -220,8 +188,3 @@ def test_output_is_what_the_command_prints(block: Block, command: str, shown: st
     done = jobs.run(words, cwd=ROOT, env=environment)
     printed = done.stdout + done.stderr
     assert is_shown(shown, printed), f"{at(block)} shows something else; it should be\n{printed}"
-
-
-def test_other_output_is_caught() -> None:
-    assert is_shown("a\nb\n", "a\nb\n") and not is_shown("a\n", "a\nb\n") and not is_shown("a\nc\n", "a\nb\n")
-    assert is_shown("a\n...\nd\n", "a\nb\nc\nd\n") and not is_shown("a\n...\nb\n", "b\na\n")

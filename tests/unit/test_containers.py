@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shutil
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from tests.helpers import jobs
-from tools.extra import requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -33,20 +30,6 @@ def copies(recipe: str) -> dict[str, str]:
 def commands(recipe: str) -> list[str]:
     lines = re.findall(r"^(?:RUN|   ) ((?:pip|python) .*)$", recipe, flags=re.MULTILINE)
     return [command.strip() for line in lines for command in line.split("&&")]
-
-
-def test_they_install_the_demo_extra_and_never_torch() -> None:
-    with mock.patch("setuptools.setup") as setup:
-        runpy.run_path(str(ROOT / "setup.py"))
-    wanted = setup.call_args.kwargs["extras_require"]["demo"]
-    names = re.findall(r"\b[A-Z]+\b", " ".join(commands(DOCKER)))
-    assert sorted(line for name in names for line in requirements(name)) == sorted(wanted)
-    installs = [command for command in commands(DOCKER) if command.startswith("pip")]
-    assert all(re.search(r" (-r \S+|\.)$", command) for command in installs), "a list of its own"
-    assert [command for command in installs if "--no-deps" not in command] == installs[:1]
-    assert "torch" not in " ".join(requirements("DATA") + requirements("REPORT")), (
-        "what is installed with all it asks for"
-    )
 
 
 def test_both_recipes_are_the_same() -> None:

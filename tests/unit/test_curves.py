@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 
 from simreg_megatron import cli
-from simreg_megatron.tools import curves, events, heatmap
-from simreg_megatron.tools.events import Run, Series, read_run
+from simreg_megatron.tools import events, heatmap
+from simreg_megatron.tools.events import read_run
 from simreg_megatron.tools.heatmap import HiddenStates
 
 Captured = pytest.CaptureFixture[str]
-
-
-def series(values, every: int = 1) -> Series:  # type: ignore[no-untyped-def]
-    return Series(np.arange(1, len(values) + 1) * every, np.array(values, dtype=np.float64))
 
 
 def write(folder: Path, *, losses: dict[int, float], lr: str = "1") -> Path:
@@ -68,11 +64,6 @@ def test_a_folder_without_events_is_one_sentence(tmp_path: Path, capsys: Capture
         read_run(tmp_path)
 
 
-def test_the_end_of_a_run_is_its_last_tenth() -> None:
-    assert Run("r", {"x": series([0.0] * 90 + [2.0] * 5 + [4.0] * 5)}, {}).mean_of_end("x") == 3.0
-    assert Run("r", {"x": series([7.0])}, {}).mean_of_end("x") == 7.0
-
-
 def test_the_command_draws_and_tells_what_differs(tmp_path: Path, capsys: Captured) -> None:
     one = write(tmp_path / "one", losses={1: 5.0, 2: 4.5})
     two = write(tmp_path / "two", losses={1: 5.0, 2: 4.25}, lr="None")
@@ -101,12 +92,6 @@ def test_curves_hold_every_runs_data() -> None:
     figure.draw_without_rendering()
 
 
-def test_a_running_mean_never_looks_ahead_and_leaves_out_what_is_not_finite() -> None:
-    values = np.array([1.0, 3.0, np.nan, 5.0])
-    assert curves.running_mean(values, 2).tolist() == [1.0, 2.0, 3.0, 5.0]
-    assert np.isnan(curves.running_mean(np.array([np.inf]), 1))
-
-
 # Heat-maps ------------------------------------------------------------------------------------------------------------
 
 
@@ -117,17 +102,6 @@ def test_mean_cosines_by_hand() -> None:
     found = heatmap.mean_cosines(states)
     assert found == pytest.approx((same, other / 2, (same + other) / 3), abs=1e-12)
     assert np.isnan(heatmap.mean_cosines(HiddenStates("m", hidden, ("a", "b", "c"), np.array([1, 2, 3]))).same)
-
-
-def test_the_excerpt_has_most_pairs_and_fewest_blanks() -> None:
-    labels = np.arange(60)
-    labels[[30, 35, 40]] = 99  # three pairs
-    tokens = [f"t{number}" for number in range(60)]
-    tokens[5] = tokens[6] = "\u2581"
-    states = HiddenStates("m", np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), tuple(tokens), labels)
-    part = heatmap.excerpt(states, 24)
-    assert part.tokens[0] == "t17" and len(part.tokens) == 24 and int(part.equal.sum()) == 6
-    assert part.after == "t41" and heatmap.excerpt(part) is part
 
 
 def test_heatmaps_are_drawn_with_frames(tmp_path: Path) -> None:
@@ -143,11 +117,3 @@ def test_heatmaps_are_drawn_with_frames(tmp_path: Path) -> None:
     for name in ("bad.npz", "nothing.npz"):
         with pytest.raises(events.ReportError, match="does not hold"):
             heatmap.read_hidden_states(tmp_path / name, "a model")
-
-
-@pytest.mark.parametrize(
-    ("token", "label"),
-    [("\u2581the", "the"), ("\u2581", ""), ("\\n\\t", ""), ("$x", r"\$x"), ("a" * 20, "a" * 10 + "~"), ("\x07", "?")],
-)
-def test_labels_of_tokens(token: str, label: str) -> None:
-    assert heatmap.printable(token) == label

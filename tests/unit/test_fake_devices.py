@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from benchmarks.fake_autograd import backward
 from benchmarks.fake_ranks import HostTensors, Layout, as_rank
@@ -163,22 +162,3 @@ def test_a_micro_batch_stays_on_the_device(case: Case) -> None:
 @pytest.mark.parametrize("case", ALL[len(QUICK) :], ids=str)
 def test_every_other_combination_does(case: Case) -> None:
     check(case)
-
-
-def test_what_touches_the_host_is_seen() -> None:
-    shapes = ShapeEnv()
-    shapes.create_unbacked_symfloat = lambda: 1.0  # type: ignore[method-assign,assignment]
-    with FakeTensorMode(shape_env=shapes):
-        one = torch.empty(3, device="cuda")
-        with HostTensors() as host:
-            one * 2 + one.sum()
-        assert host.names == []
-        with HostTensors() as host:
-            one.cpu()
-        assert host.names == ["aten._to_copy.default"]
-        with HostTensors() as host:
-            one + torch.tensor(2.0)
-        assert host.names[-1] == "aten.add.Tensor"
-        with HostTensors() as host, Trace() as counted:
-            one.sum().item()
-        assert counted.syncs == 1

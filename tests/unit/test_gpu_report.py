@@ -17,10 +17,7 @@ from benchmarks import records
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import report, run
 from benchmarks.gpu.parts import CALLS, Part, Setting
-from benchmarks.gpu.report import Report
-from benchmarks.gpu.run import ENDED, FAILED, NO_TIME, TOO_LONG, Outcome, Runner
-from launch.launcher import make_parser
-from launch.plan import Machine, build_plan
+from benchmarks.gpu.run import NO_TIME, TOO_LONG, Outcome, Runner
 from simreg_megatron.kernels.form import MODULES
 
 # Both calls ----------------------------------------------------------------------------------------------------------
@@ -42,16 +39,6 @@ def test_pretend_goes_all_the_way_on_a_cpu(call: str, tmp_path: Path) -> None:
         assert "| 2 x 64 x 32, float32 | tiled | " in page and "No table" not in page
         assert "| SimReg, chunks | time on the wall | " in page and "--hidden-size 32" in page
         assert "| a profiled step | plain | with SimReg |" in page and "## steps-350m" in page
-
-
-def test_without_a_gpu_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main(["--output", str(tmp_path / "none")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: torch ") and " sees no GPU: " in said and said.count("\n") == 1
-    assert not (tmp_path / "none").exists()
 
 
 # Parts ---------------------------------------------------------------------------------------------------------------
@@ -92,29 +79,6 @@ def test_a_part_that_takes_too_long_leaves_nothing_behind(
     with contextlib.suppress(OSError):  # it is gone, or has no parent that waits for it
         child = Path("/proc", number.read_text(), "environ").read_bytes()
     assert not child, "it has its memory"
-
-
-def test_where_memory_does_not_suffice_the_next_command_runs(
-    run_parts: Callable[..., dict[str, Outcome]], tmp_path: Path
-) -> None:
-    out = python("raise MemoryError('CUDA out of memory. Tried to allocate 20 GiB')")
-    stage = [
-        Part("fits", (out, python("print('small')"))), Part("never", (out, out)),
-        Part("other", (python("1 / 0"), python("pass"))),
-    ]  # fmt: skip
-    found = run_parts(stage)
-    assert [found[name].state for name in ("fits", "never", "other")] == [ENDED, FAILED, FAILED]
-    assert "small" in (tmp_path / "fits.log").read_text()
-
-
-def test_what_left_no_file_did_not_run(run_parts: Callable[..., dict[str, Outcome]], tmp_path: Path) -> None:
-    """Where pytest is missing python ends with the status of pytest where a test fails; an old file does not count."""
-    (tmp_path / "tests.xml").write_text("of an earlier call")
-    ends, leaves = python("raise SystemExit(1)"), python(f"open('{tmp_path}/two.xml', 'w')", "raise SystemExit(1)")
-    found = run_parts([
-        Part("tests", (ends,), 100, "tests.xml", (0, 1, 5)), Part("two", (leaves,), 100, "two.xml", (0, 1, 5)),
-    ])  # fmt: skip
-    assert (found["tests"].state, found["two"].state) == (FAILED, ENDED)
 
 
 @pytest.fixture(params=[False, True], ids=["on a GPU", "pretended"])
@@ -162,56 +126,4 @@ def test_every_command_is_one_that_its_module_takes(parts: dict[str, Part], monk
     assert len(taken) == len(measuring)
 
 
-@pytest.mark.parametrize("engine", [False, True])
-def test_the_launcher_plans_the_trainings(engine: bool, parts: dict[str, Part]) -> None:
-    machine = Machine(gpus=1, world_size=1, transformer_engine=engine)
-    for name in ("plain", "simreg", "launch", "mixtral", "save", "resume", "350m"):
-        (command,) = parts[name].commands
-        family = "mixtral" if "mixtral" in command[1] else "llama"
-        options, more = make_parser(family).parse_known_args(command[2:])
-        made = build_plan(family, options, more, machine, environ={}, stamp="now")
-        flags = [word for flag in made.flags for word in flag]
-        assert flags[flags.index("--data-cache-path") + 1].endswith("/cache")
-        assert ("--simreg-lambda" in flags) == (name != "plain")
-        if name == "350m" and not is_pretended(parts):
-            assert flags[flags.index("--save") + 1] == "" and flags[flags.index("--hidden-size") + 1] == "1024"
-    assert parts["launch"].commands[0][:2] == ("torchrun", "launch/pretrain_llama.sh")
-
-
 # Doctored results ----------------------------------------------------------------------------------------------------
-
-JUNIT = """<?xml version="1.0" encoding="utf-8"?><testsuites name="pytest tests"><testsuite name="pytest" errors="1"
-failures="1" skipped="1" tests="4" time="9"><testcase classname="tests.gpu.test_forms" name="test_good[a|b]" time="1.25"
-/><testcase classname="tests.gpu.test_forms" name="test_bad" time="0.5"><failure message="AssertionError: 3e-3 &lt; 3e-4
-more">def test_bad():
-&gt;       assert 3e-3 &lt; 3e-4
-E       AssertionError</failure></testcase><testcase classname="tests.gpu.test_forms" name="test_bad" time="0.1"><error
-message="failed on teardown">in the teardown</error></testcase><testcase classname="tests.gpu.test_mamba"
-name="test_mamba_layers" time="0.0"><skipped type="pytest.skip" message="could not import 'mamba_ssm'">line 3</skipped>
-</testcase><testcase classname="" name="tests.gpu.test_gone" time="0.2"><error message="collection failure">ImportError
-</error></testcase></testsuite></testsuites>"""
-
-
-def page_of(output: Path, *outcomes: Outcome) -> tuple[str, bool]:
-    """The report, and whether something failed."""
-    page = Report(output, pretend=False)
-    for outcome in outcomes:
-        page.add(outcome)
-    return (output / "report.md").read_text(), page.failed
-
-
-def test_the_report_of_it(tmp_path: Path) -> None:
-    (tmp_path / "tests-forms.xml").write_text(JUNIT)
-    (tmp_path / "tests-forms.log").write_text("FAILED tests/gpu/test_forms.py::test_bad - assert 3e-3 < 3e-4\n")
-    (tmp_path / "tests-torn.xml").write_text(JUNIT[:400])
-    page, failed = page_of(tmp_path, Outcome("tests-forms", ENDED), Outcome("tests-torn", FAILED))
-    assert failed and "Tests: 1 pass, 3 fail, 1 skip. 1 of 2 parts ran to their end." in page
-    assert "FAILED tests/gpu/test_forms.py::test_bad - assert 3e-3 < 3e-4" in page.partition("## Trainings")[0]
-    assert "| `test_forms::test_good[a\\|b]` | pass | 1.2 |" in page
-    assert "| `test_forms::test_bad` | fail | 0.5 | AssertionError: 3e-3 < 3e-4 more |" in page
-    assert "| `tests.gpu.test_gone` | fail | 0.2 | collection failure |" in page and "tests-torn.xml" in page
-    assert page_of(tmp_path, Outcome("tests-forms", ENDED))[1], "a failed test, though its part ran to its end"
-    (tmp_path / "tests-forms.xml").write_text("<testsuites><testsuite/></testsuites>")
-    page, failed = page_of(tmp_path, Outcome("tests-forms", ENDED))
-    assert not failed and "## Failed\n\nNothing.\n" in page
-    assert page_of(tmp_path, Outcome("pairs", TOO_LONG))[1] and page_of(tmp_path, Outcome("pairs", NO_TIME))[1]

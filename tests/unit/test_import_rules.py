@@ -158,10 +158,7 @@ def test_no_module_imports_itself_by_way_of_others():
         ("config/simreg.py", "import torch"),
         ("losses/simreg.py", "def late():\n    import megatron"),
         ("losses/simreg.py", "from simreg_megatron import plugin"),
-        ("losses/simreg.py", "from ..plugin import hooks"),
         ("losses/simreg.py", "import importlib\nimportlib.import_module('megatron.core')"),
-        ("parallel/shard.py", "from simreg_megatron.losses import simreg_loss"),
-        ("plugin/hooks.py", "import triton"),
         ("unheard_of.py", ""),
     ],
 )

@@ -5,19 +5,14 @@ from __future__ import annotations
 
 import io
 import pickle
-import tempfile
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launch.flags import LaunchError
-from launch.slurm.site import DEFAULT, read_site
 from simreg_megatron.tools import safe_load
-from simreg_megatron.tools.events import ReportError, read_run
 from tests.helpers.checkpoints import dist_checkpoint
 
 PICKLE_WORDS = (
@@ -25,20 +20,6 @@ PICKLE_WORDS = (
     b"cargparse\nNamespace\n", b"\x80\x04", b"h\x00", b"q\x00", b"\x94", b"0", b"2", b"\x93", b"i", b"\x82\x01",
     b"cio\nBytesIO\n", b"\x8c\x05posix\x94\x8c\x06system\x94", b"}(", b"u.", b")\x81", b"b.", b"R", b".",
 )  # fmt: skip
-SITE_WORDS = (
-    b"export ",
-    b"=",
-    b"'",
-    b'"',
-    b"$HOME",
-    b"${",
-    b"$(id)",
-    b"`id`",
-    b"\\",
-    b"GPUS_PER_NODE=",
-    b"9" * 5000,
-    b"#",
-)
 
 fixtures = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -104,41 +85,3 @@ def test_a_pickle_that_passes_names_nothing_else(common: bytes, changes: list[tu
 def test_the_follower_sees_what_a_check_misses() -> None:
     with pytest.raises(AssertionError, match=r"posix\.system was not seen"):
         Follower(io.BytesIO(b"cposix\nsystem\n(S'id'\ntR.")).load()
-
-
-@fixtures
-@given(changes=edits(SITE_WORDS))
-def test_settings_of_a_cluster(changes: list[tuple[float, int, bytes]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "cluster.env")
-        path.write_bytes(edited(DEFAULT.read_bytes(), changes))
-        try:
-            read_site(path, {"HOME": "/home/x"})
-        except LaunchError as error:
-            assert "\n" not in str(error) and len(str(error)) < 2000
-
-
-@settings(fixtures, max_examples=60)
-@given(changes=edits((b"lm loss", b"\0" * 8, b"\xff" * 8)))
-def test_events_of_a_run(event_file: bytes, changes: list[tuple[float, int, bytes]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "events.out.tfevents.1.here").write_bytes(edited(event_file, changes))
-        try:
-            run = read_run(folder)
-        except ReportError as error:
-            assert "\n" not in str(error)
-        else:
-            assert all(len(series.steps) == len(series.values) for series in run.scalars.values())
-
-
-@pytest.fixture(scope="module")
-def event_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = tmp_path_factory.mktemp("events")
-    with SummaryWriter(str(folder)) as writer:
-        for step in range(5):
-            writer.add_scalar("lm loss", 1.0, step)
-        writer.add_text("lr", "1", 0)
-    (path,) = folder.iterdir()
-    return path.read_bytes()

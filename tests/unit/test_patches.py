@@ -44,25 +44,6 @@ def test_every_release_line_has_its_patch() -> None:
     assert needed == set(PATCHES)
 
 
-GOOD = "--- a/x.py\n+++ b/x.py\n@@ -3,0 +4,1 @@\n+added\n"
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        GOOD.replace("+added", "-removed"),
-        GOOD.replace("-3,0 +4,1", "-3,1 +4,1"),
-        GOOD.replace("-3,0", "-9,0"),
-        GOOD + "+one more\n",
-        GOOD.replace("+added\n", ""),
-        GOOD.replace("@@\n", "@@\n context\n"),
-    ],
-)
-def test_a_patch_that_does_more_is_seen(broken: str) -> None:
-    assert offences(GOOD) == []
-    assert offences(broken) != []
-
-
 ENTRIES = {"pretrain_gpt.py": 495, "pretrain_hybrid.py": 441}  # lines of `if __name__ ==` in core_v0.19.0
 
 
@@ -78,10 +59,3 @@ def test_a_patch_lands_at_the_entry_point_and_stays(tmp_path: Path) -> None:
     tree = pretend_tree(tmp_path)
     patches.check(patches.FOLDER / "core_v0.19.patch", tree)
     assert (tree / "pretrain_gpt.py").read_text().count("simreg_megatron.install()") == 1
-
-
-def test_a_patch_that_lands_elsewhere_is_seen(tmp_path: Path) -> None:
-    """Without context it goes by the line number, right or wrong."""
-    tree = pretend_tree(tmp_path, lines_above=1)
-    with pytest.raises(patches.PatchError, match="not lines added below"):
-        patches.check(patches.FOLDER / "core_v0.19.patch", tree)

@@ -16,40 +16,8 @@ import pytest
 
 from simreg_megatron import __version__
 from tests.helpers import jobs
-from tools.release import NotReady, notes
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    (tmp_path / "simreg_megatron").mkdir()
-    (tmp_path / "simreg_megatron/__init__.py").write_text('"""x"""\n__version__ = "1.2.0"\n')
-    (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 1.2.0\n")
-    (tmp_path / "CHANGELOG.md").write_text(
-        "# C\n\n## [Unreleased]\n- b\n\n## [1.2.0] - 2026-12-01\n- a\n\n## [1.1.0]\n- z\n"
-    )
-    return tmp_path
-
-
-def test_the_notes_are_the_versions_own(tree: Path) -> None:
-    assert notes("v1.2.0", tree) == "- a\n"
-
-
-@pytest.mark.parametrize(
-    ("tag", "file", "text", "sentence"),
-    [
-        ("1.2.0", None, "", "1.2.0 is not a version"),
-        ("v1.3.0", None, "", r"__init__.py says 1.2.0, and the tag v1.3.0"),
-        ("v1.2.0", "CITATION.cff", "version: 1.1.0\n", "CITATION.cff says 1.1.0"),
-        ("v1.2.0", "CHANGELOG.md", "## [Unreleased]: 1.2.0\n- a\n", r"has no part `## \[1.2.0\] - DATE`"),
-    ],
-)
-def test_what_is_not_ready_is_said(tree: Path, tag: str, file: str | None, text: str, sentence: str) -> None:
-    if file:
-        (tree / file).write_text(text)
-    with pytest.raises(NotReady, match=sentence):
-        notes(tag, tree)
 
 
 def test_package_and_citation_tell_the_same_version() -> None:

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import textwrap
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +13,9 @@ import pytest
 
 from benchmarks.records import RESULTS, quoted
 from research import pages, run
-from research.analyse import HELD, NOT_SHOWN, OPPOSITE, fieller, holm, judge, problems, welch
+from research.analyse import problems, welch
 from research.plan import ResearchError, Run, entries_of, plan_names, plan_of, read_plan
-from research.tables import KEPT, Table, read_table, read_tables, settings_of, write_table
-from simreg_megatron.tools import events
+from research.tables import KEPT, Table, read_table, read_tables, settings_of
 from tests.helpers import jobs
 
 TABLES = read_tables(KEPT)
@@ -79,11 +75,6 @@ def test_what_is_no_plan(change: dict, word: str, tmp_path: Path) -> None:
         read_plan(str(tmp_path / "plan.yaml"))
 
 
-def test_a_plan_that_is_not_there() -> None:
-    with pytest.raises(ResearchError, match=r"no plan nothing.*convergence"):
-        read_plan("nothing")
-
-
 # The results that are kept --------------------------------------------------------------------------------------------
 
 
@@ -103,17 +94,6 @@ def test_the_pages_tables_follow_from_the_results() -> None:
         text = "\n".join(lines) + "\n"
         assert (RESULTS / f"{name}.md").read_text() == text, "python -m research keep"
         assert name != "claims" or quoted(page, name) == text
-
-
-def test_the_gain_at_width_64_computed_by_hand() -> None:
-    """Five seeds against the baseline's ten, which lie in two tables: 0.0994 lower (0.0784 to 0.1204)."""
-    verdict = next(each for each in judge("convergence", TABLES) if each.place == ("64", "20"))
-    assert len(verdict.arm) == 5 and len(set(verdict.than)) == 10 and verdict.word == HELD
-    assert verdict.test.difference == pytest.approx(sum(verdict.arm) / 5 - sum(verdict.than) / 10)
-    assert (verdict.test.difference, verdict.test.low, verdict.test.high) == pytest.approx(
-        (-0.0994, -0.1204, -0.0784), abs=5e-5
-    )
-    assert verdict.saved == "at least 15% of the tokens (12% to 18%)"
 
 
 def _without(table: Table, **changes: str) -> Table:
@@ -138,15 +118,6 @@ def test_what_forbids_a_conclusion(change, word: str) -> None:  # type: ignore[n
     assert any(word in problem for problem in found), found
 
 
-def test_a_search_that_lacks_a_run_forbids_a_conclusion() -> None:
-    search = TABLES["tuning"]
-    lame = {
-        **TABLES,
-        "tuning": replace(search, rows=[row for row in search.rows if row["size"] != "64"] + search.rows[:1]),
-    }
-    assert any("comes from a search" in found or "come from a search" in found for found in problems("edge", lame))
-
-
 # Statistics -----------------------------------------------------------------------------------------------------------
 
 
@@ -158,48 +129,6 @@ def test_welch_is_scipys() -> None:
     assert found.p_value == pytest.approx(stats.ttest_ind(one, two, equal_var=False, alternative="less").pvalue)
     assert found.low < found.difference < found.high and found.difference == pytest.approx(-0.45)
     assert welch([1.0, math.inf], [1.0, 2.0]).p_value == 1.0
-
-
-def test_fieller_covers_the_ratio() -> None:
-    ratio, low, high = fieller([2.0, 2.1, 1.9], [1.0, 1.1, 0.9], [3.0, 3.2, 2.8])  # type: ignore[misc]
-    assert low < ratio < high and high - low < 0.3 and ratio == pytest.approx(0.5)
-    assert fieller([2.0, 1.0], [1.0, 2.0], [1.1, 2.1]) is None  # the difference below is not away from 0
-
-
-def test_holm() -> None:
-    assert holm([0.001, 0.02, 0.9]) == 2 and holm([0.02, 0.03]) == 2 and holm([0.03, 0.04]) == 0
-
-
-def test_verdicts_of_both_signs() -> None:
-    def table(a: Sequence[float], b: Sequence[float]) -> Table:
-        rows = [
-            {
-                "arm": arm,
-                "size": "32",
-                "tokens_per_parameter": "20",
-                "validation_loss": str(loss),
-                "steps": "9",
-                "trial": "0",
-                "seed": str(seed),
-                "status": "done",
-                "run": f"{arm}{seed}",
-                "flags": f"--arm {arm} --seed {seed}",
-                "data": "",
-                "device": "",
-                "number_type": "",
-            }
-            for arm, losses in (("a", a), ("b", b))
-            for seed, loss in enumerate(losses)
-        ]
-        return Table(plan_of(PLAN), rows, {})
-
-    for a, b, word in (
-        ([3.0, 3.1, 3.2], [2.0, 2.1, 2.2], HELD),
-        ([2.0, 2.1, 2.2], [3.0, 3.1, 3.2], OPPOSITE),
-        ([2.0, 3.0, 4.0], [2.1, 3.0, 3.9], NOT_SHOWN),
-    ):
-        (verdict,) = judge("small", {"small": table(a, b)})
-        assert verdict.word == word and str(verdict).startswith(f"{word}: b is lower; size 32")
 
 
 # Running --------------------------------------------------------------------------------------------------------------
@@ -295,45 +224,4 @@ def test_a_run_that_outlives_its_program_counts(trains: dict[str, str], tmp_path
     assert here.store.result(entry.run)[0]["status"] == "done"  # type: ignore[index]
 
 
-def test_ctrl_c_stops_the_runs(trains: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trains["1"] = "hang"
-    entry = entries_of(plan_of(PLAN), "text", lambda arm, size: {}, quick=True)[0]
-    here = runner(tmp_path)
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        here.train([entry.run], lambda: None)
-    (worker,) = here.workers
-    assert worker.process.returncode == -signal.SIGTERM
-
-
-def test_tables_count_as_results(tmp_path: Path) -> None:
-    """A table that was copied into a folder spares its runs, and is the same when it is written again."""
-    table = TABLES["edge"]
-    store = run.Store(tmp_path, {"edge": table})
-    entries = entries_of(table.plan, table.rows[0]["data"], settings_of(table.plan, TABLES))
-    assert all(store.result(entry.run) for entry in entries)
-    write_table(tmp_path, table.plan, [(entry, *store.result(entry.run)) for entry in entries])  # type: ignore[misc]
-    again = read_table(tmp_path, "edge")
-    assert again.plan == table.plan and again.curves == table.curves
-    assert [row["validation_loss"] for row in again.rows] == [row["validation_loss"] for row in table.rows]
-
-
-def test_a_log_without_its_end_is_a_failure(tmp_path: Path) -> None:
-    (tmp_path / "log.txt").write_text("> Trains on cpu in fp32\nKilled\n")
-    row, curves = run.outcome(tmp_path, 0, 6, DATASET)
-    assert row["status"] == "failed" and curves == {}
-    with pytest.raises(events.ReportError):
-        events.read_run(tmp_path / "tensorboard")
-
-
 # The command ----------------------------------------------------------------------------------------------------------
-
-
-def test_errors_are_one_sentence(tmp_path: Path) -> None:
-    done = jobs.run([sys.executable, "-m", "research", "report", str(tmp_path)])
-    assert done.returncode == 2 and done.stderr == f"error: {tmp_path} holds no results: name the --output folder of " \
-        "`python -m research run`\n"  # fmt: skip

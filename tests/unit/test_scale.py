@@ -73,12 +73,6 @@ def test_a_log_step_stays_on_the_device_and_adds_what_the_table_says(case: Case)
         assert cost.syncs == 0 and cost.host == []
 
 
-def test_no_line_of_the_table_waits_for_the_device_or_touches_the_host() -> None:
-    assert len(KEPT) == len(CASES)
-    assert all(line["syncs"] == line["host_tensors"] == "0" for line in KEPT)
-    assert "\n".join(scale.table(KEPT)) + "\n" == (RESULTS / "scale.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("case", [SMALL, replace(SMALL, chunk=0), Case(Layout(4, 2), 16, 2048, 1024, 1024)], ids=str)
 def test_all_ranks_make_matching_collectives(case: Case) -> None:
     sent = sent_by_all(case)
@@ -101,19 +95,6 @@ def test_nothing_is_sent_with_the_chunks_that_the_page_recommends(layout: Layout
     assert sent_by(case, (0, 0)).calls == []
     twice = replace(case, chunk=2 * case.chunk)
     assert all(plan.travels for plan in plans_of(twice).values()), "and it is the largest"
-
-
-def test_data_and_pipeline_parallelism_add_nothing() -> None:
-    """The same collectives among the same ranks of the last stage, in each replica; ranks of one replica alone."""
-    layout, rank = LARGEST.layout, (1, 3)
-    alone = replace(LARGEST, layout=replace(layout, data=1, pipeline=1))
-    expected = sent_by(alone, rank).calls
-    assert len(expected) == 4
-    for replica in (0, 7, layout.data - 1):
-        found = sent_by(LARGEST, rank, data=replica).calls
-        first = layout.number((0, 0), replica)
-        assert first >= layout.num_ranks * (layout.pipeline - 1) // layout.pipeline, "the last stage"
-        assert [replace(call, ranks=tuple(one - first for one in call.ranks)) for call in found] == expected
 
 
 def test_ranks_are_numbered_as_megatron_numbers_them() -> None:

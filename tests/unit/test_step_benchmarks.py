@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import alternating_run, launched, steps, train
+from benchmarks import launched, steps, train
 from launch.launcher import make_parser
 from launch.plan import Machine, build_plan
 
@@ -45,32 +40,3 @@ def test_steps_of_350m_have_an_aligned_ffn_and_one_kind_the_presets(engine: bool
     assert flags[flags.index("--ffn-hidden-size") + 1] == str(width)
     assert "--no-create-attention-mask-in-dataloader" in flags
     assert kind not in steps._chosen("tiny", "FFN") or kind == steps.PLAIN
-
-
-def test_alternating_steps_are_timed_and_the_last_ones_profiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    holder = SimpleNamespace(train_step=None, loss="ours")
-    seen: list[tuple[str, str]] = []
-    seams: list[tuple[Any, str, Any, Any]] = [
-        (holder, "train_step", lambda: seen.append(("plain", holder.loss)), lambda: seen.append(("ours", holder.loss))),
-        (holder, "loss", "plain", "ours"),
-    ]
-    monkeypatch.setattr(train.installation, "current", lambda: SimpleNamespace(paused=False))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(alternating_run, "_iterations", lambda: 8 + alternating_run.PROFILED)
-    monkeypatch.setattr(alternating_run, "profiled", lambda step: (step(), {"launches": 1}))
-    times, profile = io.StringIO(), tmp_path / "profile.json"
-    alternating = alternating_run.Alternating(seams, times, profile)
-    for _ in range(8 + alternating_run.PROFILED):
-        alternating()
-    assert [mine for mine, _ in seen] == [
-        "plain" if alternating_run.is_plain(step) else "ours" for step in range(8 + alternating_run.PROFILED)
-    ]
-    assert all(mine == loss for mine, loss in seen), "the other functions, too"
-    rows = list(csv.DictReader(times.getvalue().splitlines()))
-    assert [int(row["step"]) for row in rows] == list(range(8)) and rows[0]["plain"] == "1"
-    found = json.loads(profile.read_text())
-    assert [(step["step"], step["plain"]) for step in found] == [
-        (n, alternating_run.is_plain(n)) for n in (8, 9, 10, 11)
-    ]
