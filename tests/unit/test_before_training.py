@@ -34,20 +34,6 @@ def installed(config: SimRegConfig | None) -> None:
     installation.keep(installation.Installation(config, lambda config: ()))
 
 
-def test_another_loop_takes_the_fastest_form_and_opens_the_group_of_its_rows(calls: list[tuple]) -> None:
-    config, model, earlier = SimRegConfig(lambda_=1, layers=(2, "final")), Model(num_layers=2), Model(num_layers=2)
-    earlier.post_process = False
-    earlier.decoder.layers[0].layer_number = 2
-    installed(config)
-    loop.begin_run([earlier, model], micro_batch_size=3, seq_length=LENGTH)
-    opened = [("open_row_group", earlier), ("open_row_group", model)]
-    assert calls == [("choose_form", config, [earlier, model], 3, LENGTH), *opened]
-    calls.clear()
-    earlier.decoder.layers[0].layer_number = 1
-    loop.begin_run([earlier, model], micro_batch_size=3)
-    assert calls == opened[1:], "no shape is known, and a stage without a term opens nothing"
-
-
 def megatrons(monkeypatch: pytest.MonkeyPatch, *flags: str) -> argparse.Namespace:
     """Megatron has read these flags."""
     args = add_simreg_arguments(argparse.ArgumentParser()).parse_args(flags)

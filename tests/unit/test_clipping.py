@@ -11,7 +11,7 @@ import torch
 
 from simreg_megatron.adagc import clipping, gradients
 from simreg_megatron.adagc.clipping import Clipping
-from simreg_megatron.adagc.gradients import Named, _counted_experts, _whole, named_parameters
+from simreg_megatron.adagc.gradients import _counted_experts, named_parameters
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.plugin import compat, installation, loop
 
@@ -29,14 +29,6 @@ def test_hidden_gradients_are_refused(flag: str) -> None:
     with pytest.raises(NotImplementedError, match=f"--{flag.replace('_', '-')} keeps the gradients: drop one of them"):
         gradients.refuse_hidden(STEPPED, SimpleNamespace(**{flag: True}))
     gradients.refuse_hidden(STEPPED, SimpleNamespace(**{flag: False}))
-
-
-def test_a_release_without_the_seam_is_named() -> None:
-    lacks = SimpleNamespace(get_grad_norm=None)
-    with pytest.raises(
-        NotImplementedError, match=r"SimpleNamespace, which has no step_with_ready_grads: use megatron-core"
-    ):
-        gradients.refuse_hidden(lacks, SimpleNamespace())
 
 
 def test_an_unknown_optimizer_is_named() -> None:
@@ -71,13 +63,6 @@ def test_the_precision_aware_optimizer_steps_on_the_models_own_type() -> None:
     assert gradients.gradient_of(shard) is shard.decoupled_grad
     shard.decoupled_grad = None
     assert gradients.gradient_of(shard) is None
-
-
-def test_weights_cut_further_are_refused() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2))
-    weight.is_gtp_weight_remat = True
-    with pytest.raises(NotImplementedError, match=r"--tensor-parallel-num-weight-shards cuts mlp\.weight: drop one"):
-        _whole("mlp.weight", weight, is_cut=True)
 
 
 @pytest.mark.parametrize("name", ["weight1", "linear_fc1.weight", "linear_fc2.bias"])
@@ -130,48 +115,6 @@ ROWS = torch.tensor([[1.0, -2.0, 0.5], [0.3, 1.0, -1.0]])
 )
 def test_a_wrong_mark_shows_in_the_numbers(numbers: torch.Tensor, is_cut: bool, wrong: str | None) -> None:
     assert gradients.wrong_mark(numbers, is_cut=is_cut) == wrong
-
-
-class Ranks:
-    """A group whose other rank holds these."""
-
-    def __init__(self, others: torch.Tensor) -> None:
-        self.others = others
-
-    def size(self) -> int:
-        return 2
-
-
-def test_a_parameter_with_a_wrong_mark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_gather(found: list[torch.Tensor], own: torch.Tensor, group: Ranks) -> None:
-        found[0].copy_(own)
-        found[1].copy_(group.others)
-
-    monkeypatch.setattr(gradients.dist, "all_gather", all_gather)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    parameters = [torch.nn.Parameter(torch.arange(1.0, 21.0)), torch.nn.Parameter(torch.ones(2, 2))]
-    named = [Named(name, parameter, True, 4, False) for name, parameter in zip("ab", parameters, strict=True)]
-    same = torch.stack([gradients._first_numbers(parameter) for parameter in parameters])
-    gradients._refuse_among(named, Ranks(same))
-    with pytest.raises(
-        NotImplementedError, match=r"cannot measure b: Megatron says .* hold the same of it, and they do"
-    ):
-        gradients._refuse_among(named, Ranks(same * torch.tensor([[1.0], [2.0]])))
-
-
-def test_experts_are_counted_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import parallel_state
-
-    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda: 3)
-    config = SimpleNamespace(num_moe_experts=8, expert_model_parallel_size=4)
-    for name, counted in {
-        "mlp.experts.local_experts.1.linear_fc1.weight": "mlp.experts.local_experts.7.linear_fc1.weight",
-        "mlp.experts.linear_fc2.weight0": "mlp.experts.linear_fc2.weight6",
-        "mlp.experts.linear_fc1.bias1": "mlp.experts.linear_fc1.bias7",
-        "mlp.linear_fc1.weight": "mlp.linear_fc1.weight",
-        "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",
-    }.items():
-        assert _counted_experts(name, config) == counted
 
 
 def attached(names: list[str], **settings: Any) -> Clipping:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.plugin import compat, layers, refusals
+from simreg_megatron.plugin import layers, refusals
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,6 @@ def test_what_cannot_be_caught_is_refused(config: dict, flags: dict, sentence: s
     with pytest.raises(error, match=sentence):
         refusals.refuse_arguments(args, SimRegConfig(lambda_=1, **config))
     refusals.refuse_arguments(args, SimRegConfig(lambda_=1))
-
-
-def test_flags_that_leave_layers_alone_are_accepted() -> None:
-    flags = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
-    flags |= {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
-    for recompute in ("full", "selective"):
-        args = SimpleNamespace(log_interval=1, num_layers=8, recompute_granularity=recompute, **flags)
-        refusals.refuse_arguments(args, SimRegConfig(lambda_=1, layers="2,final", placement="pre-norm"))
 
 
 def block(*layers: int, last: bool = True, **config):
@@ -116,18 +108,3 @@ def test_a_layer_whose_hook_did_not_fire_is_not_taken_for_the_decoders_output() 
     states = layers.InnerStates(SimRegConfig(lambda_=1, layers="2,4"))
     states.catch(lambda decoder: torch.zeros(1), decoder)
     assert list(states._caught[decoder]) == [4]
-
-
-@pytest.mark.megatron
-def test_every_model_of_this_release_has_its_seam() -> None:
-    names = [f"{seam.owner}.{seam.name}" for seam in compat.model_seams()]
-    assert names == ["GPTModel._postprocess", "HybridModel.forward"]
-
-
-def test_a_release_without_postprocess_gets_the_forward_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OldModel:
-        def forward(self, input_ids, labels=None) -> None: ...
-
-    monkeypatch.setattr(compat.Seam, "holder", lambda seam: OldModel)
-    seams = compat.model_seams()
-    assert seams[0] is compat.FORWARD_SEAMS[0]

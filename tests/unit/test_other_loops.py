@@ -91,7 +91,6 @@ def test_only_a_model_that_trains_gets_the_term(what: str) -> None:
 
 WIDE = {"objective_options": "prefixes=4/16"}
 TOO_WIDE = "objective simreg cannot take 16 features of states of width 8: give prefixes of at most 8"
-ALONE = "objective simcse compares the sequences of a micro-batch, and the micro-batch size is 1"
 
 
 def test_prefixes_wider_than_the_states_are_refused() -> None:
@@ -103,23 +102,6 @@ def test_prefixes_wider_than_the_states_are_refused() -> None:
     installed(objective_options="prefixes=4/8")
     loop.begin_run(Model())
     train(Model())
-
-
-def test_a_sequence_alone_is_refused() -> None:
-    installed(objective="simcse")
-    with pytest.raises(ValueError, match=ALONE):
-        loop.begin_run(Model(), micro_batch_size=1, seq_length=LENGTH)
-    with pytest.raises(ValueError, match=ALONE):
-        train(Model(), num_sequences=1)
-    train(Model(), num_sequences=2)
-
-
-def test_a_sequence_of_another_rank_is_enough(data_ranks: One) -> None:
-    installed(objective="simcse", objective_options="gather=yes")
-    with pytest.raises(ValueError, match="of all data-parallel ranks, of which there is one"):
-        loop.begin_run(Model(), micro_batch_size=1)
-    data_ranks._size = 2
-    loop.begin_run(Model(), micro_batch_size=1)
 
 
 def test_the_log_is_reduced_over_the_ranks_of_the_model(data_ranks: One) -> None:
@@ -145,14 +127,6 @@ def test_another_loss_and_packing_that_cannot_be_followed_are_refused() -> None:
     packed.local_cp_size = 2
     with pytest.raises(NotImplementedError, match=r"here local_cp_size is 2.*--simreg-lambda 0"):
         model(hidden_states, labels, packed)
-
-
-def test_packed_rows_are_refused_where_rows_are_sequences() -> None:
-    installed(objective="simcse")
-    with pytest.raises(NotImplementedError, match="simcse treats each row as one sequence, but packed rows hold"):
-        train(Model(), packed=SimpleNamespace())
-    installed(objective="creg")
-    train(Model(), packed=SimpleNamespace())
 
 
 @pytest.mark.parametrize(
@@ -222,11 +196,3 @@ def test_states_that_were_not_caught_are_no_silent_loss(settings: dict, what: st
     installed(**settings)
     with pytest.raises(NotImplementedError, match=f"the states {what} did not come by"):
         train(Model())
-
-
-def test_a_layer_that_was_not_caught_beside_others_is_no_silent_loss() -> None:
-    installed(layers=(1, "final"))
-    model = Model()
-    installation.regularizer().inner_states._caught[model.decoder] = {"final": torch.zeros(1)}
-    with pytest.raises(NotImplementedError, match="the states of layer 1 did not come by"):
-        train(model)

@@ -24,23 +24,6 @@ def arguments(**given: object) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"reset_attention_mask": True},
-        {"reset_attention_mask": True, "pipeline_model_parallel_size": 2},
-        {"reset_attention_mask": True, "context_parallel_size": 2},
-        {"dataloader_inter_document_masking": True},
-        {"dataloader_inter_document_masking": True, "pipeline_model_parallel_size": 4, "micro_batch_size": 1},
-        {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
-    ],
-)
-def test_what_works_passes(given: dict[str, object]) -> None:
-    from simreg_megatron.pretrain import check_document_masks
-
-    check_document_masks(arguments(**given))
-
-
-@pytest.mark.parametrize(
     ("given", "sentence"),
     [
         ({"reset_attention_mask": True, "pipeline_model_parallel_size": 3}, "first and the last pipeline stage only"),
@@ -90,51 +73,3 @@ def test_a_middle_stage_that_predicts_further_holds_embeddings(monkeypatch: pyte
     monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(untie_embeddings_and_output_weights=True))
     monkeypatch.setattr(pretrain, "core_transformer_config_from_args", lambda args: config)
     assert pretrain.embedding_ranks([4, 5, 6]) == [4, 5]
-
-
-FROM_FLAGS = {
-    "random_seed": "seed",
-    "sequence_length": "seq_length",
-    "split": "split",
-    "multiple_validation_sets": "multiple_validation_sets",
-    "full_validation": "full_validation",
-    "num_dataset_builder_threads": "num_dataset_builder_threads",
-    "path_to_cache": "data_cache_path",
-    "mmap_bin_files": "mmap_bin_files",
-    "reset_position_ids": "reset_position_ids",
-    "reset_attention_mask": "reset_attention_mask",
-    "eod_mask_loss": "eod_mask_loss",
-    "create_attention_mask": "create_attention_mask_in_dataloader",
-    "inter_document_masking": "dataloader_inter_document_masking",
-    "context_parallel_size": "context_parallel_size",
-    "data_parallel_size": "data_parallel_size",
-}
-"""What the data sets are told, by the flag that says it."""
-
-
-@pytest.mark.parametrize(("mock", "parallel"), [(False, True), (True, False)])
-def test_the_data_sets_are_as_the_flags_say(mock: bool, parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simreg_megatron import pretrain
-
-    built: list[tuple] = []
-
-    class Builder:
-        def __init__(self, *given: object) -> None:
-            built.append(given)
-
-        def build(self) -> str:
-            return "three sets"
-
-    flags = {name: f"what --{name} says" for name in FROM_FLAGS.values()}
-    args = SimpleNamespace(**flags, mock_data=mock, tensor_model_parallel_size=4, sequence_parallel=parallel)
-    monkeypatch.setattr(pretrain, "get_args", lambda: args)
-    monkeypatch.setattr(pretrain, "get_blend_and_blend_per_split", lambda given: ("blend", "blend of each split"))
-    monkeypatch.setattr(pretrain, "build_tokenizer", lambda given: ("tokenizer", given))
-    monkeypatch.setattr(pretrain, "GPTDatasetConfig", dict)
-    monkeypatch.setattr(pretrain, "BlendedMegatronDatasetBuilder", Builder)
-    assert pretrain.datasets_provider([7, 8, 9]) == "three sets"
-    ((kind, numbers, _, config),) = built
-    assert kind is (pretrain.MockGPTDataset if mock else pretrain.GPTDataset) and numbers == [7, 8, 9]
-    beside = {"blend": "blend", "blend_per_split": "blend of each split", "tokenizer": ("tokenizer", args)}
-    beside["sequence_parallel_size"] = 4 if parallel else 0
-    assert config == {name: flags[flag] for name, flag in FROM_FLAGS.items()} | beside

@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from simreg_megatron import SimRegConfig, loop, notices
+from simreg_megatron import SimRegConfig, notices
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.plugin import compat, refusals
 from simreg_megatron.plugin import loop as plugin_loop
-from simreg_megatron.plugin.log import charts_of, write_scalars
+from simreg_megatron.plugin.log import write_scalars
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
 from simreg_megatron.weights import heads, learnable
 
@@ -104,17 +103,6 @@ def test_sequences_that_cannot_be_compared_are_refused(flags: dict, sentence: st
     refusals.refuse_arguments(SimpleNamespace(log_interval=1, **flags), SimRegConfig(lambda_=1, objective="creg"))
 
 
-def test_sequences_of_other_ranks_are_enough() -> None:
-    config = SimRegConfig(lambda_=1, objective="simcse", objective_options="gather=yes")
-    args = SimpleNamespace(log_interval=1, micro_batch_size=1, data_parallel_size=2)
-    refusals.refuse_arguments(args, config)
-    args.data_parallel_size = 1
-    with pytest.raises(
-        ValueError, match="of all data-parallel ranks, of which there is one, and the micro-batch size is 1"
-    ):
-        refusals.refuse_arguments(args, config)
-
-
 @pytest.mark.parametrize(
     ("settings", "name", "enough"),
     [
@@ -156,16 +144,6 @@ def test_labels_without_a_mask_all_count_and_that_is_said_once(capsys: pytest.Ca
     assert valid_tokens(labels, torch.tensor([[0, 1, 1, 1]])).tolist() == [[False, False, True, False]]
 
 
-def test_a_checkpoint_without_trained_scalars_is_named() -> None:
-    config = SimRegConfig(lambda_=1, similarity="learnable")
-    with pytest.raises(RuntimeError, match=r"without simreg_similarity\.query and simreg_similarity\.key.* log_all"):
-        learnable.explain(KeyError("simreg_similarity.key from model not in state dict: [...]"), config)
-    with pytest.raises(RuntimeError, match="initialize them with --dist-ckpt-strictness log_all --no-load-optim, or"):
-        learnable.explain(KeyError("simreg_similarity.key"), config, is_distributed=True)
-    learnable.explain(KeyError("decoder.weight from model not in state dict"), config)
-    learnable.explain(KeyError("simreg_similarity.key from model not in state dict"), SimRegConfig(lambda_=1))
-
-
 def test_an_optimizer_of_other_scalars_is_named() -> None:
     error = ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
     plain, config = SimRegConfig(lambda_=1), SimRegConfig(lambda_=1, similarity="learnable")
@@ -198,22 +176,6 @@ def test_ranks_in_an_unknown_order_are_refused() -> None:
         shard_of(model, LABELS)
     groups.tp_cp = Ranked(4, 1)
     assert shard_of(model, LABELS).rank == (0, 1)
-
-
-@pytest.mark.parametrize(("shards", "whose"), [(1, "the model's"), (2, "Megatron's")])
-def test_ranks_that_share_a_weight_train_on_other_sequences(
-    shards: int, whose: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = ModuleType("megatron.core.parallel_state")
-    state.get_data_parallel_group = lambda with_context_parallel: ("Megatron's", with_context_parallel)
-    core = ModuleType("megatron.core")
-    core.parallel_state = state
-    for name, module in (("megatron", ModuleType("megatron")), ("megatron.core", core), (state.__name__, state)):
-        monkeypatch.setitem(sys.modules, name, module)
-    groups = SimpleNamespace(dp=("the model's", False), dp_cp=("the model's", True), gtp_remat=Group(shards))
-    for with_context in (False, True):
-        found = compat.data_group(SimpleNamespace(pg_collection=groups), with_context=with_context)
-        assert found == (whose, with_context)
 
 
 @pytest.mark.parametrize("tokenizer", [SimpleNamespace(), SimpleNamespace(eod=None)])
@@ -258,29 +220,6 @@ def test_what_full_iteration_graphs_cannot_repeat_is_refused(
         refusals.refuse_arguments(layers, config)
 
 
-def test_full_iteration_graphs_need_a_step_before_them() -> None:
-    args = SimpleNamespace(log_interval=1, cuda_graph_impl="full_iteration", cuda_graph_warmup_steps=3)
-    refusals.refuse_arguments(args, SimRegConfig(lambda_=1))
-    args.cuda_graph_warmup_steps = 0
-    with pytest.raises(ValueError, match="set --cuda-graph-warmup-steps to 1 or more"):
-        refusals.refuse_arguments(args, SimRegConfig(lambda_=1))
-
-
-def test_a_training_must_be_long_enough_to_be_on_and_off() -> None:
-    config = SimRegConfig(lambda_=1, off_after=0.25)
-    refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=4), config)
-    refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=None), config)
-    with pytest.raises(ValueError, match=r"--simreg-off-after 0\.25 of 1 iterations is no iteration"):
-        refusals.refuse_arguments(SimpleNamespace(log_interval=1, train_iters=1), config)
-
-
-def test_log_interval_must_fit_megatrons() -> None:
-    args = SimpleNamespace(log_interval=10)
-    with pytest.raises(ValueError, match="15 must be a multiple of --log-interval 10"):
-        refusals.refuse_arguments(args, SimRegConfig(lambda_=1, log_interval=15))
-    refusals.refuse_arguments(args, SimRegConfig(lambda_=1, log_interval=20))
-
-
 class Writer:
     def __init__(self) -> None:
         self.written: list[tuple] = []
@@ -310,23 +249,3 @@ def test_values_reach_the_writers_that_are_open(there: tuple[str, ...], monkeypa
         assert writers[name].written == [("simreg loss", 0.5, 7), ("simreg loss", 0.25, 8)]
         charts = {"SimReg": {"losses": ["Multiline", ["^lm loss$", "^simreg loss$"]]}}
         assert writers[name].layouts == ([charts] if name == "tensorboard" else []), "once"
-
-
-def test_values_that_belong_together_share_a_chart(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    names = ("simreg loss", "simreg positive cosine", "simreg negative cosine", "simreg margin 10%", "simreg norm")
-    charts = charts_of(names)["SimReg"]
-    assert charts["cosines"] == ["Multiline", ["^simreg positive cosine$", "^simreg negative cosine$"]]
-    assert charts.keys() == {"losses", "cosines", "margins of predictions"}, "nothing empty"
-    assert charts_of(["adagc clipped share"]) == {"SimReg": {"clipping": ["Multiline", ["^adagc clipped share$"]]}}
-    with SummaryWriter(tmp_path) as writer:
-        writer.add_custom_scalars(charts_of(names))
-    read = EventAccumulator(str(tmp_path)).Reload()
-    assert read.Tags()["tensors"] == ["custom_scalars__config__"]
-
-
-def test_a_loop_that_forgot_install_is_told() -> None:
-    with pytest.raises(RuntimeError, match="SimReg is not installed: call install"):
-        loop.begin_step(0, measures=True)

@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.notices import log_once
 from simreg_megatron.plugin import compat, model
 from simreg_megatron.plugin import installation as state
 from simreg_megatron.plugin.hooks import install, uninstall
@@ -68,34 +67,6 @@ def test_a_package_that_megatron_lacks_is_named(monkeypatch: pytest.MonkeyPatch,
         seam(None, module="needy_megatron").holder()
 
 
-def test_wrapped_functions_come_back(module: ModuleType) -> None:
-    original = FitModel._postprocess
-    installation = Installation(None, lambda config: ())
-    installation.wrap(
-        seam("FitModel").holder(),
-        seam("FitModel").name,
-        lambda inner: lambda *args, **kwargs: "wrapped " + inner(*args, **kwargs),
-    )
-    assert FitModel()._postprocess(None, None) == "wrapped own"
-    kept = FitModel._postprocess
-    installation.unwrap_all()
-    assert FitModel._postprocess is original
-    assert kept(FitModel(), None, None) == "own", "whoever keeps the wrapper has the original"
-
-
-def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FitModel._postprocess
-    installation = Installation(None, lambda config: ())
-    installation.wrap(FitModel, "_postprocess", lambda inner: lambda *args: inner(*args))
-    monkeypatch.setattr(FitModel, "_postprocess", original)
-    monkeypatch.setattr(OddModel, "_postprocess", OddModel._postprocess)  # so that it comes back
-    installation.wrap(OddModel, "_postprocess", lambda inner: lambda *args: inner(*args))
-    ours = OddModel._postprocess
-    with pytest.raises(RuntimeError, match="wrapped again after SimReg"):
-        installation.unwrap_all()
-    assert OddModel._postprocess is ours, "all or nothing"
-
-
 def test_a_restarted_run_begins_anew() -> None:
     """Megatron can restart a run inside the process, with new groups: nothing of the old run may be left."""
     installation = Installation(SimRegConfig(lambda_=1), lambda config: ())
@@ -119,15 +90,6 @@ def test_a_wrapper_that_passes_everything_on_is_no_obstacle(
     assert named["hidden_states"] == 1 and named["labels"] == 2
     plain = compat.named_arguments(inspect.signature(inner), "model", 1, labels=2)
     assert plain == {"self": "model", "hidden_states": 1, "labels": 2}
-
-
-@pytest.mark.parametrize(
-    ("version", "untried"),
-    [("0.12.3", False), ("0.19.2", False), ("0.20.0", True), ("0.20.0rc0+abc", True), ("1.0", True), ("(none)", False)],
-)
-def test_which_release_is_new_to_the_plugin(version: str, untried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "megatron_version", lambda: version)
-    assert compat.is_untried_release() is untried
 
 
 @pytest.mark.megatron
@@ -154,15 +116,6 @@ def test_an_installation_that_fails_half_way_leaves_nothing(monkeypatch: pytest.
     monkeypatch.undo()
     install(SimRegConfig(lambda_=2))  # not "with other settings already"
     uninstall()
-
-
-def test_the_next_installation_says_again_what_is_on(capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(2):
-        state.keep(Installation(None, lambda config: ()))
-        log_once("SimReg: lambda 10")
-        log_once("SimReg: lambda 10")
-        uninstall()
-    assert capsys.readouterr().out == 2 * "> SimReg: lambda 10\n"
 
 
 def test_flags_that_were_parsed_before_are_no_silent_lambda_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
