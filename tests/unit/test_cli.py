@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from simreg_megatron import __version__, cli, doctor
+from simreg_megatron import cli, doctor
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.sentences import SentenceError
@@ -78,19 +78,6 @@ def test_doctor_trains_a_step(capsys: Captured, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("present", "sentence"),
-    [
-        (set(), "apex: not installed"),
-        ({"apex"}, "apex: NOT NVIDIA's"),
-        ({"apex", "apex.optimizers", "apex.normalization"}, "apex: NVIDIA's."),
-    ],
-)
-def test_which_apex(present: set[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if name in present else None)
-    assert doctor._apex_sentence().startswith(sentence)
-
-
-@pytest.mark.parametrize(
     ("text", "sentences"),
     [
         ("import simreg_megatron\nsimreg_megatron.install()\npretrain()", ["It installs SimReg itself."]),
@@ -110,14 +97,6 @@ def test_doctor_reads_the_script(text: str, sentences: list[str], tmp_path, monk
     assert sys.path[0] == str(tmp_path), "the Megatron beside the script comes first"
 
 
-def test_doctor_says_which_tree_a_script_would_use(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    (tmp_path / "train.py").write_text("")
-    first, *_ = doctor._look_at_script(tmp_path / "train.py")
-    assert str(tmp_path) in first.partition("with Megatron from")[2]
-
-
 @pytest.mark.parametrize("content", [None, "def (:"])
 def test_doctor_refuses_what_is_no_script(content: str | None, tmp_path) -> None:
     script = tmp_path / "train.py"
@@ -125,16 +104,6 @@ def test_doctor_refuses_what_is_no_script(content: str | None, tmp_path) -> None
         script.write_text(content)
     done = jobs.run([sys.executable, "-m", "simreg_megatron.cli", "doctor", "--script", str(script)])
     assert done.returncode == 2 and "cannot read" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_script_without_the_option_is_taken_as_one(tmp_path, capsys: Captured) -> None:
-    assert cli.main(["doctor", str(tmp_path / "train.py")]) == 2 and "cannot read" in capsys.readouterr().err
-
-
-def test_the_version(capsys: Captured) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"simreg-megatron {__version__}\n"
 
 
 def test_the_page_of_flags_is_the_parsers() -> None:
@@ -154,33 +123,6 @@ def test_every_flag_has_one_sentence(capsys: Captured) -> None:
     assert cli.main(["flags"]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name, _ in told) and max(map(len, said.splitlines())) <= 100
-
-
-def test_doctors_last_word_goes_with_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(doctor, "_print_seams", lambda: True)
-    (folder := tmp_path / "x[red]").mkdir()
-    for text, last in (("from simreg_megatron import install", "into this Megatron."), ("pretrain()", "lambda auto.")):
-        (folder / "train.py").write_text(text)
-        assert cli.main(["doctor", str(folder / "train.py")]) == 0
-        said = capsys.readouterr().out.strip()
-        assert "x[red]" in said and said.endswith(last)
-
-
-def test_doctor_takes_one_question(capsys: Captured) -> None:
-    for words in (["--gpu", "a.py"], ["--script", "a.py", "b.py"]):
-        assert cli.main(["doctor", *words]) == 2
-        assert "give one script, or --gpu alone" in capsys.readouterr().err
-
-
-def test_letters_that_the_terminal_lacks_end_nothing() -> None:
-    done = jobs.run(
-        [sys.executable, "-m", "simreg_megatron.cli", "doctor", "\u00e9.py"],
-        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import launcher
-from launch.flags import LaunchError
 from simreg_megatron.installed import broken_transformer_engine
 
 
@@ -69,18 +67,3 @@ def test_transformer_engine_loads_the_cudnn_of_torch(
     monkeypatch.syspath_prepend(tmp_path)
     assert ("/usr/local/cudnn" if given else f"{tmp_path}/nvidia/cudnn") in str(broken_transformer_engine())
     monkeypatch.delenv("CUDNN_HOME", raising=False)
-
-
-def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as the CPU backend hides it
-    assert broken_transformer_engine() is None
-
-
-def test_the_launcher_says_so_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "broken_transformer_engine", lambda: "it is broken")
-    monkeypatch.setattr(launcher, "_gpus", lambda: 0)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert launcher.look_at_machine().gpus == 0
-    monkeypatch.setattr(launcher, "_gpus", lambda: 1)
-    with pytest.raises(LaunchError, match="it is broken"):
-        launcher.look_at_machine()

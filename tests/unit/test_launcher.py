@@ -20,7 +20,6 @@ from launch.dry_run import command, describe
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags, read_preset
 from launch.launcher import make_parser
 from launch.plan import (
-    BUILTIN_CORPUS,
     PRESETS,
     RECIPES,
     Machine,
@@ -29,7 +28,6 @@ from launch.plan import (
     missing_kernels,
     resumed,
 )
-from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from simreg_megatron.tools.indexed import PairWriter
 from tests.helpers import jobs
 from tests.megatron import runs
@@ -119,34 +117,10 @@ def test_real_size_on_ranks_that_cannot_share_the_batch_is_refused() -> None:
         plan("--model", "7b", *OWN, *split, machine=WHOLE_NODES)
 
 
-def test_user_flags_replace_the_presets() -> None:
-    made = plan("--lr", "1", "--num-layers=6", "--seq-length", "128", "--split", "9,1,0")
-    assert values(made, "--lr") == ["1"]
-    assert [flag for flag in made.flags if flag_name(flag) == "--num-layers"] == [("--num-layers=6",)]
-    assert values(made, "--max-position-embeddings") == ["128"]
-    assert made.arguments[-2:] == ["--split", "9,1,0"]
-
-
 def test_a_short_run_gets_a_shorter_warmup() -> None:
     assert values(plan("--train-iters", "20"), "--lr-warmup-iters") == ["2"]
     assert values(plan("--train-iters", "41"), "--lr-warmup-iters") == ["40"]
     assert values(plan("--train-iters", "20", "--lr-warmup-iters", "0"), "--lr-warmup-iters") == ["0"]
-
-
-@pytest.mark.parametrize(
-    ("words", "on"),
-    [
-        ((), False),
-        (("--simreg-lambda", "0"), False),
-        (("--simreg-lambda", "0.0"), False),
-        (("--simreg-lambda=0e0",), False),
-        (("--simreg-lambda", "10"), True),
-        (("--simreg-lambda=auto",), True),
-        (("--simreg-objective", "none"), True),
-    ],
-)
-def test_simreg_settings_appear_with_simreg_only(words: tuple[str, ...], on: bool) -> None:
-    assert values(plan(*words), "--simreg-chunk-size") == (["64"] if on else [])
 
 
 def test_hardware_chooses_layers_and_precision() -> None:
@@ -165,7 +139,6 @@ def test_hardware_chooses_layers_and_precision() -> None:
     [
         (("--model", "350m", *OWN), CPU, "needs a GPU and this machine has none"),
         ((), Machine(gpus=1, world_size=2, local_world_size=2), "give torchrun --nproc-per-node 1"),
-        (("--sequence-parallel",), Machine(gpus=1), "needs Transformer Engine"),
         (("--model", "350m"), GPU, "give --data PREFIX"),
         (("--data-path", "text"), CPU, "--data-path needs --tokenizer"),
         ((*OWN, "--mock-data"), CPU, "both name the training text"),
@@ -193,12 +166,6 @@ def test_ffn_sizes_off_the_tensor_cores_grid_are_kept_and_said() -> None:
     assert plan("--model", "7b", *OWN, machine=WHOLE).notes == OFF_OF_A_SIZE
 
 
-@pytest.mark.parametrize("words", [(), ("--ffn", "5461"), ("--ffn-hidden-size", "5461")])
-def test_an_odd_ffn_size_is_kept_for_the_one_who_chose_it(words: tuple[str, ...]) -> None:
-    note = plan("--model", "1.3b", *OWN, *words, machine=WHOLE).notes[1]
-    assert note.endswith("it is kept because you asked for it" if words else "it is kept because it is the paper's")
-
-
 @pytest.mark.parametrize("size", [2371, 5461, 8640, 11008, 512])
 @pytest.mark.parametrize("split", [1, 2, 3, 4, 8])
 def test_aligned_sizes_split_evenly(size: int, split: int) -> None:
@@ -222,12 +189,6 @@ def test_only_real_sizes_save_and_where_they_save_no_clock_is_read() -> None:
     assert values(real, "--save") == ["runs/llama-7b-simreg-auto/checkpoints"]
     assert values(plan(), "--save") == []
     assert values(plan("--output", "here"), "--tensorboard-dir") == ["here/tensorboard"]
-
-
-def test_without_a_model_the_default_is_said_and_gpus_get_a_hint() -> None:
-    assert len(plan().notes) == 2 and "no --model given" in plan().notes[1]
-    assert "--model 350m --data PREFIX" in plan(machine=GPU).notes[2]
-    assert plan("--model", "tiny").notes == OFF
 
 
 @pytest.mark.parametrize(
@@ -266,10 +227,6 @@ def test_dry_run_prints_a_command_that_reads_back_as_the_plan() -> None:
         (
             "--nnodes 64 --node-rank 3 --master-addr HOST --master-port=7",
             "--nproc-per-node 4 --nnodes 64 --node-rank 3 --master-addr HOST --master-port 7",
-        ),
-        (
-            "--nnodes 2 --rdzv-backend c10d --rdzv_endpoint=HOST:1 --rdzv-id 'a b'",
-            "--nproc-per-node 4 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:1 --rdzv-id 'a b'",
         ),
         (
             "--nnodes 2 --node-rank 1 --rdzv-endpoint HOST:1",
@@ -361,8 +318,6 @@ def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None
     [
         ((), {}, "--nproc-per-node=4 --standalone SCRIPT"),
         (("--lr", "a b"), {"NPROC_PER_NODE": "3"}, "--nproc-per-node=3 --standalone SCRIPT --lr 'a b'"),
-        ((), {"NNODES": "1"}, "--nproc-per-node=4 --nnodes=1 --standalone SCRIPT"),
-        (("--nproc_per_node=2", "--x"), {}, "--nproc_per_node=2 --standalone SCRIPT --x"),
         (
             (),
             {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
@@ -395,13 +350,6 @@ def test_bash_hands_torchrun_its_flags(
     done = run_script("bash", str(SCRIPTS[0]), *words, cwd=tmp_path, **{"VIRTUAL_ENV": str(tmp_path), **variables})
     started = [str(ROOT / "launch" / "agent.py"), *shlex.split(expected.replace("SCRIPT", str(SCRIPTS[0])))]
     assert done.stdout.splitlines() == started, done.stderr
-
-
-def test_the_planned_corpus_lies_where_it_is_built() -> None:
-    built, planned = BuiltinCorpus(BUILTIN_CORPUS, manifest={}), plan()
-    names = {"--train-data-path": "train_prefix", "--valid-data-path": "valid_prefix"}
-    for flag, name in {**names, "--tokenizer-model": "tokenizer_model"}.items():
-        assert values(planned, flag) == [str(getattr(built, name))]
 
 
 def print_what_megatron_does_not_know(lines: list[str]) -> None:
@@ -480,22 +428,6 @@ def test_presets_repeat_no_flag() -> None:
         assert len(names) == len(set(names)), path.name
 
 
-@pytest.mark.slow
-def test_a_real_size_is_planned_without_a_gpu(tmp_path: Path) -> None:
-    """From a login node: the plan of the GPU node, and nothing but the plan on the screen."""
-    words = (
-        "--model 7b --data text --tokenizer some/folder --simreg-lambda auto --nproc-per-node 8 --nnodes 2 --dry-run"
-    )
-    done = jobs.run(
-        ["bash", str(SCRIPTS[0]), *words.split()],
-        cwd=tmp_path,
-        env={**os.environ, "SIMREG_CPU": "", **without_megatron(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "16 on GPUs, layers: transformer_engine" in done.stdout
-    assert "--simreg-lambda auto" in done.stdout and "--bf16" in done.stdout and "gloo" not in done.stdout
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_adagc_and_one_objective(recipe: str) -> None:
     made = plan("--model", "350m", *OWN, "--recipe", recipe, machine=GPU)
@@ -529,38 +461,14 @@ def test_the_papers_two_arms_differ_by_their_chunks_alone() -> None:
     ("words", "sentence"),
     [
         ("baseline --simreg-lambda 10", "cross-entropy alone, and --simreg-lambda 10 asks for more"),
-        ("baseline --simreg-objective creg --simreg-lambda 1", "--simreg-lambda 1 asks for more"),
-        ("baseline --simreg-objective=sigreg:1", "--simreg-objective sigreg:1 asks for more"),
         ("simcse --simreg-lambda 0", "--simreg-lambda 0 turns that off: take --recipe baseline"),
         ("paper --simreg-objective creg", "both name the objective: leave one of them out"),
-        ("sce --simreg-objective simreg:1,sigreg:1", "both name the objective"),
         ("paper-full --simreg-chunk-size 512", "--simreg-chunk-size 512 cuts them: take --recipe paper"),
     ],
 )
 def test_flags_that_make_another_recipe_are_refused(words: str, sentence: str) -> None:
     with pytest.raises(LaunchError, match=sentence):
         plan("--recipe", *words.split())
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "baseline --simreg-lambda 0",
-        "baseline --simreg-objective none",
-        "creg --simreg-objective creg --simreg-lambda 1",
-        "paper --simreg-chunk-size 512",
-        "paper-full --simreg-chunk-size 0",
-    ],
-)
-def test_flags_that_leave_a_recipe_what_it_is(words: str) -> None:
-    assert values(plan("--recipe", *words.split()), "--adagc") == [""]
-
-
-@pytest.mark.parametrize("words", ["--simreg-objective creg", "--simreg-lambda 0 --simreg-objective simreg"])
-def test_an_objective_without_a_lambda_is_refused(words: str) -> None:
-    """It once trained plain Megatron, and left the note that SimReg is off out."""
-    with pytest.raises(LaunchError, match="--simreg-objective has no effect while --simreg-lambda is 0"):
-        plan(*words.split())
 
 
 def test_megatron_alone_is_without_the_plugin() -> None:
@@ -573,25 +481,13 @@ def test_megatron_alone_is_without_the_plugin() -> None:
             plan("--plain", *words)
 
 
-def test_the_users_flags_win_over_a_recipe() -> None:
-    made = plan("--recipe", "paper", "--simreg-lambda", "3", "--adagc-beta", "0.9")
-    assert values(made, "--simreg-lambda") == ["3"] and values(made, "--adagc-beta") == ["0.9"]
-    assert values(plan("--simreg-objective", "creg", "--simreg-lambda", "1"), "--simreg-temperature") == []
-
-
 @pytest.mark.parametrize(
     ("objective", "options", "has_chunks"),
     [
         ("simreg:auto,sigreg:0.05", "", True),
-        ("sigreg:1,simcse:0.1", "", True),
         ("simcse", "", False),
-        ("sigreg:1", "sigreg.sample=replicas", False),
-        ("mic:1", "mic.pool=token,mic.t=1", False),
         ("mic:1", "mic.pool=chunk", True),
         ("prefixes-ce:1", "", False),
-        ("z-loss:1e-4", "", False),
-        ("placebo:1", "", True),
-        ("prefixes-ce:1,mic:1", "", True),
     ],
 )
 def test_the_tiny_preset_has_chunks_for_objectives_with_chunks(objective: str, options: str, has_chunks: bool) -> None:
@@ -721,27 +617,11 @@ class TestLongRunsOnGpus:
         ) == ["5"]
         assert not {"--cross-entropy-loss-fusion", "--manual-gc"} & flag_names(plan(machine=GPU).flags), "the tiny one"
 
-    def test_local_layers_are_given_their_mask(self) -> None:
-        machine = replace(GPU, transformer_engine=False)
-        assert "--no-create-attention-mask-in-dataloader" not in flag_names(plan(*self.WORDS, machine=machine).flags)
-
-    def test_experts(self) -> None:
-        words = ("--model", "8x1b", *self.WORDS[2:])
-        made = build_plan("mixtral", *make_parser("mixtral").parse_known_args(words), GPU, environ={})
-        assert {"--moe-grouped-gemm", "--moe-permute-fusion"} <= flag_names(made.flags)
-        assert values(made, "--moe-router-dtype") == ["fp32"]
-
     def test_a_missing_kernel_of_apex_is_said(self) -> None:
         without, whole = plan(*self.WORDS, machine=GPU), plan(*self.WORDS, machine=WHOLE)
         assert "NVIDIA Apex" in missing_kernels(without, GPU)[0] and not missing_kernels(whole, WHOLE)
         assert "--no-gradient-accumulation-fusion" in flag_names(without.flags) - flag_names(whole.flags)
         assert not missing_kernels(plan(), CPU)
-
-    def test_layers_without_transformer_engine_are_said(self) -> None:
-        bare = replace(WHOLE, transformer_engine=False)
-        (note,) = missing_kernels(plan(*self.WORDS, machine=bare), bare)
-        assert note.startswith("Transformer Engine is not installed") and "may run out of memory" in note
-        assert not missing_kernels(plan(machine=bare), bare), "the tiny one does without"
 
     @pytest.mark.parametrize(
         ("words", "queues"),
@@ -809,11 +689,8 @@ def test_a_release_without_the_training_loop_is_named(monkeypatch: pytest.Monkey
     ("words", "name"),
     [
         ("", "ce"),
-        ("--simreg-lambda 10", "simreg-10"),
-        ("--simreg-objective none", "simreg-log"),
         ("--recipe paper", "simreg-auto"),
         ("--recipe paper-full", "simreg-auto-whole"),
-        ("--recipe sce", "sce-0.1"),
         ("--simreg-objective simreg:auto,sigreg:0.05", "simreg_auto_sigreg_0.05"),
         ("--simreg-lambda 1 --simreg-temperature 0.1 --simreg-chunk-size 256", "simreg-1-tau-0.1-chunk-256"),
     ],
@@ -833,27 +710,10 @@ def test_a_length_in_samples_replaces_the_presets_iterations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--nproc-per-node", "0"), "--nproc-per-node takes a positive number, not 0"),
-        (("--nproc_per_node=08",), "--nproc_per_node takes a positive number, not 08"),
-        (("--nnodes=0",), "--nnodes takes a positive number, not 0"),
-        (("--nproc-per-node",), "--nproc-per-node needs a value"),
-    ],
-)
-def test_what_torchrun_would_end_in_a_traceback_with(words: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
-    done = jobs.run(["bash", str(SCRIPTS[0]), *words, "--dry-run"])
-    assert done.returncode == 2 and done.stderr.strip() == f"error: {sentence}"
-
-
-@pytest.mark.parametrize(
     ("words", "has_note"),
     [
         ("--simreg-lambda 10", True),
-        ("--simreg-lambda 1", False),
         ("--simreg-lambda auto", False),
-        ("--simreg-objective creg --simreg-lambda 10", False),
-        ("--simreg-objective none", False),
         ("--simreg-objective simreg:auto,sigreg:0.05", False),
     ],
 )
@@ -880,42 +740,6 @@ def test_names_that_others_use(name: str, meant: str) -> None:
     assert meant in preflight.suggestion(name, ["--train-iters", "--load"])
 
 
-def test_names_of_models_have_no_case() -> None:
-    assert plan("--model", "7B", *OWN, machine=replace(GPU, world_size=16)).model == "7b"
-
-
-def test_a_run_without_validation_has_no_share_for_it() -> None:
-    assert values(plan(*OWN), "--split") == ["99,1,0"]
-    assert values(plan(*OWN, "--eval-iters", "0"), "--split") == ["100,0,0"]
-
-
-def test_a_shared_clone_that_cannot_be_written_keeps_its_index_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.plan.BUILTIN_CORPUS", ROOT / "docs")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert values(plan("--output", "mine"), "--data-cache-path") == ["mine/cache"]
-    monkeypatch.undo()
-    assert values(plan("--output", "mine"), "--data-cache-path") == []
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--num-query-groups 3 --group-query-attention", "query groups: give --num-query-groups 2"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 255", "give a --seq-length that 2 divides"),
-    ],
-)
-def test_layouts_that_megatron_refuses_later(words: str, sentence: str) -> None:
-    with pytest.raises(LaunchError, match=sentence):
-        plan(*words.split(), machine=Machine(world_size=2, local_world_size=2))
-
-
-@pytest.mark.megatron
-def test_the_checks_of_megatrons_model_are_asked(tmp_path: Path) -> None:
-    words = ("--num-layers", "3", "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "3")
-    done = run_script("bash", str(SCRIPTS[0]), *words, "--nproc-per-node", "2", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 2 and "0 middle layers remaining" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_own_flags_are_checked_before_anything_slow(tmp_path: Path) -> None:
     check = "from launch import preflight; status = preflight.main(['pretrain_llama.sh', '--simreg-tau', '1'])"
     done = jobs.run([sys.executable, "-c", f"import sys; {check}; print('torch' in sys.modules, status)"], cwd=ROOT)
@@ -928,11 +752,6 @@ def test_own_flags_are_checked_before_anything_slow(tmp_path: Path) -> None:
     ):
         done = run_script("bash", str(SCRIPTS[0]), *words.split(), cwd=tmp_path, PYTHONPATH=str(tmp_path))
         assert done.returncode == 2 and done.stderr.startswith(f"error: {sentence}"), done.stderr
-
-
-def test_nodes_of_pods_without_an_address(tmp_path: Path) -> None:
-    done = run_script("bash", str(SCRIPTS[0]), cwd=tmp_path, PET_NNODES="2")
-    assert done.returncode == 2 and "several nodes need the address of the first" in done.stderr
 
 
 def test_a_run_without_megatron_is_one_sentence(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from launch import launcher, preflight, quiet
+from launch import preflight, quiet
 
 # As a real start printed them; (line, whether it is shown).
 STARTING = (
@@ -75,11 +75,6 @@ def test_prints_logs_and_warnings_alike(verbose: bool, monkeypatch: pytest.Monke
     else:
         assert out.getvalue() == "(Megatron lists 2 arguments here: --verbose shows them)\nno line end"
         assert err.getvalue() == "kept\n"
-
-
-def test_the_launcher_knows_the_word_and_leaves_it_to_itself() -> None:
-    options, words = launcher.make_parser("llama").parse_known_args(["--verbose", "--train-iters", "3"])
-    assert options.verbose and words == ["--train-iters", "3"]
 
 
 @pytest.mark.parametrize("trains", [True, False])
