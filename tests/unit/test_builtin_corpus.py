@@ -15,7 +15,6 @@ from launch.data import check_data
 from simreg_megatron import cli
 from simreg_megatron.tools import builtin_corpus
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus
-from simreg_megatron.tools.docstrings import read_documents
 from simreg_megatron.tools.indexed import DataError, read_lengths, read_tokens
 from simreg_megatron.tools.tokenizers import load_tokenizer
 
@@ -42,21 +41,6 @@ def build(directory: Path, library: Path) -> BuiltinCorpus:
 @pytest.fixture(scope="module")
 def corpus(library: Path, tmp_path_factory: pytest.TempPathFactory) -> BuiltinCorpus:
     return build(tmp_path_factory.mktemp("corpus") / "builtin", library)
-
-
-def test_docstrings_are_read_once_and_only_those_in_english(tmp_path: Path) -> None:
-    text = f'"""{SENTENCE.format(i=1, m=1)}"""\n'
-    sources = {
-        "a.py": text + "raise SystemExit\n",  # it is parsed, not imported
-        "b.py": text,
-        "c.py": '"""Short."""\n',
-        "d.py": '"""' + "x = {1: [2, 3], 4: (5, 6)}; " * 10 + '"""\n',
-        "e.py": '"""' + "\u0411\u044b\u0441\u0442\u0440\u0430\u044f \u043b\u0438\u0441\u0430 " * 10 + '"""\n',
-        "f.py": "def broken(:\n",
-    }
-    for name, source in sources.items():
-        (tmp_path / name).write_text(source, encoding="utf-8")
-    assert [name for name, _ in read_documents([tmp_path])] == ["a.py"]
 
 
 def test_the_sides_hold_whole_documents_that_the_tokenizer_made(corpus: BuiltinCorpus) -> None:

@@ -2,11 +2,9 @@
 """Settings are checked when they are made, each refusal in one sentence."""
 
 import dataclasses
-import math
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 
 from simreg_megatron import SimRegConfig
@@ -16,17 +14,10 @@ from simreg_megatron.weights.learnable import wanted
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"lambda_": -1}, "lambda must be a finite number of 0 or more, or auto, not -1"),
-        ({"lambda_": "much"}, "lambda must be"),
-        ({"temperature": math.nan}, "temperature must be"),
-        ({"chunk_size": -64}, "chunk size must be"),
         ({"lambda_": 1, "every": 2.5}, "SimReg every must be a whole number, not 2.5"),
-        ({"lambda_": 1, "every": True}, "SimReg every must be a whole number, not True"),
-        ({"lambda_": 1, "warmup_iters": 10.5}, "SimReg warmup iters must be a whole number, not 10.5"),
         ({"lambda_": 1, "start_iter": -1}, "SimReg must start at iteration 0 or later, not -1"),
         ({"objective": "none", "start_iter": 5}, "SimReg start iter has no effect while lambda is 0"),
         ({"log_interval": "5"}, "SimReg log interval must be a whole number, not '5'"),
-        ({"chunk_size": "64"}, "SimReg chunk size must be a whole number, not '64'"),
         ({"document_mask": "no"}, "SimReg document mask must be True or False, not 'no'"),
         ({"temperature": "0.1"}, "SimReg temperature must be a number, not '0.1'"),
         ({"lambda_": 1, "off_after": "late"}, "SimReg off after must be a number, not 'late'"),
@@ -53,14 +44,6 @@ from simreg_megatron.weights.learnable import wanted
         (
             {"lambda_": 1, "chunk_size": 0, "chunk_weight": "uniform"},
             "SimReg chunk weight uniform has no effect with chunk size 0, .* give a chunk size, or drop the weight",
-        ),
-        (
-            {"lambda_": 1, "chunk_size": 0, "chunk_weight": "uniform", "scope": "local"},
-            "SimReg chunk weight uniform has no effect with chunk size 0",
-        ),
-        (
-            {"objective": "simreg:1,sigreg:1", "chunk_size": 0, "chunk_weight": "count-corrected"},
-            "chunk weight count-corrected has no effect with chunk size 0",
         ),
     ],
 )
@@ -122,16 +105,9 @@ def test_several_objectives_each_with_a_weight() -> None:
         ({"objective": "simreg:1,sigreg:1", "objective_options": "creg.form=per_pair"}, "as in simreg.form"),
         ({"objective": "simreg:1,sigreg:1", "objective_options": "sigreg.form=1"}, "unknown option 'form'"),
         ({"objective": "sigreg:1,mic:1", "similarity": "dot"}, "similarity dot has no effect on any of sigreg:1,mic:1"),
-        ({"objective": "sigreg:1,mic:1", "temperature": 0.1}, "belongs to none or to several"),
         ({"objective": "creg:1,sce:1", "temperature": 0.1}, "such as creg.temperature=0.1"),
         ({"objective": "sigreg:1", "objective_options": "sigreg.temperature=1"}, "sigreg has no temperature"),
-        (
-            {"objective": "sce:1", "objective_options": "sce.temperature=hot"},
-            "sce.temperature must be a number, not 'hot'",
-        ),
-        ({"objective": "simreg:1,sigreg:1", "chunk_size": 1}, "chunk size must be at least 2"),
         ({"objective": "simreg:1,prefixes-ce:1", "layers": "2,final"}, "prefixes-ce is of the final states"),
-        ({"objective": "simreg:1,prefixes-ce:1", "placement": "pre-norm"}, "prefixes-ce is of the final states"),
     ],
 )
 def test_impossible_combinations_are_refused(settings: dict, sentence: str) -> None:
@@ -156,12 +132,6 @@ def test_impossible_combinations_are_refused(settings: dict, sentence: str) -> N
 def test_who_trains_scalars_is_known_alike_to_the_settings_and_the_model(settings: dict[str, Any]) -> None:
     config = SimRegConfig(lambda_=1, **settings)
     assert config.trains_scalars == bool(wanted(config))
-
-
-def test_numbers_of_numpy_are_taken_as_pythons() -> None:
-    config = SimRegConfig(lambda_=1, chunk_size=np.int64(4), temperature=np.float64(0.25))
-    assert (config.chunk_size, config.temperature) == (4, 0.25)
-    assert (type(config.chunk_size), type(config.temperature)) == (int, float)
 
 
 def test_options_may_be_a_mapping() -> None:

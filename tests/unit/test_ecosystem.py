@@ -296,28 +296,6 @@ def a_class_that_calls_megatrons_and_is_wrapped_twice_gets_one_term() -> None:
 
 
 @contract(ranks=1)
-def a_class_that_has_nothing_to_wrap_is_refused() -> None:
-    from megatron.core.models.gpt import GPTModel
-
-    from simreg_megatron.loop import wrap_model
-
-    class Heir(GPTModel):
-        pass
-
-    class Other(GPTModel):
-        def _postprocess(self, states):
-            return states
-
-    with pytest.raises(RuntimeError, match="SimReg is not installed"):
-        wrap_model(Heir)
-    install(config=CONFIG)
-    with pytest.raises(ValueError, match="Heir has no _postprocess of its own, so install\\(\\) alone reaches it"):
-        wrap_model(Heir)
-    with pytest.raises(ValueError, match=r"Other\._postprocess does not take hidden_states and labels"):
-        wrap_model(Other)
-
-
-@contract(ranks=1)
 def a_class_of_its_own_that_is_wrapped_is_known() -> None:
     """Beside GPTModel, not below it: whoever wraps it can log and check, too."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -358,47 +336,12 @@ def a_class_of_its_own_that_is_wrapped_is_known() -> None:
 
 
 @contract(ranks=1)
-def a_model_that_lacks_what_is_trained_is_refused_at_once() -> None:
-    from simreg_megatron.plugin import installation
-
-    model = build()
-    with pytest.raises(RuntimeError, match="the model was built before SimReg was installed"):
-        install(config=SimRegConfig(lambda_=1, similarity="learnable"), models=[model])
-    assert installation.installed() is None, "all of it or nothing"
-
-
-@contract(ranks=1)
-def a_model_that_trains_may_be_asked_for_logits() -> None:
-    model = build()
-    install(config=CONFIG)
-    model(row()[0], None, causal(), labels=row()[1].clamp(min=0))
-    model(row()[0], None, causal())
-
-
-@contract(ranks=1)
 def swift_without_labels_is_refused() -> None:
     model = build(model_class := bridge_model())
     trainer = SwiftTrainer(model, swift_file(model_class))
     with pytest.raises(NotImplementedError, match=UNLABELLED):
         trainer.train(swift_batch() | {"labels": None})
     assert trainer.state.iteration == 0, "in the first step"
-
-
-@contract(ranks=1)
-def swift_preferences_are_refused() -> None:
-    model = build(model_class := bridge_model())
-    with pytest.raises(NotImplementedError, match="megatron rlhf makes another of it"):
-        SwiftTrainer(model, swift_file(model_class), rlhf_type="dpo").train(swift_batch())
-
-
-@contract(ranks=1)
-def swift_multimodal_models_are_refused() -> None:
-    """mcore_bridge/model/mm_gpt_model.py: a module around the language model."""
-    language_model = build(model_class := bridge_model())
-    wrapper = torch.nn.Module()
-    wrapper.language_model, wrapper.post_process = language_model, True
-    with pytest.raises(NotImplementedError, match="this run builds Module"):
-        SwiftTrainer(wrapper, swift_file(model_class)).train(swift_batch())
 
 
 # ---- slime ---------------------------------------------------------------------------------------------------------
@@ -509,14 +452,6 @@ def slime_recomputed_loss_is_an_error() -> None:
         loss.backward()
 
 
-@contract(ranks=1)
-def slime_with_install_alone_is_an_error() -> None:
-    model = build()
-    install(config=CONFIG)
-    with pytest.raises(NotImplementedError, match=UNLABELLED):
-        slime_forward(model)
-
-
 @contract(ranks=2)
 def slime_gathers_what_sequence_parallelism_splits() -> None:
     """Two tensor ranks hold half of the states each; the gradient of each half is that of the whole."""
@@ -602,20 +537,6 @@ def a_lambda_that_changes_is_checked_where_it_is_whole() -> None:
     assert found.changed == whole.changed and found.change == pytest.approx(3 * whole.change, rel=1e-4)
     with pytest.raises(RuntimeError, match="needs Megatron's training loop, or one that passes"):
         labelled_step(model)  # the step that was looked at has counted none for a loop that counts none itself
-
-
-@contract(ranks=1)
-def random_numbers_begin_anew() -> None:
-    from simreg_megatron.contract import check
-
-    model = build()
-    install(config=CONFIG)
-
-    def with_dropout() -> Tensor:
-        loss = (labelled_step(model) * torch.rand(1)).sum()
-        return loss
-
-    assert check(model, with_dropout).changed
 
 
 @contract(ranks=1)

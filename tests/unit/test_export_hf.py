@@ -7,7 +7,6 @@ import json
 import pickle
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from simreg_megatron.tools.export_tokenizer import check_tokenizer, open_tokeniz
 from simreg_megatron.tools.folders import TRACKER, checkpoint_folder, new_folder
 from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, join, split
 from simreg_megatron.tools.safe_load import CheckpointError
-from tests.helpers import jobs
 from tests.helpers.checkpoints import dist_checkpoint, random_weights, tiny_config
 
 transformers = pytest.importorskip("transformers")
@@ -81,20 +79,16 @@ def test_queries_keys_and_values_lie_by_group() -> None:
     ("name", "value"),
     [
         ("normalization", "LayerNorm"),
-        ("layernorm_zero_centered_gamma", True),
         ("swiglu", False),
         ("add_bias_linear", True),
         ("position_embedding_type", "yarn"),
-        ("rotary_percent", 0.5),
         ("rotary_seq_len_interpolation_factor", 4),
         ("rope_scaling_factor", 32.0),
         ("qk_layernorm", True),
         ("window_size", (128, 0)),
-        ("mtp_num_layers", 1),
         ("spec", ["my.module", "my_spec"]),
         ("hybrid_layer_pattern", "M*-"),
         ("moe_router_score_function", "sigmoid"),
-        ("moe_router_topk_scaling_factor", 2.5),
         ("moe_shared_expert_intermediate_size", 64),
         ("moe_expert_capacity_factor", 1.25),
         ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
@@ -196,7 +190,6 @@ PADDING = {"make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 2}
     ("args", "size", "fits"),
     [
         (PADDING, 900, True),
-        (PADDING, 769, True),
         (PADDING, 768, False),
         (PADDING, 1025, False),
         ({"tensor_model_parallel_size": 1}, 100, True),  # imported: how it was padded is not known
@@ -265,20 +258,6 @@ def test_other_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(CheckpointError, match="would tokenize some texts differently"):
         export(unnamed, tmp_path / "model", open_tokenizer(symbols))
     assert not (tmp_path / "model").exists()
-
-
-def test_one_type_for_all_weights(tmp_path: Path) -> None:
-    folder = dist_checkpoint(tmp_path / "checkpoint")
-    export(folder, tmp_path / "model", dtype="bf16")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    truth = random_weights(tiny_config())["lm_head.weight"].bfloat16()
-    assert model.dtype == torch.bfloat16 and torch.equal(model.lm_head.weight, truth)
-
-
-def test_the_commands_cost_nothing_until_they_run() -> None:
-    code = "import sys, simreg_megatron.cli; print({'torch', 'transformers', 'megatron', 'numpy'} & sys.modules.keys())"
-    done = jobs.run([sys.executable, "-c", code])
-    assert done.stdout.strip() == "set()", done.stdout + done.stderr
 
 
 def test_a_tied_checkpoint_with_a_head_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

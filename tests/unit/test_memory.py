@@ -8,15 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.emulation import LiveBytes, predicted_bytes
+from benchmarks.emulation import predicted_bytes
 from benchmarks.measure import peak_bytes
 from benchmarks.memory import measured_bytes
 from simreg_megatron import geometry, magnitude
 from simreg_megatron.geometry import pair_cosines
-from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.magnitude import norm_table, radial_sums
 from tests.helpers.fixtures import random_tokens
-from tests.helpers.ways import limit
 
 MIB = 1 << 20
 slow = pytest.mark.slow
@@ -66,12 +64,6 @@ def test_triton_takes_a_share_of_the_logits(size: tuple[int, ...], per_token: in
     assert counted < logits / 8
 
 
-def test_two_budgets_that_do_not_know_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit(monkeypatch, "cuda", work=(192 + 256) * MIB, kept=128 * MIB)
-    size = {"chunk_size": 0, "dtype": torch.bfloat16, "device": "cuda"}
-    assert predicted_bytes(1, 8192, 4096, **size) > 256 * MIB
-
-
 @pytest.mark.parametrize("chunk", [0, 300])
 def test_what_is_counted_is_what_a_cpu_takes(chunk: int) -> None:
     """But for what operators take for themselves, and what the engine of autograd gives back earlier."""
@@ -104,11 +96,3 @@ def test_what_a_log_step_measures_takes_little_beside_the_states(
     expected = torch.stack(list(whole)) if measure == "cosines" else whole
     found = torch.stack([part.squeeze() for part in found]) if measure == "cosines" else found
     assert torch.allclose(found, expected, rtol=1e-12, atol=0)
-
-
-def test_zero_rows_are_found_without_a_copy_of_all_rows() -> None:
-    rows, labels = random_tokens((1, 64, 4096), num_labels=9, dtype=torch.float32)
-    with LiveBytes() as live:
-        usable_tokens(rows, labels, None)
-    assert live.most < rows.numel() / 8
-    assert peak_bytes(lambda: usable_tokens(rows, labels, None)) < rows.numel() / 8

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -268,54 +267,18 @@ def test_the_squared_normalizer() -> None:
     assert logged["z-loss loss"].item() == pytest.approx(terms[counts].mean().item(), rel=1e-6)
 
 
-def test_beside_another_objective() -> None:
-    hidden, labels, mask, loss = micro_batch()
-    built = model(nn.Parameter(given()["weight"].detach().clone()))
-
-    def gradient(**settings: Any) -> Tensor:
-        hidden.grad = None
-        config = SimRegConfig(chunk_size=6, **settings)
-        regularizer = Regularizer(config)
-        regularizer.add_to(loss, regularizer.terms(built, hidden, labels, mask)).sum().backward()
-        return hidden.grad.clone()
-
-    options = "prefixes-ce.prefixes=2/5,simreg.prefixes=4"
-    both = gradient(objective="simreg:2,prefixes-ce:0.5", objective_options=options, temperature=0.1)
-    simreg = gradient(objective="simreg:2", objective_options="simreg.prefixes=4", temperature=0.1)
-    hidden.grad = None
-    config = SimRegConfig(lambda_=0.5, objective="prefixes-ce", objective_options="prefixes=2/5")
-    regularizer = Regularizer(config)
-    regularizer.add_to(loss, regularizer.terms(built, hidden, labels, mask)).sum().backward()
-    torch.testing.assert_close(both, simreg + hidden.grad, **TIGHT)
-    assert hidden.grad.norm() > 1e-2 and simreg.norm() > 1e-2
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"chunk_size": 64}, "chunk size 64 has no effect on objective prefixes-ce: drop it"),
         ({"layers": "3,final"}, "layers 3,final has no effect on objective prefixes-ce: drop it"),
-        ({"placement": "pre-norm"}, "placement pre-norm has no effect on objective prefixes-ce"),
-        ({"scope": "local"}, "scope local has no effect"),
-        ({"document_mask": True}, "document mask True has no effect"),
         ({"temperature": 0.1}, "prefixes-ce has no temperature"),
-        ({"objective": "z-loss", "chunk_size": 64}, "chunk size 64 has no effect on objective z-loss: drop it"),
         ({"objective": "z-loss", "temperature": 0.1}, "z-loss has no temperature"),
-        ({"objective_options": "prefixes=whole"}, "must be auto, or whole numbers from 1 such as 64/128"),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         SimRegConfig(**{"lambda_": 1, "objective": "prefixes-ce", **settings})
-
-
-def test_layers_of_another_objective_are_refused_beside_it() -> None:
-    several = SimRegConfig(objective="simreg:1,prefixes-ce:1", chunk_size=64)
-    assert [part.chunk_size for part in several.parts] == [64, 1024]
-    with pytest.raises(ValueError, match="prefixes-ce is of the final states"):
-        SimRegConfig(objective="simreg:1,prefixes-ce:1", layers="3,final")
-    with pytest.raises(ValueError, match="layers 3,final has no effect on any of prefixes-ce:1"):
-        SimRegConfig(objective="prefixes-ce:1", layers="3,final")
 
 
 def test_what_megatron_holds_in_its_own_way_is_refused() -> None:
@@ -338,18 +301,6 @@ def test_what_megatron_holds_in_its_own_way_is_refused() -> None:
     for scattered in (layer, nn.Parameter(torch.zeros(0, WIDTH))):
         with pytest.raises(NotImplementedError, match="weight is not whole on its rank"):
             heads.refuse_second_use(model(scattered), "z-loss")
-
-
-def test_how_much_of_the_layer_is_used() -> None:
-    layer = nn.Parameter(torch.zeros(VOCABULARY, 64))
-    config = SimRegConfig(lambda_=1, objective="prefixes-ce")
-    found = heads._truncated(config, model(layer), None)
-    assert found == TruncatedHead(layer, (16, 32))
-    built = model(layer)
-    built.output_layer.gradient_accumulation_fusion = True
-    assert not heads._truncated(config, built, None).fuses, "nobody reduces a main_grad here"
-    layer.main_grad = torch.zeros_like(layer)
-    assert heads._truncated(config, built, None) == replace(found, fuses=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])

@@ -189,18 +189,6 @@ def test_a_trained_tokenizer_is_the_same_again(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "one" / "tokenizer.model")).sha256 == made[0]["tokenizer_sha256"]
 
 
-@pytest.mark.parametrize(
-    ("word", "number"), [("20B", 20 * 10**9), ("1.5m", 1_500_000), ("1,000_0", 10_000), ("4k", 4000)]
-)
-def test_numbers(word: str, number: int) -> None:
-    parser = cli.make_parser()
-    words = ["data", "prepare", "x", "--out", "o", "--tokenizer", "t", "--tokens"]
-    assert parser.parse_args([*words, word]).tokens == number
-    for wrong in ("0", "20X", "", "-1"):
-        with pytest.raises(SystemExit):
-            parser.parse_args([*words, wrong])
-
-
 def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_source(tmp_path / "a", "jsonl", LINES)
     words = ["data", "prepare", source, "--out", str(tmp_path / "out"), "--tokenizer", MODEL, "--valid-share", "0"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from simreg_megatron.losses import sigmoid, sigmoid_loss
 from simreg_megatron.losses.similarity import unit_rows
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
-from simreg_megatron.plugin import refusals
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import chunk_views
 from simreg_megatron.weights import learnable
-from simreg_megatron.weights.heads import label_rows
 from tests.helpers.fixtures import fixture_f1, random_tokens
 from tests.unit.test_simreg_facts import assert_prints
 
@@ -369,21 +366,3 @@ def test_an_output_layer_of_zeros_has_no_term_yet() -> None:
     heads[4:] = 1.0
     found = terms(heads)
     assert found.isfinite().all() and not found[:, :4].any() and (found[:, 4:] > 0).all()
-
-
-@pytest.mark.parametrize("shares", [False, True])
-def test_rows_of_the_output_layer_for_each_label(shares: bool) -> None:
-    weight = torch.randn(5, 3, requires_grad=True)
-    layer = SimpleNamespace(weight=None if shares else weight)
-    model = SimpleNamespace(output_layer=layer, shared_embedding_or_output_weight=lambda: weight)
-    model.share_embeddings_and_output_weights = shares
-    rows = label_rows(model, torch.tensor([[4, 0, -100], [2, 2, 1]]), None)
-    assert rows.shape == (3, 2, 3) and not rows.requires_grad
-    assert torch.equal(rows[0, 0], weight[4]) and torch.equal(rows[1, 1], weight[2]) and not rows[2, 0].any()
-
-
-def test_scattered_rows_are_refused() -> None:
-    config = SimRegConfig(lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head")
-    refusals.refuse_arguments(SimpleNamespace(log_interval=1), config)
-    with pytest.raises(NotImplementedError, match="--use-torch-fsdp2 scatters them"):
-        refusals.refuse_arguments(SimpleNamespace(log_interval=1, use_torch_fsdp2=True), config)
