@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -63,7 +64,7 @@ def markdown(rows: Sequence[Row], *, command: str, minutes: float) -> str:
     of_loops = _table([row for row in rows if loops.COLUMNS[0] in row.cells], loops.COLUMNS, notes)
     numbered = [f"{number}. {note}" for number, note in enumerate(notes, start=1)]
     parts = [_head(command, minutes), "## megatron-core alone\n", *core, "\n## Training loops\n", *of_loops, ""]
-    return "\n".join([*parts, *numbered, *([""] if notes else []), _LEGEND]) + "\n"
+    return "\n".join([*parts, *numbered, *([""] if notes else []), _legend()]) + "\n"
 
 
 def _table(rows: Sequence[Row], columns: Sequence[str], notes: list[str]) -> list[str]:
@@ -99,69 +100,12 @@ yes: seen; NO: seen failing; -: not tried, and why.
 """
 
 
-_LEGEND = f"""## What a column means
+_LEGEND = Path(__file__).with_name("columns.md")
 
-Each release is installed in a folder of its own.
 
-**megatron-core alone**: GPTModel (4 layers, RMSNorm, rotary positions, SwiGLU), Megatron's DistributedDataParallel, its
-forward-backward functions (no pipelining, 1F1B, interleaved) and finalize_model_grads, on one set of weights and one
-piece of real text, a mask that leaves every micro-batch another number of tokens, fp32. Two numbers are the largest
-relative differences of a micro-batch's loss and of a parameter's gradient; up to {compare.TOLERANCE:.0e} is "yes". The
-loss is the language-model loss, whose value SimReg leaves alone: SimReg is in the gradient.
-
-- **lambda 0**: loss and every gradient with the plugin installed at lambda 0 are those without it, bit for bit, in the
-  default mode and with --calculate-per-token-loss.
-- **one process** to **PP 2 x VPP 2**: SimReg on (lambda {driver.LAMBDA:g}, temperature {driver.TEMPERATURE:g}, chunks
-  that do not divide the sequence) equals {releases.REFERENCE} on one process, in both modes, and is at least a tenth of
-  the gradient. (A lambda wrong by a thousandth showed as 1e-03, fifty times the bound.)
-- **defaults**: as users get it, which is --simreg-lambda {driver.LAMBDA:g} and no other flag: temperature 0.01, impl
-  auto, so the tiled form. In all four layouts it equals plain torch (impl reference) in {releases.REFERENCE} on one
-  process.
-- **scalars**: `{driver.SCALARS}` with similarity learnable trains the two exponents of the norms, and sigmoid's t and
-  bias. In all four layouts every gradient, those of the four scalars among them, equals {releases.REFERENCE}'s on one
-  process.
-- **several**: likewise for two objectives at once, `{driver.SEVERAL}`.
-
-**Training loops**: `megatron.training` of the wheel with one set of weights and text for all releases, and the tag's
-own pretrain_gpt.py on real text whose phrase ends are masked, with the weights that it draws itself. Each on one
-process and with TP 2 + SP.
-
-- **loop of the wheel**: three steps. Lambda 0 ends with the same parameters, bit for bit, as without the plugin; with
-  SimReg on, and in the four steps of the column AdaGC, the first number is the largest relative difference of a loss or
-  a gradient norm from {releases.REFERENCE}'s loop on one process. The second is that of the logged SimReg from a loop
-  over pairs in float64, which is given what the output layer was given in that step and shares no code with SimReg's.
-- **loop of the source tree**: three steps. Lambda 0 as before; the number is the logged SimReg against that loop over
-  pairs, in every step; and `python -m simreg_megatron pretrain_gpt.py ... --simreg-lambda 10` logs the very same.
-- **AdaGC**: four steps with --adagc, two objectives, trained scalars and a warm-up of lambda. The number is the largest
-  relative difference of what became of a parameter's gradient norm between Megatron's preparation and its step from
-  AdaGC's formula in float64.
-- **resume**: that run saves after its second step; a run that resumes from there has the same losses, norms, clipping
-  and, at the end, parameters as the run that never stopped, bit for bit. Format torch_dist; for 0.12 the old one, as
-  its writer of torch_dist does not know torch 2.13, and for 0.15, whose writer compiles for a GPU.
-- **patch**: the patch of patches/ applies to that tree by added lines only and comes off again; the patched
-  pretrain_gpt.py trains three steps with --simreg-lambda 10 and logs the same values as without the patch. Scripts of
-  hybrid models need a GPU: they are compiled, not run.
-
-The tree of {releases.REFERENCE} is tag {releases.tag_of(releases.REFERENCE)}; that of main is the commit that
-patches/README.md names.
-
-## Source trees
-
-A wheel holds no pretrain_gpt.py, and up to 0.16 no training loop: both come from a clone of Megatron-LM, a tree each:
-
-    git -C Megatron-LM worktree add --detach ../sources/core_v0.13.1 core_v0.13.1
-    make versions VERSIONS_ARGS="--sources ../sources"
-
-`MEGATRON_PATH=/path/to/Megatron-LM` gives a single one, for the release line that it is of. Without trees, the columns
-that need one say so. Releases are installed once, in .versions or in the folder that `--cache` names.
-
-## Older Pythons
-
-The wheels of 0.17 and later ask for Python 3.12. The plugin itself and the releases up to 0.16 take 3.10 and 3.11:
-`--python /path/to/python3.10`, one that has torch, numpy and packaging, adds a row for each of those releases to the
-first table. The columns of training loops and of patched scripts are of 3.12 alone.
-On 2026-11-21 the unit tests of losses, settings, layouts, seams and patches passed on 3.10.13 with torch 2.6.0 and on
-3.11.7 with torch 2.9.1 too. On 2026-11-25 pretrain_gpt.py of 0.12.3 and of 0.16.1 trained under
-`python -m simreg_megatron` on 3.10.13 with torch 2.14.1, and `simreg-megatron export-hf` of 3.12 read their
-checkpoints. `make lint` checks the types as of 3.10, so that nothing newer comes in.
-"""
+def _legend() -> str:
+    return _LEGEND.read_text(encoding="utf-8").format(
+        tolerance=f"{compare.TOLERANCE:.0e}", lambda_=f"{driver.LAMBDA:g}", temperature=f"{driver.TEMPERATURE:g}",
+        reference=releases.REFERENCE, tag=releases.tag_of(releases.REFERENCE), scalars=driver.SCALARS,
+        several=driver.SEVERAL,
+    )  # fmt: skip
