@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from simreg_megatron import __main__ as entry
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.installed import python_path
 from tests.helpers import jobs
@@ -66,40 +67,53 @@ def test_refused_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu_backend.is_active()
 
 
-@pytest.mark.megatron
-def test_megatron_meets_the_stand_ins() -> None:
-    done = python(
-        "from simreg_megatron.cpu import backend as cpu_backend; cpu_backend.activate(); import torch; "
-        "from megatron.core.transformer.torch_norm import WrappedTorchNorm; "
-        "assert torch.zeros(2, device='cuda').device.type == 'cpu'; "
-        "assert torch.ones(1).cuda().type() == 'torch.cuda.FloatTensor'; "
-        "here = torch.cuda.current_device(); "
-        "assert torch.ones(1, device=here).to(here).device.type == 'cpu' and f'cuda:{here}' == 'cuda:0'; "
-        "assert torch.cuda.is_available() and cpu_backend.is_active()"
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Megatron runs on the CPU") == 1
+IN_MEGATRON = """
+import os, sys, torch
+from simreg_megatron.cpu import backend
+backend.activate()
+from simreg_megatron.cpu import adaptations
+from megatron.core import parallel_state as groups
+from megatron.core.models.gpt import gpt_model
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+assert torch.zeros(2, device="cuda").device.type == "cpu" and torch.cuda.is_available() and backend.is_active()
+assert torch.ones(1).cuda().type() == "torch.cuda.FloatTensor"
+here = torch.cuda.current_device()
+assert torch.ones(1, device=here).to(here).device.type == "cpu" and f"cuda:{here}" == "cuda:0"
+
+groups.model_parallel_is_initialized = lambda: True
+def drawn(rank, size):
+    groups.get_tensor_model_parallel_world_size = lambda: size
+    groups.get_expert_model_parallel_world_size = lambda: 1
+    torch.manual_seed(3)
+    random.model_parallel_cuda_manual_seed(3, False, False, tp_rank=rank, ep_rank=0, etp_rank=0)
+    with random.get_cuda_rng_tracker().fork():
+        weights = torch.randn(4)
+    return weights, torch.randn(4)
+(one, after_one), (other, after_other), (alone, _) = drawn(0, 2), drawn(1, 2), drawn(0, 1)
+assert not torch.equal(one, other) and torch.equal(after_one, after_other)
+torch.manual_seed(3)
+assert torch.equal(alone, torch.randn(4))
+
+adaptations._build_for_this_python(lambda: print("first on the PATH:", os.environ["PATH"].partition(":")[0]))
+print("restored:", os.environ["PATH"])
+adaptations._build_for_this_python(lambda: sys.exit(1))
+"""
 
 
 @pytest.mark.megatron
-def test_ranks_that_cut_weights_draw_their_own_numbers() -> None:
-    """Heads that begin as copies of each other stay that; a run on one rank draws what it always has."""
-    done = python(
-        "from simreg_megatron.cpu import backend as cpu_backend; cpu_backend.activate(); import torch; "
-        "from megatron.core import parallel_state as groups; from megatron.core.tensor_parallel import random; "
-        "groups.model_parallel_is_initialized = lambda: True\n"
-        "def drawn(rank, size):\n"
-        "    groups.get_tensor_model_parallel_world_size = lambda: size\n"
-        "    groups.get_expert_model_parallel_world_size = lambda: 1\n"
-        "    torch.manual_seed(3)\n"
-        "    random.model_parallel_cuda_manual_seed(3, False, False, tp_rank=rank, ep_rank=0, etp_rank=0)\n"
-        "    with random.get_cuda_rng_tracker().fork(): weights = torch.randn(4)\n"
-        "    return weights, torch.randn(4)\n"
-        "(one, after_one), (other, after_other), (alone, _) = drawn(0, 2), drawn(1, 2), drawn(0, 1)\n"
-        "assert not torch.equal(one, other) and torch.equal(after_one, after_other)\n"
-        "torch.manual_seed(3); assert torch.equal(alone, torch.randn(4))"
-    )
-    assert done.returncode == 0, done.stderr
+def test_megatron_on_the_stand_ins(tmp_path: Path) -> None:
+    """Tensors of CUDA lie on the CPU, also beside a Transformer Engine that cannot be imported; tensor ranks draw
+    weights of their own, and one rank what it always has; helpers are built by this Python, or a sentence says why not.
+    """
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('undefined symbol: cublasLt')")
+    done = python(IN_MEGATRON, PYTHONPATH=python_path(tmp_path, ROOT), PATH="/usr/bin:/bin")
+    assert done.returncode == 1 and done.stdout.count("Megatron runs on the CPU") == 1, done.stderr
+    assert f"first on the PATH: {Path(sys.executable).parent}" in done.stdout
+    assert "restored: /usr/bin:/bin\n" in done.stdout, done.stderr
+    assert "error: Megatron could not build its dataset helpers" in done.stderr
 
 
 def check_fsdp(rank: int) -> None:
@@ -130,75 +144,43 @@ def test_fsdp_shards_on_the_cpu(tmp_path: Path) -> None:
     run_processes(check_fsdp, 2, tmp_path)
 
 
-def test_megatron_alone_does_not_meet_the_flag_of_the_cpu(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import sys, torch; print(sys.argv[1:], torch.zeros(1, device='cuda').device)")
-    words = (str(tmp_path / "script.py"), "--simreg-cpu=force", "--lr", "1")
-    done = python("", "-m", "simreg_megatron", "--plain", *words)
-    assert done.returncode == 0 and "'--distributed-backend', 'gloo'" in done.stdout, done.stderr
-    assert done.stdout.rstrip().endswith("'--lr', '1'] cpu") and "simreg-cpu" not in done.stdout
-
-
-def test_a_script_finds_its_own_folder_first_and_not_the_working_directory(tmp_path: Path) -> None:
+def test_a_script_meets_megatrons_flags_and_its_own_folder(tmp_path: Path) -> None:
     """As `python SCRIPT` does: from a clone of ours, `tools` or `tests` would hide packages of these names."""
     for folder in ("scripts", "elsewhere"):
         (tmp_path / folder).mkdir()
     script = tmp_path / "scripts" / "script.py"
-    script.write_text("import os, sys; print([os.path.abspath(folder) for folder in sys.path])")
-    command = [sys.executable, "-m", "simreg_megatron", "--plain", str(script), "--simreg-cpu=force"]
-    done = jobs.run(command, cwd=tmp_path / "elsewhere", env={**os.environ, "PYTHONPATH": python_path(ROOT)})
-    folders = ast.literal_eval(done.stdout.splitlines()[-1])
-    assert folders[0] == str(script.parent) and str(tmp_path / "elsewhere") not in folders, done.stderr
-
-
-def test_without_a_gpu_and_without_asking(tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit('the script must not start')")
-    done = python("", "-m", "simreg_megatron", str(script), "--simreg-lambda", "10")
-    assert done.returncode == 2
+    script.write_text(
+        "import os, sys, torch\nprint(sys.argv[1:], torch.zeros(1, device='cuda').device)\n"
+        "print([os.path.abspath(folder) for folder in sys.path])"
+    )
+    words = ["-m", "simreg_megatron", "--plain", str(script), "--simreg-cpu=force", "--lr", "1"]
+    env = {**os.environ, "SIMREG_CPU": "", "PYTHONPATH": python_path(ROOT)}
+    done = jobs.run([sys.executable, *words], cwd=tmp_path / "elsewhere", env=env)
+    assert done.returncode == 0, done.stderr
+    given, folders = done.stdout.splitlines()[-2:]
     assert (
-        done.stderr.strip()
-        .splitlines()[-1]
-        .startswith("error: no GPU is here, and Megatron needs one: add --simreg-cpu")
+        "'--distributed-backend', 'gloo'" in given and given.endswith("'--lr', '1'] cpu") and "simreg-cpu" not in given
     )
+    found = ast.literal_eval(folders)
+    assert found[0] == str(script.parent) and str(tmp_path / "elsewhere") not in found
 
 
-def test_a_missing_script_is_named() -> None:
-    done = python("", "-m", "simreg_megatron", "nowhere.py")
-    assert done.returncode == 2 and "there is no script nowhere.py" in done.stderr
-    assert "error: --plain needs a script" in python("", "-m", "simreg_megatron", "--plain").stderr
-
-
-@pytest.mark.megatron
-def test_transformer_engine_stays_out_of_it(tmp_path: Path) -> None:
-    """Megatron takes its norm wherever it can be imported, and ends where importing it ends otherwise."""
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('undefined symbol: cublasLt')")
-    imported = "from megatron.core.models.gpt import gpt_model; print('whole')"
-    path = python_path(tmp_path, ROOT)
-    hidden = python(f"from simreg_megatron.cpu import backend as c; c.activate(); {imported}", PYTHONPATH=path)
-    assert hidden.stdout.splitlines()[-1:] == ["whole"], hidden.stderr
-    seen = python(imported, PYTHONPATH=path)
-    assert "undefined symbol" in seen.stderr and "whole" not in seen.stdout
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("works", [True, False])
-def test_megatron_s_helpers_are_built_by_this_python_or_a_sentence_says_why_not(works: bool) -> None:
-    code = (
-        "from simreg_megatron.cpu import backend; backend.activate()\n"
-        "import os, sys; from simreg_megatron.cpu import adaptations\n"
-        "def build():\n"
-        "    print('first on the PATH:', os.environ['PATH'].partition(':')[0])\n"
-        f"    {'pass' if works else 'sys.exit(1)'}\n"
-        "adaptations._build_for_this_python(build)\n"
-        "print('restored:', os.environ['PATH'])"
-    )
-    done = python(code, PATH="/usr/bin:/bin")
-    assert f"first on the PATH: {Path(sys.executable).parent}" in done.stdout
-    assert done.returncode == (0 if works else 1)
-    assert ("restored: /usr/bin:/bin\n" in done.stdout) == works
-    assert ("error: Megatron could not build its dataset helpers" in done.stderr) != works
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["SCRIPT", "--simreg-lambda", "10"], "error: no GPU is here, and Megatron needs one: add --simreg-cpu"),
+        (["nowhere.py"], "error: there is no script nowhere.py"),
+        (["--plain"], "error: --plain needs a script"),
+    ],
+)
+def test_a_start_that_cannot_be(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text("raise AssertionError('the script must not start')")
+    monkeypatch.delenv("SIMREG_CPU", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "argv", ["-m", *(word.replace("SCRIPT", str(tmp_path / "script.py")) for word in words)])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith(sentence)
