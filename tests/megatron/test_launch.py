@@ -108,18 +108,6 @@ def test_two_nodes_meet(text: BuiltinCorpus, tmp_path: Path) -> None:
     assert "simreg loss" in first.output + second.output
 
 
-def test_a_truncated_corpus_ends_with_one_sentence(text, tmp_path: Path) -> None:
-    for name in ("train.bin", "train.idx"):
-        (tmp_path / name).write_bytes((text.directory / name).read_bytes())
-    (tmp_path / "train.bin").write_bytes((text.directory / "train.bin").read_bytes()[:-100])
-    own = ["--data", str(tmp_path / "train"), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path / "o")]
-    done = runs.launched([LLAMA, "--simreg-lambda", "10", *own], tmp_path)
-    assert done.status != 0
-    found = re.findall(r"^error: .*train\.bin has \d+ bytes and its \.idx says", done.output, re.M)
-    assert len(found) == 1, done.output[-3000:]
-    assert not (tmp_path / "o").exists(), "nothing half-written"
-
-
 def test_the_same_command_goes_on_and_ends(text, tmp_path: Path) -> None:
     """--auto-resume: stopped half-way, started again past a torn checkpoint, and then done."""
     own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]

@@ -32,13 +32,6 @@ def test_they_are_trained(one: runs.Recorded) -> None:
     assert one.grads[QUERY] != one.grads[KEY]
 
 
-def test_going_on_is_never_having_stopped(one: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
-    runs.train(tmp_path / "stopped", (*data_flags, *ON, *STEPS, *place))
-    gone_on = runs.train(tmp_path / "on", (*data_flags, *ON, *STEPS, "--load", str(tmp_path / "saved")))
-    assert gone_on.losses == one.losses[2:] and runs.same_bits(gone_on, one)
-
-
 def test_weights_do_not_decay_towards_them(data_flags: tuple[str, ...], tmp_path: Path) -> None:
     """Weight decay so strong that a step of it would be seen."""
     flags = (*data_flags, *ON, *STEPS)

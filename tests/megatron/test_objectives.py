@@ -11,38 +11,7 @@ from tests.megatron import runs
 from tests.megatron.parity.cells import DISTRIBUTED, DP2, ONE, OVERLAP_GRADS, TRUNCATED, Cell, Part, part
 from tests.megatron.parity.run import Bench, fits
 
-ENDING = "--simreg-lambda-schedule cosine:0.4 --simreg-off-after 0.75"  # on in three of four steps
 STEPS = ("--train-iters", "4", "--eval-iters", "0", "--lr-decay-style", "constant")
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [
-        f"--simreg-objective sigreg:0.3,placebo:1 --simreg-chunk-size 24 {ENDING}",
-        "--simreg-objective sigmoid --simreg-lambda 0.1 --simreg-objective-options pair_reduction=balanced",
-    ],
-    ids=["sigreg and placebo that end", "sigmoid"],
-)
-def test_going_on_is_never_having_stopped(objective: str, data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    flags = (*data_flags, *STEPS, *objective.split())
-    through = runs.train(tmp_path / "through", flags)
-    place = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
-    runs.train(tmp_path / "stopped", (*flags, *place))
-    gone_on = runs.train(tmp_path / "on", (*flags, "--load", str(tmp_path / "saved")))
-    assert gone_on.losses == through.losses[2:] and runs.same_bits(gone_on, through)
-    if ENDING in objective:
-        shares = [1.0, 0.4 + 0.6 * 0.75, 0.4 + 0.6 * 0.25, 0.0]  # (1 + cos(pi i / 3)) / 2 on the way, then off
-        expected = pytest.approx([0.3 * share for share in shares], rel=1e-6)
-        assert [line["sigreg lambda"] for line in through.logged] == expected
-        assert [line["placebo lambda"] for line in gone_on.logged] == pytest.approx(shares[2:], rel=1e-6)
-
-
-@pytest.mark.slow  # quick on one tensor: test_sigreg.py
-def test_directions_come_from_the_seed(data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    flags = (*data_flags, *STEPS, "--simreg-objective", "sigreg", "--simreg-lambda", "0.3")
-    one = runs.train(tmp_path / "one", flags)
-    other = runs.train(tmp_path / "other", (*flags, "--simreg-objective-options", "seed=1"))
-    assert not runs.same_bits(one, other)
 
 
 def test_what_is_known_to_fail_is_said(data_flags: tuple[str, ...], tmp_path: Path) -> None:

@@ -58,13 +58,6 @@ def test_the_status_of_an_end(
     assert capsys.readouterr().err.strip() == said
 
 
-def test_why_nodes_do_not_meet() -> None:
-    in_use = "The server socket has failed to listen on any local network address. port: 29501, EADDRINUSE"
-    assert agent.explained(in_use, ["--master-port=29501"]).startswith("port 29501 is in use on this machine: give ano")
-    assert agent.explained(in_use, []).startswith("port 29500 is in use")
-    assert "(timed out after 600 s)" in agent.explained("timed out after 600 s\nmore of it", [])
-
-
 @pytest.mark.parametrize(
     ("words", "refused"),
     [

@@ -71,15 +71,6 @@ def test_it_is_built_again_only_where_it_is_damaged(
     assert (tmp_path / "c" / "train.bin").stat().st_size > 3 and not (tmp_path / "c.building-1").exists()
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "manifest.json", "train.bin"])
-def test_a_folder_of_another_is_not_replaced(name: str, library: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / name).write_text('{"made_by": "someone", "files": {}}')
-    with pytest.raises(DataError, match=r"thesis is there and is no built-in corpus.*name another folder"):
-        build(tmp_path / "thesis", library)
-    assert [path.name for path in (tmp_path / "thesis").iterdir()] == [name]
-
-
 def _ask(directory: Path, library: Path, answers: Any) -> None:
     answers.put((build(directory, library).directory / "manifest.json").stat().st_ino)
 

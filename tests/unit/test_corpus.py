@@ -20,8 +20,6 @@ import sentencepiece
 from research.corpus.build import LOCK, build_corpus
 from research.corpus.debian import Package, fetch, fetch_newest, read_files, read_lock, write_lock
 from research.corpus.pages import SIDES
-from research.corpus.prose import Block
-from research.corpus.readers import read_page
 from research.corpus.recipe import PACKAGES
 from simreg_megatron.tools.indexed import DataError, read_tokens, sha256
 
@@ -88,30 +86,6 @@ def test_the_whole(archive: Path, tmp_path: Path) -> None:
     write_lock(tmp_path / "newer.json", [one, Package("two", "1:2-2", two.file, 3, "00")])
     with pytest.raises(DataError, match="large is there and is not this corpus"):
         build(tmp_path / "large", archive, lock=tmp_path / "newer.json")
-
-
-def test_readers() -> None:
-    html = b"""<?xml version="1.0"?><html><head><title>Not this: it is of the head</title></head><body>
-    <nav>Go to the start of this book and to its end.</nav><h2>What it is</h2>
-    <p>This is a <b>first</b> paragraph of <code>words</code> in\n a row.</p><pre>for (this; is; not) { it(); }</pre>
-    <h2>Nothing below</h2><h2>Curly</h2><ul><li>It\xe2\x80\x99s an item that has the words of a book.</li></ul>"""
-    manual = rb""".SH "SEE WHAT"
-The command
-.B ls
-shows the files \- all of them \fIin\fP a folder.
-.nf
-this is a listing of the words that are not for us.
-.fi
-"""
-    pod = b"=head1 The I<name>\n\nUse L<the other|perlfunc> if C<$a B<and> $b> is what E<lt> you have.\n\n  my $a;\n"
-    assert read_page("a/b.html", html) == [
-        Block("This is a first paragraph of words in a row.", "What it is"),
-        Block("It's an item that has the words of a book.", "Curly"),
-    ]
-    assert read_page("usr/share/man/man1/ls.1.gz", manual) == [
-        Block("The command ls shows the files - all of them in a folder.", "See what")
-    ]
-    assert read_page("a.pod", pod) == [Block("Use the other if $a and $b is what < you have.", "The name")]
 
 
 def test_packages(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,38 +71,10 @@ def test_wrong_words_are_refused(words: str, sentence: str, capsys: pytest.Captu
     assert end.value.code == 2 and "make demo: error:" in said and sentence in said
 
 
-@pytest.mark.megatron
-def test_a_refused_flag_is_the_last_thing_said(tmp_path: Path) -> None:
-    """torchrun's report of 15 lines was shown instead of the sentence above it."""
-    command = [sys.executable, "launch/demo.py", "--output", str(tmp_path / "demo"), "--simreg-log-interval", "15"]
-    done = jobs_of_tests.run(command, cwd=ROOT)
-    assert done.returncode == 1
-    assert re.search(r"^error: --simreg-log-interval 15 must be a multiple of .*\nThe ", done.stderr, re.MULTILINE)
-
-
 def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     assert demo.main(["--output", str(tmp_path)]) == 1
     assert "has files that no demo wrote" in capsys.readouterr().err and (tmp_path / "thesis.tex").read_text() == "x"
-
-
-def test_progress_is_read_from_megatrons_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    job = python_job("simreg", "", tmp_path)
-    demo.print_progress(
-        job,
-        "[Rank 0] memory (MB) | allocated: 0.00 [2026-11-20 21:30:15.439939] iteration       40/     400 | consumed "
-        "samples:          320 | elapsed time per iteration (ms): 67.3 | simreg loss: 2.313321E+00 | lm loss: "
-        "5.479424E+00 | loss scale: 1.0 | grad norm: 13.785 |",
-    )
-    demo.print_progress(
-        job,
-        " validation loss at iteration 50 on validation set | lm loss value: 5.093141E+00 | lm loss PPL: 1.6E+02 | ",
-    )
-    demo.print_progress(job, "something else")
-    assert capsys.readouterr().out.splitlines() == [
-        "simreg        step   40  simreg loss 2.313, lm loss 5.479",
-        "simreg        step   50  validation loss 5.0931",
-    ]
 
 
 def test_the_overhead_is_taken_within_turns() -> None:

@@ -441,17 +441,6 @@ def slime_forgotten_flags_are_errors() -> None:
         names["catch_states"](slime_args(context_parallel_size=2), 0, 0, [model], None, None)
 
 
-@contract(ranks=1)
-def slime_recomputed_loss_is_an_error() -> None:
-    """--recompute-loss-function: by the backward the states may be those of another micro-batch."""
-    model, names = build(), slime_file()
-    names["catch_states"](slime_args(), 0, 0, [model], None, None)
-    given = slime_args(), slime_batch(), slime_forward(model), sum_of_token
-    loss, _ = torch.utils.checkpoint.checkpoint(names["loss_with_simreg"], *given, use_reentrant=False)
-    with pytest.raises(RuntimeError, match="drop --recompute-loss-function"):
-        loss.backward()
-
-
 @contract(ranks=2)
 def slime_gathers_what_sequence_parallelism_splits() -> None:
     """Two tensor ranks hold half of the states each; the gradient of each half is that of the whole."""

@@ -18,7 +18,6 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import report, run
 from benchmarks.gpu.parts import CALLS, Part, Setting
 from benchmarks.gpu.run import NO_TIME, TOO_LONG, Outcome, Runner
-from simreg_megatron.kernels.form import MODULES
 
 # Both calls ----------------------------------------------------------------------------------------------------------
 
@@ -93,19 +92,6 @@ def parts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 def is_pretended(parts: dict[str, Part]) -> bool:
     return "memcheck-tiled" not in parts
-
-
-def test_all_tests_and_forms_are_among_the_parts(parts: dict[str, Part]) -> None:
-    commands = [command for part in parts.values() for command in part.commands]
-    files = {word for command in commands for word in command if word.startswith("tests/gpu/")}
-    assert files == {f"tests/gpu/{path.name}" for path in (records.ROOT / "tests" / "gpu").glob("test_*.py")}
-    assert {f"tests-forms-{impl}" for impl in MODULES} | {"forms-tiled", "forms-reference"} <= parts.keys()
-    for name in (name for name in parts if name.startswith("tests-")):
-        assert parts[name].leaves == f"{name}.xml" and parts[name].fine == (0, 1, 5)
-    if not is_pretended(parts):
-        assert {"tiles", "forms-triton", *(f"memcheck-{impl}" for impl in MODULES)} <= parts.keys()
-        batches = [command[-1].split()[1] for command in parts["pairs-350m"].commands]
-        assert batches == ["16", "8", "4", "2", "1"]
 
 
 def test_every_command_is_one_that_its_module_takes(parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch) -> None:

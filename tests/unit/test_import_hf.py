@@ -92,14 +92,6 @@ def test_a_tied_model_with_a_head_of_its_own(is_equal: bool, tmp_path: Path, cap
         assert "lm_head.weight holds other numbers: set tie_word_embeddings to false to keep them" in sentence
 
 
-def test_an_untied_model_without_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_config()
-    weights = random_weights(config)
-    del weights["lm_head.weight"]
-    model = hugging_face(tmp_path / "model", config, weights)
-    assert "has lm_head.weight (missing), but its configuration asks for (10, 16)" in refused(model, capsys)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_none(value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = random_weights(tiny_config())

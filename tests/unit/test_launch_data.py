@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from launch import data, launcher
 from launch.flags import LaunchError
-from research import labels
 from simreg_megatron.tools.builtin_corpus import write_pair
-from simreg_megatron.tools.indexed import DataError, read_tokens
+from simreg_megatron.tools.indexed import read_tokens
 from simreg_megatron.tools.prepare_data import prepare
 from simreg_megatron.tools.tokenizers import train_tokenizer
 from tests.helpers.texts import TEXTS, lines, train_hugging_face
@@ -110,20 +107,3 @@ def test_missing_text_is_said_before_a_tokenizer_is_fetched(monkeypatch: pytest.
     flags = [("--data-path", "PREFIX"), ("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", "PATH")]
     with pytest.raises(LaunchError, match="there is no PREFIX"):
         data.check_data(flags)
-
-
-def test_labels_are_counted(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(labels, "_CHUNK", 1000)
-    prefix = place / "set" / "train"
-    tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
-    expected = np.bincount(tokens, minlength=350)
-    np.testing.assert_array_equal(labels.count_labels(prefix), expected)
-    assert labels.main([str(prefix)]) == 0
-    written = json.loads(Path(f"{prefix}.histogram.json").read_text())
-    assert written["counts"] == expected.tolist() and written["top"]["ids"] == 7
-    assert written["top"]["share_of_labels"] == np.sort(expected)[-7:].sum() / len(tokens)
-    assert f"hold {written['top']['share_of_labels']:.2%}" in capsys.readouterr().out
-    assert Path(f"{prefix}.histogram.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(DataError, match="beyond the vocabulary of 300"):
-        labels.count_labels(prefix, 300)
-    assert labels.main([str(tmp_path / "none")]) == 2

@@ -159,29 +159,12 @@ def test_ffn_sizes_that_do_not_split_name_those_that_do() -> None:
     assert values(aligned, "--ffn-hidden-size") == ["5504"] and aligned.notes == OFF_OF_A_SIZE
 
 
-def test_ffn_sizes_off_the_tensor_cores_grid_are_kept_and_said() -> None:
-    made = plan("--model", "1.3b", *OWN, machine=WHOLE)
-    assert values(made, "--ffn-hidden-size") == ["5461"]
-    assert len(made.notes) == 2 and "--ffn aligned takes 5504" in made.notes[1]
-    assert plan("--model", "7b", *OWN, machine=WHOLE).notes == OFF_OF_A_SIZE
-
-
 @pytest.mark.parametrize("size", [2371, 5461, 8640, 11008, 512])
 @pytest.mark.parametrize("split", [1, 2, 3, 4, 8])
 def test_aligned_sizes_split_evenly(size: int, split: int) -> None:
     nearest, *others = sizes.aligned_neighbours(size, split)
     assert nearest % 128 == 0 and nearest % split == 0 and nearest // split % 8 == 0
     assert all(abs(nearest - size) <= abs(other - size) for other in others)
-
-
-def test_own_text_and_the_built_in_corpus() -> None:
-    own = plan(*OWN)
-    assert values(own, "--data-path") == ["text"] and values(own, "--split") == ["99,1,0"]
-    assert values(own, "--tokenizer-type") == ["SentencePieceTokenizer"] and not own.builtin_corpus
-    both = plan("--data", "a", "--valid-data", "b", "--tokenizer", "org/name")
-    assert values(both, "--train-data-path") == ["a"] and values(both, "--valid-data-path") == ["b"]
-    assert values(both, "--tokenizer-type") == ["HuggingFaceTokenizer"]
-    assert plan().builtin_corpus and values(plan(), "--tokenizer-model")[0].endswith(".model")
 
 
 def test_only_real_sizes_save_and_where_they_save_no_clock_is_read() -> None:
@@ -289,13 +272,6 @@ def test_bash_starts_torchrun_from_any_folder(tmp_path: Path) -> None:
     assert done.stdout.count("Dry run") == 1  # one rank speaks
     assert "--standalone --nproc-per-node 2" in done.stdout and "--micro-batch-size 4" in done.stdout
     assert list((tmp_path / "here").iterdir()) == []
-
-
-def test_python_alone_is_a_job_of_one_rank_and_errors_are_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    done = run_script(sys.executable, str(SCRIPTS[1]), "--model", "8x1b", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --model 8x1b needs a GPU") and done.stderr.count("\n") == 1
 
 
 def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None:
@@ -504,9 +480,6 @@ class TestGoingOn:
     def asked(self, *words: str) -> Plan:
         return plan("--auto-resume", "--save-interval", "5", "--output", "out", *words)
 
-    def test_it_saves_also_the_tiny_model(self) -> None:
-        assert values(self.asked(), "--save") == ["out/checkpoints"] and values(self.asked(), "--load") == []
-
     def test_what_a_start_needs_is_dropped_where_a_run_goes_on(self) -> None:
         """Otherwise each slice would begin its optimizer anew, and say nothing."""
         start = ("--load", "other", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "7")
@@ -571,15 +544,6 @@ class TestLayouts:
         assert values(made, "--nodes") == [], "the job's, not Megatron's"
         mine = plan(*words, "--expert-model-parallel-size", "2", family="mixtral", machine=self.NODES)
         assert values(mine, "--expert-model-parallel-size") == ["2"]
-
-    def test_it_counts_the_replicas(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder = tmp_path / "mine"
-        folder.mkdir()
-        lines = ("--nodes 4", "--tensor-model-parallel-size 8", "--global-batch-size 6")
-        (folder / "llama-7b.args").write_text("\n".join(lines))
-        monkeypatch.setattr("launch.plan.LAYOUTS", tmp_path)
-        with pytest.raises(LaunchError, match="6 sequences cannot be shared by 4 data-parallel ranks"):
-            plan("--model", "7b", "--layout", "mine", *OWN, machine=self.NODES)
 
 
 class TestRecord:
@@ -763,13 +727,6 @@ def test_a_run_without_megatron_is_one_sentence(tmp_path: Path) -> None:
         "Megatron's training loop cannot be imported (ModuleNotFoundError: No module named 'megatron.core')"
         in done.stderr
     )
-
-
-def test_weights_and_biases_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match="needs wandb, which is not installed"):
-        preflight.check_writers([("--wandb-project", "mine")])
-    preflight.check_writers([("--wandb-project", "")])
 
 
 @pytest.mark.slow

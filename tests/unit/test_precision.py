@@ -162,13 +162,6 @@ def test_the_setting_is_given_back_also_after_an_error(way: Callable[[], None]) 
     assert settings_of_products() == before
 
 
-def test_nothing_is_set_where_nothing_is_allowed() -> None:
-    as_at_first()
-    before = settings_of_products()
-    with full_float32():
-        assert settings_of_products() == before
-
-
 def test_products_that_broadcast_have_gradients_of_their_own_shape() -> None:
     left, right = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
     assert torch.autograd.gradcheck(product, (left.requires_grad_(), right.requires_grad_()))

@@ -149,10 +149,7 @@ def test_a_text_that_spells_end_of_text_is_text(tmp_path: Path) -> None:
     [
         ("a.txt", "naïve".encode("utf-16"), r"a\.txt is not UTF-8 \(invalid start byte\): convert it"),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"a\.jsonl is not UTF-8"),
-        ("a.txt", "plain".encode("utf-16-le"), r"a\.txt and 1 more, file 1: it has zero bytes, so it is no UTF-8"),
-        ("a.txt", "naïve".encode("latin-1"), r"a\.txt is not UTF-8"),
         ("a.jsonl", b'{"txt": "a"}\n', r"row 1: expected a text under the key 'text' .--key., got '{\"txt\": \"a\"}'"),
-        ("a.jsonl", b'{"text": 1}\n', "row 1: expected a text"),
         ("a.jsonl", b'["text"]\n', "row 1: expected a text"),
         ("a.jsonl", b'{"text": "ok"}\n\n{"text": "\\ud800"}\n', "row 3: expected a text .*UnicodeEncodeError"),
         ("a.jsonl", b"[" * 100_000 + b"\n", "row 1: expected a text .*RecursionError"),
