@@ -15,7 +15,6 @@ from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures import metrics
 from simreg_megatron.measures.naming import add_to_console
-from simreg_megatron.plugin import tokens
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.learnable import Scalars
@@ -423,21 +422,6 @@ def test_norms_of_rightly_and_of_wrongly_predicted_tokens(
     nowhere = logged(MODEL)
     assert math.isnan(nowhere[name].item())
     assert not any("margin" in value for value in nowhere) and "output layer" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("sequence", "tensor", "context", "opens"), [
-    (True, 2, 2, True), (False, 2, 2, False), (True, 1, 2, False), (True, 2, 1, False),
-])  # fmt: skip
-def test_the_group_of_two_kinds_is_opened_before_the_first_step(
-    sequence: bool, tensor: int, context: int, opens: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(tokens.dist, "all_reduce", lambda numbers, group: asked.append(group))
-    groups = {"tp": One(tensor), "cp": One(context), "tp_cp": One(tensor * context)}
-    model = torch.nn.Linear(2, 2)
-    model.pg_collection, model.config = SimpleNamespace(**groups), SimpleNamespace(sequence_parallel=sequence)
-    tokens.open_row_group(model)
-    assert asked == ([groups["tp_cp"]] if opens else [])
 
 
 def test_trained_scalars_are_read_by_a_call_that_data_parallelism_can_wait_in() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from research import pages, run
 from research.analyse import problems, welch
 from research.plan import ResearchError, Run, entries_of, plan_names, plan_of, read_plan
 from research.tables import KEPT, Table, read_table, read_tables, settings_of
-from tests.helpers import jobs
 
 TABLES = read_tables(KEPT)
 PLAN = {
@@ -200,28 +198,6 @@ def test_runs_become_a_table(trains: dict[str, str], tmp_path: Path) -> None:
 
 def _with_seed(of: Run, seed: str) -> Run:
     return replace(of, flags=tuple((name, seed if name == "seed" else value) for name, value in of.flags))
-
-
-def test_a_run_that_outlives_its_program_counts(trains: dict[str, str], tmp_path: Path) -> None:
-    """The training process holds the lock; when it has ended, its result is read and it is not trained again."""
-    entry = entries_of(plan_of(PLAN), "text", lambda arm, size: {}, quick=True)[0]
-    folder = tmp_path / "runs" / entry.run.name
-    folder.mkdir(parents=True)
-    source = f"""
-        import fcntl, os, subprocess, sys
-        lock = os.open({str(folder / "lock")!r}, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        log = open({str(folder / "log.txt")!r}, "w")
-        words = [sys.executable, "-c", "import time; time.sleep(2)\\n" + {TRAINING!r}, {str(folder)!r}, "6", "well"]
-        subprocess.Popen(words, stdout=log, pass_fds=(lock,))
-    """
-    here = runner(tmp_path)
-    with jobs.started([sys.executable, "-c", textwrap.dedent(source)]) as program:
-        assert program.wait() == 0
-        assert here._start(entry.run) is None, "another process trains it"
-        trains["1"] = "fail"  # if it were started again
-        assert here.train([entry.run], lambda: None) == []
-    assert here.store.result(entry.run)[0]["status"] == "done"  # type: ignore[index]
 
 
 # The command ----------------------------------------------------------------------------------------------------------

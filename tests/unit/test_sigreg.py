@@ -35,22 +35,6 @@ def fixture_directions(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("width", "unscaled", "gap"),
-    [
-        (768, 0.994157713, 2.928655e-4),
-        (1024, 0.995615092, 2.196580e-4),
-        (2048, 0.997805144, 1.098357e-4),
-        (4096, 0.998901970, 5.491951e-5),
-    ],
-)
-def test_sg1_the_scale_brings_the_wave_to_its_target(width: int, unscaled: float, gap: float) -> None:
-    target = math.exp(-4.5)
-    assert mean_cosine(3.0, width) == pytest.approx(unscaled, abs=6e-10)
-    assert abs(mean_cosine(3.0 * math.sqrt(width), width) - target) == pytest.approx(gap, rel=1e-5)
-    assert (unscaled - target) / gap > 3300, "the source prints 37 times, of a Taylor coefficient"
-
-
-@pytest.mark.parametrize(
     ("width", "fourth", "sixth"), [(768, 2.992207792, 14.883520624), (1024, 2.994152047, 14.912508249)]
 )
 def test_sg2_moments_of_scaled_rows(width: int, fourth: float, sixth: float) -> None:
