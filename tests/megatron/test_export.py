@@ -16,7 +16,6 @@ from simreg_megatron.tools.export_hf import export, read
 from simreg_megatron.tools.export_tokenizer import open_tokenizer
 from simreg_megatron.tools.folders import checkpoint_folder
 from simreg_megatron.tools.verify_export import TOLERANCE, compare
-from tests.helpers import jobs
 from tests.helpers.quick import quick
 from tests.megatron import forks, runs, saved
 from tests.megatron.saved import Saved
@@ -174,8 +173,8 @@ def test_transformers_generates_with_the_exported_tokenizer(dense: Saved, text: 
 def test_the_command_exports_and_verifies(experts: Saved, text: BuiltinCorpus, tmp_path: Path) -> None:
     words = ["export-hf", "--load", experts.trained(), "--save", tmp_path / "model", "--dtype", "bf16", "--verify"]
     words += ["--tokenizer", text.tokenizer_model]
-    done = jobs.run([sys.executable, "-m", "simreg_megatron.cli", *map(str, words)], check=True)
-    assert "agree: 4 sequences of 64 random tokens in fp32" in done.stdout, done.stdout
+    done = runs.forked(_command, [str(word) for word in words], folder=tmp_path)
+    assert done.status == 0 and "agree: 4 sequences of 64 random tokens in fp32" in done.output, done.output
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert model.dtype == torch.bfloat16 and type(model).__name__ == "MixtralForCausalLM"
 
@@ -191,16 +190,17 @@ def tiny_llama(folder: Path, dtype: torch.dtype, rows: int) -> Path:
     return folder
 
 
-def _import(model: Path, save: Path) -> None:
+def _command(words: list[str]) -> None:
     forks.quick_save()
-    sys.exit(cli.main(["import-hf", "--model", str(model), "--save", str(save)]))
+    sys.exit(cli.main(words))
 
 
 @pytest.mark.parametrize(("layout", "dtype", "rows"), [("tp2", torch.float32, 510), ("pp2", torch.bfloat16, 600)])
 def test_megatron_trains_from_an_imported_model(layout: str, dtype, rows: int, data_flags, tmp_path: Path) -> None:
     """With fewer rows than the tokenizer's 512 tokens, and with more, which a flag of those printed keeps."""
     model = tiny_llama(tmp_path / "model", dtype, rows)
-    done = runs.forked(_import, model, tmp_path / "imported", folder=tmp_path)
+    words = ["import-hf", "--model", str(model), "--save", str(tmp_path / "imported")]
+    done = runs.forked(_command, words, folder=tmp_path)
     assert done.status == 0, done.output
     more = ("--bf16",) if dtype == torch.bfloat16 else ()
     if rows > 512:

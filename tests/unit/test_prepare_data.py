@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ import zstandard
 
 from simreg_megatron import cli
 from simreg_megatron.tools import prepare_data, text_sources
-from simreg_megatron.tools.indexed import DataError, read_lengths, read_tokens
+from simreg_megatron.tools.indexed import DataError, PairWriter, read_lengths, read_tokens
 from simreg_megatron.tools.prepare_data import prepare
 from simreg_megatron.tools.tokenizers import load_tokenizer
-from tests.helpers import jobs
+from tests.megatron import runs
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures" / "data"
@@ -75,26 +73,26 @@ def test_same_bytes_as_recorded(tmp_path: Path, form: str, kind: str) -> None:
         assert digests(apart) == expected["valid"]["files"]
 
 
+def write_both(folder: Path, vocab_size: int) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    draw = torch.Generator().manual_seed(0)
+    theirs = IndexedDatasetBuilder(f"{folder}/theirs.bin", dtype=DType.optimal_dtype(vocab_size))
+    ours = PairWriter(folder / "ours", vocab_size)
+    for length in (5, 0, 1, 300, 0):
+        ids = torch.randint(vocab_size, (length,), generator=draw)
+        theirs.add_document(ids, [length] if length else [])
+        ours.add(ids)
+    theirs.finalize(f"{folder}/theirs.idx")
+    ours.close()
+
+
 @pytest.mark.parametrize("vocab_size", [1000, 70_000])
 @pytest.mark.megatron
 def test_megatrons_builder_writes_the_same(tmp_path: Path, vocab_size: int) -> None:
-    """In another process: importing Megatron here would last."""
-    script = f"""
-import torch
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-from simreg_megatron.tools.indexed import PairWriter
-draw = torch.Generator().manual_seed(0)
-theirs = IndexedDatasetBuilder("theirs.bin", dtype=DType.optimal_dtype({vocab_size}))
-ours = PairWriter("ours", {vocab_size})
-for length in (5, 0, 1, 300, 0):
-    ids = torch.randint({vocab_size}, (length,), generator=draw)
-    theirs.add_document(ids, [length] if length else [])
-    ours.add(ids)
-theirs.finalize("theirs.idx")
-ours.close()
-"""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    jobs.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=env)
+    done = runs.forked(write_both, tmp_path, vocab_size, folder=tmp_path)
+    assert done.status == 0, done.output
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
     assert read_lengths(tmp_path / "ours").tolist() == [5, 1, 300] and len(read_tokens(tmp_path / "ours")) == 306

@@ -19,7 +19,7 @@ from simreg_megatron.tools.safe_load import CheckpointError, check_archive, chec
 from tests.helpers.checkpoints import Calls, archive_of, dist_checkpoint, tiny_config
 
 pytest.importorskip("transformers")
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron")  # the name alone: importing its core takes seconds of every worker
 
 
 @pytest.fixture

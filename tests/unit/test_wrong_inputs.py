@@ -359,11 +359,8 @@ def test_values_of_simreg(words: str, sentence: str, ask: Ask) -> None:
 @pytest.mark.parametrize(("command", "sentence"), rows(COMMANDS))
 def test_commands(command: str, sentence: str, ask: Ask, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong use of a command's options is told behind its usage, within a frame."""
-    for name, content in {
-        "empty.jsonl": b"", "broken.parquet": b"PAR1abc", "cut.jsonl.zst": b"\x28\xb5\x2f\xfdabc",
-        "cut.jsonl.gz": gzip.compress(b'{"text": "abc"}\n' * 100)[:40], "photo.png": b"\x89PNG", "bad.yaml": b"a: [",
-        "list.yaml": b"- a\n", "twice.yaml": b"seeds: 3\nseeds: 1\n",
-    }.items():  # fmt: skip
+    cut = gzip.compress(b'{"text": "abc"}\n' * 100)[:40]
+    for name, content in (("broken.parquet", b"PAR1abc"), ("cut.jsonl.gz", cut)):
         (place / name).write_bytes(content)
     monkeypatch.setenv("COLUMNS", "200")
     status, line = ask(command.replace("TOK", "data/mine/tokenizer.model"))
