@@ -23,18 +23,24 @@ go_offline()  # here, since whatever imports Hugging Face's libraries first deci
 HERE = Path(__file__).parent
 LONG = (
     "megatron/test_parity.py",
-    "unit/test_triton_forms.py",
-    "megatron/test_launch.py",
-    "megatron/test_adagc.py",
+    "unit/test_simreg_properties.py",
     "distributed/test_shard.py",
+    "unit/test_fake_devices.py",
+    "unit/test_triton_forms.py",
+    "unit/test_tiled.py",
     "unit/test_evaluate.py",
+    "unit/test_launcher.py",
     "objectives/test_brought.py",
-    "unit/test_reproduce_local.py",
-    "megatron/test_recording.py",
-    "unit/test_cpu_backend.py",
-    "megatron/test_objectives.py",
+    "objectives/test_every_objective.py",
+    "megatron/test_adagc.py",
     "megatron/test_export.py",
+    "unit/test_code_blocks.py",
+    "unit/test_ecosystem.py",
+    "unit/test_slurm.py",
     "unit/test_prepare_data.py",
+    "flags/test_flags.py",
+    "megatron/test_launch.py",
+    "unit/test_cpu_backend.py",
 )
 """Files that take long; whichever worker got one of them last would end long after the other."""
 

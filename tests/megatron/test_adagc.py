@@ -93,7 +93,7 @@ def apart(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
 
 
 # Each kind of split once: what a rank must add up and what it must not.
-QUICK = ("tp2-sp", "dp2-distributed", "dp2-two-instances", "tied-tp2-pp2-distributed", "cp2", "ep2")
+QUICK = ("tp2-sp", "dp2-distributed", "ep2")
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, lambda layout: layout in QUICK))
@@ -218,9 +218,7 @@ BETWEEN = {  # the layout that saves, and the one that goes on
 }
 
 
-@pytest.mark.parametrize(
-    "change", quick(BETWEEN, lambda change: change in ("tp2 to pp2", "older format") or "bucket by" in change)
-)
+@pytest.mark.parametrize("change", quick(BETWEEN, lambda change: change == "tp2 to pp2"))
 def test_the_averages_survive_another_layout(change: str, bench: Bench, tmp_path: Path) -> None:
     (before, ranks_before), (after, ranks_after) = BETWEEN[change]
     flags = (*bench.data_flags, *CONSTANT, *SIMREG, *ADAGC, "--train-iters", str(STEPS))

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from simreg_megatron import __main__ as entry
+from simreg_megatron import installed
 from simreg_megatron.plugin.compat import MegatronSeamError
 from tests.helpers import jobs
 
@@ -97,8 +99,32 @@ initialize._compile_dependencies()
 """
 
 
+@pytest.mark.slow  # quick with a stand-in: below
 def test_megatron_compiles_nothing_in_its_wheel() -> None:
     """Run Megatron's own step before the first one on a GPU, without the CPU backend; it fails in plain Megatron."""
     done = python("-c", COMPILE)
     assert "started" in done.stdout.splitlines()
     assert done.returncode == 1 and "no makefile found" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("compiled", "makefile", "make", "runs"),
+    [
+        (True, False, True, False),
+        (True, True, True, True),
+        (True, True, False, False),
+        (False, False, True, True),
+        (False, True, False, True),
+    ],
+)
+def test_make_runs_where_it_can_or_must(
+    compiled: bool, makefile: bool, make: bool, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if makefile:
+        (tmp_path / "Makefile").touch()
+    module = SimpleNamespace(origin=str(tmp_path / "helpers_cpp.so")) if compiled else None
+    monkeypatch.setattr(util, "find_spec", lambda name: module)
+    monkeypatch.setattr(installed.shutil, "which", lambda name: "/usr/bin/make" if make else None)
+    calls = []
+    installed.without_make(lambda: calls.append("make"))()
+    assert calls == ["make"] * runs

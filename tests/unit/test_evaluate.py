@@ -69,7 +69,7 @@ def right_by_hand(folder: Path, questions: list[dict], *, bos: bool = False) -> 
     return right
 
 
-@pytest.mark.parametrize("bos", ["none", "document"])
+@pytest.mark.parametrize("bos", ["none", pytest.param("document", marks=pytest.mark.slow)])
 def test_scores_and_differences_are_those_of_a_computation_by_hand(
     bos: str, models: dict[str, Path], task: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

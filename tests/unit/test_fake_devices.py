@@ -140,9 +140,8 @@ def distinct(cases: Iterable[Case]) -> list[Case]:
 
 
 QUICK = distinct([
-    *(replace(case, dtype=dtype, logs=logs) for case in FORMS for dtype, logs in (("bf16", True), ("fp32", False))),
-    *(replace(case, chunk=chunk, length=EVEN, scope=scope)
-      for case in FORMS for chunk, scope in ((0, "exact"), (1024, "local"))),
+    *(replace(case, logs=True) for case in FORMS),
+    *(replace(case, chunk=0, length=EVEN) for case in FORMS[1:2]),
 ])  # fmt: skip
 ALL = distinct([
     *QUICK,

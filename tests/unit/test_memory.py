@@ -24,7 +24,7 @@ slow = pytest.mark.slow
     ("size", "device", "dtype"),
     [
         ((2, 2048, 4096, 1024), "cuda", torch.bfloat16),  # the default of a 7B model
-        ((1, 8192, 4096, 0), "cuda", torch.bfloat16),
+        pytest.param((1, 8192, 4096, 0), "cuda", torch.bfloat16, marks=slow),
         pytest.param((1, 8192, 8192, 0), "cuda", torch.float32, marks=slow),
         pytest.param((16, 2048, 1024, 1024), "cuda", torch.float16, marks=slow),
         pytest.param((1, 131072, 4096, 1024), "cuda", torch.bfloat16, marks=slow),
@@ -45,7 +45,7 @@ def test_at_most_256_mib(size: tuple[int, int, int, int], device: str, dtype: to
         ((16, 2048, 1024, 1024), 1024 * 2),  # bytes: the pairs of a chunk in bfloat16
         ((2, 2048, 4096, 1024), 1024 * 2),
         ((1, 8192, 4096, 0), 8192 * 2),
-        ((1, 131072, 512, 0), 8192),  # 4096 rows at a time
+        pytest.param((1, 131072, 512, 0), 8192, marks=slow),  # 4096 rows at a time
     ],
     ids=str,
 )
@@ -64,7 +64,7 @@ def test_triton_takes_a_share_of_the_logits(size: tuple[int, ...], per_token: in
     assert counted < logits / 8
 
 
-@pytest.mark.parametrize("chunk", [0, 300])
+@pytest.mark.parametrize("chunk", [pytest.param(0, marks=slow), 300])
 def test_what_is_counted_is_what_a_cpu_takes(chunk: int) -> None:
     """But for what operators take for themselves, and what the engine of autograd gives back earlier."""
     counted = predicted_bytes(1, 2400, 256, chunk_size=chunk, dtype=torch.float32, device="cpu")

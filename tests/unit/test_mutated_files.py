@@ -66,7 +66,7 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         return opened.read(next(name for name in opened.namelist() if name.endswith("data.pkl")))
 
 
-@settings(fixtures, max_examples=1500)
+@settings(fixtures, max_examples=500)
 @given(changes=edits(PICKLE_WORDS))
 def test_a_pickle_that_passes_names_nothing_else(common: bytes, changes: list[tuple[float, int, bytes]]) -> None:
     data = edited(common, changes)

@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch.distributed as dist
 
 from benchmarks import records, scale
-from benchmarks.fake_ranks import Layout, as_rank
+from benchmarks.fake_ranks import Layout
 from benchmarks.partners import disagreements
 from benchmarks.records import RESULTS
 from benchmarks.scale import LAYOUTS, Case, cost_of, described, plans_of, sent_by, sent_by_all
@@ -37,8 +36,7 @@ def kept_line(case: Case) -> dict[str, str]:
     return found[0]
 
 
-# All sizes in one layout, and one size in all layouts.
-SOME_CASES = quick(CASES, lambda case: case.layout == SMALL.layout or (case.length, case.width) == (2048, 4096))
+SOME_CASES = quick(CASES, lambda case: (case.length, case.width) == (2048, 4096))
 
 
 @pytest.mark.parametrize("case", SOME_CASES, ids=str)
@@ -87,7 +85,7 @@ def test_all_ranks_of_every_layout_do(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.sequence_parallel or one.tensor == 1], ids=str)
-@pytest.mark.parametrize("length", [2048, 131072])
+@pytest.mark.parametrize("length", [2048, pytest.param(131072, marks=pytest.mark.slow)])
 def test_nothing_is_sent_with_the_chunks_that_the_page_recommends(layout: Layout, length: int) -> None:
     parts = layout.tensor * layout.context if layout.sequence_parallel else 2 * layout.context
     case = Case(layout, 1, length, 1024, chunk=length // parts)
@@ -95,18 +93,3 @@ def test_nothing_is_sent_with_the_chunks_that_the_page_recommends(layout: Layout
     assert sent_by(case, (0, 0)).calls == []
     twice = replace(case, chunk=2 * case.chunk)
     assert all(plan.travels for plan in plans_of(twice).values()), "and it is the largest"
-
-
-def test_ranks_are_numbered_as_megatron_numbers_them() -> None:
-    from megatron.core.parallel_state import RankGenerator
-
-    layout = LARGEST.layout
-    theirs = RankGenerator(
-        tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order="tp-cp-ep-dp-pp"
-    )
-    for rank, data in (((0, 0), 0), ((1, 5), 9), ((1, 7), 15)):
-        with as_rank(layout, rank, data=data) as groups:
-            for name, kind in {"tp": "tp", "cp": "cp", "tp_cp": "tp-cp", "dp_cp": "dp-cp"}.items():
-                ours = dist.get_process_group_ranks(getattr(groups, name))
-                assert ours in theirs.get_ranks(kind), name
-                assert layout.number(rank, data) in ours

@@ -285,7 +285,9 @@ class TestWhatMegatronSays:
         (note,) = self.notes(Site(runtime="pyxis", container_image="/i.sqsh"))
         assert note.startswith("in a container with this machine's Megatron the run would be refused: Megatron has no")
 
-    @pytest.mark.parametrize("named_by", ["the environment", "the cluster's file"])
+    @pytest.mark.parametrize(
+        "named_by", [pytest.param("the environment", marks=pytest.mark.slow), "the cluster's file"]
+    )
     def test_a_source_tree_is_asked_in_place_of_the_installed_one(self, named_by: str, tmp_path: Path) -> None:
         """The installed Megatron's word was taken for a job that runs another release."""
         tree = tmp_path / "tree"
@@ -597,6 +599,7 @@ def _run_job(job: str, folder: Path, programs: dict[str, str]) -> CompletedProce
     return jobs.run(["bash", "-c", job], env={**os.environ, **environ})
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_a_flag_that_is_a_note_for_a_container_is_refused_in_it(tmp_path: Path) -> None:
     """The container may have another Megatron than the machine that submits; its own has the last word."""
@@ -672,6 +675,7 @@ class TestWhatARunTakes:
         *_, disk = self.summary(LLAMA, "--model", "7b", *data, "--data", str(tmp_path / "text"))
         assert disk.startswith("disk   86.1 GiB a checkpoint")
 
+    @pytest.mark.slow
     @pytest.mark.megatron
     def test_what_exceeds_the_card_or_the_disk_is_refused_unless_forced(self, tmp_path: Path) -> None:
         """Of a 7B that is previewed before its text is there, on a disk that every machine here is smaller than."""
