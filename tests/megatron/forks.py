@@ -43,12 +43,7 @@ def fork_server() -> Any:
 
 
 def run_ranks(
-    target: Callable[..., None],
-    *arguments: Any,
-    processes: int,
-    log: Path,
-    timeout: float,
-    context: Any = None,
+    target: Callable[..., None], *arguments: Any, processes: int, log: Path, timeout: float, context: Any = None
 ) -> int:
     """`target(*arguments)` on every rank of one job; all output goes to `log`.
 

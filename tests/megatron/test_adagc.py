@@ -109,11 +109,7 @@ def test_the_same_in_every_layout(layout: str, bench: Bench, one_process, tmp_pa
     assert got.recorded.losses == pytest.approx(expected.recorded.losses, rel=1e-5)
 
 
-MISTAKES = {
-    "local_norms": "tp2-sp",
-    "replicas_counted_twice": "tp2-sp",
-    "instances_counted_twice": "dp2-two-instances",
-}
+MISTAKES = {"local_norms": "tp2-sp", "replicas_counted_twice": "tp2-sp", "instances_counted_twice": "dp2-two-instances"}
 
 
 @pytest.mark.parametrize("mistake", quick(MISTAKES, lambda mistake: mistake == "local_norms"))

@@ -384,10 +384,7 @@ def test_settings_of_an_objective() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (
-            {"objective": "creg", "objective_options": "from=per_pair"},
-            "unknown option 'from'.*it has form, self",
-        ),
+        ({"objective": "creg", "objective_options": "from=per_pair"}, "unknown option 'from'.*it has form, self"),
         ({"objective": "creg", "objective_options": "form=per_pair"}, "a chunk size of at most 256, not 1024"),
         ({"objective": "creg", "objective_options": "form=per_pair", "chunk_size": 0}, "not 0, the whole sequence"),
         ({"objective": "simreg", "objective_options": "form=per_pair"}, "it has prefixes"),

@@ -97,15 +97,7 @@ def test_nan_is_not_hidden() -> None:
 
 @pytest.mark.parametrize(
     ("cosine", "degrees"),
-    [
-        (1.0, 0.0),
-        (0.0, 90.0),
-        (-1.0, 180.0),
-        (0.480223, 61.3),
-        (0.275637, 74.0),
-        (1.0000001, 0.0),
-        (-1.1, 180.0),
-    ],
+    [(1.0, 0.0), (0.0, 90.0), (-1.0, 180.0), (0.480223, 61.3), (0.275637, 74.0), (1.0000001, 0.0), (-1.1, 180.0)],
 )
 def test_mean_angle(cosine: float, degrees: float) -> None:
     assert mean_angle_degrees(cosine) == pytest.approx(degrees, abs=1e-4)

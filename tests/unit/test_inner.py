@@ -14,12 +14,7 @@ from simreg_megatron.plugin import layers, refusals
 
 @pytest.mark.parametrize(
     ("given", "layers"),
-    [
-        ("final", ("final",)),
-        ("12, 3,final,3", (3, 12, "final")),
-        ((2, "final"), (2, "final")),
-        (7, (7,)),
-    ],
+    [("final", ("final",)), ("12, 3,final,3", (3, 12, "final")), ((2, "final"), (2, "final")), (7, (7,))],
 )
 def test_layers_are_read(given, layers) -> None:
     assert SimRegConfig(layers=given).layers == layers

@@ -15,14 +15,7 @@ from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash") or "/bin/bash"
-NEEDED = (
-    "bash",
-    "cat",
-    "dirname",
-    "mkdir",
-    "rm",
-    "sort",
-)  # all that the script itself calls before it installs
+NEEDED = ("bash", "cat", "dirname", "mkdir", "rm", "sort")  # all that the script itself calls before it installs
 
 
 @pytest.fixture

@@ -78,12 +78,7 @@ def four_pairs() -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("t", "loss", "rate"),
-    [
-        (10, 2.447642, None),
-        (50, 1.974435e-3, 0.124549),
-        (100, 2.436797e-7, 0.152274),
-        (200, 3.711237e-15, 0.166137),
-    ],
+    [(10, 2.447642, None), (50, 1.974435e-3, 0.124549), (100, 2.436797e-7, 0.152274), (200, 3.711237e-15, 0.166137)],
 )
 def test_sl4_the_loss_of_a_constellation_falls_with_its_margin(t: float, loss: float, rate: float | None) -> None:
     found = of_modalities(*four_pairs(), t, 0.04)
