@@ -31,12 +31,6 @@ def shifted_labels() -> None:
     _change_simreg(lambda given: {**given, "labels": given["labels"].roll(1, dims=1)})
 
 
-def norms_with_state() -> None:
-    """As those of Transformer Engine: each has an `_extra_state`, empty without FP8."""
-    torch.nn.RMSNorm.get_extra_state = lambda self: torch.empty(0, dtype=torch.uint8)
-    torch.nn.RMSNorm.set_extra_state = lambda self, state: None
-
-
 def masked_tokens_kept() -> None:
     """SimReg compares with tokens that the loss mask leaves out."""
     _change_simreg(lambda given: {**given, "loss_mask": torch.ones_like(given["loss_mask"])})

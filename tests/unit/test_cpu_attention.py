@@ -114,11 +114,9 @@ def largest_differences(got: Sequence[Tensor], expected: Sequence[Tensor]) -> li
     return [(left - right).abs().max().item() for left, right in zip(got, expected, strict=True)]
 
 
-def split_attention(rank: int, ranks: int, masked: bool, mistake: str | None = None) -> list[float]:
+def split_attention(rank: int, ranks: int, masked: bool) -> list[float]:
     """How far output and gradients of this rank's rows are from the oracle's."""
     attention = local_attention(ranks)
-    if mistake:
-        _make_mistake(mistake)
     whole, rows = inputs(), rows_of(rank, ranks)
     allowed = same_document() if masked else None
     expected = [part[rows] for part in oracle(whole, allowed)]
@@ -126,16 +124,6 @@ def split_attention(rank: int, ranks: int, masked: bool, mistake: str | None = N
     mask = ~(causal & allowed)[rows].expand(BATCH, 1, -1, -1) if allowed is not None else None  # as the data set's
     own = whole.of_rows(rows)
     return largest_differences(with_gradients(attention(*own[:3], mask), own), expected)
-
-
-def _make_mistake(mistake: str) -> None:
-    from simreg_megatron.cpu import attention as cpu_attention
-
-    if mistake == "ranks taken for contiguous":
-        cpu_attention.zigzag_positions = lambda length, ranks: torch.arange(length).view(ranks, -1)
-    elif mistake == "gradients of other ranks lost":
-        gather = cpu_attention.gather_from_sequence_parallel_region
-        cpu_attention.gather_from_sequence_parallel_region = lambda part, group: gather(part, False, group)
 
 
 def check_split(rank: int, ranks: int, masked: bool) -> None:
@@ -147,24 +135,6 @@ def check_split(rank: int, ranks: int, masked: bool) -> None:
 )
 def test_split_over_context_ranks(ranks: int, masked: bool, tmp_path: Path) -> None:
     run_processes(check_split, ranks, tmp_path, ranks, masked)
-
-
-def check_wrong_order(rank: int) -> None:
-    assert min(split_attention(rank, 2, False, "ranks taken for contiguous")) > CLEARLY_WRONG
-
-
-def test_the_wrong_order_is_told(tmp_path: Path) -> None:
-    run_processes(check_wrong_order, 2, tmp_path)
-
-
-def check_lost_gradients(rank: int) -> None:
-    output, query, key, value = split_attention(rank, 2, False, "gradients of other ranks lost")
-    assert max(output, query) < TOLERANCE
-    assert min(key, value) > CLEARLY_WRONG
-
-
-def test_lost_gradients_are_told(tmp_path: Path) -> None:
-    run_processes(check_lost_gradients, 2, tmp_path)
 
 
 def packed(documents: Sequence[int] = DOCUMENTS, padded: Sequence[int] | None = None) -> Any:
