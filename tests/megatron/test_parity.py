@@ -10,46 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.quick import quick
 from tests.megatron.parity.__main__ import chosen
 from tests.megatron.parity.cells import CELLS, LOCAL_MEANS, Cell
 from tests.megatron.parity.run import Bench, fits
 
-# What other cells show too: the same split of another objective, or the same objective split otherwise. Two mistakes
-# stay quick; every objective is also asked over ranks in tests/objectives.
-SHOWN_ELSEWHERE = (
-    "deep, TP2 SP full recompute, chunk 24 layers 1,2,3,4,final",
-    "dense, micro-batch 1, chunk 24",
-    "dense, TP2 SP, whole local",
-    "dense, TP2 SP, chunk 24, few samples",
-    "dense, TP2 SP, chunk 24 count-corrected, masked ends",
-    "dense, CP2, cpretrain whole, per token, masked ends",
-    "dense, TP2 SP, simcse, per token, masked ends",
-    "deep, PP2 VPP2, chunk 24",
-    "dense, PP2, chunk 16",
-    "dense, TP2, chunk 16",
-    "dense, TP2 SP, chunk 24 layer 1",
-    "dense, TP2 SP, sce chunk 24",
-    "dense, CP2, chunk 24, per token, masked ends",
-    "dense, TP2 SP, chunk 24 prefixes 16/64",
-    "dense, TP2 SP, simcse view=dropout",
-    "dense, CP2, sigreg whole, per token, masked ends",
-    "dense, CP2, prefixes-ce prefixes=8/32, per token, masked ends",
-    "dense, TP2 SP, sigmoid pairs=hidden-head,pair_reduction=balanced,trains=none chunk 24",
-    "tied, PP2, prefixes-ce prefixes=8/32",
-    "dense, DP2 distributed optimizer, chunk 24",
-    "dense, TP2, creg chunk 24",
-    "dense, TP2 SP, sigreg chunk 24",
-    "dense, TP2 SP, mic chunk 24",
-    "dense, TP2 SP, sigmoid pair_reduction=balanced,trains=none chunk 24",
-    "dense, TP2 SP, prefixes-ce prefixes=8/32, vs 1 process, halved weight gradient",
-    "dense, TP2 SP, chunk 24, vs 1 process, doubled scale",
-    "dense, DP2, chunk 24, vs 1 process, shifted labels",
-    "dense, PP2, whole, vs 1 process, flattened batch",
-    "dense, TP2 SP, chunk 24, per token, masked ends, vs 1 process, masked tokens kept",
-    "dense, TP2, whole, vs 1 process, shared work not summed",
-)
-CORE = quick([cell for cell in CELLS if cell.core], lambda cell: cell.name not in SHOWN_ELSEWHERE)
+CORE = [cell for cell in CELLS if cell.core]
 
 
 @pytest.mark.parametrize("cell", CORE, ids=lambda cell: cell.name)
@@ -75,4 +40,3 @@ def test_the_table_has_its_cells() -> None:
         "local_means_logged",
     }  # fmt: skip
     assert chosen("^moe, EP2, ") and len(chosen("")) == len(CELLS)
-    assert set(SHOWN_ELSEWHERE) <= {cell.name for cell in CELLS if cell.core}

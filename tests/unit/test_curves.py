@@ -75,23 +75,6 @@ def test_the_command_draws_and_tells_what_differs(tmp_path: Path, capsys: Captur
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 20_000
 
 
-def test_curves_hold_every_runs_data() -> None:
-    several = [
-        Run(name, {tag: series(np.linspace(9, end, 150), 2) for tag in curves.PANELS}, {})
-        for name, end in (("cross-entropy", 4.0), ("$\\sim$reg", 3.0))
-    ]
-    figure = curves.draw_curves(several, title="t")
-    for axes, tag in zip(figure.axes, curves.PANELS, strict=True):
-        raw = [
-            line for line in axes.lines if len(line.get_ydata()) == 150 and not np.ptp(np.diff(line.get_ydata())) > 1
-        ]
-        assert len(raw) >= 2 and axes.get_yscale() == ("log" if tag == events.SIMREG_LOSS else "linear")
-    validation = figure.axes[0].lines
-    np.testing.assert_array_equal(validation[1].get_ydata(), several[1].scalars["lm loss validation"].values)
-    assert [(text.get_text(), text.get_va()) for text in figure.axes[0].texts] == [("4", "bottom"), ("3", "top")]
-    figure.draw_without_rendering()
-
-
 # Heat-maps ------------------------------------------------------------------------------------------------------------
 
 

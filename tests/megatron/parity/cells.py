@@ -161,10 +161,9 @@ _BF16_BOUND = Bound(2e-3, 2e-2, 5e-2, 3e-1)
 _FP16_BOUND = Bound(5e-4, 5e-3, 1e-2, 1e-1)
 # The radial share of a gradient that lies nearly at right angles to the states is a difference of rounding: 1.3e-4 of
 # itself with AVX-512.
-_PRE_NORM_BOUND = Bound(1e-6, 1e-5, 1e-5, 3e-4)
 
 _CHUNKS = [
-    Cell(TP2, INSIDE, core=True),
+    Cell(TP2, INSIDE),
     Cell(TP2, WHOLE),
     Cell(TP2 + SP, INSIDE),
     Cell(TP2 + SP, ACROSS, core=True),
@@ -175,18 +174,18 @@ _CHUNKS = [
     Cell(CP2 + TP2 + SP, INSIDE),
     Cell(CP2 + TP2 + SP, ACROSS),
     Cell(CP2 + TP2 + SP, WHOLE),
-    Cell(PP2, INSIDE, core=True),
+    Cell(PP2, INSIDE),
     Cell(PP2, ACROSS),
     Cell(PP2 + TP2 + SP, ACROSS),
     Cell(PP2 + CP2, WHOLE),
-    Cell(PP2 + VPP2, ACROSS, model="deep", core=True),
+    Cell(PP2 + VPP2, ACROSS, model="deep"),
     Cell(DP2, INSIDE),
     Cell(DP2, WHOLE),
     Cell(DP2 + TP2 + SP, ACROSS),
     Cell(DP2 + CP2, ACROSS),
 ]
 _OPTIMIZERS = [
-    Cell(DP2 + DISTRIBUTED, ACROSS, core=True),
+    Cell(DP2 + DISTRIBUTED, ACROSS),
     Cell(DP2 + OVERLAP_GRADS, ACROSS),
     Cell(DP2 + OVERLAPPED, ACROSS),
     Cell(CP2 + DISTRIBUTED, ACROSS),
@@ -195,13 +194,13 @@ _OPTIMIZERS = [
     Cell(DP2 + FSDP2, OFF, mode=PER_TOKEN, must_fail="Megatron leaves out the division by tokens"),
     Cell(CP2 + FSDP2, ACROSS),
     Cell(TP2 + SP + DP2 + FSDP2, ACROSS),
-    Cell(HALF, ACROSS, core=True),
+    Cell(HALF, ACROSS),
     Cell(DOUBLE, ACROSS),
     Cell(DP2 + HALF, ACROSS),
 ]
 _SCOPES = [
     Cell(TP2 + SP, local(32), reference_objective=HALVES),
-    Cell(TP2 + SP, local(0), reference_objective=HALVES, core=True),
+    Cell(TP2 + SP, local(0), reference_objective=HALVES),
     Cell(CP2, local(16), reference_objective=INSIDE),
     Cell(CP2, local(0), reference_objective=INSIDE),
 ]
@@ -223,7 +222,7 @@ _WEIGHTS = [
 ]
 _COUNTS = [
     *(Cell(layout, ACROSS, mode=PER_TOKEN) for layout in (DP2, TP2 + SP, PP2, HALF)),
-    Cell(CP2, ACROSS, mode=PER_TOKEN, core=True),
+    Cell(CP2, ACROSS, mode=PER_TOKEN),
     Cell(CP2 + TP2 + SP, ACROSS, mode=PER_TOKEN),
     Cell(TP2 + SP, ACROSS, mode=MASKED),
     Cell(DP2, ACROSS, mode=MASKED, reference=DOUBLE, oracle="data_ranks", core=True),
@@ -232,7 +231,7 @@ _COUNTS = [
     Cell(CP2, ACROSS, mode=MASKED, must_fail="Megatron averages the ranks' means"),
 ]
 _SAMPLES = [
-    Cell(TP2 + SP, ACROSS, setting="few_samples", core=True),
+    Cell(TP2 + SP, ACROSS, setting="few_samples"),
     Cell(CP2 + TP2 + SP, ACROSS, mode=PER_TOKEN, setting="few_samples"),
     Cell(HALF, ACROSS, setting="few_samples", must_fail="another micro-batch, other positions"),
 ]
@@ -284,10 +283,9 @@ _EXPERTS = [
 ]
 _INNER = [
     Cell(TP2, chunk(24, "--simreg-layers 1,final", "layers 1,final")),
-    Cell(TP2 + SP, chunk(24, "--simreg-layers 1", "layer 1"), core=True),
+    Cell(TP2 + SP, chunk(24, "--simreg-layers 1", "layer 1")),
     Cell(CP2, chunk(0, "--simreg-layers 2,final --simreg-placement pre-norm", "layers 2,final pre-norm")),
     Cell(DP2, chunk(24, "--simreg-layers 1", "layer 1"), mode=PER_TOKEN),
-    Cell(PP2, chunk(24, "--simreg-layers 3,final", "layers 3,final"), model="deep"),
     Cell(PP2 + VPP2, chunk(24, "--simreg-placement pre-norm", "pre-norm"), model="deep"),
     Cell(TP2 + SP + SELECTIVE, chunk(24, "--simreg-layers 1", "layer 1")),
     Cell(TP2 + SP + FULL, chunk(24, "--simreg-placement pre-norm", "pre-norm")),
@@ -305,20 +303,20 @@ _LAYERS = [  # of the stage that computes the loss
     Cell(PP2 + CP2, chunk(0, "--simreg-layers 3,final", "layers 3,final"), model="deep"),
     Cell(PP2 + FULL, _LATE, model="deep"),
     Cell(PP2, _TOGETHER + part("layers 3,final", "--simreg-layers 3,final"), model="deep", mode=PER_TOKEN),
-    Cell(TP2 + SP + FULL, chunk(24, "--simreg-layers 1,2,3,4,final", "layers 1,2,3,4,final"), model="deep", core=True),
+    Cell(TP2 + SP + FULL, chunk(24, "--simreg-layers 1,2,3,4,final", "layers 1,2,3,4,final"), model="deep"),
 ]
 _BASELINES = [
-    Cell(TP2, baseline("creg", 24), core=True),
+    Cell(TP2, baseline("creg", 24)),
     Cell(CP2 + TP2 + SP, baseline("creg", 0, "form=supcon_out,self_positive=always")),
     Cell(PP2, baseline("creg", 16, "form=per_pair")),
-    Cell(TP2 + SP, baseline("sce", 24), core=True),
+    Cell(TP2 + SP, baseline("sce", 24)),
     Cell(CP2, baseline("sce", 0, "exclude_self=yes,coupling=0.7"), mode=PER_TOKEN),
     Cell(TP2 + SP, baseline("cpretrain", 24)),
-    Cell(CP2, baseline("cpretrain", 0), mode=PER_TOKEN, core=True),
+    Cell(CP2, baseline("cpretrain", 0), mode=PER_TOKEN),
     Cell(TP2, baseline("simcse")),
-    Cell(TP2 + SP, baseline("simcse"), mode=PER_TOKEN, core=True),
+    Cell(TP2 + SP, baseline("simcse"), mode=PER_TOKEN),
     Cell(CP2 + TP2 + SP, baseline("simcse")),
-    Cell(TP2 + SP, baseline("simcse", options="view=dropout"), core=True),
+    Cell(TP2 + SP, baseline("simcse", options="view=dropout")),
     Cell(CP2, baseline("simcse", options="view=dropout,pooling=last"), mode=PER_TOKEN),
     Cell(CP2 + TP2 + SP, baseline("simcse", options="pooling=last")),
     Cell(TP2 + SP, baseline("cpretrain", options="level=sequence")),
@@ -331,9 +329,9 @@ _BASELINES = [
     Cell(DP2 + DISTRIBUTED, baseline("simcse")),
 ]
 _SUMS = [
-    Cell(TP2 + SP, neighbour("sigreg", "0.3", 24), core=True),
+    Cell(TP2 + SP, neighbour("sigreg", "0.3", 24)),
     Cell(TP2, neighbour("sigreg", "0.02", 24, "estimator=epps-pulley,directions=32")),
-    Cell(CP2, neighbour("sigreg", "0.3", 0), mode=PER_TOKEN, core=True),
+    Cell(CP2, neighbour("sigreg", "0.3", 0), mode=PER_TOKEN),
     Cell(CP2 + TP2 + SP, neighbour("sigreg", "0.3", options="sample=micro-batch")),
     Cell(PP2, neighbour("sigreg", "0.3", 24)),
     Cell(EP2, neighbour("sigreg", "0.3", 24), model="moe"),
@@ -347,13 +345,13 @@ _SUMS = [
     ),
 ]
 _MOMENTS = [
-    Cell(TP2 + SP, neighbour("mic", "0.02", 24), core=True),
+    Cell(TP2 + SP, neighbour("mic", "0.02", 24)),
     Cell(CP2, neighbour("mic", "0.02", options="pool=token,prefixes=8/32"), mode=PER_TOKEN),
     Cell(TP2, neighbour("mic", "0.02", options="pool=sequence,norm_scope=batch")),
     Cell(CP2 + TP2 + SP, neighbour("mic", "0.02", 16), mode=PER_TOKEN),
     Cell(PP2, neighbour("mic", "0.02", 24)),
     Cell(DP2 + DISTRIBUTED, neighbour("mic", "0.02", 24)),
-    Cell(TP2 + SP, chunk(24, "--simreg-objective-options prefixes=16/64", "prefixes 16/64"), core=True),
+    Cell(TP2 + SP, chunk(24, "--simreg-objective-options prefixes=16/64", "prefixes 16/64")),
     Cell(CP2, chunk(0, "--simreg-objective-options prefixes=8/16", "prefixes 8/16")),
 ]
 _COMBINATIONS = [
@@ -364,14 +362,14 @@ _COMBINATIONS = [
 ]
 _HEADS = neighbour("sigmoid", "0.1", 24, "pairs=hidden-head,pair_reduction=balanced,trains=none")
 _PAIRS = [
-    Cell(TP2 + SP, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none"), core=True),
+    Cell(TP2 + SP, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none")),
     Cell(PP2, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none")),
     Cell(DP2, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none")),
     Cell(TP2, neighbour("sigmoid", "0.003", 24, "trains=none,param=absolute")),
     Cell(CP2, neighbour("sigmoid", "0.1", 0, "pair_reduction=pair,trains=none"), mode=PER_TOKEN),
     Cell(CP2 + TP2 + SP, neighbour("sigmoid", "0.1", 24, "pair_reduction=balanced,trains=none"), mode=PER_TOKEN),
     Cell(TP2, _HEADS),
-    Cell(TP2 + SP, _HEADS, core=True),
+    Cell(TP2 + SP, _HEADS),
     Cell(CP2, _HEADS, mode=PER_TOKEN),
     Cell(CP2 + TP2 + SP, _HEADS),
     Cell(PP2, _HEADS, model="tied"),
@@ -382,9 +380,9 @@ _CONTROLS = [
     *(Cell(layout, _PLACEBO) for layout in (TP2, TP2 + SP, DP2, HALF)),
     Cell(CP2, _PLACEBO, mode=PER_TOKEN),
     Cell(CP2 + TP2 + SP, baseline("placebo", 0)),
-    Cell(PP2, _PLACEBO + part("layers 2,final", "--simreg-layers 2,final"), model="deep", mode=MASKED),
+    Cell(PP2, _PLACEBO + part("layers 3,final", "--simreg-layers 3,final"), model="deep", mode=MASKED),
     Cell(TP2 + SP, chunk(24, _ENDING, "schedule")),
-    Cell(PP2, chunk(24, f"--simreg-layers 2,final {_ENDING}", "layers 2,final, schedule"), model="deep"),
+    Cell(PP2, chunk(24, f"--simreg-layers 3,final {_ENDING}", "layers 3,final, schedule"), model="deep"),
     Cell(DP2 + OVERLAP_GRADS, _LEARNABLE + part("schedule", _ENDING)),
     Cell(DP2, _TOGETHER + part("schedule", _ENDING)),
 ]
@@ -422,31 +420,31 @@ TRUNCATED = neighbour("prefixes-ce", "0.5", options="prefixes=8/32")
 _TRUNCATED = [
     Cell(TP2, TRUNCATED),
     Cell(TP2 + SP, TRUNCATED, mode=PER_TOKEN, core=True),
-    Cell(CP2, TRUNCATED, mode=PER_TOKEN, core=True),
+    Cell(CP2, TRUNCATED, mode=PER_TOKEN),
     Cell(CP2 + TP2 + SP, TRUNCATED),
     Cell(PP2, TRUNCATED),
     Cell(HALF, TRUNCATED),
     Cell(DP2 + DISTRIBUTED, TRUNCATED, core=True),
     Cell(TP2 + SP + DP2 + OVERLAPPED, TRUNCATED),
     Cell(TP2, TRUNCATED, model="tied"),
-    Cell(PP2, TRUNCATED, model="tied", core=True),
+    Cell(PP2, TRUNCATED, model="tied"),
     Cell(TP2 + SP, TRUNCATED, model="mtp"),
     Cell(TP2 + SP + BF16, TRUNCATED, bound=_BF16_BOUND),
     Cell(EP2 + BF16 + SCHEDULE_PLAN, TRUNCATED, model="moe", reference=EP2 + BF16),
     Cell(TP2, TRUNCATED, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
     Cell(TP2 + SP, TRUNCATED, breakage="vocabulary_not_gathered", must_fail="wrong on purpose"),
-    Cell(TP2 + SP, TRUNCATED, breakage="halved_weight_gradient", must_fail="wrong on purpose", core=True),
+    Cell(TP2 + SP, TRUNCATED, breakage="halved_weight_gradient", must_fail="wrong on purpose"),
     Cell(TP2, TRUNCATED, breakage="other_anchors_dropped", must_fail="wrong on purpose"),
 ]
 _BROKEN = [
-    Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", core=True),
+    Cell(TP2 + SP, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose"),
     Cell(TP2 + SP + BF16, ACROSS, breakage="doubled_scale", must_fail="wrong on purpose", bound=_BF16_BOUND),
-    Cell(DP2, ACROSS, breakage="shifted_labels", must_fail="wrong on purpose", core=True),
-    Cell(PP2, WHOLE, breakage="flattened_batch", must_fail="wrong on purpose", core=True),
-    Cell(TP2 + SP, ACROSS, mode=PER_TOKEN, breakage="masked_tokens_kept", must_fail="wrong on purpose", core=True),
+    Cell(DP2, ACROSS, breakage="shifted_labels", must_fail="wrong on purpose"),
+    Cell(PP2, WHOLE, breakage="flattened_batch", must_fail="wrong on purpose"),
+    Cell(TP2 + SP, ACROSS, mode=PER_TOKEN, breakage="masked_tokens_kept", must_fail="wrong on purpose"),
     Cell(TP2 + SP, WHOLE, breakage="other_ranks_dropped", must_fail="wrong on purpose", core=True),
     Cell(CP2, ACROSS, breakage="other_ranks_dropped", must_fail="wrong on purpose"),
-    Cell(TP2, WHOLE, breakage="shared_work_not_summed", must_fail="wrong on purpose", core=True),
+    Cell(TP2, WHOLE, breakage="shared_work_not_summed", must_fail="wrong on purpose"),
     LOCAL_MEANS,
 ]
 CELLS = (
