@@ -55,13 +55,14 @@ class Given(NamedTuple):
     names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
     scale: Tensor  # [b, c, k]: 1 / (|row| sqrt(c)), in the type that sums are taken in; 0 where not usable
     bias: Tensor  # [b, c, k]: -1 / c, -inf where not usable
+    masked: Tensor  # [b, c, k] bool: not usable
     documents: Tensor | None  # [b, c, k]
 
     @classmethod
     def of(cls, rows: Tensor, names: Tensor, scale: Tensor, documents: Tensor | None, temperature: float) -> Given:
-        usable, c = names >= 0, temperature * math.log(2)
-        bias = torch.full_like(scale, -1.0 / c).masked_fill_(~usable, -math.inf)
-        return cls(rows, c, names, scale, bias, documents)
+        masked, c = names < 0, temperature * math.log(2)
+        bias = torch.full_like(scale, -1.0 / c).masked_fill_(masked, -math.inf)
+        return cls(rows, c, names, scale, bias, masked, documents)
 
 
 class Plan(NamedTuple):
@@ -124,8 +125,8 @@ class _Chunks:
         self.rows, self.c = given.rows[slab], given.c  # merged tile by tile, which costs no copy of all rows
         first = slab[0].start * given.rows.shape[1] + slab[1].start
         self.numbers = slice(first, first + self.rows.shape[0] * self.rows.shape[1])  # among all chunks
-        per_token = [part.flatten(0, 1)[self.numbers] for part in given[2:5]]
-        self.names, self.scale, self._bias = per_token
+        per_token = [part.flatten(0, 1)[self.numbers] for part in given[2:6]]
+        self.names, self.scale, self._bias, self._masked = per_token
         self.documents = None if given.documents is None else given.documents.flatten(0, 1)[self.numbers]
         self.kept = kept.view(given.names[..., 0].numel(), -1)[self.numbers].view(-1) if kept.numel() else None
         self._room = room
@@ -143,9 +144,9 @@ class _Chunks:
 
     def factor(self, span: Span) -> Tensor:
         """f of some tokens [m, r, d], 0 where not usable, whatever the row holds."""
-        rows = self.rows[:, :, slice(*span)]
-        scale = self.scale[:, slice(*span)].view(*rows.shape[:3], 1)
-        return (rows * scale).masked_fill_(scale == 0, 0.0).flatten(0, 1)
+        rows, scale = self.rows[:, :, slice(*span)], self.scale[:, slice(*span), None]
+        rows = torch.where(self._masked[:, slice(*span)].view(*rows.shape[:3], 1), 0.0, rows).flatten(0, 1)
+        return rows.mul_(scale) if rows.dtype == scale.dtype else rows * scale  # which widens
 
     def sums(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """Of P over positives and over negatives, j != i: of the tile's rows [2, m, r], of its columns [2, m, s]."""
