@@ -107,7 +107,7 @@ def refused(ask: Ask, command: str, sentence: str) -> None:
     ("command", "sentence"),
     [
         ("128 llama --pipeline-model-parallel-size 3 --num-layers 33", "one replica takes TP 1 x PP 3 x CP 1 = 3 "
-         "ranks, and 128 cannot be divided among replicas: start 126 ("),
+         "ranks, and 128 cannot be divided among replicas: start 24 ("),
         ("1 llama --tensor-model-parallel-size 2", "one replica takes TP 2 x PP 1 x CP 1 = 2 ranks, and 1 cannot be "
          "divided among replicas: start 2 (--nproc-per-node), or give smaller sizes"),
         ("1 mixtral --moe-router-topk 5", "--moe-router-topk 5 is more than the 4 experts: give at most 4"),
