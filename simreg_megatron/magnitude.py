@@ -6,7 +6,6 @@ Sums and counts, never means, as in `geometry`: they add up over micro-batches a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,26 +16,19 @@ AT_ONCE = {"cpu": 64 << 20, "cuda": 512 << 20}
 that these are measured at once."""
 
 
-def row_by_row(measure: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
-    """`measure` of tensors [..., d], of whose rows each gives what it gives alone: some [...], a part at a time.
-
-    Torch's norms in a wider type first make a copy of all rows in it, which for the hidden states of a long sequence is
-    more than the term itself takes.
-    """
-    shape = rows[0].shape
-    if rows[0].dim() < 2 or not rows[0].numel():
-        return measure(*rows)
-    dim = max(range(rows[0].dim() - 1), key=lambda place: shape[place])
-    at_once = AT_ONCE.get(rows[0].device.type, AT_ONCE["cuda"])
-    step = max(1, at_once // (16 * (rows[0].numel() // shape[dim])))  # 16 bytes a number: two copies in float64
-    parts = [measure(*part) for part in zip(*(each.split(step, dim) for each in rows), strict=True)]
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(found, dim) for found in zip(*parts, strict=True))
-
-
 def row_norms(rows: Tensor) -> Tensor:
-    """|row| of [..., d] in float64: [...]."""
-    (norms,) = row_by_row(lambda part: (torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64),), rows)
-    return norms
+    """|row| of [..., d] in float64: [...].
+
+    A part at a time, for torch's norms in a wider type first make a copy of all rows in it, which for the hidden states
+    of a long sequence is more than the term itself takes.
+    """
+    if rows.dim() < 2 or not rows.numel():
+        return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    dim = max(range(rows.dim() - 1), key=lambda place: rows.shape[place])
+    at_once = AT_ONCE.get(rows.device.type, AT_ONCE["cuda"])
+    step = max(1, at_once // (16 * (rows.numel() // rows.shape[dim])))  # 16 bytes a number: two copies in float64
+    parts = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in rows.split(step, dim)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class NormSums(NamedTuple):
@@ -82,23 +74,3 @@ def cohens_d(one: NormSums, other: NormSums) -> Tensor:
     """
     spread = sum(group.squares - group.total.square() / group.number for group in (one, other))
     return (mean_norm(one) - mean_norm(other)) / (spread / (one.number + other.number - 2)).sqrt()
-
-
-@torch.no_grad()
-def radial_sums(gradients: Tensor, embeddings: Tensor, weights: Tensor) -> Tensor:
-    """sum_i w_i <g_i, e_i>^2 / |e_i|^2 and sum_i w_i |g_i|^2, float64 [2]: their ratio is the share of the gradient
-    that changes lengths. 0 for a loss of cosines alone, whose gradient is at right angles to every state.
-
-    Args:
-        gradients, embeddings: [..., d]; products are summed in at least float32.
-        weights: bool or numbers [...]; a token of weight 0, or of length 0, may hold anything.
-    """
-    dtype = torch.promote_types(embeddings.dtype, torch.float32)
-
-    def measured(gradients: Tensor, embeddings: Tensor) -> tuple[Tensor, ...]:
-        lengths, sizes = (torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) for rows in (embeddings, gradients))
-        return lengths, sizes, (gradients.to(dtype) * embeddings).sum(dim=-1) / lengths
-
-    lengths, sizes, along = row_by_row(measured, gradients, embeddings.detach())
-    parts = torch.stack([along, sizes]).masked_fill((weights == 0) | (lengths == 0), 0.0)
-    return (weights * parts.square()).flatten(1).sum(dim=-1, dtype=torch.float64)

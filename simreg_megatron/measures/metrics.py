@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import functional
 from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.magnitude import norm_table, radial_sums
+from simreg_megatron.magnitude import norm_table
 from simreg_megatron.measures import naming, slots
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.quantiles import quantiles_over
@@ -111,7 +110,7 @@ class Metrics:
                 total += part
 
     def _add_pairs(self, view: View) -> None:
-        """Cosines, and the norm of each own token once for every anchor that meets it: as often as it meets others."""
+        """Cosines, and norms of tokens that are alone with their label, and of all others."""
         assert self._sums is not None
         if self._checks_documents and view.documents is not None:
             self._sums[-1].add_((view.documents != view.documents[:, :1]).sum())
@@ -125,32 +124,23 @@ class Metrics:
         if not self.config.sends_no_rows:  # those do not ask for other labels
             self._sums[slots.ONE_LABEL].add_(usable.sum() - pairs[-1])
         alone = usable & (same == 0)
-        weights = torch.stack([same, different, alone, usable ^ alone])
-        self._add_norms(slots.OF_PAIRS, view.embeddings[:, own], weights)
+        self._add_norms(slots.OF_LABELS, view.embeddings[:, own], torch.stack([alone, usable ^ alone]))
 
     def _add_norms(self, place: slice, states: Tensor, weights: Tensor) -> None:
         assert self._sums is not None
         self._sums[place].add_(norm_table(states, weights).flatten())
 
     def observe_predictions(
-        self, model: Any, predicting: Tensor, states: Tensor | None, labels: Tensor, valid: Tensor, shard: SequenceShard
+        self, model: Any, predicting: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard
     ) -> None:
-        """Classification margins, and norms of `states` [S, B, D] by whether the model's first choice for the token is
-        its label [B, S].
+        """Classification margins of `predicting` [S, B, D], what enters the output layer, for the labels [B, S].
 
         A collective over the tensor-parallel group, in log steps alone, on a bounded sample of the tokens.
-
-        Args:
-            predicting: [S, B, D], what enters the output layer.
-            states: those that the log describes; None where they lie on another stage.
         """
         if not self.wants_geometry:
             return
         if not has_whole_head(model):
-            log_once(
-                "SimReg: margins, and norms of rightly predicted tokens, are not logged, as no rank holds the output "
-                "layer's rows"
-            )
+            log_once("SimReg: margins are not logged, as no rank holds the output layer's rows")
             return
         sample = EveryKth.of_at_most(_PREDICTED_TOKENS, len(labels), shard)
         own_labels = sample.taken(labels.masked_fill(~valid, -1))
@@ -162,37 +152,11 @@ class Metrics:
             shard.tensor_group,
         ).view(len(labels), -1)[:, : own_labels.shape[1]]
         counted, right = own_labels >= 0, found > 0  # a tie, at 0, is no right prediction
-        self._add_margins(found, counted, right)
-        if states is None:
-            return
-        members = torch.stack([right, counted & ~right])
-        self._add_norms(slots.OF_PREDICTIONS, sample.taken(states.transpose(0, 1)), members)
-
-    def _add_margins(self, found: Tensor, counted: Tensor, right: Tensor) -> None:
         assert self._sums is not None
         left_out = torch.stack([~counted, ~right])
         sums = torch.stack([found.double().masked_fill(left_out, 0.0), ~left_out], dim=1)
         self._sums[slots.OF_MARGINS].add_(sums.sum(dim=(-2, -1)).flatten())
         self._margins.append(torch.where(counted, found, torch.nan).flatten())
-
-    def watch_gradient(self, states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
-        """When the gradient of `states` [S, B, D] arrives, add up how much of it changes their lengths.
-
-        One that overflows under the loss scale of fp16 is left out: Megatron takes no step by it either.
-        """
-        if not (self.wants_geometry and states.requires_grad):
-            return
-        counted = shard.own_columns(valid)
-        own = shard.own_columns(states.detach()[: valid.shape[1]].transpose(0, 1))
-
-        def add_up(gradient: Tensor) -> None:
-            assert self._sums is not None
-            of_own = shard.own_columns(gradient[: valid.shape[1]].transpose(0, 1))
-            sums = radial_sums(of_own, own, counted)
-            overflown = ~(torch.linalg.vector_norm(sums, ord=math.inf) < math.inf)  # or NaN
-            self._sums[slots.RADIAL].add_(sums.masked_fill_(overflown, 0.0))
-
-        states.register_hook(add_up)
 
     def reduce(self, dp_cp_group: dist.ProcessGroup, *, reset: bool = True) -> dict[str, Tensor]:
         """Means over all data- and context-parallel ranks; empty where nothing was observed.

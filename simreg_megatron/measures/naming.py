@@ -18,10 +18,7 @@ _SHARES = (0.1, 0.5, 0.9)
 QUANTILES = {f"simreg margin {share:.0%}": share for share in _SHARES}
 RIGHT_QUANTILES = {f"simreg margin of right predictions {share:.0%}": share for share in _SHARES}
 _NOT_IN_CONSOLE = (  # Megatron's line is long enough
-    "simreg norm difference",
     "simreg norm difference of rare labels",
-    "simreg norm difference of right predictions",
-    "simreg radial gradient",
     "simreg effective rank",
     "simreg mean cosine",
     "simreg margin of right predictions",
@@ -46,21 +43,14 @@ def geometry_of(sums: Tensor) -> dict[str, Tensor]:
     mean, first = functools.partial(_mean, sums), slots.PAIRS.start
     negative = mean(first + 2, first + 3)
     norms = NormSums(*sums[slots.NORMS].unbind())
-
-    def difference(one: slice, other: slice) -> Tensor:
-        return cohens_d(NormSums(*sums[one].unbind()), NormSums(*sums[other].unbind())).float()
-
-    radial, whole = sums[slots.RADIAL]
+    once, often = (NormSums(*sums[of].unbind()) for of in (slots.ONCE_NORMS, slots.OFTEN_NORMS))
     return {
         "simreg positive cosine": mean(first, first + 1),
         "simreg negative cosine": negative,
         "simreg largest negative cosine": mean(first + 4, first + 5),
         "simreg norm": mean_norm(norms).float(),
         "simreg norm variation": coefficient_of_variation(norms).float(),
-        "simreg norm difference": difference(slots.SAME_NORMS, slots.OTHER_NORMS),
-        "simreg norm difference of rare labels": difference(slots.ONCE_NORMS, slots.OFTEN_NORMS),
-        "simreg norm difference of right predictions": difference(slots.RIGHT_NORMS, slots.WRONG_NORMS),
-        "simreg radial gradient": (radial / whole).float(),
+        "simreg norm difference of rare labels": cohens_d(once, often).float(),
         "simreg mean angle": torch.tensor(geometry.mean_angle_degrees(negative.item())),
     }
 

@@ -104,12 +104,7 @@ class Regularizer:
             parts = self._parts(model, tokens, states)
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
-                last = states[self.config.layers[-1]]
-                self.metrics.observe_predictions(
-                    model, main_states.detach(), last.detach(), tokens.labels, tokens.valid, shard
-                )
-                # Hook the original tensor: a slice would receive only part of the gradient.
-                self.metrics.watch_gradient(hidden_states if last is main_states else last, tokens.valid, shard)
+                self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
             weighted = self._weighted(parts, model) if self.trains else None
         return Terms(weighted, labels, shard.start)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.losses.similarity import get_similarity, unit_rows
-from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm, radial_sums
+from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm
 from tests.helpers.fixtures import fixture_f1
 from tests.helpers.norms import norm_sums
 
@@ -139,23 +139,3 @@ def test_mg1_uneven_exponents() -> None:
     logits = get_similarity("learnable", tuple(gammas.logit()))(rows[:1], rows[1:6], 1.0)[0]
     printed = [0.209425, -0.269926, 0.078333, 0.179989, 0.559207]
     assert (logits + rows[0].norm() ** (2 - gammas.sum())).tolist() == pytest.approx(printed, abs=6e-7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_radial_share_of_a_gradient(dtype: torch.dtype) -> None:
-    rows = fixture_f1()[0].to(dtype)
-    units = unit_rows(rows.double())
-    across = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    across = across - (across * units).sum(-1, keepdim=True) * units
-    gradients = (3.0 * units + across).to(dtype)
-    weights = torch.arange(12) % 3
-    radial, whole = radial_sums(gradients, rows, weights)
-    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    assert radial.item() == pytest.approx(9.0 * weights.sum().item(), rel=bound)
-    assert whole.item() == pytest.approx((weights * (9.0 + across.square().sum(-1))).sum().item(), rel=bound)
-    hidden = rows.clone()
-    hidden[weights == 0] = torch.nan
-    hidden[1] = 0.0
-    without = weights.clone()
-    without[1] = 0
-    assert all(map(torch.equal, radial_sums(gradients, hidden, weights), radial_sums(gradients, rows, without)))

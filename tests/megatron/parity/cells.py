@@ -159,8 +159,6 @@ DOCUMENTS = part("documents", "--eod-mask-loss --reset-position-ids --reset-atte
 # The log has their spread, too, which behind an RMSNorm is no larger than the rounding of a norm in bf16.
 _BF16_BOUND = Bound(2e-3, 2e-2, 5e-2, 3e-1)
 _FP16_BOUND = Bound(5e-4, 5e-3, 1e-2, 1e-1)
-# The radial share of a gradient that lies nearly at right angles to the states is a difference of rounding: 1.3e-4 of
-# itself with AVX-512.
 
 _CHUNKS = [
     Cell(TP2, INSIDE),

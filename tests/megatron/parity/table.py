@@ -27,13 +27,12 @@ and is compared with one process, or with what the column *against* names, at fu
 - **grad**: largest relative difference, in norm, of any parameter's gradient in the first step, after Megatron reduced
   and scaled it and before clipping. Shards are joined; replicas must be equal bit for bit, or the row fails.
 - **logged**: largest relative difference of any value that SimReg logs, over the {STEPS} lines of the log (the second
-  is of two steps): the loss of each objective, cosines, angle, norms, isotropy and effective rank, radial gradient,
+  is of two steps): the loss of each objective, cosines, angle, norms, isotropy and effective rank,
   trained scalars. A difference of norms is compared as it is, in standard deviations: behind an RMSNorm these are a
   thousandth of the norm, and so magnify its rounding a thousand times. So are margins, in nats: some are near 0.
 - What is logged of samples (isotropy, effective rank and mean cosine of at most 8192 tokens of a micro-batch, margins
-  and norms of right predictions of at most 512) is of every k-th position, k by the size of the micro-batch: the same
-  in every layout with the same micro-batch, as the rows *few samples* show, and of other tokens with another. The norms
-  of right predictions are not logged where all states of SimReg are on a pipeline stage without the output layer.
+  of at most 512) is of every k-th position, k by the size of the micro-batch: the same in every layout with the same
+  micro-batch, as the rows *few samples* show, and of other tokens with another.
 - **share**: SimReg's part of the single process's gradient, norm(g - g without SimReg) / norm(g). Below 0.1: fail.
 - **bound**: on grad; loss, norm and logged have their own, in `tests/megatron/parity/cells.py`.
 - *chunk 16* lies inside every rank's part of the 64 tokens, *chunk 24* spans ranks and leaves a shorter last chunk,
