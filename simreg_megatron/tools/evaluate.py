@@ -7,13 +7,37 @@ import argparse
 import functools
 import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
-from simreg_megatron.tools import paper_scores
-from simreg_megatron.tools.score_table import GROUPS, EvaluationError, Score, score_of, table
+from simreg_megatron.sentences import SentenceError
 
+# The paper does not name its metrics. Its scores look like acc_norm where a task has one (36.5 on HellaSwag at 350M).
+GROUPS = {
+    "paper": {
+        "arc_easy": "acc_norm", "arc_challenge": "acc_norm", "boolq": "acc", "hellaswag": "acc_norm",
+        "openbookqa": "acc_norm", "piqa": "acc_norm", "mmlu": "acc", "winogrande": "acc", "sciq": "acc_norm",
+    },
+    "further": {
+        "gsm8k": "exact_match", "drop": "f1", "race": "acc", "squadv2": "f1", "nq_open": "exact_match",
+        "humaneval": "pass@1", "mbpp": "pass_at_1",
+    },
+}  # fmt: skip
 _RUN_CODE = ("humaneval", "mbpp")
+
+
+class EvaluationError(SentenceError):
+    """An evaluation that cannot be made."""
+
+
+class Score(NamedTuple):
+    """A task's score, its standard error (None if unknown), and its values by question if it is their mean."""
+
+    value: float
+    error: float | None
+    questions: Mapping[tuple[str, int], float] = {}
 
 
 def add_command(commands: Any) -> None:
@@ -26,7 +50,6 @@ def add_command(commands: Any) -> None:
     add("--tokenizer", type=Path, help="that of training, for Megatron checkpoints")
     add("--tasks", default="paper", help="comma-separated: tasks of lm-evaluation-harness, NAME:METRIC, or the groups "
         "paper (default) and further")  # fmt: skip
-    add("--paper", choices=paper_scores.SCORES, metavar="SIZE", help="add the paper's rows: %(choices)s")
     add("--bos", choices=("none", "document"), default="none", help="begin texts with BOS; as in training")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--batch-size", default="auto", help="requests at a time (default: auto)")
@@ -57,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         if found.get("groups"):
             print(make_table(found, "groups"))
         scores[name] = {task: score_of(found, task, metric) for task, metric in metrics.items()}
-    page = "\n".join(table(scores, paper_scores.SCORES.get(options.paper, {})))
+    page = "\n".join(table(scores))
     (options.output / "results.md").write_text(page + "\n")
     print(page)
 
@@ -84,13 +107,12 @@ def hugging_face_folder(name: str, path: Path, options: argparse.Namespace) -> P
     if (path / "config.json").is_file():
         return path
     from simreg_megatron.tools.export_hf import export
-    from simreg_megatron.tools.export_tokenizer import open_tokenizer
     from simreg_megatron.tools.folders import checkpoint_folder
 
     if options.tokenizer is None:
         raise EvaluationError(f"--model {name} is a Megatron checkpoint: give the --tokenizer of its training")
-    folder = options.output / "models" / name
-    for note in export(checkpoint_folder(path), folder, open_tokenizer(options.tokenizer)):
+    folder: Path = options.output / "models" / name
+    for note in export(checkpoint_folder(path), folder, options.tokenizer):
         print(f"note: {name}: {note}")
     return folder
 
@@ -129,3 +151,75 @@ def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict
             f"lm-evaluation-harness cannot score {folder}: {type(error).__name__}: {error}"
         ) from error
     return dict(found or {})
+
+
+def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
+    """Read a task's (or group's) score; per cent if every question counts from 0 to 1."""
+    values = found["results"].get(task, {})
+    keys = [key for key in values if "," in key and "_stderr," not in key]  # metric,filter
+    key = next((key for key in keys if metric in ("", key.partition(",")[0])), None)
+    if key is None:
+        there = ", ".join(sorted({key.partition(",")[0] for key in keys})) or "none"
+        raise EvaluationError(f"{task} has no metric {metric}: give --tasks {task}:METRIC with one of {there}")
+    metric, _, kind = key.partition(",")
+    value, error = float(values[key]), values.get(f"{metric}_stderr,{kind}")
+    questions = {
+        (part, sample["doc_id"]): sample[metric]
+        for part in parts_of(found, task)
+        for sample in found.get("samples", {}).get(part, ())
+        if sample.get("filter", kind) == kind and isinstance(sample.get(metric), int | float)
+    }
+    scale = 100 if questions and all(0 <= each <= 1 for each in questions.values()) else 1
+    if questions and abs(fmean(questions.values()) - value) > 1e-9:  # such as squadv2's f1
+        questions = {}
+    error = scale * error if isinstance(error, float) else None
+    return Score(scale * value, error, {question: scale * each for question, each in questions.items()})
+
+
+def parts_of(found: Mapping[str, Any], task: str) -> Iterator[str]:
+    """Yield the tasks of a group at any depth; of a task, itself."""
+    parts = found.get("group_subtasks", {}).get(task, ())
+    if not parts:
+        yield task
+    for part in parts:
+        yield from parts_of(found, part)
+
+
+def difference(score: Score, first: Score) -> Score:
+    """Return the difference and its standard error: paired by question where possible, as both answer the same ones."""
+    value = score.value - first.value
+    if len(score.questions) > 1 and score.questions.keys() == first.questions.keys():
+        apart = [each - first.questions[question] for question, each in score.questions.items()]
+        return Score(value, stdev(apart) / len(apart) ** 0.5)
+    if score.error is None or first.error is None:
+        return Score(value, None)
+    return Score(value, (score.error**2 + first.error**2) ** 0.5)
+
+
+def mean(scores: list[Score]) -> Score:
+    """Average over tasks; the error is None if one of theirs is."""
+    errors = [score.error for score in scores if score.error is not None]
+    error = sum(error**2 for error in errors) ** 0.5 / len(scores) if len(errors) == len(scores) else None
+    return Score(fmean(score.value for score in scores), error)
+
+
+def table(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[str]:
+    """Yield Markdown tables of the scores and of the differences from the first model, with standard errors."""
+    first, *others = scores
+    tasks = list(scores[first])
+    has_mean = set(tasks) <= {*GROUPS["paper"], *GROUPS["further"]}  # of other tasks a score may be a perplexity
+    header = f"| | {' | '.join([*tasks, *(['mean'] if has_mean else [])])} |\n{'| --- ' * (len(tasks) + 1 + has_mean)}|"
+
+    def row(name: str, found: list[Score]) -> str:
+        cells = [*found, mean(found)] if has_mean else found
+        shown = (f"{one.value:.2f}" + ("" if one.error is None else f" ± {one.error:.2f}") for one in cells)
+        return f"| {name} | {' | '.join(shown)} |"
+
+    yield header
+    for name, found in scores.items():
+        yield row(name, list(found.values()))
+    if others:
+        yield f"\nDifference from {first} (± a standard error, paired by question if the score is a mean over them):\n"
+        yield header
+    for name in others:
+        yield row(name, [difference(scores[name][task], scores[first][task]) for task in tasks])

@@ -15,7 +15,7 @@ from simreg_megatron.tools.safe_load import CheckpointError, check_checkpoint
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from simreg_megatron.tools.export_tokenizer import Tokenizer
+    from simreg_megatron.tools.tokenizers import Tokenizer
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # The values with which the model is a LLaMA or Mixtral, and arguments that must be absent, false or 0.
@@ -48,58 +48,55 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--tokenizer", type=Path, help="that of training: a Hugging Face folder or a .model file")
     parser.add_argument("--vocab-size", type=int, help="tokens without padding, if no tokenizer is given")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
-    parser.add_argument("--verify", action="store_true", help="compare the logits with those of Megatron's own model")
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    from simreg_megatron.tools.export_tokenizer import open_tokenizer
-
+def run(options: argparse.Namespace) -> None:
     folder = checkpoint_folder(options.load, options.ckpt_step)
-    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
-    for note in export(folder, options.save, tokenizer, dtype=options.dtype, vocab_size=options.vocab_size or 0):
+    notes = export(folder, options.save, options.tokenizer, dtype=options.dtype, vocab_size=options.vocab_size or 0)
+    for note in notes:
         print(f"note: {note}")
     print(f"{options.save}: exported from {folder}")
-    if not options.verify:
-        return 0
-    from simreg_megatron.tools.verify_export import verify
-
-    return verify(folder, options.save)
 
 
 def export(
-    folder: Path, save: Path, tokenizer: Tokenizer | None = None, *, dtype: str | None = None, vocab_size: int = 0
+    folder: Path, save: Path, tokenizer: Path | None = None, *, dtype: str | None = None, vocab_size: int = 0
 ) -> list[str]:
     """Write the checkpoint in `folder` to the new folder `save`, and return notes for the user."""
     import torch
     from huggingface_hub import save_torch_state_dict
     from transformers import GenerationConfig
 
-    from simreg_megatron.tools.export_tokenizer import check_tokenizer
+    from simreg_megatron.tools.export_tokenizer import check_file, check_size, write_tokenizer
+    from simreg_megatron.tools.tokenizers import load_tokenizer
 
     refuse_taken(save)
+    if tokenizer and not tokenizer.exists():
+        raise CheckpointError(f"there is no {tokenizer}: give the .model file or the folder of the tokenizer")
+    loaded = load_tokenizer(str(tokenizer)) if tokenizer else None
     args, stored, notes = read(folder)
     refuse_others(args)
-    num_rows = len(stored["embedding.word_embeddings.weight"])
-    kept = max(vocab_size, tokenizer.size if tokenizer else 0)
+    embedding = stored["embedding.word_embeddings.weight"]
+    kept = loaded.vocab_size if loaded else vocab_size
+    if kept:
+        check_size(args, len(embedding), kept, str(tokenizer or "--vocab-size"))
     if tokenizer:
-        check_tokenizer(args, num_rows, tokenizer.size, tokenizer.path)
-    if vocab_size:
-        check_tokenizer(args, num_rows, vocab_size, None)
+        check_file(args, tokenizer)
     if not hasattr(args, "make_vocab_size_divisible_by"):  # imported: it may have more rows than the tokenizer
         kept = max(kept, args.vocab_size)
     if not kept and args.padded_vocab_size != getattr(args, "vocab_size", None):
-        notes.append(f"all {num_rows} rows of the embedding are kept, with padding: --tokenizer would leave it out")
+        rows = len(embedding)
+        notes.append(f"all {rows} rows of the embedding are kept, with padding: --tokenizer would leave it out")
     if args.tokenizer_type == "Llama2Tokenizer":
         notes.append("Llama2Tokenizer began every document with BOS up to Megatron 0.14: evaluate as in your training")
-    config = make_config(args, kept or num_rows, tokenizer)
+    config = make_config(args, kept or len(embedding), loaded)
     head = stored.get("output_layer.weight")
-    if config.tie_word_embeddings and not (head is None or head.equal(stored["embedding.word_embeddings.weight"])):
+    if config.tie_word_embeddings and not (head is None or head.equal(embedding)):
         raise CheckpointError(
             f"{folder}: its arguments say that the head is the embedding, but output_layer.weight holds other numbers: "
             "save it again from a run with --untie-embeddings-and-output-weights"
         )
-    chosen = getattr(torch, DTYPES[dtype]) if dtype else stored["embedding.word_embeddings.weight"].dtype
+    chosen = getattr(torch, DTYPES[dtype]) if dtype else embedding.dtype
     if not dtype and (wider := [key for key, tensor in stored.items() if tensor.dtype.itemsize > chosen.itemsize]):
         notes.append(f"{len(wider)} weights such as {wider[0]} are stored in a wider type and rounded to {chosen}")
     weights: dict[str, Tensor] = {}
@@ -111,8 +108,8 @@ def export(
     check_shapes(weights, config, folder)
     with new_folder(save) as made:
         save_torch_state_dict(weights, made, max_shard_size="4GB")
-        if tokenizer:
-            tokenizer.write(made)
+        if loaded:
+            write_tokenizer(loaded, made)
         ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
         GenerationConfig(**ids, pad_token_id=config.eos_token_id).save_pretrained(made)
         write_config(config, str(chosen).removeprefix("torch."), made)
@@ -176,9 +173,6 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
     """Make transformers' configuration from Megatron's arguments (of any release since 0.12)."""
     from transformers import LlamaConfig, MixtralConfig
 
-    epsilon = getattr(args, "layernorm_epsilon", None) or getattr(args, "norm_epsilon", None)
-    if epsilon is None:
-        raise CheckpointError("the checkpoint's arguments have no norm epsilon (layernorm_epsilon or norm_epsilon)")
     heads = args.num_attention_heads
     common = {
         "vocab_size": vocab_size,
@@ -189,11 +183,11 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
         "num_key_value_heads": args.num_query_groups if args.group_query_attention else heads,
         "head_dim": args.kv_channels or args.hidden_size // heads,
         "max_position_embeddings": args.max_position_embeddings,
-        "rms_norm_eps": epsilon,
+        "rms_norm_eps": getattr(args, "layernorm_epsilon", None) or args.norm_epsilon,  # before 0.17, and since
         "rope_theta": float(args.rotary_base or 10000),
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
-        "bos_token_id": tokenizer.bos if tokenizer else None,
-        "eos_token_id": tokenizer.eos if tokenizer else None,
+        "bos_token_id": tokenizer.bos_id if tokenizer else None,
+        "eos_token_id": tokenizer.eos_id if tokenizer else None,
         "pad_token_id": None,
     }
     if getattr(args, "use_rope_scaling", False):

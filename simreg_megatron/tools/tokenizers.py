@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load and train tokenizers: a sentencepiece `.model`, or a Hugging Face folder or name.
-
-`load_tokenizer` loads either kind; `Tokenizer.sha256` distinguishes two tokenizers with equally many ids.
-`train_tokenizer` makes a sentencepiece model of some texts.
-"""
+"""Load and train tokenizers: a sentencepiece `.model`, or a Hugging Face folder or name."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ class Tokenizer:
             another special token is text.
     """
 
-    kind: str
     source: str
     sha256: str
     vocab_size: int
@@ -52,7 +47,19 @@ def load_tokenizer(source: str) -> Tokenizer:
     Raises:
         DataError: it is not there, cannot be read, or has no end-of-text token.
     """
-    found = _load_sentencepiece(source) if source.endswith(".model") else _load_hugging_face(source)
+    path, is_sentencepiece = Path(source), source.endswith(".model")
+    give = "give a sentencepiece .model, or a Hugging Face folder or name"
+    if path.is_file() and not is_sentencepiece:
+        raise DataError(f"{source} is a file, but not a .model: {give}")
+    if not path.exists() and (is_sentencepiece or path.is_absolute() or source.startswith(".")):
+        raise DataError(f"the tokenizer {source} does not exist: {give}")
+    try:
+        found = _load_sentencepiece(source) if is_sentencepiece else _load_hugging_face(source)
+    except DataError:
+        raise
+    except Exception as error:  # both libraries raise errors of any type for a damaged file
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise DataError(f"{source} cannot be loaded as a tokenizer ({reason}): {give}") from None
     if found.eos_id < 0:
         raise DataError(f"the tokenizer {source} has no end-of-text token, which closes each document: name one in it")
     return found
@@ -61,50 +68,33 @@ def load_tokenizer(source: str) -> Tokenizer:
 def _load_sentencepiece(source: str) -> Tokenizer:
     import sentencepiece
 
-    path = Path(source)
-    if not path.is_file():
-        raise DataError(f"the tokenizer {source} does not exist: give a .model file, or a Hugging Face folder or name")
-    try:
-        model = sentencepiece.SentencePieceProcessor(model_file=source)
-        size = model.get_piece_size()
-        model.id_to_piece(list(range(size)))  # damaged pieces are noticed here
-    except (RuntimeError, OSError, ValueError):
-        raise DataError(f"{source} is not a sentencepiece model: give the .model that the data was made with") from None
-    bos = model.bos_id() if model.bos_id() >= 0 else None
+    model = sentencepiece.SentencePieceProcessor(model_file=source)
+    size, bos = model.get_piece_size(), model.bos_id()
+    model.id_to_piece(list(range(size)))  # damaged pieces are noticed here
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return model.encode(list(texts), num_threads=1)
 
-    return Tokenizer("sentencepiece", source, sha256(path), size, model.eos_id(), bos, encode)
+    return Tokenizer(source, sha256(Path(source)), size, model.eos_id(), None if bos < 0 else bos, encode)
 
 
 def _load_hugging_face(source: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    path = Path(source)
-    if path.is_file():
-        raise DataError(f"{source} is a file, but not a .model: give a .model, or a Hugging Face folder or name")
-    if not path.is_dir() and (path.is_absolute() or source.startswith(".")):
-        raise DataError(
-            f"there is no tokenizer folder {source}: give one, a sentencepiece .model, or a name of the Hub"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=path.is_dir(), trust_remote_code=False)
-        probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
-    except Exception as error:  # OSError, ValueError, KeyError and the Hub's own
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{source} cannot be loaded as a tokenizer ({type(error).__name__}: {reason})") from None
+    is_local = Path(source).is_dir()
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
+    probe = tokenizer(_PROBE, add_special_tokens=False).input_ids
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id  # as Megatron does
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    size, largest = len(tokenizer), vocabulary[-1][1] if vocabulary else 0
+    size, largest = len(tokenizer), vocabulary[-1][1]
     if largest >= size:  # Megatron makes as many rows as there are tokens
         raise DataError(
             f"the tokenizer {source} has {size:,} tokens and gives one of them the id {largest:,}, for which a model "
             "of that many has no row: fill the gaps of its vocabulary with unused tokens"
         )
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
-    return Tokenizer("huggingface", source, digest, size, -1 if eos is None else eos, bos, _encoder_of(tokenizer))
+    return Tokenizer(source, digest, size, -1 if eos is None else eos, bos, _encoder_of(tokenizer))
 
 
 def _encoder_of(tokenizer: Any) -> Callable[[Sequence[str]], list[list[int]]]:
@@ -146,22 +136,11 @@ def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, long
     longest: dict[str, Any] = {} if longest_line is None else {"max_sentence_length": longest_line}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=1.0,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            **longest,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            num_threads=2,
-            minloglevel=2,
-        )
+            sentence_iterator=iter(lines), model_writer=model, model_type="bpe", vocab_size=vocab_size,
+            byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity",
+            remove_extra_whitespaces=False, **longest, unk_id=0, bos_id=1, eos_id=2,
+            pad_id=-1, num_threads=2, minloglevel=2,
+        )  # fmt: skip
     except RuntimeError as error:  # the reason stands behind the line of sentencepiece's source
         reason = str(error).rpartition("] ")[2].strip()
         raise DataError(f"no tokenizer of {vocab_size} pieces could be trained on this text: {reason}") from None

@@ -71,7 +71,7 @@ class Saved:
         return out / "saved"
 
 
-def megatron_logits(load: Path, tokens: Tensor, scratch: Path) -> Tensor:
+def logits_of(load: Path, tokens: Tensor, scratch: Path) -> Tensor:
     """Logits of Megatron's own model, on a forked rank that has Megatron in memory already."""
     given, found = scratch / "tokens.pt", scratch / "logits.pt"
     torch.save(tokens, given)
@@ -82,8 +82,8 @@ def megatron_logits(load: Path, tokens: Tensor, scratch: Path) -> Tensor:
 
 
 def _write_logits(load: Path, given: Path, found: Path) -> None:
-    from simreg_megatron.tools import folders, verify_export
+    from simreg_megatron.tools.folders import checkpoint_folder
+    from tests.helpers.megatron_logits import megatron_logits
 
     tokens = torch.load(given, weights_only=True)
-    logits = verify_export.megatron_logits(folders.checkpoint_folder(load), tokens, torch.float32)
-    torch.save(logits, found)
+    torch.save(megatron_logits(checkpoint_folder(load), tokens), found)

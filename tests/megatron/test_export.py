@@ -13,9 +13,9 @@ from torch import Tensor
 from simreg_megatron import cli
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from simreg_megatron.tools.export_hf import export, read
-from simreg_megatron.tools.export_tokenizer import open_tokenizer
 from simreg_megatron.tools.folders import checkpoint_folder
-from simreg_megatron.tools.verify_export import TOLERANCE, compare
+from simreg_megatron.tools.tokenizers import load_tokenizer
+from tests.helpers.megatron_logits import TOLERANCE, compare
 from tests.helpers.quick import quick
 from tests.megatron import forks, runs, saved
 from tests.megatron.saved import Saved
@@ -145,7 +145,7 @@ def mistakes(model) -> dict[str, object]:
 def test_the_exported_model_computes_what_megatrons_does(kind: str, request, tmp_path: Path) -> None:
     of: Saved = request.getfixturevalue(kind)
     tokens = random_tokens(512)
-    reference = saved.megatron_logits(of.trained(), tokens, tmp_path)
+    reference = saved.logits_of(of.trained(), tokens, tmp_path)
     folder = exported(of.trained(), tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     difference, spread = compare(reference, logits_of(model, tokens))
@@ -158,23 +158,23 @@ def test_the_exported_model_computes_what_megatrons_does(kind: str, request, tmp
 
 
 def test_transformers_generates_with_the_exported_tokenizer(dense: Saved, text: BuiltinCorpus, tmp_path: Path) -> None:
-    tokenizer = open_tokenizer(Path(text.tokenizer_model))
-    folder = exported(dense.trained(), tmp_path / "model", tokenizer=tokenizer)
+    path = Path(text.tokenizer_model)
+    folder = exported(dense.trained(), tmp_path / "model", tokenizer=path)
     words = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompt = words("import logging", return_tensors="pt", return_token_type_ids=False)
-    assert prompt["input_ids"].tolist() == tokenizer.encode(["import logging"])
+    assert prompt["input_ids"].tolist() == load_tokenizer(str(path)).encode(["import logging"])
     answer = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert answer.shape[1] == prompt["input_ids"].shape[1] + 5
     assert words.decode(answer[0]).startswith("import logging")
     assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
 
 
-def test_the_command_exports_and_verifies(experts: Saved, text: BuiltinCorpus, tmp_path: Path) -> None:
-    words = ["export-hf", "--load", experts.trained(), "--save", tmp_path / "model", "--dtype", "bf16", "--verify"]
+def test_the_command_exports(experts: Saved, text: BuiltinCorpus, tmp_path: Path) -> None:
+    words = ["export-hf", "--load", experts.trained(), "--save", tmp_path / "model", "--dtype", "bf16"]
     words += ["--tokenizer", text.tokenizer_model]
     done = runs.forked(_command, [str(word) for word in words], folder=tmp_path)
-    assert done.status == 0 and "agree: 4 sequences of 64 random tokens in fp32" in done.output, done.output
+    assert done.status == 0, done.output
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert model.dtype == torch.bfloat16 and type(model).__name__ == "MixtralForCausalLM"
 

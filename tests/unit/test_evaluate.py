@@ -14,9 +14,18 @@ import pytest
 import torch
 
 from simreg_megatron import cli
-from simreg_megatron.tools.evaluate import chosen_tasks, task_manager
-from simreg_megatron.tools.export_tokenizer import open_tokenizer
-from simreg_megatron.tools.score_table import GROUPS, EvaluationError, Score, difference, score_of, table
+from simreg_megatron.tools.evaluate import (
+    GROUPS,
+    EvaluationError,
+    Score,
+    chosen_tasks,
+    difference,
+    score_of,
+    table,
+    task_manager,
+)
+from simreg_megatron.tools.export_tokenizer import write_tokenizer
+from simreg_megatron.tools.tokenizers import load_tokenizer
 from tests.helpers.checkpoints import dist_checkpoint, tiny_config
 from tests.helpers.questions import NAME, write_task
 from tests.unit.test_export_hf import train_sentencepiece
@@ -39,7 +48,7 @@ def models(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         folder = tmp_path_factory.mktemp("models") / name
         config = tiny_config(hidden_size=64, vocab_size=500, max_position_embeddings=256, initializer_range=0.3)
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
-        open_tokenizer(tokenizer).write(folder)
+        write_tokenizer(load_tokenizer(str(tokenizer)), folder)
         made[name] = folder
     return made
 
@@ -165,12 +174,11 @@ def test_a_groups_questions_are_those_of_its_tasks() -> None:
 
 
 def test_differences_without_questions_take_both_errors() -> None:
-    assert difference(Score(50.0, 3.0, {}), Score(46.0, 4.0, {})) == (4.0, 5.0)
-    assert difference(Score(50.0, 3.0, {}), Score(46.0, None, {})) == (4.0, None)
+    assert difference(Score(50.0, 3.0), Score(46.0, 4.0)) == Score(4.0, 5.0)
+    assert difference(Score(50.0, 3.0), Score(46.0, None)) == Score(4.0, None)
     scores = {
-        name: {task: Score(value, 3.0, {}) for task in ("boolq", "piqa")} for name, value in (("a", 40.0), ("b", 41.0))
+        name: {task: Score(value, 3.0) for task in ("boolq", "piqa")} for name, value in (("a", 40.0), ("b", 41.0))
     }
-    lines = list(table(scores, {"simreg": {"boolq": 57.55}}))
+    lines = list(table(scores))
     assert "| b | 41.00 ± 3.00 | 41.00 ± 3.00 | 41.00 ± 2.12 |" in lines
-    assert "| paper: simreg | 57.55 |  |  |" in lines
     assert lines[-1] == "| b | 1.00 ± 4.24 | 1.00 ± 4.24 | 1.00 ± 3.00 |"

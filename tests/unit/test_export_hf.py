@@ -16,10 +16,11 @@ import torch
 from simreg_megatron import cli
 from simreg_megatron.tools import import_hf
 from simreg_megatron.tools.export_hf import export, refuse_others
-from simreg_megatron.tools.export_tokenizer import check_tokenizer, open_tokenizer
+from simreg_megatron.tools.export_tokenizer import check_size
 from simreg_megatron.tools.folders import TRACKER, checkpoint_folder, new_folder
 from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, join, split
 from simreg_megatron.tools.safe_load import CheckpointError
+from simreg_megatron.tools.tokenizers import load_tokenizer
 from tests.helpers.checkpoints import dist_checkpoint, random_weights, tiny_config
 
 transformers = pytest.importorskip("transformers")
@@ -188,10 +189,10 @@ def test_a_vocabulary_must_be_that_of_training(args: dict, size: int, fits: bool
 
     given = argparse.Namespace(**{"tokenizer_type": None, **args})
     if fits:
-        check_tokenizer(given, 1024, size, None)
+        check_size(given, 1024, size, "--vocab-size")
         return
     with pytest.raises(CheckpointError, match=f"has {size} tokens"):
-        check_tokenizer(given, 1024, size, None)
+        check_size(given, 1024, size, "--vocab-size")
 
 
 def train_sentencepiece(path: Path, source: str, **options: Any) -> Path:
@@ -210,18 +211,17 @@ def train_sentencepiece(path: Path, source: str, **options: Any) -> Path:
 )
 def test_a_sentencepiece_model_becomes_the_same_tokenizer(options: dict, tmp_path: Path) -> None:
     path = train_sentencepiece(tmp_path / "t.model", json.__file__, **options)
-    tokenizer = open_tokenizer(path)
     rows = tiny_config(vocab_size=512)
     folder = dist_checkpoint(tmp_path / "c", rows, tokenizer_model=str(path), make_vocab_size_divisible_by=64)
-    assert export(folder, tmp_path / "model", tokenizer) == []
+    assert export(folder, tmp_path / "model", path) == []
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     text = Path(__file__).read_text() + "\n\u00e9\u4f60 \t  x <s> </s> <unk> as plain text"
-    (truth,) = tokenizer.encode([text])
+    (truth,) = load_tokenizer(str(path)).encode([text])
     assert fast(text)["input_ids"] == truth and fast.decode(truth) == text, "and nothing is added in front or behind"
     assert (fast.bos_token_id, fast.eos_token_id, fast.unk_token_id) == (1, 2, options.get("unk_id", 0))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(model.lm_head.weight, random_weights(rows)["lm_head.weight"][:500]), "padding is left out"
-    export(folder, tmp_path / "copied", open_tokenizer(tmp_path / "model"))
+    export(folder, tmp_path / "copied", tmp_path / "model")
     assert (tmp_path / "copied" / "tokenizer.json").read_bytes() == (tmp_path / "model/tokenizer.json").read_bytes()
 
 
@@ -233,14 +233,14 @@ def test_other_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     folder = dist_checkpoint(tmp_path / "checkpoint", tiny_config(vocab_size=500), tokenizer_model=str(own))
     for tokenizer, sentence in {
         other: "is not the tokenizer of training",
-        tmp_path / "notes.txt": "cannot be loaded as one",
-        tmp_path / "none": "cannot be loaded as one",
+        tmp_path / "notes.txt": "is a file, but not a .model",
+        tmp_path / "none": "give the .model file or the folder of the tokenizer",
     }.items():
         words = ("--load", folder, "--save", tmp_path / "model", "--tokenizer", tokenizer)
         assert sentence in refused(capsys, *words)
     unnamed = dist_checkpoint(tmp_path / "unnamed", tiny_config(vocab_size=500))
     with pytest.raises(CheckpointError, match="would tokenize some texts differently"):
-        export(unnamed, tmp_path / "model", open_tokenizer(symbols))
+        export(unnamed, tmp_path / "model", symbols)
     assert not (tmp_path / "model").exists()
 
 
