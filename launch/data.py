@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.flags import Flag, LaunchError, flag_name, flag_number, flag_value
-from simreg_megatron.tools.indexed import ENDINGS, DataError, is_pair, read_header
+from simreg_megatron.tools.indexed import ENDINGS, DataError, is_pair, read_index
 
 MANIFEST = "manifest.json"
 _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
@@ -53,13 +53,9 @@ def _is_number(word: str) -> bool:
 def count_tokens(prefix: str) -> int:
     """Return the number of tokens of a pair by its index, which must be whole and match the .bin."""
     try:
-        dtype, _, _, expected = read_header(prefix)
+        return read_index(prefix).tokens
     except DataError as error:
         raise LaunchError(str(error)) from None
-    size = Path(f"{prefix}.bin").stat().st_size
-    if size != expected:
-        raise LaunchError(f"{prefix}.bin has {size} bytes and its .idx says {expected}: {_AGAIN}")
-    return expected // (int("".join(filter(str.isdecimal, dtype))) // 8)
 
 
 def tokens_there(flags: Sequence[Flag]) -> int | None:
@@ -137,7 +133,7 @@ def _hash_of_tokenizer(flags: Sequence[Flag]) -> str | None:
 
 def _check_split(prefix: str, split: str) -> None:
     """Refuse a split by documents that leaves a side empty: Megatron would look for a document without end."""
-    documents = read_header(prefix)[2]
+    documents = read_index(prefix).documents
     weights = [float(word) for word in re.findall(r"\d*\.?\d+", split)]  # as Megatron reads it: 98/2/0 as well
     total = sum(weights)
     if not 1 <= len(weights) <= 3 or not 0 < total < float("inf"):

@@ -13,14 +13,13 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from simreg_megatron.tools.docstrings import is_validation, library_roots, read_documents
-from simreg_megatron.tools.indexed import DataError, PairWriter, sha256
+from simreg_megatron.tools.indexed import DataError, PairWriter, describe_files, find_changed, sha256
 from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
 
 _FORMAT = 1  # of the rules below: others make another corpus
@@ -63,11 +62,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def ensure_builtin_corpus(
-    directory: str | os.PathLike[str],
-    *,
-    vocab_size: int = 4096,
-    roots: Sequence[Path] | None = None,
-    progress: bool = True,
+    directory: str | os.PathLike[str], *, vocab_size: int = 4096, roots: Sequence[Path] | None = None
 ) -> BuiltinCorpus:
     """Return the corpus in `directory`, built now unless it is there already; many processes may ask at once.
 
@@ -75,7 +70,6 @@ def ensure_builtin_corpus(
         directory: folder of the corpus.
         vocab_size: size of the tokenizer trained on it.
         roots: library folders to read (default: those of the running interpreter).
-        progress: whether to print what is done.
 
     Raises:
         DataError: the folder cannot be written or holds something else, or the libraries have too little text.
@@ -83,89 +77,73 @@ def ensure_builtin_corpus(
     from filelock import FileLock
 
     directory = Path(directory).resolve()  # what a link leads to is what is replaced
-    roots = library_roots() if roots is None else [Path(root) for root in roots]
+    roots = library_roots() if roots is None else roots
     # What decides the text. Only packages below the roots: sys.path differs between a script and a test.
     folders = [str(root) for root in roots]
     packages = sorted({f"{one.name}=={one.version}" for one in importlib.metadata.distributions(path=folders)})
     inputs = [_FORMAT, sys.version, folders, vocab_size, _MOST_CHARACTERS, packages]
     fingerprint = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-    if (found := _existing(directory, fingerprint)) is not None:
-        return found
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{directory}.lock"):
-            found = _existing(directory, fingerprint)  # another process may have built it meanwhile
-            return found or _build(directory, roots, vocab_size, fingerprint, progress)
-    except OSError as error:
-        raise DataError(
-            f"the built-in corpus cannot be written to {directory} ({error.strerror or error}): free some space there "
-            "(100 MB), or choose a folder you may write to"
-        ) from error
+    if not _is_whole(directory, fingerprint):
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{directory}.lock"):
+                if not _is_whole(directory, fingerprint):  # another process may have built it meanwhile
+                    _build(directory, roots, vocab_size, fingerprint)
+        except OSError as error:
+            raise DataError(
+                f"the built-in corpus cannot be written to {directory} ({error.strerror or error}): free some space "
+                "there (100 MB), or choose a folder you may write to"
+            ) from error
+    return BuiltinCorpus(directory, _read_manifest(directory))
 
 
-def _existing(directory: Path, fingerprint: str) -> BuiltinCorpus | None:
-    """Return the corpus if it is whole and what would be built now."""
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    """Return the manifest of a built-in corpus in the folder, or an empty one."""
     try:
         manifest = json.loads((directory / "manifest.json").read_text())
-        same = manifest["fingerprint"] == fingerprint
-        whole = all((directory / name).stat().st_size == manifest["files"][name]["bytes"] for name in _FILES)
+        is_ours = "fingerprint" in manifest and set(manifest["files"]) == set(_FILES)
     except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return BuiltinCorpus(directory, manifest) if same and whole else None
+        return {}
+    return dict(manifest) if is_ours else {}
 
 
-def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint: str, progress: bool) -> BuiltinCorpus:
-    if directory.exists() and os.listdir(directory) and not _is_ours(directory):
+def _is_whole(directory: Path, fingerprint: str) -> bool:
+    """Whether the corpus that would be built now is there."""
+    manifest = _read_manifest(directory)
+    return manifest.get("fingerprint") == fingerprint and find_changed(directory, manifest) is None
+
+
+def _build(directory: Path, roots: Sequence[Path], vocab_size: int, fingerprint: str) -> None:
+    if directory.exists() and os.listdir(directory) and not _read_manifest(directory):
         raise DataError(f"{directory} is there and is no built-in corpus: name another folder, or remove this one")
-
-    def say(text: str) -> None:
-        if progress:
-            print(f"> corpus: {text}", flush=True)
-
-    started = time.monotonic()
-    for left in directory.parent.glob(f"{directory.name}.building-*"):
-        shutil.rmtree(left, ignore_errors=True)  # of a build that was killed; the lock says that none is under way
-    work = directory.with_name(f"{directory.name}.building-{os.getpid()}")
+    print("> corpus: reading the documentation of the installed libraries (about a minute in all)", flush=True)
+    sides: dict[str, list[str]] = {"train": [], "valid": []}
+    characters = 0
+    for name, text in read_documents(roots):
+        sides["valid" if is_validation(name) else "train"].append(text)
+        characters += len(text)
+        if characters >= _MOST_CHARACTERS:
+            break
+    if not all(sides.values()):
+        raise DataError(f"too little documentation below {', '.join(map(str, roots))} to make a corpus of")
+    work = directory.with_name(f"{directory.name}.building")
+    shutil.rmtree(work, ignore_errors=True)  # of a build that was killed; the lock says that none is under way
     work.mkdir()
-    try:
-        say("reading the documentation of the installed libraries (about a minute in all)")
-        sides: dict[str, list[str]] = {"train": [], "valid": []}
-        characters = 0
-        for name, text in read_documents(roots):
-            sides["valid" if is_validation(name) else "train"].append(text)
-            characters += len(text)
-            if characters >= _MOST_CHARACTERS:
-                break
-        if not all(sides.values()):
-            raise DataError(f"too little documentation below {', '.join(map(str, roots))} to make a corpus of")
-        say(f"training a tokenizer of {vocab_size} pieces and tokenizing {characters:,} characters")
-        train_tokenizer(sides["train"], work / "tokenizer.model", vocab_size=vocab_size)
-        counts = {side: write_pair(work / side, texts, work / "tokenizer.model") for side, texts in sides.items()}
-        manifest: dict[str, Any] = {
-            "fingerprint": fingerprint,
-            "characters": characters,
-            "documents": {side: documents for side, (documents, _) in counts.items()},
-            "tokens": {side: tokens for side, (_, tokens) in counts.items()},
-            "vocab_size": vocab_size,
-            "tokenizer_sha256": sha256(work / "tokenizer.model"),
-            "files": {name: {"bytes": (work / name).stat().st_size, "sha256": sha256(work / name)} for name in _FILES},
-        }
-        (work / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        shutil.rmtree(directory, ignore_errors=True)
-        work.rename(directory)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    say(f"{manifest['tokens']['train']:,} training tokens in {directory}, {time.monotonic() - started:.0f} s")
-    return BuiltinCorpus(directory, manifest)
-
-
-def _is_ours(directory: Path) -> bool:
-    """Whether an older built-in corpus is in the folder; anything else is not replaced."""
-    try:
-        manifest = json.loads((directory / "manifest.json").read_text())
-        return "fingerprint" in manifest and set(manifest["files"]) == set(_FILES)
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+    print(f"> corpus: training a tokenizer of {vocab_size} pieces and tokenizing {characters:,} characters", flush=True)
+    train_tokenizer(sides["train"], work / "tokenizer.model", vocab_size=vocab_size)
+    counts = {side: write_pair(work / side, texts, work / "tokenizer.model") for side, texts in sides.items()}
+    manifest = {
+        "fingerprint": fingerprint,
+        "characters": characters,
+        "documents": {side: documents for side, (documents, _) in counts.items()},
+        "tokens": {side: tokens for side, (_, tokens) in counts.items()},
+        "vocab_size": vocab_size,
+        "tokenizer_sha256": sha256(work / "tokenizer.model"),
+        "files": describe_files(work, _FILES),
+    }
+    (work / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    shutil.rmtree(directory, ignore_errors=True)
+    work.rename(directory)
 
 
 def write_pair(prefix: Path, texts: Sequence[str], tokenizer: str | Path) -> tuple[int, int]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMED_TOKENS = 24  # more could not be read
+_BLANK = "\u2423"
 
 
 @dataclass(frozen=True)
@@ -116,26 +117,25 @@ def draw_heatmaps(several: Sequence[HiddenStates], *, columns: int, title: str =
         image = axes.imshow(states.cosine, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
         framed_rows, framed_columns = np.nonzero(states.equal)
         side = 0.8 * 72 * 3.0 / count  # points: a map is about three inches wide
-        frame = {"facecolors": "none", "edgecolors": "black", "linewidths": 0.8}
-        axes.scatter(framed_columns, framed_rows, s=side**2, marker="s", **frame)
+        axes.scatter(framed_columns, framed_rows, s=side**2, marker="s", fc="none", ec="black", linewidths=0.8)
         axes.set_title(f"{states.name}\nmean cosine: same {means.same:+.3f}, other {means.other:+.3f}", fontsize=10)
         axes.tick_params(length=0)
-        after = [printable(token) or "\u2423" for token in (*states.tokens[1:], states.after or str(states.labels[-1]))]
-        names = [f"{printable(one) or chr(0x2423)} -> {two}" for one, two in zip(states.tokens, after, strict=True)]
+        read, *after = [
+            printable(token) or _BLANK for token in (*states.tokens, states.after or str(states.labels[-1]))
+        ]
+        names = [f"{one} -> {two}" for one, two in zip([read, *after], after, strict=False)]
         axes.set_xticks(range(count), after, rotation=90, fontsize=8)
         axes.set_yticks(range(count), [""] * count if place % columns else names, fontsize=8)
     figure.colorbar(image, ax=list(grid.ravel()), label="cosine of two hidden states", shrink=0.6)
     figure.supxlabel("next token (framed: pairs with the same one)", fontsize=9)
     figure.supylabel("token read -> next token", fontsize=9)
-    if title:
-        figure.suptitle(title, fontsize=12, fontweight="bold")
+    figure.suptitle(title, fontsize=12, fontweight="bold")
     return figure
 
 
 def printable(token: str, width: int = 11) -> str:
     """Shorten a token to a label: "" for blanks, no mark of a word's start, nothing read as mathematics."""
-    for escape in ("\\n", "\\t", "\\r"):  # as the probe writes them
+    for escape in ("\\n", "\\t", "\\r", "\u2581"):  # as the probe and sentencepiece write blanks
         token = token.replace(escape, " ")
-    text = "".join("?" if unicodedata.category(letter).startswith("C") else letter for letter in token)
-    text = text.replace("\u2581", " ").strip()
+    text = "".join("?" if unicodedata.category(letter).startswith("C") else letter for letter in token).strip()
     return (text if len(text) <= width else text[: width - 1] + "~").replace("$", r"\$")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -17,8 +16,10 @@ from simreg_megatron.tools.safe_load import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_INDEX = "model.safetensors.index.json"
-_MUST_BE = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
+_MUST_BE: dict[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None,
+    "quantization_config": None,
+}  # fmt: skip
 # Layers that ask for a state when Megatron loads them, those of Transformer Engine among them; it is empty here.
 _WITH_STATE = (
     "input_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj",
@@ -38,12 +39,14 @@ def run(options: argparse.Namespace) -> None:
     refuse_taken(options.save)
     config, weights = open_model(options.model)
     save(options.save, config, weights)
-    given = [(name.replace("_", "-"), value) for name, value in megatron_settings(config).items()]
-    given = [(name, value) for name, value in given if value is not None and value is not False]
-    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given]
+    flags = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in megatron_settings(config).items()
+        if value is not None and value is not False
+    ]
     rows = config.vocab_size
     print(f"{options.save}: imported from {options.model}")
-    print(f"train from it with: --load {options.save} --finetune {' '.join(words)}")
+    print(f"train from it with: --load {options.save} --finetune {' '.join(flags)}")
     print(
         f"note: --make-vocab-size-divisible-by {rows} keeps the {rows} rows of the embedding whichever tokenizer you "
         "name; divide it by your --tensor-model-parallel-size. With fewer rows Megatron drops the last ones silently"
@@ -62,36 +65,28 @@ def open_model(folder: Path) -> tuple[Any, dict[str, Tensor]]:
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"there is no {folder}/config.json: give the folder of a Hugging Face model")
+    if not (files := sorted(folder.glob("model*.safetensors"))):
+        raise CheckpointError(
+            f"{folder} has no model.safetensors: save the model with transformers' save_pretrained (pickled .bin files "
+            "could run code and are not read)"
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        index = json.loads((folder / _INDEX).read_text())["weight_map"] if (folder / _INDEX).is_file() else {}
-        files = {folder / Path(name).name for name in index.values()} or {folder / "model.safetensors"}
-        if not all(path.is_file() for path in files):
-            raise CheckpointError(
-                f"{folder} has no {min(path.name for path in files if not path.is_file())}: save the model with "
-                "transformers' save_pretrained (pickled .bin files could run code and are not read)"
-            )
-        weights = {name: tensor for path in sorted(files) for name, tensor in load_file(path).items()}
-    except CheckpointError:
-        raise
+        weights = {name: tensor for path in files for name, tensor in load_file(path).items()}
     except Exception as error:  # transformers and safetensors raise errors of any type for damaged files
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}): get it again") from None
     refuse_others(config)
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
-    head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
-    if config.tie_word_embeddings and head is not None and embedding is not None:
-        if not head.equal(embedding):
-            raise CheckpointError(
-                f"{folder}/config.json says that the head is the embedding (tie_word_embeddings), but lm_head.weight "
-                "holds other numbers: set tie_word_embeddings to false to keep them, or remove lm_head.weight"
-            )
-        del weights["lm_head.weight"]
+    head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     check_shapes(weights, config, folder)
+    if not (head is None or head.equal(weights["model.embed_tokens.weight"])):
+        raise CheckpointError(
+            f"{folder}/config.json says that the head is the embedding (tie_word_embeddings), but lm_head.weight holds "
+            "other numbers: set tie_word_embeddings to false to keep them, or remove lm_head.weight"
+        )
+    dtype = weights["model.norm.weight"].dtype
     for name, tensor in weights.items():
-        if (
-            tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-            or tensor.dtype != weights["model.norm.weight"].dtype
-        ):
+        if tensor.dtype != dtype or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{name} is {tensor.dtype}: all weights must have one type, fp32, bf16 or fp16")
         if not tensor.isfinite().all():
             raise CheckpointError(f"{name} in {folder} holds NaN or infinite numbers: training would start from them")
@@ -102,7 +97,7 @@ def refuse_others(config: Any) -> None:
     """Refuse a model that computes something else than Megatron's LLaMA and Mixtral."""
     if config.model_type not in ("llama", "mixtral"):
         raise CheckpointError(f"the model is of type {config.model_type}: only llama and mixtral can be imported")
-    for name, value in {**_MUST_BE, "quantization_config": None}.items():
+    for name, value in _MUST_BE.items():
         if getattr(config, name, value) != value:
             raise CheckpointError(f"its config.json has {name} = {getattr(config, name)}: only {value} can be imported")
     base, scaling = rope_of(config)
@@ -176,15 +171,14 @@ def save(folder: Path, config: Any, weights: dict[str, Tensor]) -> None:
 
 def common_state(config: Any, dtype: Any) -> dict[str, Any]:
     """Return what a checkpoint holds in addition to tensors: the arguments under the names of all releases."""
-    settings = megatron_settings(config)
+    settings = {"num_experts": None, **megatron_settings(config)}
     del settings["make_vocab_size_divisible_by"], settings["disable_bias_linear"]  # how rows were padded is not known
-    more = {
-        "add_bias_linear": False, "add_position_embedding": True, "layernorm_epsilon": config.rms_norm_eps,
-        "num_experts": settings.get("num_experts"), "moe_ffn_hidden_size": None, "params_dtype": dtype,
-        "padded_vocab_size": config.vocab_size, "seq_length": config.max_position_embeddings, "tokenizer_type": None,
-        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
-    }  # fmt: skip
-    args = argparse.Namespace(**{**settings, **more})
+    args = argparse.Namespace(
+        **settings, add_bias_linear=False, add_position_embedding=True, layernorm_epsilon=config.rms_norm_eps,
+        moe_ffn_hidden_size=None, params_dtype=dtype, padded_vocab_size=config.vocab_size,
+        seq_length=config.max_position_embeddings, tokenizer_type=None,
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+    )  # fmt: skip
     content = {"singleton_local_shards": False}
     return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
 
@@ -209,11 +203,12 @@ def megatron_tensors(config: Any, weights: dict[str, Tensor]) -> Iterator[tuple[
     for key, names in LAYER.items():
         if f"model.layers.0.{names[0].format(0)}" not in weights:
             continue
+        has_experts = ".experts." in key
         layers = []
         for layer in range(config.num_hidden_layers):
             matrices = [
                 join([weights[f"model.layers.{layer}.{name.format(expert)}"] for name in names], config)
-                for expert in range(config.num_local_experts if ".experts." in key else 1)
+                for expert in range(config.num_local_experts if has_experts else 1)
             ]
-            layers.append(torch.stack(matrices) if ".experts." in key else matrices[0])
+            layers.append(torch.stack(matrices) if has_experts else matrices[0])
         yield f"decoder.layers.{key}", torch.stack(layers)

@@ -15,7 +15,7 @@ import struct
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simreg_megatron.sentences import SentenceError
 
@@ -79,29 +79,42 @@ class PairWriter:
             stream.write(bytes(8) + np.cumsum(lengths > 0, dtype=np.int64).tobytes())
 
 
-def read_header(prefix: str | os.PathLike[str]) -> tuple[str, int, int, int]:
-    """Return what PREFIX.idx says: type of the ids, sequences, documents, and bytes of the .bin. Needs no numpy.
+class Index(NamedTuple):
+    """What PREFIX.idx says: numpy's name of the ids' type, and how many sequences, documents and tokens there are."""
+
+    dtype: str
+    sequences: int
+    documents: int
+    tokens: int
+
+
+def read_index(prefix: str | os.PathLike[str]) -> Index:
+    """Read the index of a pair, and compare it with the size of the .bin; needs no numpy.
 
     Raises:
-        DataError: the file is not a whole index.
+        DataError: the files are not there or not whole, or do not belong together.
     """
-    path = Path(f"{os.fspath(prefix)}.idx")
+    if not is_pair(prefix):
+        raise DataError(f"there is no {prefix}.bin with {prefix}.idx: give the prefix of a prepared set")
+    again = "copy it again, or prepare the data again"
+    path, data = (Path(f"{os.fspath(prefix)}{ending}") for ending in (".idx", ".bin"))
     with path.open("rb") as stream:
-        head = stream.read(_HEADER.size)
-        magic, version, code, sequences, documents = _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
+        head = stream.read(_HEADER.size).ljust(_HEADER.size, b"\0")
+        magic, version, code, sequences, documents = _HEADER.unpack(head)
         size = _HEADER.size + 12 * sequences + 8 * documents
         if magic != _MAGIC or version != 1 or code not in _TYPES or path.stat().st_size < size:
-            raise DataError(
-                f"{path} is not a whole Megatron index of token ids: copy it again, or prepare the data again"
-            )
+            raise DataError(f"{path} is not a whole Megatron index of token ids: {again}")
         if not sequences:
             raise DataError(f"{path} has no text in it: prepare the data again")
         stream.seek(_HEADER.size + 4 * (sequences - 1))
         (length,) = struct.unpack("<i", stream.read(4))
         stream.seek(_HEADER.size + 12 * sequences - 8)
         (offset,) = struct.unpack("<q", stream.read(8))
-    name, item_bytes = _TYPES[code]
-    return name, sequences, documents - 1, offset + length * item_bytes
+    dtype, item_bytes = _TYPES[code]
+    expected = offset + length * item_bytes
+    if data.stat().st_size != expected:
+        raise DataError(f"{data} has {data.stat().st_size} bytes and its .idx says {expected}: {again}")
+    return Index(dtype, sequences, documents - 1, expected // item_bytes)
 
 
 def read_tokens(prefix: str | os.PathLike[str]) -> np.memmap:
@@ -112,20 +125,7 @@ def read_tokens(prefix: str | os.PathLike[str]) -> np.memmap:
     """
     import numpy as np
 
-    if not is_pair(prefix):
-        raise DataError(f"there is no {prefix}.bin with {prefix}.idx: give the prefix of a prepared set")
-    dtype, _, _, size = read_header(prefix)
-    path = Path(f"{os.fspath(prefix)}.bin")
-    if path.stat().st_size != size:
-        raise DataError(f"{path} has {path.stat().st_size} bytes, and its .idx says {size}: copy both again")
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
-def read_lengths(prefix: str | os.PathLike[str]) -> np.ndarray:
-    """Read the number of tokens of each sequence [sequences]; `data prepare` makes one sequence of each document."""
-    import numpy as np
-
-    return np.fromfile(f"{os.fspath(prefix)}.idx", dtype=np.int32, count=read_header(prefix)[1], offset=_HEADER.size)
+    return np.memmap(f"{os.fspath(prefix)}.bin", dtype=read_index(prefix).dtype, mode="r")
 
 
 def is_pair(prefix: str | os.PathLike[str]) -> bool:
@@ -139,3 +139,17 @@ def sha256(path: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return what a manifest has of its files: size and hash by name."""
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
+
+
+def find_changed(folder: Path, manifest: dict[str, Any]) -> Path | None:
+    """Return the first file of a set that is missing or of another size than its manifest says."""
+    for name, facts in manifest["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != facts["bytes"]:
+            return path
+    return None

@@ -23,7 +23,7 @@ from typing import Any
 
 from simreg_megatron import __version__
 from simreg_megatron.tools import builtin_corpus
-from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter, sha256, token_dtype
+from simreg_megatron.tools.indexed import ENDINGS, DataError, PairWriter, describe_files, find_changed, token_dtype
 from simreg_megatron.tools.text_sources import READABLE, Group, file_bytes, find_groups, load_group, texts_of
 from simreg_megatron.tools.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -75,10 +75,6 @@ def run(options: argparse.Namespace) -> None:
             print(f"notice: that is all there is; {limit:,} tokens were asked for")
     if not manifest["tokens"]["valid"]:
         print("notice: there is no validation set: give --valid SOURCE or a larger --valid-share with another --out")
-    if manifest["end_of_text_inside"]:
-        print(
-            f"notice: the tokenizer made {manifest['end_of_text_inside']:,} end-of-text tokens of texts that spell it"
-        )
 
 
 def prepare(
@@ -150,11 +146,8 @@ def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if manifest.get("settings", {}).get(name) != value:
             raise DataError(f"{out} has a set of other settings ({name} differs): give another --out, or remove it")
-    for name, facts in manifest["files"].items():
-        if not (out / name).is_file() or file_bytes(str(out / name)) != facts["bytes"]:
-            raise DataError(
-                f"{out / name} is not the file that {MANIFEST} describes: remove {out}, and prepare it again"
-            )
+    if changed := find_changed(out, manifest):
+        raise DataError(f"{changed} is not the file that {MANIFEST} describes: remove {out}, and prepare it again")
     return manifest
 
 
@@ -178,13 +171,12 @@ def _write_pairs(
 ) -> dict[str, Any]:
     """Write the pairs into `cache`, and return the manifest."""
     writers = {side: PairWriter(cache / side, tokenizer.vocab_size) for side in ("train", "valid")}
-    empty = inside = 0
+    empty = 0
     for side, limit in (("train", settings["tokens"]), ("valid", settings["valid_tokens"])):
         share = settings["valid_share"] if side == "train" else 0.0
         for ids, is_valid in _documents(groups[side], tokenizer, settings["key"], share, cache, workers):
             writers["valid" if is_valid else side].add(ids)
             empty += not len(ids)
-            inside += int((ids[:-1] == tokenizer.eos_id).sum())
             if limit and writers[side].tokens >= limit:
                 break
     for writer in writers.values():
@@ -198,7 +190,6 @@ def _write_pairs(
         "documents": {side: writer.documents for side, writer in writers.items()},
         "tokens": {side: writer.tokens for side, writer in writers.items()},
         "empty_documents": empty,
-        "end_of_text_inside": inside,
         "dtype": token_dtype(tokenizer.vocab_size),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
@@ -207,7 +198,7 @@ def _write_pairs(
         "tokenizer_sha256": tokenizer.sha256,
         "libraries": {name: metadata.version(name) for name in ("datasets", "sentencepiece", "tokenizers")},
         "settings": settings,
-        "files": {name: {"bytes": file_bytes(str(cache / name)), "sha256": sha256(cache / name)} for name in names},
+        "files": describe_files(cache, names),
     }
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -34,19 +33,17 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     group = parser.add_argument_group(title="probe")
     group.add_argument("--probe-output", type=Path, required=True, help="the .npz file to write")
     group.add_argument(
-        "--probe-steps", type=_steps, default=(), help="of these checkpoints, such as 50,400 (default: the newest)"
+        "--probe-steps",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=(),
+        help="of these checkpoints, such as 50,400 (default: the newest)",
     )
-    group.add_argument("--probe-sample", type=int, default=0, help="which validation sequence to read")
     return parser
-
-
-def _steps(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
 
 
 @torch.no_grad()
 def hidden_states(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[n, d] float32: what enters the output layer for the tokens of one dataset sample."""
+    """Return what enters the output layer for the tokens of one dataset sample, [n, d] float32."""
     caught: list[torch.Tensor] = []
     hook = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
     mask = sample.get("attention_mask")
@@ -65,8 +62,6 @@ def main() -> None:
     args = parse_and_validate_args(add_probe_arguments, args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
     if args.load is None:
         raise SystemExit("error: the probe reads a checkpoint: give --load CHECKPOINTS, what the run had as --save")
-    if args.probe_sample < 0:
-        raise SystemExit(f"error: --probe-sample must be 0 or more, not {args.probe_sample}")
     args.exit_on_missing_checkpoint = True  # never the states of a model that nothing has trained
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     initialize_megatron()
@@ -78,40 +73,29 @@ def main() -> None:
         cfg_container=config,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
-    assert mpu.is_pipeline_last_stage()
     model, args = compat.unwrapped(chunks)[0], get_args()
     if not args.probe_steps:
         write_probe(model, args, args.probe_output)
     for step in args.probe_steps:
-        _load(chunks, args, step)
+        args.ckpt_step = step
+        args.finetune = args.no_load_optim = args.no_load_rng = True  # weights alone: counters stay as they are
+        load_checkpoint(chunks, None, None, checkpointing_context={})
         write_probe(model, args, args.probe_output.with_stem(f"{args.probe_output.stem}-{step}"))
     torch.distributed.destroy_process_group()
 
 
-def _load(chunks: Any, args: Any, step: int) -> None:
-    """Weights of another checkpoint into a model that has been built, by Megatron's own reader."""
-    args.ckpt_step = step
-    args.finetune = args.no_load_optim = args.no_load_rng = True  # weights alone: counters stay as they are
-    load_checkpoint(chunks, None, None, checkpointing_context={})
-
-
-def _readable(piece: str) -> str:
-    """A token as a label: line ends and other unprintable characters as escapes, "" of a blank as the blank."""
-    return piece.encode("unicode_escape").decode() or " "
-
-
 def write_probe(model: Any, args: Any, output: Path) -> None:
-    _, validation, _ = datasets_provider([0, args.probe_sample + 1, 0])
-    sample = validation[args.probe_sample]
-    sample = {name: torch.as_tensor(value) for name, value in sample.items() if value is not None}
+    """Write the states, the labels and the tokens of the first validation sample."""
+    _, validation, _ = datasets_provider([0, 1, 0])
+    sample = {name: torch.as_tensor(value) for name, value in validation[0].items() if value is not None}
     tokenizer = build_tokenizer(args)
-    output = output if output.suffix == ".npz" else output.with_name(f"{output.name}.npz")  # as numpy calls it
+    pieces = (tokenizer.detokenize([int(token)]) for token in sample["tokens"])
     output.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
         output,
         hidden=hidden_states(model, sample).numpy(),
         labels=sample["labels"].numpy(),
-        tokens=np.array([_readable(tokenizer.detokenize([int(token)])) for token in sample["tokens"]]),
+        tokens=np.array([piece.encode("unicode_escape").decode() or " " for piece in pieces]),  # line ends as \n
     )
     print(f"> wrote {output}")
 

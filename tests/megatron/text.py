@@ -25,7 +25,7 @@ def _roots() -> list[Path]:
 
 def make_corpus(folder: Path) -> BuiltinCorpus:
     """The built-in corpus of a few packages: real, and small enough to be quick."""
-    return ensure_builtin_corpus(folder, vocab_size=VOCABULARY, roots=_roots(), progress=False)
+    return ensure_builtin_corpus(folder, vocab_size=VOCABULARY, roots=_roots())
 
 
 def documents() -> list[str]:

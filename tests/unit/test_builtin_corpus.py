@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from launch.data import check_data
 from simreg_megatron import cli
 from simreg_megatron.tools import builtin_corpus
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus
-from simreg_megatron.tools.indexed import DataError, read_lengths, read_tokens
+from simreg_megatron.tools.indexed import DataError, read_index, read_tokens
 from simreg_megatron.tools.tokenizers import load_tokenizer
 
 SENTENCE = "This function {i} of module {m} returns the sorted list of words that the reader found in the given text."
@@ -35,7 +36,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(directory: Path, library: Path) -> BuiltinCorpus:
-    return ensure_builtin_corpus(directory, vocab_size=400, roots=[library], progress=False)
+    return ensure_builtin_corpus(directory, vocab_size=400, roots=[library])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,8 @@ def corpus(library: Path, tmp_path_factory: pytest.TempPathFactory) -> BuiltinCo
 def test_the_sides_hold_whole_documents_that_the_tokenizer_made(corpus: BuiltinCorpus) -> None:
     loaded = load_tokenizer(str(corpus.tokenizer_model))
     for side, prefix in (("train", corpus.train_prefix), ("valid", corpus.valid_prefix)):
-        tokens, lengths = read_tokens(prefix), read_lengths(prefix)
+        tokens, count = read_tokens(prefix), read_index(prefix).sequences
+        lengths = np.fromfile(f"{prefix}.idx", np.int32, count, offset=34)
         assert (tokens[lengths.cumsum() - 1] == loaded.eos_id).all() and (tokens == loaded.eos_id).sum() == len(lengths)
         assert len(tokens) == corpus.manifest["tokens"][side] and len(lengths) == corpus.manifest["documents"][side] > 0
     flags = ("--train-data-path", str(corpus.train_prefix)), ("--tokenizer-model", str(corpus.tokenizer_model))
@@ -66,9 +68,9 @@ def test_it_is_built_again_only_where_it_is_damaged(
     built = build(tmp_path / "c", library)
     assert built.manifest["files"] == corpus.manifest["files"], "the same text gives the same bytes"
     (tmp_path / "c" / "train.bin").write_bytes(b"cut")
-    (tmp_path / "c.building-1").mkdir()  # what a killed build leaves
+    (tmp_path / "c.building").mkdir()  # what a killed build leaves
     assert build(tmp_path / "c", library).manifest["files"] == corpus.manifest["files"]
-    assert (tmp_path / "c" / "train.bin").stat().st_size > 3 and not (tmp_path / "c.building-1").exists()
+    assert (tmp_path / "c" / "train.bin").stat().st_size > 3 and not (tmp_path / "c.building").exists()
 
 
 def _ask(directory: Path, library: Path, answers: Any) -> None:
