@@ -14,7 +14,7 @@ import json
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -28,7 +28,7 @@ from research.corpus.readers import read_page
 from research.corpus.recipe import PACKAGES
 from simreg_megatron import __version__
 from simreg_megatron.tools.builtin_corpus import write_pair
-from simreg_megatron.tools.indexed import DataError, sha256, token_dtype
+from simreg_megatron.tools.indexed import ENDINGS, DataError, describe_files, find_changed
 from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
 
 FORMAT = 1  # of the readers and rules: others make another corpus of the same packages
@@ -99,11 +99,8 @@ def _existing(out: Path, fingerprint: str) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     if manifest.get("fingerprint") != fingerprint:
         raise DataError(f"{out} is there and is not this corpus: give another --out, or remove it")
-    for name, facts in manifest["files"].items():
-        if not (out / name).is_file() or (out / name).stat().st_size != facts["bytes"]:
-            raise DataError(
-                f"{out / name} is not the file that {path.name} describes: remove {out}, and build it again"
-            )
+    if changed := find_changed(out, manifest):
+        raise DataError(f"{changed} is not the file that {path.name} describes: remove {out}, and build it again")
     return manifest
 
 
@@ -137,20 +134,9 @@ def _manifest(
         # The text's bytes for each token, end-of-text among the tokens: bits a byte are bits a token divided by this.
         "bytes_per_token": {side: utf8_bytes[side] / counts[side][1] for side in SIDES},
         "left_out": dict(left_out),
-        "dtype": token_dtype(tokenizer.vocab_size),
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "bos_id": tokenizer.bos_id,
-        "tokenizer_name": "tokenizer.model",
-        "tokenizer_sha256": tokenizer.sha256,
+        **tokenizer.describe(),
         "libraries": {name: importlib.metadata.version(name) for name in ("lxml", "numpy", "sentencepiece")},
         "python": platform.python_version(),
-        "files": {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in _files(work)},
+        "files": describe_files(work, [*(f"{side}{end}" for side in SIDES for end in ENDINGS), "tokenizer.model"]),
         "characters_of_packages": dict(characters),
     }
-
-
-def _files(work: Path) -> Iterator[Path]:
-    return (
-        work / name for name in (*(f"{side}{end}" for side in SIDES for end in (".bin", ".idx")), "tokenizer.model")
-    )

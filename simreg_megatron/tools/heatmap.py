@@ -12,6 +12,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMED_TOKENS = 24  # more could not be read
-_BLANK = "\u2423"
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,9 @@ def draw_heatmaps(several: Sequence[HiddenStates], *, columns: int, title: str =
         axes.scatter(framed_columns, framed_rows, s=side**2, marker="s", fc="none", ec="black", linewidths=0.8)
         axes.set_title(f"{states.name}\nmean cosine: same {means.same:+.3f}, other {means.other:+.3f}", fontsize=10)
         axes.tick_params(length=0)
-        read, *after = [
-            printable(token) or _BLANK for token in (*states.tokens, states.after or str(states.labels[-1]))
-        ]
-        names = [f"{one} -> {two}" for one, two in zip([read, *after], after, strict=False)]
+        last = states.after or str(states.labels[-1])
+        words = [printable(token) or "\u2423" for token in (*states.tokens, last)]
+        names, after = [f"{one} -> {two}" for one, two in pairwise(words)], words[1:]
         axes.set_xticks(range(count), after, rotation=90, fontsize=8)
         axes.set_yticks(range(count), [""] * count if place % columns else names, fontsize=8)
     figure.colorbar(image, ax=list(grid.ravel()), label="cosine of two hidden states", shrink=0.6)

@@ -106,12 +106,13 @@ def prepare(
     groups = {"valid": find_groups(valid or (), "validation")}
     apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
     groups["train"] = find_groups(sources, "train", leave_out=apart)
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
     settings: dict[str, Any] = {
         **{
             side: [[name, file_bytes(name)] for group in found for name in group.files]
             for side, found in groups.items()
         },
-        "tokenizer": train_tokenizer or load_tokenizer(str(tokenizer)).sha256,
+        "tokenizer": loaded.sha256 if loaded else train_tokenizer,
         "key": key,
         "valid_share": (0.0 if valid else 0.005) if valid_share is None else valid_share,
         "tokens": tokens,
@@ -129,10 +130,8 @@ def prepare(
         datasets.disable_progress_bars()
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
-    if train_tokenizer:
-        tokenizer = str(cache / "tokenizer.model")
-        _train_on_sample(groups["train"], key, Path(tokenizer), train_tokenizer, cache)
-    manifest = _write_pairs(groups, load_tokenizer(str(tokenizer)), settings, cache, workers)
+    loaded = loaded or _train_on_sample(groups["train"], key, int(train_tokenizer or 0), cache)
+    manifest = _write_pairs(groups, loaded, settings, cache, workers)
     (cache / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     for name in (*manifest["files"], MANIFEST):
         (cache / name).replace(out / name)
@@ -151,7 +150,7 @@ def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return manifest
 
 
-def _train_on_sample(groups: list[Group], key: str, output: Path, vocab_size: int, cache: Path) -> None:
+def _train_on_sample(groups: list[Group], key: str, vocab_size: int, cache: Path) -> Tokenizer:
     """Train a tokenizer on random documents of up to 16 groups, the same in every run."""
     chosen = groups[:: -(-len(groups) // _SAMPLE_GROUPS)]
     texts: list[str] = []
@@ -163,7 +162,8 @@ def _train_on_sample(groups: list[Group], key: str, output: Path, vocab_size: in
             left -= sum(map(len, some))
             if left <= 0:
                 break
-    train_tokenizer(texts, output, vocab_size=vocab_size, longest_line=1 << 16)
+    train_tokenizer(texts, cache / "tokenizer.model", vocab_size=vocab_size, longest_line=1 << 16)
+    return load_tokenizer(str(cache / "tokenizer.model"))
 
 
 def _write_pairs(
@@ -190,12 +190,7 @@ def _write_pairs(
         "documents": {side: writer.documents for side, writer in writers.items()},
         "tokens": {side: writer.tokens for side, writer in writers.items()},
         "empty_documents": empty,
-        "dtype": token_dtype(tokenizer.vocab_size),
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "bos_id": tokenizer.bos_id,
-        "tokenizer_name": Path(tokenizer.source).name,
-        "tokenizer_sha256": tokenizer.sha256,
+        **tokenizer.describe(),
         "libraries": {name: metadata.version(name) for name in ("datasets", "sentencepiece", "tokenizers")},
         "settings": settings,
         "files": describe_files(cache, names),

@@ -7,7 +7,6 @@ Lines of JSON are read as lines: `datasets` would want one type for every key, i
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -127,7 +126,7 @@ def load_group(group: Group, key: str, cache: Path) -> Any:
         return datasets.load_dataset(**options, data_files=list(group.files), split="train", cache_dir=str(cache))
     except Exception as error:  # of many kinds; the cause of a DatasetGenerationError says what is wrong
         cause = error.__cause__ or error
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(cause, OSError) and cause.errno:  # of the disk, such as a full one
             raise cause from None
         if isinstance(cause, UnicodeDecodeError):
             name = next((name for name in group.files if not _is_utf8(name)), group.name)

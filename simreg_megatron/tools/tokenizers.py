@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from simreg_megatron.tools.indexed import DataError, sha256
+from simreg_megatron.tools.indexed import DataError, sha256, token_dtype
 
 _SAMPLE_CHARACTERS = 3_000_000  # enough for a small vocabulary, and takes seconds instead of minutes
 # Tokenizers with equal vocabularies may still differ: in cases, digits, spaces, other scripts, bytes.
@@ -39,6 +39,14 @@ class Tokenizer:
     eos_id: int
     bos_id: int | None
     encode: Callable[[Sequence[str]], list[list[int]]] = field(repr=False, compare=False)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest of a set has of its tokenizer."""
+        return {
+            "dtype": token_dtype(self.vocab_size), "vocab_size": self.vocab_size,
+            "eos_id": self.eos_id, "bos_id": self.bos_id,
+            "tokenizer_name": Path(self.source).name, "tokenizer_sha256": self.sha256,
+        }  # fmt: skip
 
 
 def load_tokenizer(source: str) -> Tokenizer:
