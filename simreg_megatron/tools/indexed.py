@@ -55,6 +55,10 @@ class PairWriter:
     def documents(self) -> int:
         return len(self._lengths)
 
+    @property
+    def empty_documents(self) -> int:
+        return self._lengths.count(0)
+
     def add(self, ids: Iterable[int]) -> None:
         """Append a document, its end-of-text token included."""
         import numpy as np

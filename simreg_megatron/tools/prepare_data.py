@@ -66,8 +66,7 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    names = ("tokenizer", "train_tokenizer", "key", "valid", "valid_share", "tokens", "valid_tokens", "workers")
-    manifest = prepare(options.sources, options.out, **{name: getattr(options, name) for name in names})
+    manifest = prepare(**{name: value for name, value in vars(options).items() if name != "run"})
     for side, limit in (("train", options.tokens), ("valid", options.valid_tokens)):
         tokens = manifest["tokens"][side]
         print(f"{options.out / side}: {tokens:,} tokens, {manifest['documents'][side]:,} documents")
@@ -90,7 +89,7 @@ def prepare(
     valid_tokens: int | None = None,
     workers: int = 1,
 ) -> dict[str, Any]:
-    """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the command's.
+    """Make a set in the folder `out`, or find it there, and return its manifest; the arguments are the options.
 
     Raises:
         DataError: a source or the tokenizer cannot be used, or `out` holds another set.
@@ -103,15 +102,13 @@ def prepare(
         raise DataError("the validation set is --valid SOURCE (with --valid-tokens) or --valid-share: give one of them")
     if valid_share is not None and not 0 <= valid_share < 1:
         raise DataError(f"--valid-share takes a share of the documents from 0 to below 1, not {valid_share:g}")
-    groups = {"valid": find_groups(valid or (), "validation")}
+    groups = {"valid": find_groups(valid or (), key, "validation")}
     apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
-    groups["train"] = find_groups(sources, "train", leave_out=apart)
+    groups["train"] = find_groups(sources, key, "train", leave_out=apart)
+    files = {side: [name for group in found for name in group.files] for side, found in groups.items()}
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     settings: dict[str, Any] = {
-        **{
-            side: [[name, file_bytes(name)] for group in found for name in group.files]
-            for side, found in groups.items()
-        },
+        **{side: [[name, file_bytes(name)] for name in names] for side, names in files.items()},
         "tokenizer": loaded.sha256 if loaded else train_tokenizer,
         "key": key,
         "valid_share": (0.0 if valid else 0.005) if valid_share is None else valid_share,
@@ -120,17 +117,16 @@ def prepare(
     }
     if (out / MANIFEST).exists():
         return _finished(out, settings)
-    names = [f"{side}{ending}" for side in groups for ending in ENDINGS]
-    for name in [*names, "tokenizer.model"] if train_tokenizer else names:
-        if (out / name).exists():
-            raise DataError(f"{out / name} is there without a {MANIFEST}: give another --out, or move it away")
+    made = [f"{side}{ending}" for side in groups for ending in ENDINGS] + ["tokenizer.model"] * bool(train_tokenizer)
+    if there := [name for name in made if (out / name).exists()]:
+        raise DataError(f"{out / there[0]} is there without a {MANIFEST}: give another --out, or move it away")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions as well
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
-    loaded = loaded or _train_on_sample(groups["train"], key, int(train_tokenizer or 0), cache)
+    loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
     manifest = _write_pairs(groups, loaded, settings, cache, workers)
     (cache / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     for name in (*manifest["files"], MANIFEST):
@@ -150,14 +146,14 @@ def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return manifest
 
 
-def _train_on_sample(groups: list[Group], key: str, vocab_size: int, cache: Path) -> Tokenizer:
+def _train_on_sample(groups: list[Group], vocab_size: int, cache: Path) -> Tokenizer:
     """Train a tokenizer on random documents of up to 16 groups, the same in every run."""
     chosen = groups[:: -(-len(groups) // _SAMPLE_GROUPS)]
     texts: list[str] = []
     for group in chosen:
-        data, left = load_group(group, key, cache), _SAMPLE_CHARACTERS // len(chosen)
+        data, left = load_group(group, cache), _SAMPLE_CHARACTERS // len(chosen)
         for number in random.Random(0).sample(range(len(data)), len(data)):
-            some = texts_of(data[number : number + 1], [number], name=group.name, kind=group.kind, key=key)
+            some = texts_of(group, data[number : number + 1], [number])
             texts += [text[:left] for text in some]
             left -= sum(map(len, some))
             if left <= 0:
@@ -171,12 +167,10 @@ def _write_pairs(
 ) -> dict[str, Any]:
     """Write the pairs into `cache`, and return the manifest."""
     writers = {side: PairWriter(cache / side, tokenizer.vocab_size) for side in ("train", "valid")}
-    empty = 0
     for side, limit in (("train", settings["tokens"]), ("valid", settings["valid_tokens"])):
         share = settings["valid_share"] if side == "train" else 0.0
-        for ids, is_valid in _documents(groups[side], tokenizer, settings["key"], share, cache, workers):
+        for ids, is_valid in _documents(groups[side], tokenizer, share, cache, workers):
             writers["valid" if is_valid else side].add(ids)
-            empty += not len(ids)
             if limit and writers[side].tokens >= limit:
                 break
     for writer in writers.values():
@@ -189,7 +183,7 @@ def _write_pairs(
         "made_by": f"simreg-megatron {__version__}",
         "documents": {side: writer.documents for side, writer in writers.items()},
         "tokens": {side: writer.tokens for side, writer in writers.items()},
-        "empty_documents": empty,
+        "empty_documents": sum(writer.empty_documents for writer in writers.values()),
         **tokenizer.describe(),
         "libraries": {name: metadata.version(name) for name in ("datasets", "sentencepiece", "tokenizers")},
         "settings": settings,
@@ -198,7 +192,7 @@ def _write_pairs(
 
 
 def _documents(
-    groups: list[Group], tokenizer: Tokenizer, key: str, share: float, cache: Path, workers: int
+    groups: list[Group], tokenizer: Tokenizer, share: float, cache: Path, workers: int
 ) -> Iterator[tuple[Any, bool]]:
     """Yield the ids of each document, end-of-text included, and whether it is for validation."""
     from datasets import Features, Sequence, Value
@@ -207,7 +201,7 @@ def _documents(
     versions = [metadata.version(name) for name in ("sentencepiece", "tokenizers")]
     for group in groups:
         print(f"> {group.name}", flush=True)
-        data = load_group(group, key, cache)
+        data = load_group(group, cache)
         try:
             encoded = data.map(
                 _encode,
@@ -218,7 +212,7 @@ def _documents(
                 remove_columns=data.column_names,
                 features=Features({"ids": Sequence(Value(token_dtype(tokenizer.vocab_size))), "valid": Value("bool")}),
                 fn_kwargs={
-                    "source": {"name": group.name, "kind": group.kind, "key": key},
+                    "group": group,
                     "tokenizer": tokenizer.source,
                     "share": share,
                     "made_with": [tokenizer.sha256, tokenizer.eos_id, *versions],
@@ -235,13 +229,13 @@ def _encode(
     rows: dict[str, list[Any]],
     numbers: Sequence[int],
     *,
-    source: dict[str, str],
+    group: Group,
     tokenizer: str,
     share: float,
     made_with: list[Any],
 ) -> dict[str, list[Any]]:
     """Tokenize some rows. `datasets` finds earlier results by the arguments, so `made_with` is one."""
-    texts = texts_of(rows, numbers, **source)
+    texts = texts_of(group, rows, numbers)
     loaded = _load_once(tokenizer, made_with[0])
     ids = [[*found, loaded.eos_id] if found else [] for found in loaded.encode(texts)]
     return {"ids": ids, "valid": [_is_validation(text, share) for text in texts]}

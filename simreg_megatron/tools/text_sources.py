@@ -28,17 +28,19 @@ class Group:
 
     kind: str
     files: tuple[str, ...]
+    key: str
 
     @property
     def name(self) -> str:
         return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1:,} more"
 
 
-def find_groups(sources: Sequence[str], split: str, leave_out: Set[str] = frozenset()) -> list[Group]:
+def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str] = frozenset()) -> list[Group]:
     """Return the files of the sources in their order, those of folders sorted, in groups of one kind and 1 GiB.
 
     Args:
         sources: files, folders, `hf:NAME[:CONFIG][@REVISION]`, `c4`.
+        key: key or column of the text.
         split: of the data sets of the Hub.
         leave_out: real paths of files to pass over.
 
@@ -59,7 +61,7 @@ def find_groups(sources: Sequence[str], split: str, leave_out: Set[str] = frozen
                 groups.append((_kind(name), []))
                 room = _GROUP_BYTES - file_bytes(name)
             groups[-1][1].append(name)
-    return [Group(kind, tuple(files)) for kind, files in groups]
+    return [Group(kind, tuple(files), key) for kind, files in groups]
 
 
 def _files_of(source: str, split: str) -> list[str]:
@@ -110,15 +112,15 @@ def file_bytes(name: str) -> int:
     return _GROUP_BYTES if "://" in name else Path(name).stat().st_size
 
 
-def load_group(group: Group, key: str, cache: Path) -> Any:
-    """Load a group as a `datasets.Dataset`: a row for each line, document, or value of the column `key`.
+def load_group(group: Group, cache: Path) -> Any:
+    """Load a group as a `datasets.Dataset`: a row for each line, document, or value of the column.
 
     Raises:
         DataError: a file is damaged or not UTF-8, or has no such column.
     """
     import datasets
 
-    options: dict[str, Any] = {"path": "parquet", "columns": [key]}
+    options: dict[str, Any] = {"path": "parquet", "columns": [group.key]}
     if group.kind != "parquet":
         features = datasets.Features({"text": datasets.Value("large_string")})
         options = {"path": "text", "sample_by": group.kind, "encoding": "utf-8-sig", "features": features}
@@ -134,7 +136,7 @@ def load_group(group: Group, key: str, cache: Path) -> Any:
                 f"{name} is not UTF-8 ({cause.reason}): convert it to UTF-8, with iconv for example"
             ) from None
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
-        key_too = f"; --key is {key!r}" if group.kind == "parquet" else ""
+        key_too = f"; --key is {group.key!r}" if group.kind == "parquet" else ""
         raise DataError(f"{group.name} cannot be read ({reason}): copy it again{key_too}") from None
 
 
@@ -146,12 +148,13 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
-def texts_of(rows: dict[str, list[Any]], numbers: Sequence[int], *, name: str, kind: str, key: str) -> list[str]:
-    """Return the texts of some rows of the group `name`; blank lines have none.
+def texts_of(group: Group, rows: dict[str, list[Any]], numbers: Sequence[int]) -> list[str]:
+    """Return the texts of some rows of a group; blank lines have none.
 
     Raises:
         DataError: naming the first row without a text.
     """
+    kind, key, name = group.kind, group.key, group.name
     texts = []
     for number, row in zip(numbers, rows[key if kind == "parquet" else "text"], strict=True):
         if kind == "line" and (not row or row.isspace()):

@@ -167,7 +167,7 @@ def test_the_files_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
     (tmp_path / "in" / "again").symlink_to(tmp_path / "in")
-    found = text_sources.find_groups([str(tmp_path / "in")], "train")
+    found = text_sources.find_groups([str(tmp_path / "in")], "text", "train")
     names = [Path(name).name for group in found for name in group.files]
     assert names == ["a.txt", "x.txt"]
     made = prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer=MODEL, valid=[str(tmp_path / "in" / "a.txt")])
