@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simreg_megatron.tools.events import ReportError
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -59,20 +57,9 @@ class MeanCosines(NamedTuple):
 
 
 def read_hidden_states(path: str | Path, name: str) -> HiddenStates:
-    """Read what simreg_megatron/tools/probe.py wrote; nothing in it is unpickled.
-
-    Raises:
-        ReportError: the file is missing, or is not such a file.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            hidden, tokens, labels = arrays["hidden"], arrays["tokens"], arrays["labels"]
-        assert hidden.ndim == 2 and len(hidden) == len(tokens) == len(labels)
-    except Exception as error:  # numpy and zipfile raise many kinds
-        raise ReportError(
-            f"{path} does not hold the arrays hidden [n, d], tokens [n] and labels [n]: {error}"
-        ) from None
-    return HiddenStates(name, hidden, tuple(map(str, tokens)), labels)
+    """Read what simreg_megatron/tools/probe.py wrote; nothing in it is unpickled."""
+    with np.load(path, allow_pickle=False) as arrays:
+        return HiddenStates(name, arrays["hidden"], tuple(map(str, arrays["tokens"])), arrays["labels"])
 
 
 def mean_cosines(states: HiddenStates) -> MeanCosines:

@@ -10,8 +10,13 @@ import re
 import sysconfig
 from pathlib import Path
 
-from simreg_megatron.tools.builtin_corpus import BuiltinCorpus, ensure_builtin_corpus, write_pair
-from simreg_megatron.tools.docstrings import is_validation, read_documents
+from simreg_megatron.tools.builtin_corpus import (
+    BuiltinCorpus,
+    ensure_builtin_corpus,
+    is_validation,
+    read_documents,
+    write_pair,
+)
 
 _PACKAGES = ("asyncio", "email", "logging", "concurrent", "importlib", "unittest", "json")
 VOCABULARY = 512

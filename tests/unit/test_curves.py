@@ -96,7 +96,3 @@ def test_heatmaps_are_drawn_with_frames(tmp_path: Path) -> None:
     framed = figure.axes[0].collections[0].get_offsets()
     assert len(framed) == int(heatmap.excerpt(states).equal.sum()) > 0
     figure.savefig(tmp_path / "h.png")
-    np.savez(tmp_path / "bad.npz", hidden=hidden, labels=labels[:5], tokens=np.array(["a"]))
-    for name in ("bad.npz", "nothing.npz"):
-        with pytest.raises(events.ReportError, match="does not hold"):
-            heatmap.read_hidden_states(tmp_path / name, "a model")
