@@ -63,7 +63,7 @@ def load_tokenizer(source: str) -> Tokenizer:
         raise DataError(f"the tokenizer {source} does not exist: {give}")
     try:
         found = _load_sentencepiece(source) if is_sentencepiece else _load_hugging_face(source)
-    except DataError:
+    except (DataError, ImportError):
         raise
     except Exception as error:  # both libraries raise errors of any type for a damaged file
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
