@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 AT_ONCE = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes that a measure of rows may take beside them, in log steps: as much as the micro-batches of our presets take, so
-that these are measured at once."""
+"""Bytes that a measure of rows may take in log steps: enough for the micro-batches of our presets at once."""
 
 
 def row_norms(rows: Tensor) -> Tensor:

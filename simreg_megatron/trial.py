@@ -90,16 +90,16 @@ def _compared(form: Form, shape: Shape, device: torch.device) -> Iterator[tuple[
     for tau in (max(shape.temperature, 0.01), 1.0):  # at 0.01 a few close pairs are all that counts
         lost = error_of_sums(shape.dtype, shape.width, tau)
         bounds = 1e-5 + lost, 3e-4 + lost + torch.finfo(shape.dtype).eps / 2
-        for how, tokens, spans in (
-            ("", whole, [(0, whole.rows.shape[2])]),
-            (" on chunks that ranks share", chunk, parts),
+        for how, tokens, spans, is_shared in (
+            ("", whole, [(0, whole.rows.shape[2])], False),
+            (" on chunks that ranks share", chunk, parts, False),
+            (" on chunks that ranks share", chunk, parts, True),
         ):
             two = Tokens(tokens.rows[:2].float(), tokens.labels[:2], tokens.usable[:2], None)
             exact = terms_and_gradient(form_named("tiled"), two, [(0, two.rows.shape[2])], tau)
             factor = 2.0 ** -math.frexp(exact[1].abs().max().item())[1]  # a loss scale: float16 has no number of 1e-10
-            for is_shared in (False, True)[: len(spans)]:
-                found = terms_and_gradient(form, tokens, spans, tau, factor=factor, is_shared=is_shared)
-                yield how, [_apart(found[0][:2], exact[0]), _apart(found[1][:2], exact[1] * factor)], bounds
+            found = terms_and_gradient(form, tokens, spans, tau, factor=factor, is_shared=is_shared)
+            yield how, [_apart(found[0][:2], exact[0]), _apart(found[1][:2], exact[1] * factor)], bounds
 
 
 def terms_and_gradient(

@@ -143,7 +143,7 @@ class _Chunks:
                 yield Tile(one, other, left, left if other == one else self.factor(other), place)
 
     def factor(self, span: Span) -> Tensor:
-        """f of some tokens [m, r, d], 0 where not usable, whatever the row holds."""
+        """f of some tokens [m, r, d], 0 where not usable, also for a row of NaN."""
         rows, scale = self.rows[:, :, slice(*span)], self.scale[:, slice(*span), None]
         rows = torch.where(self._masked[:, slice(*span)].view(*rows.shape[:3], 1), 0.0, rows).flatten(0, 1)
         return rows.mul_(scale) if rows.dtype == scale.dtype else rows * scale  # which widens

@@ -175,7 +175,6 @@ class Metrics:
             if group is not None and group.size() > 1:
                 for part in (sums, *moments):
                     dist.all_reduce(part, group=group)
-        isotropy = naming.isotropy(moments) if moments else sums.new_zeros(slots.ISOTROPY)
         quantiles = self._margin_quantiles(dp_cp_group)
         self._tell_oddities(sums)
         if self._checks_documents and self._has_measured:
@@ -188,7 +187,7 @@ class Metrics:
         losses = naming.losses(sums, dict(zip(self._objectives, self._term_slots, strict=True)))
         if not self._shows_geometry():
             return losses
-        named = losses | naming.geometry_of(sums) | naming.of_isotropy(isotropy) | self._learned
+        named = losses | naming.geometry_of(sums) | naming.isotropy(moments) | self._learned
         return named | naming.margins(sums) | quantiles if quantiles else named
 
     def _shows_geometry(self) -> bool:

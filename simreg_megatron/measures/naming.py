@@ -66,19 +66,15 @@ def margins(sums: Tensor) -> dict[str, Tensor]:
     }
 
 
-def isotropy(moments: list[Tensor]) -> Tensor:
-    found = geometry.isotropy(geometry.Moments._make(moments))
-    return torch.stack([torch.ones_like(found.score), found.score, found.effective_rank, found.mean_cosine]).double()
-
-
-def of_isotropy(measured: Tensor) -> dict[str, Tensor]:
-    exists, score, effective_rank, mean_cosine = measured.float()
-    if not exists:
+def isotropy(moments: list[Tensor]) -> dict[str, Tensor]:
+    """Of all directions of the states, and of their mean; nothing where no moments were measured."""
+    if not moments:
         return {}
+    found = geometry.isotropy(geometry.Moments._make(moments))
     return {
-        "simreg isotropy": score,
-        "simreg effective rank": effective_rank,
-        "simreg mean cosine": mean_cosine,
+        "simreg isotropy": found.score.float(),
+        "simreg effective rank": found.effective_rank.float(),
+        "simreg mean cosine": found.mean_cosine.float(),
     }
 
 

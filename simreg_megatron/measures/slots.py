@@ -15,4 +15,3 @@ MARGIN, RIGHT_MARGIN = slice(20, 22), slice(22, 24)  # sum and count of classifi
 OF_MARGINS = slice(MARGIN.start, RIGHT_MARGIN.stop)
 NUMBER = 24
 MEASURED = slice(ALL_MASKED, NUMBER)  # in log steps alone; what is before it, and terms behind it, in every step
-ISOTROPY = 4  # whether it was measured, and its three numbers

@@ -152,7 +152,7 @@ def megatron_version() -> str:
     """Version of the installed megatron-core, or of the source tree on the path with its commit."""
     try:
         core = importlib.import_module("megatron.core")
-        version = str(core.__version__)  # an installed one appends the commit of whatever repository it lies in
+        version = str(core.__version__)  # an installed one appends the commit of the repository around it
         return version.partition("+")[0] if "site-packages" in str(core.__file__) else version
     except Exception:
         try:

@@ -20,14 +20,6 @@ BEFORE_NORM = "before the final norm"
 State = int | str  # a layer number, "final", or BEFORE_NORM
 
 
-def held_layers(config: SimRegConfig, decoder: Any) -> tuple[int, ...]:
-    """The named layers that lie in this decoder, ascending."""
-    if not config.layer_numbers:
-        return ()
-    here = {layer.layer_number for layer in getattr(decoder, "layers", ())}
-    return tuple(number for number in config.layer_numbers if number in here)
-
-
 class InnerStates:
     """What was caught in each decoder since its loss was last computed."""
 
@@ -45,7 +37,7 @@ class InnerStates:
             for handle in handles:
                 handle.remove()
         last = decoder.layers[-1].layer_number if len(decoder.layers) else None
-        if last in held_layers(self.config, decoder):  # nothing follows it here
+        if last in self.config.layer_numbers:  # nothing follows it here
             caught.setdefault(last, output[0] if isinstance(output, tuple) else output)
         self._caught[decoder] = caught
         return output
@@ -74,7 +66,7 @@ class InnerStates:
         if not self.config.looks_inside:
             return {"final": final}
         states = self._caught.pop(model.decoder, {})
-        wanted: list[State] = [*held_layers(self.config, model.decoder)]
+        wanted: list[State] = [*self.config.layer_numbers]
         if self.config.placement == "pre-norm":
             wanted.append(BEFORE_NORM)
         for name in wanted:

@@ -13,7 +13,6 @@ from typing import Any
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.layers import held_layers
 from simreg_megatron.weights import heads
 
 WAY_OUT = "or set --simreg-lambda 0 (docs/ecosystem.md explains SimReg in other frameworks)"
@@ -267,7 +266,7 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
     if own.recompute_granularity == "full" and own.recompute_method == "uniform":  # "block" recomputes layer by layer
         # Full recompute keeps what enters each group of layers; inside a group the forward pass has no graph.
         size = own.recompute_num_layers
-        for number in held_layers(config, decoder):
+        for number in config.layer_numbers:
             place = here.index(number) + 1
             if place % size and place != len(here):
                 last = min(number - place % size + size, number - place + len(here))

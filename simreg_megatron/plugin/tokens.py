@@ -80,10 +80,10 @@ class Reader:
         if self._meets_heads:
             heads = label_rows(model, labels, shard.tensor_group)
             heads = shard.held_columns(heads.transpose(0, 1)).transpose(0, 1)
-        if cu_seqlens is not None and not (self.config.document_mask or packs_pretraining(sample_length)):
-            documents = PackedLengths(cu_seqlens)
-            log_once("SimReg: rows pack the samples of a fine-tuning: tokens meet inside their own sample alone")
-        elif self.config.document_mask:
+        packs_tuning = cu_seqlens is not None and not packs_pretraining(sample_length)
+        if packs_tuning:
+            log_once("SimReg: rows pack the samples of a fine-tuning, so tokens are compared inside each sample alone")
+        if packs_tuning or self.config.document_mask:
             documents = self._documents(cu_seqlens)
         main_states = main_hidden_states(hidden_states, shard)
         own_labels, own_valid = shard.held_columns(labels), shard.held_columns(valid)

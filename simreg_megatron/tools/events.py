@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 TRAIN_LOSS, VALIDATION_LOSS = "lm loss", "lm loss validation"
 SIMREG_LOSS, NEGATIVE_COSINE = "simreg loss", "simreg negative cosine"
-ITERATION_TIME = "iteration-time"  # logged under --log-timers-to-tensorboard
 _TEXT = "/text_summary"  # what TensorBoard appends to the tags of texts
 
 

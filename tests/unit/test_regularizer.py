@@ -336,7 +336,7 @@ def test_norms_of_labels_that_come_once() -> None:
 
 
 def test_margins_of_predictions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the states that enter the output layer; a model whose rows are elsewhere is told of."""
+    """Of the states that enter the output layer; for a model whose rows are elsewhere the log says so."""
     hidden, labels, mask, loss = micro_batch()
     table = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     model = SimpleNamespace(**vars(MODEL), output_layer=SimpleNamespace(weight=table))
