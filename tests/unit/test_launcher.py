@@ -704,6 +704,49 @@ def test_names_that_others_use(name: str, meant: str) -> None:
     assert meant in preflight.suggestion(name, ["--train-iters", "--load"])
 
 
+def test_names_of_models_have_no_case() -> None:
+    assert plan("--model", "7B", *OWN, machine=replace(GPU, world_size=16)).model == "7b"
+
+
+def test_a_run_without_validation_has_no_share_for_it() -> None:
+    assert values(plan(*OWN), "--split") == ["99,1,0"]
+    assert values(plan(*OWN, "--eval-iters", "0"), "--split") == ["100,0,0"]
+
+
+def test_a_shared_clone_that_cannot_be_written_keeps_its_index_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.plan.BUILTIN_CORPUS", ROOT / "docs")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert values(plan("--output", "mine"), "--data-cache-path") == ["mine/cache"]
+    monkeypatch.undo()
+    assert values(plan("--output", "mine"), "--data-cache-path") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--num-query-groups 3 --group-query-attention", "query groups: give --num-query-groups 2"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 255", "give a --seq-length that 2 divides"),
+    ],
+)
+def test_layouts_that_megatron_refuses_later(words: str, sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        plan(*words.split(), machine=Machine(world_size=2, local_world_size=2))
+
+
+@pytest.mark.megatron
+def test_the_checks_of_megatrons_model_are_asked(tmp_path: Path) -> None:
+    words = ("--num-layers", "3", "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "3")
+    done = run_script("bash", str(SCRIPTS[0]), *words, "--nproc-per-node", "2", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2 and "0 middle layers remaining" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_weights_and_biases_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match="needs wandb, which is not installed"):
+        preflight.check_writers([("--wandb-project", "mine")])
+    preflight.check_writers([("--wandb-project", "")])
+
+
 def test_own_flags_are_checked_before_anything_slow(tmp_path: Path) -> None:
     check = "from launch import preflight; status = preflight.main(['pretrain_llama.sh', '--simreg-tau', '1'])"
     done = jobs.run([sys.executable, "-c", f"import sys; {check}; print('torch' in sys.modules, status)"], cwd=ROOT)
