@@ -747,6 +747,25 @@ def test_weights_and_biases_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     preflight.check_writers([("--wandb-project", "")])
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--nproc-per-node", "0"), "--nproc-per-node takes a positive number, not 0"),
+        (("--nproc_per_node=08",), "--nproc_per_node takes a positive number, not 08"),
+        (("--nnodes=0",), "--nnodes takes a positive number, not 0"),
+        (("--nproc-per-node",), "--nproc-per-node needs a value"),
+    ],
+)
+def test_what_torchrun_would_end_in_a_traceback_with(words: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    done = jobs.run(["bash", str(SCRIPTS[0]), *words, "--dry-run"])
+    assert done.returncode == 2 and done.stderr.strip() == f"error: {sentence}"
+
+
+def test_nodes_of_pods_without_an_address(tmp_path: Path) -> None:
+    done = run_script("bash", str(SCRIPTS[0]), cwd=tmp_path, PET_NNODES="2")
+    assert done.returncode == 2 and "several nodes need the address of the first" in done.stderr
+
+
 def test_own_flags_are_checked_before_anything_slow(tmp_path: Path) -> None:
     check = "from launch import preflight; status = preflight.main(['pretrain_llama.sh', '--simreg-tau', '1'])"
     done = jobs.run([sys.executable, "-c", f"import sys; {check}; print('torch' in sys.modules, status)"], cwd=ROOT)
