@@ -249,3 +249,8 @@ def test_values_reach_the_writers_that_are_open(there: tuple[str, ...], monkeypa
         assert writers[name].written == [("simreg loss", 0.5, 7), ("simreg loss", 0.25, 8)]
         charts = {"SimReg": {"losses": ["Multiline", ["^lm loss$", "^simreg loss$"]]}}
         assert writers[name].layouts == ([charts] if name == "tensorboard" else []), "once"
+
+
+def test_a_loop_that_forgot_install_is_told() -> None:
+    with pytest.raises(RuntimeError, match="SimReg is not installed: call install"):
+        plugin_loop.begin_step(0, measures=True)

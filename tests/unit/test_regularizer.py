@@ -14,6 +14,7 @@ from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures import metrics
 from simreg_megatron.measures.naming import add_to_console
+from simreg_megatron.plugin import term
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.learnable import Scalars
@@ -393,3 +394,44 @@ def test_trained_scalars_are_read_by_a_call_that_data_parallelism_can_wait_in() 
     assert waited == [model.simreg_similarity] and set(found) == {"query", "key"}
     sum(found.values()).backward()
     assert model.simreg_similarity.query.grad.item() == 1
+
+
+@pytest.mark.parametrize("objective", ["simreg:3", "sigreg:2,simreg:3"])
+def test_lambda_follows_its_schedule_in_gradient_and_log(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter on the way of a cosine from lambda to a tenth of it: 0.1 + 0.9 (1 + cos(pi / 4)) / 2, ..."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    hidden, labels, mask, loss = micro_batch()
+    settings = {"objective": objective, "temperature": 0.1, "chunk_size": 6}
+
+    def gradient(regularizer: Regularizer, iteration: int) -> torch.Tensor:
+        regularizer.set_iteration(iteration, 40)
+        hidden.grad = None
+        result = add(regularizer, hidden, labels, mask, loss)
+        assert torch.equal(result, loss)
+        result.sum().backward()
+        return hidden.grad.clone()
+
+    scheduled = Regularizer(SimRegConfig(**settings, lambda_schedule="cosine:0.1"))
+    for iteration, share in (
+        (0, 1.0),
+        (10, 0.8681980515339464),
+        (20, 0.55),
+        (39, 0.1 + 0.9 * math.sin(math.pi / 80) ** 2),
+    ):
+        whole = gradient(Regularizer(SimRegConfig(**settings)), iteration)
+        torch.testing.assert_close(gradient(scheduled, iteration), share * whole, rtol=1e-6, atol=1e-9)
+        assert scheduled.lambdas()["simreg lambda"].item() == pytest.approx(3 * share, rel=1e-6)
+        assert set(scheduled.lambdas()) == {f"{part.objective} lambda" for part in scheduled.config.parts}
+    assert not Regularizer(SimRegConfig(**settings)).lambdas(), "one that is constant needs no line"
+
+
+def test_failure_behind_a_sound_loss_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, labels, mask, loss = micro_batch()
+    sound = term.simreg_over_ranks
+    monkeypatch.setattr(term, "simreg_over_ranks", lambda *a, **k: sound(*a, **k) * float("inf"))
+    regularizer = Regularizer(SimRegConfig(lambda_=1))
+    with pytest.raises(RuntimeError, match="the SimReg term is not finite while the language-model loss is"):
+        add(regularizer, hidden, labels, mask, loss)
+    with torch.no_grad():
+        loss[0, 0] = float("nan")  # Megatron's own checks see this one
+    add(regularizer, hidden, labels, mask, loss)

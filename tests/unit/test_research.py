@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.records import RESULTS, quoted
 from research import pages, run
-from research.analyse import problems, welch
+from research.analyse import HELD, fieller, holm, judge, problems, welch
 from research.plan import ResearchError, Run, entries_of, plan_names, plan_of, read_plan
 from research.tables import KEPT, Table, read_table, read_tables, settings_of
 
@@ -201,3 +201,24 @@ def _with_seed(of: Run, seed: str) -> Run:
 
 
 # The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_holm() -> None:
+    assert holm([0.001, 0.02, 0.9]) == 2 and holm([0.02, 0.03]) == 2 and holm([0.03, 0.04]) == 0
+
+
+def test_fieller_covers_the_ratio() -> None:
+    ratio, low, high = fieller([2.0, 2.1, 1.9], [1.0, 1.1, 0.9], [3.0, 3.2, 2.8])  # type: ignore[misc]
+    assert low < ratio < high and high - low < 0.3 and ratio == pytest.approx(0.5)
+    assert fieller([2.0, 1.0], [1.0, 2.0], [1.1, 2.1]) is None  # the difference below is not away from 0
+
+
+def test_the_gain_at_width_64_computed_by_hand() -> None:
+    """Five seeds against the baseline's ten, which lie in two tables: 0.0994 lower (0.0784 to 0.1204)."""
+    verdict = next(each for each in judge("convergence", TABLES) if each.place == ("64", "20"))
+    assert len(verdict.arm) == 5 and len(set(verdict.than)) == 10 and verdict.word == HELD
+    assert verdict.test.difference == pytest.approx(sum(verdict.arm) / 5 - sum(verdict.than) / 10)
+    assert (verdict.test.difference, verdict.test.low, verdict.test.high) == pytest.approx(
+        (-0.0994, -0.1204, -0.0784), abs=5e-5
+    )
+    assert verdict.saved == "at least 15% of the tokens (12% to 18%)"
