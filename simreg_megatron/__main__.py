@@ -21,8 +21,8 @@ def run(argv: list[str], *, plain: bool = False) -> None:
     """
     from simreg_megatron import install
     from simreg_megatron.cpu import backend as cpu_backend
-    from simreg_megatron.installed import without_make
-    from simreg_megatron.plugin.compat import MegatronSeamError
+    from simreg_megatron.installed import without_make, without_odd_warm_up
+    from simreg_megatron.plugin.compat import MegatronSeamError, has_training_loop
 
     script = argv[0]
     folder = os.path.dirname(os.path.abspath(script))
@@ -43,6 +43,10 @@ def run(argv: list[str], *, plain: bool = False) -> None:
             from megatron.core.datasets import utils
 
             utils.compile_helpers = without_make(utils.compile_helpers)
+        if has_training_loop():
+            from megatron.training import initialize
+
+            initialize._warmup_jit_function = without_odd_warm_up(initialize._warmup_jit_function)
         _check_place_of_megatron(folder)
     except (cpu_backend.CpuBackendError, MegatronSeamError) as error:
         print(f"error: {error}", file=sys.stderr)
