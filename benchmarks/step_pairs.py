@@ -24,6 +24,7 @@ from benchmarks.train import PROFILE, TIMES
 from launch.timing import overhead
 
 KINDS = {
+    "SimReg off": ("--simreg-lambda", "0"),  # what the machine itself makes of two kinds of step
     "SimReg, chunks": ("--simreg-lambda", "1"),
     "SimReg, whole sequences": ("--simreg-lambda", "1", "--simreg-chunk-size", "0"),
     "SimReg measured only": ("--simreg-objective", "none"),

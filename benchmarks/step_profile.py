@@ -27,6 +27,7 @@ def profiled(step: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     kernels = [event for event in of_device if not event.is_user_annotation]  # a span of kernels that count already
     operators = [event for event in of_host if event.key.startswith("aten::")]
     kinds = {
+        "idle": _idle_before([event for event in seen.events() if "CUDA" in str(event.device_type)]),
         "kernels": {event.key[:120]: event.self_device_time_total / 1e3 for event in kernels}
         or {event.key: event.self_cpu_time_total / 1e3 for event in operators},
         "waits": {event.key: event.cpu_time_total / 1e3 for event in of_host if event.key.startswith(_WAITS)},
@@ -38,7 +39,8 @@ def profiled(step: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 def table(steps: Sequence[dict[str, Any]], rows: int = 15) -> Iterator[str]:
     """Medians of the plain steps and of those with SimReg, and where they differ most; nothing if one kind is missing.
 
-    Where kernels take less than the time on the wall, the device was idle: it waited for the host.
+    Where kernels take less than the time on the wall, the device was idle: it waited for the host, for longer before
+    some kernels with SimReg.
     """
     plain, ours = ([step for step in steps if step["plain"] is kind] for kind in (True, False))
     if not plain or not ours:
@@ -49,12 +51,25 @@ def table(steps: Sequence[dict[str, Any]], rows: int = 15) -> Iterator[str]:
     for name, title in titles.items():
         sums = [median(_sum(step[name]) for step in kind) for kind in (plain, ours)]
         yield f"| {title} | {sums[0]:.4g} | {sums[1]:.4g} |"
-    for kind in ("kernels", "host"):
-        yield from ("", f"| {kind} | ms more with SimReg |", "| --- | --- |")
+    for kind in ("kernels", "host", "idle"):
+        title = "idle before" if kind == "idle" else kind
+        yield from ("", f"| {title} | ms more with SimReg |", "| --- | --- |")
         names = {name for step in steps for name in step[kind]}
         both = {name: [median(step[kind].get(name, 0.0) for step in one) for one in (plain, ours)] for name in names}
         more = sorted(((its[1] - its[0], name) for name, its in both.items()), key=lambda pair: -abs(pair[0]))
         yield from (f"| {name.replace('|', '/')} | {ms:+.3f} |" for ms, name in more[:rows])
+
+
+def _idle_before(of_device: Sequence[Any]) -> dict[str, float]:
+    """ms in which the device computed nothing before a kernel, by the kernel's name."""
+    found: dict[str, float] = {}
+    ends = 0.0
+    for event in sorted((e for e in of_device if not e.is_user_annotation), key=lambda e: e.time_range.start):
+        if ends:
+            name = event.key[:120]
+            found[name] = found.get(name, 0.0) + max(0.0, event.time_range.start - ends) / 1e3
+        ends = max(ends, event.time_range.end)
+    return found
 
 
 def _sum(found: dict[str, float] | float) -> float:

@@ -74,8 +74,9 @@ class Setting:
             self._training("launch", "torchrun", _LLAMA[1], *steps, *simreg),  # as README has it
             self._training("mixtral", "bash", "launch/pretrain_mixtral.sh", *steps, *simreg),
             self._training("save", *_LLAMA, *saving, "--exit-interval", "6", run="saved"),
+            Part("demo", ((sys.executable, *demo),), 240),
         ]
-        yield [Part("demo", ((sys.executable, *demo),), 240), *self._tests()]
+        yield list(self._tests())
         yield [
             self._training("resume", *_LLAMA, *saving, "--auto-resume", run="saved"),
             self._training("350m", *_LLAMA, *steps, "--recipe", "paper", *(() if self.pretend else _350M)),
@@ -90,7 +91,7 @@ class Setting:
             yield self._form("triton")
             tiles = str(self.output / "tiles.csv")
             yield Part("tiles", ((*_PYTHON, "benchmarks.gpu.tiles", tiles, "--seconds", "80"),), leaves="tiles.csv")
-        yield self._steps("pairs-350m", 16, "--kinds", "chunks", "--steps", more, *profile)
+        yield self._steps("pairs-350m", 16, "--kinds", "off,chunks", "--steps", more, *profile)
         yield self._steps("pairs-1.3b", 8, "--kinds", "chunks", "--steps", few)
         yield self._steps("steps-350m", 16, "--kinds", "chunks,FFN", *turns)
         yield self._steps("pairs-350m-whole", 16, "--kinds", "whole", "--steps", few)

@@ -12,8 +12,8 @@ from benchmarks.gpu import forms, tiles
 from benchmarks.records import RESULTS, ROOT
 
 TABLES = {
-    "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h100/pairs-350m": step_pairs.table,
-    "gpu/h100/pairs-1.3b": step_pairs.table, "gpu/h100/forms": forms.table, "gpu/h100/tiles": tiles.table,
+    "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h200/pairs-350m": step_pairs.table,
+    "gpu/h200/pairs-1.3b": step_pairs.table, "gpu/h200/forms": forms.table, "gpu/h100/tiles": tiles.table,
 }  # fmt: skip
 
 

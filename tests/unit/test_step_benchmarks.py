@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import launched, steps, train
+from benchmarks import launched, step_profile, steps, train
 from launch.launcher import make_parser
 from launch.plan import Machine, build_plan
 
@@ -40,3 +40,12 @@ def test_steps_of_350m_have_an_aligned_ffn_and_one_kind_the_presets(engine: bool
     assert flags[flags.index("--ffn-hidden-size") + 1] == str(width)
     assert "--no-create-attention-mask-in-dataloader" in flags
     assert kind not in steps._chosen("tiny", "FFN") or kind == steps.PLAIN
+
+
+def test_idle_time_is_that_before_a_kernel() -> None:
+    def event(key: str, start: float, end: float, *, is_span: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(key=key, time_range=SimpleNamespace(start=start, end=end), is_user_annotation=is_span)
+
+    events = [event("b", 3000, 9000), event("span", 0, 9e9, is_span=True), event("a", 0, 1000), event("c", 5000, 6000)]
+    found = step_profile._idle_before([*events, event("b", 9500, 9600)])
+    assert found == {"b": 2.5, "c": 0.0}
