@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
+from collections.abc import Callable
+from typing import Any
 
 USAGE = "usage: torchrun ... -m simreg_megatron [--plain] SCRIPT.py [MEGATRON FLAGS] [--simreg-lambda 10 ...]"
 
@@ -21,7 +24,7 @@ def run(argv: list[str], *, plain: bool = False) -> None:
     """
     from simreg_megatron import install
     from simreg_megatron.cpu import backend as cpu_backend
-    from simreg_megatron.installed import without_make, without_odd_warm_up
+    from simreg_megatron.installed import without_make
     from simreg_megatron.plugin.compat import MegatronSeamError, has_training_loop
 
     script = argv[0]
@@ -46,7 +49,7 @@ def run(argv: list[str], *, plain: bool = False) -> None:
         if has_training_loop():
             from megatron.training import initialize
 
-            initialize._warmup_jit_function = without_odd_warm_up(initialize._warmup_jit_function)
+            initialize._warmup_jit_function = _without_odd_warm_up(initialize._warmup_jit_function)
         _check_place_of_megatron(folder)
     except (cpu_backend.CpuBackendError, MegatronSeamError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -58,6 +61,24 @@ def run(argv: list[str], *, plain: bool = False) -> None:
         megatron = sys.modules.get("megatron.training.global_vars")
         if megatron and (writer := megatron.get_tensorboard_writer()):
             writer.flush()
+
+
+def _without_odd_warm_up(warm_up: Callable[..., None]) -> Callable[..., None]:
+    """Wrap Megatron's `_warmup_jit_function`: skip it if SwiGLU's FFN has an odd width, as the paper's 2371 and 5461.
+
+    It compiles SwiGLU with a tensor of that width, which SwiGLU must halve; a step gives it one of twice the width. So
+    without it every step works, and the first one compiles.
+    """
+
+    @functools.wraps(warm_up)
+    def warm_up_if_even(*args: Any, **kwargs: Any) -> None:
+        from megatron.training import get_args
+
+        megatron = get_args()
+        if not (megatron.swiglu and megatron.ffn_hidden_size // megatron.tensor_model_parallel_size % 2):
+            warm_up(*args, **kwargs)
+
+    return warm_up_if_even
 
 
 def _check_place_of_megatron(folder: str) -> None:

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from importlib import util
 from pathlib import Path
-from typing import Any
 
 _NEWER_CUBLAS = (
     "it needs a newer cuBLAS than this torch brings: pip install --no-deps 'nvidia-cublas>=13.2,<13.3', or use a "
@@ -71,24 +70,6 @@ def without_make(compile_helpers: Callable[[], None]) -> Callable[[], None]:
             compile_helpers()
 
     return compile_if_needed
-
-
-def without_odd_warm_up(warm_up: Callable[..., None]) -> Callable[..., None]:
-    """Wrap Megatron's `_warmup_jit_function`: skip it if SwiGLU's FFN has an odd width, as the paper's 2371 and 5461.
-
-    It compiles SwiGLU with a tensor of that width, which SwiGLU must halve; a step gives it one of twice the width. So
-    without it every step works, and the first one compiles.
-    """
-
-    @functools.wraps(warm_up)
-    def warm_up_if_even(*args: Any, **kwargs: Any) -> None:
-        from megatron.training import get_args
-
-        megatron = get_args()
-        if not (megatron.swiglu and megatron.ffn_hidden_size // megatron.tensor_model_parallel_size % 2):
-            warm_up(*args, **kwargs)
-
-    return warm_up_if_even
 
 
 def python_path(*folders: Path | str, environ: Mapping[str, str] | None = None) -> str:

@@ -57,6 +57,7 @@ LAW = {
     TOP: room("config plugin"),
     "loop": room("config plugin"),
     "bridge": room("loop", "torch"),
+    "titan": room("losses trial", "torch torchtitan spmd_types"),
     "contract": room("loop plugin", "torch megatron"),
     "pretrain": room(f"{TOP} config plugin", "torch megatron"),
     "tools": room(

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg in torchtitan: a loss that adds it to torchtitan's chunked cross-entropy.
+
+    def llama3_8b_simreg():
+        config = llama3_8b()
+        config.loss = SimRegLoss.Config(loss_fn=config.loss.loss_fn, simreg_lambda=20)
+        return config
+
+torchtitan hands its loss the final hidden states, as one row of packed documents a micro-batch. SimReg's chunks are cut
+from that row. Written for torchtitan of August 2026 (commit b5bcd76c), whose loss takes [T, D] and `positions`.
+
+Shapes: T tokens of a micro-batch on this rank, D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
+from torchtitan.config import CompileConfig
+from torchtitan.distributed.spmd_types import spmd_mesh_size
+from torchtitan.distributed.utils import get_spmd_backend
+
+from simreg_megatron import trial
+from simreg_megatron.losses import simreg_loss
+
+
+class SimRegLoss(ChunkedLossWrapper):
+    """Cross-entropy, and lambda * SimReg in its gradient: the loss that torchtitan logs is the cross-entropy alone.
+
+    Both are sums over this rank's tokens, divided by the valid tokens of all ranks, so data-parallel ranks add up as
+    they do for torchtitan's own loss. Tensor and context parallelism are refused.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):
+        simreg_lambda: float = 10.0
+        """Weight; the authors' rule is 10 * sqrt(width / 1024). 0 is torchtitan's own loss."""
+
+        simreg_temperature: float = 0.01
+        simreg_chunk_size: int = 1024
+        """Tokens that are compared with each other; must divide the tokens of a micro-batch."""
+
+        simreg_document_mask: bool = False
+        """Compare tokens of one document only. Not with pipelines, which give the loss no positions."""
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
+        super().__init__(config, compile_config=compile_config)
+        self.config = config
+        self._is_chosen = False
+
+    def __call__(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return torchtitan's loss of hidden states [T, D] and labels [T], with SimReg's gradient, and its metrics.
+
+        Raises:
+            NotImplementedError: tensor or context parallelism, or another backend than spmd_types.
+            ValueError: chunks do not divide the micro-batch, or the document mask has no positions.
+        """
+        loss, metrics = super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
+        if not pred.requires_grad or self.config.simreg_lambda == 0:  # validation measures cross-entropy alone
+            return loss, metrics
+        with spmd_types.no_typecheck():
+            term = self._term(pred, labels, loss_inputs.get("positions"))
+            if global_valid_tokens is not None:
+                term = term / global_valid_tokens
+            weighted = self.config.simreg_lambda * term
+            return loss + (weighted - weighted.detach()), metrics | {"simreg/mean": term.detach()}
+
+    def _term(self, hidden_states_TD: Tensor, labels_T: Tensor, positions_T: Tensor | None) -> Tensor:
+        """Sum of the terms of all tokens with a label, on one rank's packed row."""
+        config, tokens = self.config, len(labels_T)
+        if get_spmd_backend() != "spmd_types" or spmd_mesh_size("cp") * spmd_mesh_size("tp") > 1:
+            raise NotImplementedError(
+                "SimReg in torchtitan expects parallelism.spmd_backend='spmd_types' without tensor or context "
+                "parallelism: set both degrees to 1, or simreg_lambda to 0"
+            )
+        if tokens % config.simreg_chunk_size:
+            raise ValueError(
+                f"simreg_chunk_size {config.simreg_chunk_size} must divide the {tokens} tokens of a micro-batch"
+            )
+        documents = None
+        if config.simreg_document_mask:
+            if positions_T is None:
+                raise ValueError("simreg_document_mask needs positions, which a pipeline does not give the loss")
+            documents = (positions_T == 0).cumsum(0).unsqueeze(0)
+        if not self._is_chosen and hidden_states_TD.is_cuda:
+            shape = trial.Shape(1, tokens, hidden_states_TD.shape[-1], config.simreg_chunk_size, hidden_states_TD.dtype)
+            print(f"SimReg: {trial.choose(shape, hidden_states_TD.device)}", flush=True)
+        self._is_chosen = True
+        return simreg_loss(
+            hidden_states_TD.unsqueeze(0),
+            labels_T.unsqueeze(0),
+            valid=(labels_T != IGNORE_INDEX).unsqueeze(0),
+            documents=documents,
+            temperature=config.simreg_temperature,
+            chunk_size=config.simreg_chunk_size,
+            reduction="sum",
+        )

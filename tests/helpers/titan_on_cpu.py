@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchtitan's own trainer on a CPU: `python -m tests.helpers.titan_on_cpu LAMBDA`, one process, four steps.
+
+It stands in for what torchtitan takes from a GPU (names, memory, FlexAttention's backward) and for its text.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+TOKENS = 256
+
+
+class _Cpu(ModuleType):
+    """torch.cpu with the functions of torch.cuda that torchtitan calls."""
+
+    get_device_name = staticmethod(lambda *_: "CPU")
+    get_device_properties = staticmethod(lambda *_: SimpleNamespace(name="CPU", total_memory=1 << 34))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(torch.cpu, name, lambda *_, **__: {})
+
+
+def _attention(query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> Any:
+    from torch.nn.attention.flex_attention import AuxOutput, create_mask
+
+    mask = create_mask(block_mask.mask_mod, 1, 1, query.shape[2], key.shape[2], device="cpu")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), AuxOutput()
+
+
+def main() -> None:
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    os.environ["MASTER_PORT"] = sys.argv[2]
+    from torchtitan.tools import utils
+
+    utils.device_type, utils.device_module = "cpu", _Cpu("cpu")
+    utils.get_local_device = lambda: torch.device("cpu")
+    from torchtitan.components.data.loader import BaseDataLoader
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.models.common.attention import FlexAttention
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    from torchtitan.tools.logging import init_logger
+
+    from simreg_megatron.titan import SimRegLoss
+
+    init_logger()
+    dist_utils.set_pg_timeouts = lambda *_, **__: None
+    FlexAttention._compiled_flex_attn = staticmethod(_attention)
+
+    class Loader(BaseDataLoader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config: Config, **_: Any) -> None:
+            pass
+
+        def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+            generator = torch.Generator().manual_seed(1)
+            while True:
+                tokens = torch.randint(0, 50, (TOKENS + 1,), generator=generator)
+                yield {"input": tokens[:-1], "positions": torch.arange(TOKENS) % 100}, tokens[1:]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    config = llama3_debugmodel()
+    config.loss = SimRegLoss.Config(
+        loss_fn=config.loss.loss_fn, simreg_lambda=float(sys.argv[1]), simreg_chunk_size=64, simreg_temperature=0.5
+    )
+    config.dataloader = Loader.Config()
+    config.hf_assets_path = sys.argv[3]
+    training = config.training
+    training.num_tokens_per_microbatch_per_dp_rank, training.max_context_length, training.steps = TOKENS, 128, 4
+    training.disable_cuda_graphs, training.mixed_precision_param = True, "float32"
+    config.validator.enable, config.checkpoint.enable, config.debug.seed = False, False, 1
+    trainer = config.build()
+    trainer.train()
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

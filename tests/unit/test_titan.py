@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg in torchtitan: the loss alone, and torchtitan's own trainer with it, on a CPU in one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simreg_megatron.losses import simreg_loss
+from tests.helpers import jobs
+from tests.megatron.runs import ROOT
+
+titan = pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+WIDTH, TOKENS, LABELS = 16, 96, 7
+
+
+def a_loss(**options: Any) -> Any:
+    from torchtitan.distributed import utils
+
+    from simreg_megatron.titan import SimRegLoss
+
+    utils.set_spmd_backend("spmd_types")
+    torch.manual_seed(0)
+    loss = SimRegLoss.Config(simreg_chunk_size=32, simreg_temperature=0.5, num_chunks=4, **options).build()
+    loss.set_lm_head(torch.nn.Linear(WIDTH, LABELS, bias=False))
+    return loss
+
+
+@pytest.mark.parametrize("masks_documents", [False, True])
+def test_the_gradient_is_cross_entropys_and_simregs(masks_documents: bool) -> None:
+    loss = a_loss(simreg_lambda=3.0, simreg_document_mask=masks_documents)
+    hidden_states = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    labels = torch.randint(0, LABELS, (TOKENS,))
+    labels[5:9] = -100
+    positions = torch.cat([torch.arange(40), torch.arange(TOKENS - 40)])
+    valid, documents = labels != -100, torch.tensor([0] * 40 + [1] * (TOKENS - 40))
+    value, metrics = loss(hidden_states, labels, valid.sum(), positions=positions)
+    value.backward()
+
+    expected = hidden_states.detach().clone().requires_grad_()
+    weight = loss.lm_head.weight.detach()
+    cross_entropy = torch.nn.functional.cross_entropy(expected @ weight.T, labels, reduction="sum") / valid.sum()
+    options: dict[str, Any] = {"documents": documents[None]} if masks_documents else {}
+    term = simreg_loss(
+        expected[None], labels[None], valid=valid[None], chunk_size=32, temperature=0.5, reduction="sum",
+        impl="reference", **options,
+    ) / valid.sum()  # fmt: skip
+    (cross_entropy + 3 * term).backward()
+    assert value.item() == pytest.approx(cross_entropy.item(), rel=1e-6)
+    assert metrics["simreg/mean"].item() == pytest.approx(term.item(), rel=1e-5)
+    torch.testing.assert_close(hidden_states.grad, expected.grad, rtol=1e-4, atol=1e-7)
+    (without,) = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(expected @ weight.T, labels, reduction="sum") / valid.sum(), expected
+    )
+    assert (hidden_states.grad - without).norm() > 0.1 * without.norm()
+
+
+def test_what_it_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from simreg_megatron import titan
+
+    states, labels = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.zeros(TOKENS, dtype=torch.long)
+    with pytest.raises(ValueError, match="simreg_document_mask needs positions"):
+        a_loss(simreg_document_mask=True)(states, labels)
+    with pytest.raises(ValueError, match="simreg_chunk_size 32 must divide the 80 tokens"):
+        a_loss()(states[:80], labels[:80])
+    monkeypatch.setattr(titan, "spmd_mesh_size", lambda axis: 2 if axis == "cp" else 1)
+    with pytest.raises(NotImplementedError, match="without tensor or context parallelism"):
+        a_loss()(states, labels)
+    assert a_loss(simreg_lambda=0.0)(states, labels)[1] == {}
+
+
+@pytest.mark.slow
+def test_torchtitans_trainer_trains_with_it(tmp_path: Path) -> None:
+    tokenizer = Path(titan.__path__[0]).parent / "tests" / "assets" / "tokenizer"
+    if not tokenizer.is_dir():
+        pytest.skip("torchtitan's debug model takes the tokenizer of its source tree")
+    logged = {}
+    for weight in ("0", "10"):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        words = [sys.executable, "-m", "tests.helpers.titan_on_cpu", weight, str(port), str(tokenizer)]
+        done = jobs.run(
+            words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"}, merged=True
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        logged[weight] = re.findall(r"step: +\d+ .*?loss: +(\S+) .*?grad_norm: +(\S+)", done.stdout)
+    off, on = logged["0"], logged["10"]
+    assert len(off) == len(on) == 4
+    assert off[0][0] == on[0][0], "the logged loss is the cross-entropy alone"
+    assert off[0][1] != on[0][1] and off[3][0] != on[3][0], "its gradient is not"
