@@ -79,7 +79,7 @@ class Settings:
             "--data-cache-path": folder / "cache",  # one each: two runs would write the same index files at once
         }
         words = [str(word) for pair in flags.items() for word in pair]
-        return [*words, "--no-save-optim", "--no-save-rng", "--verbose", *self.objective(name)]
+        return [*words, "--no-save-optim", "--no-save-rng", *self.objective(name)]
 
     def objective(self, name: str) -> list[str]:
         """Return the plugin's flags: cross-entropy measures what SimReg trains on, with the same settings."""
@@ -197,7 +197,7 @@ def measure_steps(settings: Settings) -> Overhead:
     for turn, name in enumerate((PLAIN, SIMREG, SIMREG, PLAIN)):
         flags = ["--model", "tiny", "--output", str(settings.output / TIMING / name), "--seed", str(settings.seed)]
         flags += ["--train-iters", str(TIMING_STEPS), "--log-interval", str(TIMING_INTERVAL), "--eval-iters", "0"]
-        command = [*TORCHRUN, str(TRAIN_SCRIPT), *flags, "--verbose", *settings.objective(name)]
+        command = [*TORCHRUN, str(TRAIN_SCRIPT), *flags, *settings.objective(name)]
         log = settings.output / TIMING / f"{name}-{turn}.txt"
         run_jobs([Job(name, command, log, ONE_CORE)])
         times = interval_milliseconds(log.read_text(encoding="utf-8", errors="replace"), TIMING_INTERVAL)

@@ -22,7 +22,7 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checkpoints, lock, preflight, progress, quiet, record, signals, sizes
+from launch import checkpoints, lock, preflight, progress, record, signals, sizes
 from launch.data import check_data, explain_missing, prefixes
 from launch.dry_run import describe, vocabulary_of
 from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value
@@ -82,7 +82,6 @@ def make_parser(family: str) -> argparse.ArgumentParser:
     add("--layout", metavar="NAME", help=layout)
     add("--auto-resume", action="store_true", help=resume)
     add("--dry-run", action="store_true", help="print the exact command and what would run, and stop")
-    add("--verbose", action="store_true", help="show everything that Megatron prints, for the tiny model too")
     return parser
 
 
@@ -140,7 +139,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         signals.listen(plan.flags)
         signals.bind_managers()
         _say(f"> TensorBoard: tensorboard --logdir {shlex.quote(str(plan.output))}")
-        _train(plan, verbose=options.verbose)  # ends the process if training stops before its end
+        _train(plan)  # ends the process if training stops before its end
         if options.auto_resume and os.environ["RANK"] == "0":
             progress.mark_ended(plan)
 
@@ -156,8 +155,7 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     if not plan.builtin_corpus:
         _say_each("> ", check_data(plan.flags))
     _prepare(plan)
-    with quiet.quiet_output(verbose=options.verbose or plan.model != TINY):
-        check_with_megatron(continued(plan)[0] if options.auto_resume else plan, machine, trains=True)
+    check_with_megatron(continued(plan)[0] if options.auto_resume else plan, machine, trains=True)
 
 
 def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
@@ -201,7 +199,7 @@ def _alone(plan: Plan) -> AbstractContextManager[None]:
     return lock.held(*folders, collective=60.0 * minutes) if os.environ["RANK"] == "0" else nullcontext()
 
 
-def _train(plan: Plan, *, verbose: bool) -> None:
+def _train(plan: Plan) -> None:
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -213,8 +211,7 @@ def _train(plan: Plan, *, verbose: bool) -> None:
         torch.set_num_threads(1)  # more make a tiny step slower, and several times slower on a busy machine
         _say("> One thread a rank: OMP_NUM_THREADS sets another number")
     try:
-        with quiet.quiet_output(verbose=verbose or plan.model != TINY):
-            run([str(plan.script), *plan.arguments], plain=plan.plain)
+        run([str(plan.script), *plan.arguments], plain=plan.plain)
     except KeyboardInterrupt:
         save = plan.save or Path("/nowhere")
         newest = checkpoints.newest_whole(save)

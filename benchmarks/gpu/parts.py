@@ -105,7 +105,7 @@ class Setting:
     def _training(self, name: str, *words: str, run: str = "") -> Part:
         """A run of a launch script, with folders of its own."""
         folder = self.scratch / (run or name)
-        own = ("--output", str(folder), "--data-cache-path", str(folder / "cache"), "--verbose", *self.text)
+        own = ("--output", str(folder), "--data-cache-path", str(folder / "cache"), *self.text)
         return Part(name, ((*words[:2], *own, *(_SMALL if self.pretend else ()), *words[2:]),))
 
     def _tests(self) -> Iterator[Part]:

@@ -805,7 +805,7 @@ def test_a_longer_run_is_asked_which_schedule_counts_and_a_document_mask_without
     words += ["--eval-iters", "0", "--num-layers", "1", "--seq-length", "64", "--save-interval", "2"]
     words += ["--simreg-lambda", "1", "--simreg-document-mask", "--output", str(tmp_path / "run")]
     start = ("bash", str(SCRIPTS[0]), *words, "--auto-resume", "--train-iters")
-    done = run_script(*start, "2", "--verbose", cwd=tmp_path)
+    done = run_script(*start, "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning: --simreg-document-mask has no effect so far") == 1
     site = tmp_path / "my.env"
@@ -829,3 +829,14 @@ def test_a_longer_run_is_asked_which_schedule_counts_and_a_document_mask_without
     assert (
         done.returncode == 0 and json.loads((tmp_path / "run" / "ended.json").read_text())["length"] == "4 iterations"
     )
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_megatron_is_imported_under_the_output_that_its_log_will_keep(
+    trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handlers of a log hold the stream that they find: under a silence that ends, all of it would be lost."""
+    found = []
+    monkeypatch.setattr(preflight, "_megatrons_parser", lambda **_: found.append(sys.stderr))
+    preflight.check_with_megatron((), options=(), tree=None, trains=trains, world_size=1)
+    assert (found == [sys.stderr]) is trains

@@ -262,7 +262,7 @@ def test_a_forbidden_folder_is_not_a_full_disk(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(launcher.os, "access", lambda *_: False)  # root may read everything
     with pytest.raises(LaunchError) as caught:
-        launcher._train(planned(tmp_path / "out", "--data-path", str(tmp_path / "data" / "text"), *OWN), verbose=True)
+        launcher._train(planned(tmp_path / "out", "--data-path", str(tmp_path / "data" / "text"), *OWN))
     assert f"{tmp_path / name} could not be {cause}" in str(caught.value) and mend in str(caught.value)
     assert number == errno.ENOSPC or "space" not in str(caught.value)
 
@@ -279,6 +279,6 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for newest, last in ((None, "none was saved"), (6, f"{tmp_path}/checkpoints/iter_0000006")):
         monkeypatch.setattr(launcher.checkpoints, "newest_whole", lambda _, newest=newest: newest)
         with pytest.raises(SystemExit) as ended:
-            launcher._train(plan, verbose=True)
+            launcher._train(plan)
         said = capsys.readouterr().out
         assert ended.value.code == 130 and said == f"> Trains on cpu in fp32\nStopped. Last checkpoint: {last}\n"
