@@ -147,9 +147,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
 def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """Refuse what can be refused before anything is written to the run's folder."""
     _say_each("> ", [*plan.notes, *missing_kernels(plan, machine)])
-    preflight.check_output(plan.output)
     preflight.check_load(plan.flags)
-    preflight.check_writers(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
     if not plan.builtin_corpus:
@@ -160,7 +158,6 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
 
 def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """Print the dry run; text that is not here may be where this machine does not see it."""
-    preflight.check_output(plan.output)
     preflight.check_load(plan.flags)
     begins, newest = continued(plan) if options.auto_resume else (plan, None)
     answer = check_with_megatron(begins, machine)
@@ -281,10 +278,7 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
     from simreg_megatron.cpu import backend as cpu_backend
 
     pretends = machine.gpus > 0 and (cpu_backend.is_active() or not is_available())
-    own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
-    answer = preflight.check_with_megatron(
-        plan.flags, options=own, tree=plan.tree, trains=trains, world_size=machine.world_size
-    )
+    answer = preflight.check_with_megatron(plan.flags, tree=plan.tree, trains=trains, world_size=machine.world_size)
     if answer and answer.objection and not pretends:
         raise LaunchError(f"Megatron refuses these flags together: {answer.objection}")
     if answer and answer.args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse a run before anything of it starts: flags, their values, sizes over ranks, the output folder.
+"""Refuse a run before anything of it starts: flags, their values, ranks that no replicas fill.
 
 The dry run, the run and the submission call the same checks. What Megatron checks itself is asked of Megatron, by its
 own parser, validate_args and model config.
@@ -9,28 +9,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
-import importlib.util
 import io
 import logging
-import math
-import os
-import re
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from launch import checkpoints, sizes
-from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags
+from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_value, flatten
 
 if TYPE_CHECKING:
     from simreg_megatron import SimRegConfig
 
-_OLDEST = (0, 19)
 _INSTALL = "pip install 'megatron-core>=0.19.2,<0.20'"
 
 
@@ -64,72 +57,25 @@ def check_own_flags(flags: Sequence[Flag]) -> SimRegConfig:
     return config_from_args(parser.parse_known_args(flatten([*own, *known]))[0])
 
 
-def check_writers(flags: Sequence[Flag]) -> None:
-    """Check that Weights & Biases is installed if it is asked for: Megatron imports it on one rank, after the start."""
-    if flag_value(flags, "--wandb-project") and importlib.util.find_spec("wandb") is None:
-        raise LaunchError("--wandb-project needs wandb, which is not installed: pip install wandb, or drop the flag")
-
-
 def check_load(flags: Sequence[Flag]) -> None:
     """Check that --load names checkpoints: Megatron would start from scratch and hardly say so."""
     folder = flag_value(flags, "--load")
     if folder is None or folder == flag_value(flags, "--save") or checkpoints.is_loadable(Path(folder)):
         return
-    inside = Path(folder) / "checkpoints"
-    hint = f"give {inside}" if inside.is_dir() else "give the folder that --save named"
     raise LaunchError(
-        f"--load {folder}: there is no complete checkpoint, {hint}, or leave the flag out to start from scratch"
+        f"--load {folder}: there is no complete checkpoint: give the folder that --save named, or leave the flag out "
+        "to start from scratch"
     )
 
 
-def check_output(folder: Path) -> None:
-    """Check that a run can write there; nothing is made."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise LaunchError(f"--output {folder}: {there} is a file: name a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise LaunchError(f"--output {folder}: nothing can be written in {there}: name another folder")
-
-
-def check_layout(flags: Sequence[Flag], world_size: int, node: int = 0) -> None:
-    """Refuse sizes over ranks that Megatron's own checks accept, or that a plan could not divide by.
-
-    `node` is the number of ranks a node if the run is submitted and the user chooses nodes.
-    """
+def check_layout(flags: Sequence[Flag], world_size: int) -> None:
+    """Refuse ranks that cannot be divided among replicas, which a plan has to do before Megatron is asked."""
     tensor, pipeline, context = sizes.model_parallel_sizes(flags)
     ranks = tensor * pipeline * context
     if world_size % ranks:
-        unit = math.lcm(ranks, node or 1)
-        most, batch = max(world_size // unit, 1), flag_number(flags, "--global-batch-size", 1)
-        shares = (count for count in range(most, 0, -1) if batch % (count * unit // ranks) == 0)
-        fitting = next(shares, most) * unit
-        fix = f"give --nodes {fitting // node} before the script" if node else f"start {fitting} (--nproc-per-node)"
         raise LaunchError(
             f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
-            f"divided among replicas: {fix}, or give smaller sizes"
-        )
-    heads, groups = (flag_number(flags, name, 1) for name in ("--num-attention-heads", "--num-query-groups"))
-    if "--group-query-attention" in flag_names(flags) and heads % groups:
-        raise LaunchError(
-            f"{heads} attention heads cannot be divided among {groups} query groups: give --num-query-groups "
-            f"{sizes.largest_divisor(heads, groups)}"
-        )
-    length, parts = flag_number(flags, "--seq-length", 1), tensor * (2 * context if context > 1 else 1)
-    if "--sequence-parallel" in flag_names(flags) and length % parts:
-        raise LaunchError(
-            f"sequences of {length} tokens cannot be cut for TP {tensor} with sequence parallelism and CP {context}: "
-            f"give a --seq-length that {parts} divides"
-        )
-    experts, chosen = flag_number(flags, "--num-experts", 0), flag_number(flags, "--moe-router-topk", 1)
-    if experts and chosen > experts:
-        raise LaunchError(f"--moe-router-topk {chosen} is more than the {experts} experts: give at most {experts}")
-    expert_ranks, split = flag_number(flags, "--expert-model-parallel-size", 1), sizes.ffn_split(flags)
-    if experts and world_size % (together := expert_ranks * split * pipeline):
-        raise LaunchError(
-            f"the experts of one model take EP {expert_ranks} x {split} tensor-parallel x PP {pipeline} = {together} "
-            f"ranks, and {world_size} are no multiple of it: give a smaller --expert-model-parallel-size"
+            f"divided among replicas: give a multiple of {ranks} ranks, or smaller sizes"
         )
 
 
@@ -140,23 +86,18 @@ class Answer(NamedTuple):
     args: argparse.Namespace | None
 
 
-def check_with_megatron(
-    flags: Sequence[Flag], *, options: Sequence[str], tree: Path | None, trains: bool, world_size: int
-) -> Answer | None:
+def check_with_megatron(flags: Sequence[Flag], *, tree: Path | None, trains: bool, world_size: int) -> Answer | None:
     """Let Megatron's own parser and checks read its flags; None if it is not installed here.
 
     Args:
-        options: the launcher's own, which may have been meant.
         tree: a source tree of Megatron-LM that runs in place of the installed one. Its script may add flags of its
             own, so unknown ones are accepted.
         trains: whether this process goes on to train; Megatron's log then keeps the output that it finds at import.
         world_size: ranks of the run.
 
     Raises:
-        LaunchError: Megatron has no such flag, or the flag takes no such value; or the installed one is too old.
+        LaunchError: Megatron has no such flag, or the flag takes no such value.
     """
-    if tree is None:
-        _check_release()
     use_tree(tree)
     with contextlib.nullcontext() if trains else silence():
         parser = _megatrons_parser(trains=trains)
@@ -165,8 +106,7 @@ def check_with_megatron(
     args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if names and tree is None:
-        hint = suggestion(names[0], [*parser._option_string_actions, *options])
-        raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
+        raise LaunchError(f"Megatron has no flag {names[0]}: leave it out, or see --help")
     if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings
         return None
     answer = _ask(args, world_size)
@@ -178,28 +118,6 @@ def check_with_megatron(
         except (ValueError, NotImplementedError) as error:
             raise LaunchError(str(error)) from None
     return answer
-
-
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """Name the flag that was probably meant by an unknown one."""
-    from simreg_megatron.config.spelling import MEANT
-
-    word = name.removeprefix("--")
-    ours = {each: f"--simreg-{each}" for each in ("lambda", "temperature", "chunk-size", "objective")}
-    own = {**MEANT, **ours, "fp8": "--fp8-format"}
-    near = [own[word]] if word in own else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"did you mean {near[0]}?" if near else "leave it out, or see --help"
-
-
-def _check_release() -> None:
-    """Check that the installed Megatron has the training loop that simreg_megatron/pretrain.py drives."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        version = metadata.version("megatron-core")
-        if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
-            raise LaunchError(
-                f"the launch scripts drive the training loop of megatron-core 0.19, and {version} is installed: "
-                f"{_INSTALL}, or set MEGATRON_PATH to a source tree of your release, whose pretrain_gpt.py runs then"
-            )
 
 
 def use_tree(tree: Path | None) -> None:
@@ -268,20 +186,3 @@ def silence() -> Iterator[None]:
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def main(words: Sequence[str]) -> int:
-    """Check the launcher's options and the plugin's flags after a launch script, before anything slow is imported."""
-    from launch.launcher import make_parser
-
-    try:
-        _, rest = make_parser("mixtral" if "mixtral" in Path(words[0]).name else "llama").parse_known_args(words[1:])
-        check_own_flags([flag for flag in group_flags(rest) if _is_own(flag)])
-    except (LaunchError, argparse.ArgumentError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -157,7 +157,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     nodes = options.nodes or _nodes_of(run_options.layout, family, model)
     run_options.auto_resume = True
     gpus, ranks = site.gpus_per_node, site.ranks_per_node
-    machine = Machine(gpus, bool(gpus), world_size=nodes * ranks, local_world_size=ranks, whole_nodes=True)
+    machine = Machine(gpus, bool(gpus), world_size=nodes * ranks, local_world_size=ranks)
     plan = build_plan(family, run_options, rest, machine, environ={**environ, "MEGATRON_PATH": tree})
     time = ("--time", options.time) if options.time else (f"TIME in {options.cluster},", site.time)
     step = needs.step_of(plan, machine, options.step_seconds)
@@ -264,7 +264,6 @@ def _check(
             f"sbatch cannot log to {output}: use an --output without spaces, quotes, # or %",
         ),
     )
-    preflight.check_output(plan.output)
     seconds = seconds_of(time[1], time[0]) - reserve * 60
     refuse(
         (

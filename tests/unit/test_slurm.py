@@ -180,7 +180,6 @@ def test_times_are_read_as_sbatch_does(time: str, seconds: int) -> None:
         pytest.param(("--nodes", "3"), (), "24 data-parallel ranks: .* 2064, or another number", id="batch"),
         pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
         pytest.param((), ("--pipeline-model-parallel-size", "3"), "TP 1 x PP 3 x CP 1 = 3 ranks, and 128", id="pp"),
-        pytest.param((), ("--pipeline-model-parallel-size", "3"), "give --nodes 12 before", id="pp-3-shares-2048"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
     ],
 )
@@ -276,11 +275,11 @@ class TestWhatMegatronSays:
 
     def test_a_misspelt_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object) -> None:
-            raise LaunchError("Megatron has no flag --weight-decayy: did you mean --weight-decay?")
+            raise LaunchError("Megatron has no flag --weight-decayy: leave it out")
 
         monkeypatch.setattr(submit, "check_with_megatron", refuse)
         monkeypatch.setattr(submit, "_missing", lambda *_: [])
-        with pytest.raises(LaunchError, match="did you mean --weight-decay"):
+        with pytest.raises(LaunchError, match="no flag --weight-decayy"):
             self.notes(Site())
         (note,) = self.notes(Site(runtime="pyxis", container_image="/i.sqsh"))
         assert note.startswith("in a container with this machine's Megatron the run would be refused: Megatron has no")
@@ -607,7 +606,7 @@ def test_a_flag_that_is_a_note_for_a_container_is_refused_in_it(tmp_path: Path) 
     site_file(tmp_path, f"{site}HOST_PYTHON={tmp_path}/python\n")
     words = [LLAMA, "--train-iters", "5", "--save-interval", "5", "--output", str(tmp_path / "run")]
     submitting = ["bash", "launch/slurm/submit.sh", "--cluster", str(tmp_path / "my.env"), "--dry-run", *words]
-    refused = "Megatron has no flag --weight-decayy: did you mean --weight-decay?"
+    refused = "Megatron has no flag --weight-decayy: leave it out, or see --help"
     asked = jobs.run([*submitting, "--weight-decayy", "1"], cwd=ROOT, check=True)
     assert f"in a container with this machine's Megatron the run would be refused: {refused}" in asked.stderr
     programs = {
