@@ -24,19 +24,7 @@ ASSUMED_VOCABULARY = 32000  # LLaMA-2's, where no manifest says it; Megatron ask
 
 def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resumes: int | None = None) -> str:
     """Write facts as shell comments, then the command; `resumes` is the iteration of the checkpoint to resume from."""
-    vocabulary = vocabulary_of(plan)
-    parameters = sizes.count_parameters(plan.flags, vocabulary=vocabulary)
-    batch, sequence = (flag_number(plan.flags, name, 1) for name in ("--global-batch-size", "--seq-length"))
-    steps, samples = flag_number(plan.flags, "--train-iters", 0), flag_number(plan.flags, "--train-samples", 0)
-    length = f"{samples or steps:,} {'samples' if samples else 'steps'}"
-    tokens = f"{batch * sequence:,} per step, {length}, {(samples or steps * batch) * sequence:,} in all"
-    implementation = flag_value(plan.flags, "--transformer-impl")
-    facts = {
-        "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
-        "tokens": tokens,
-        "data": describe_data(plan, (samples or steps * batch) * sequence),
-        "simreg": describe_simreg(plan),
-        "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
+    facts = facts_of(plan, machine) | {
         "megatron": megatron_version(environ),
         "script": str(plan.script),
         "output": str(plan.output),
@@ -46,6 +34,24 @@ def describe(plan: Plan, machine: Machine, *, environ: Mapping[str, str], resume
     lines += [] if resumes is None else [f"# resumes   from iteration {resumes}"]
     lines += [f"# note      {note}" for note in plan.notes]
     return "\n".join([*lines, command(plan, machine, environ=environ)])
+
+
+def facts_of(plan: Plan, machine: Machine) -> dict[str, str]:
+    """Describe what is trained, on what and how long: one line each."""
+    vocabulary = vocabulary_of(plan)
+    parameters = sizes.count_parameters(plan.flags, vocabulary=vocabulary)
+    batch, sequence = (flag_number(plan.flags, name, 1) for name in ("--global-batch-size", "--seq-length"))
+    steps, samples = flag_number(plan.flags, "--train-iters", 0), flag_number(plan.flags, "--train-samples", 0)
+    length = f"{samples or steps:,} {'samples' if samples else 'steps'}"
+    tokens = f"{batch * sequence:,} per step, {length}, {(samples or steps * batch) * sequence:,} in all"
+    implementation = flag_value(plan.flags, "--transformer-impl")
+    return {
+        "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
+        "tokens": tokens,
+        "data": describe_data(plan, (samples or steps * batch) * sequence),
+        "simreg": describe_simreg(plan),
+        "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
+    }
 
 
 def vocabulary_of(plan: Plan) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute sizes from a model's flags: FFN sizes that can be split, parameters, bytes of a checkpoint, FLOPs."""
+"""Compute sizes from a model's flags: FFN sizes that can be split, parameters, bytes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -95,9 +95,3 @@ def checkpoint_bytes(flags: Sequence[Flag], *, vocabulary: int) -> int:
     in_half = bool(given & {"--bf16", "--fp16"})
     state = 0 if "--no-save-optim" in given else _ADAM + (_MASTER if in_half else 0)
     return ((2 if in_half else 4) + state) * count_parameters(flags, vocabulary=vocabulary)
-
-
-def flops_per_token(flags: Sequence[Flag], *, vocabulary: int) -> int:
-    """Count 6 N + 6 L S H for a training step: N weights that a token meets, causal attention over S tokens."""
-    layers, length, width = (flag_number(flags, name, 1) for name in ("--num-layers", "--seq-length", "--hidden-size"))
-    return 6 * (count_parameters(flags, vocabulary=vocabulary, active=True) + layers * length * width)

@@ -13,8 +13,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,22 +55,6 @@ def main() -> int:
         return _FAILED
 
 
-def measured_rank_seconds(output: Path) -> dict[int, float]:
-    """Measure a step in the slices so far, start-up included, times the ranks; by number of ranks."""
-    chain = Chain(output, output)
-    seconds: Counter[int] = Counter()
-    steps: Counter[int] = Counter()
-    begun = None
-    for event in chain.events():
-        if event["event"] == "begin":
-            begun = event
-        elif begun is not None and event["iteration"] > begun["iteration"]:
-            ranks = begun["ranks"]
-            seconds[ranks] += event["time"] - begun["time"]
-            steps[ranks] += event["iteration"] - begun["iteration"]
-    return {ranks: ranks * seconds[ranks] / steps[ranks] for ranks in steps if ranks}  # older books lack them
-
-
 class Chain:
     """The slices of one run; `output` is the run's folder, `save` that of its checkpoints."""
 
@@ -83,7 +65,6 @@ class Chain:
             "chain": os.environ.get("SLURM_ARRAY_JOB_ID", ""),
             "slice": int(os.environ.get("SLURM_ARRAY_TASK_ID", "1")),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-            "ranks": _ranks(os.environ),
         }
 
     def begin(self) -> int:
@@ -224,17 +205,12 @@ class Chain:
         print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.place['slice']}: {sentence}", flush=True)
 
 
-def _ranks(environ: Mapping[str, str]) -> int:
-    """Count the ranks of this job; 0 if SLURM does not say."""
-    return math.prod(int(environ.get(name, "0")) for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE"))
-
-
 def _entry(line: str) -> dict[str, Any] | None:
     """Read a line of a book; None if it is damaged."""
     with suppress(ValueError):
         entry = json.loads(line)
         if isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in _ENTRY.items()):
-            return entry if type(entry.setdefault("ranks", 0)) is int else None
+            return entry
     return None
 
 

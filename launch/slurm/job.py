@@ -16,7 +16,6 @@ from launch.signals import SAVE_AND_LEAVE
 from launch.slurm.site import Site
 
 _TEMPLATE = Path(__file__).resolve().parent / "pretrain.sbatch"
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,6 @@ def render(job: Job) -> str:
     for mark, lines in (("head", _head(job)), ("settings", _settings(job))):
         text = text.replace(f"#@ {mark}\n", "".join(f"{line}\n" for line in lines))
     return text
-
-
-def seconds_of(time: str, name: str = "--time") -> int:
-    """Read a time limit as sbatch does: minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s."""
-    match = _TIME.fullmatch(time)
-    if match is None:
-        raise LaunchError(f"{name} takes minutes, hours:minutes:seconds or days-hours, not {time!r}")
-    numbers = [int(number) for number in (match["first"], match["second"], match["third"]) if number is not None]
-    if match["days"] is None and len(numbers) < 3:  # minutes come first, else hours
-        numbers.insert(0, 0)
-    hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    return int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def _head(job: Job) -> Iterator[str]:

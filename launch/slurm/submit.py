@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from launch import data, preflight, progress
-from launch.flags import LaunchError, flag_name, flag_names, flag_number, group_flags, refuse
+from launch.dry_run import facts_of
+from launch.flags import LaunchError, flag_name, flag_number, group_flags, refuse
 from launch.launcher import check_with_megatron, continued, make_parser, missing_data
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout, with_stand_ins
 from launch.schedule import ScheduleError
 from launch.slurm import needs
 from launch.slurm.chain import STOP
-from launch.slurm.job import Job, render, seconds_of
+from launch.slurm.job import Job, render
 from launch.slurm.site import DEFAULT, Site, check_full, read_site
 
 _FOLDERS = {  # which may have yet to be made
@@ -60,8 +61,7 @@ def make_submit_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    seconds = "of one step, to check --save-interval (default: as measured, else a guess)"
-    force = "submit a run although it needs more memory or disk than there is, or reads its text more than 4 times"
+    force = "submit a run although it needs more memory or disk than there is"
     add = parser.add_argument
     add("--cluster", type=Path, default=DEFAULT, metavar="FILE", help="settings of your cluster")
     add("--nodes", type=int, metavar="N", help="nodes (default: those of the model's layout)")
@@ -70,7 +70,6 @@ def make_submit_parser() -> argparse.ArgumentParser:
     add("--keep", type=int, default=3, metavar="N", help="keep the newest N checkpoints (default: 3)")
     add("--reserve", type=float, default=10, metavar="MINUTES", help="kept at a slice's end to save (default: 10)")
     add("--name", help="of the job (default: from the output folder)")
-    add("--step-seconds", type=float, metavar="S", help=seconds)
     add("--dry-run", action="store_true", help="print the text that would be submitted, and stop")
     add("--force", action="store_true", help=force)
     return parser
@@ -82,19 +81,19 @@ The chain is one job array: `scancel JOB` ends it at once, `touch OUTPUT/{STOP}`
 
 def main() -> None:
     try:
-        job, options, plan, machine, step = prepare(sys.argv[1:], dict(os.environ))
+        job, options, plan, machine = prepare(sys.argv[1:], dict(os.environ))
         notes, args = _ask_megatron(job.site, plan, machine)
         for note in notes:
             print(f"> note: {note}", file=sys.stderr)
-        found = needs.needs_of(plan, job, args)
-        if not options.force:
-            needs.check_limits(found, job)
+        facts = [f"{name:<9} {value}" for name, value in facts_of(plan, machine).items()]
+        facts += needs.check_memory(plan, job, args, force=options.force)
+        facts += needs.check_disk(plan, job, force=options.force)
         text = render(job)
         if options.dry_run:
             sys.stdout.write(text)
         else:
             _submit(job, text)
-        for line in needs.summary(found, plan, job, step):
+        for line in facts:
             print(f"> {line}" if options.dry_run else f"  {line}", file=sys.stderr if options.dry_run else sys.stdout)
     except (LaunchError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -129,7 +128,6 @@ class Prepared(NamedTuple):
     options: argparse.Namespace
     plan: Plan
     machine: Machine
-    step: needs.Step | None
 
 
 def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
@@ -159,9 +157,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     gpus, ranks = site.gpus_per_node, site.ranks_per_node
     machine = Machine(gpus, bool(gpus), world_size=nodes * ranks, local_world_size=ranks)
     plan = build_plan(family, run_options, rest, machine, environ={**environ, "MEGATRON_PATH": tree})
-    time = ("--time", options.time) if options.time else (f"TIME in {options.cluster},", site.time)
-    step = needs.step_of(plan, machine, options.step_seconds)
-    _check(plan, options, step, time, rest)
+    _check(plan, options)
     _check_data(plan, site, previews=options.dry_run)
     output = plan.output.absolute()
     for note in (*plan.notes, *site.outside(ROOT, output)):
@@ -170,7 +166,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
         # The same for the same run, by which a second submission is seen.
         name=options.name or f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}",
         nodes=nodes,
-        time=time[1],
+        time=options.time or site.time,
         slices=options.slices,
         keep=options.keep,
         reserve=round(options.reserve * 60),
@@ -182,7 +178,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
         ),
         site=site,
     )  # fmt: skip
-    return Prepared(job, options, plan, machine, step)
+    return Prepared(job, options, plan, machine)
 
 
 def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
@@ -243,42 +239,26 @@ def _full_path(word: str, *, is_folder: bool) -> str:
     return str(Path(word).absolute()) if is_folder or exists else word
 
 
-def _check(
-    plan: Plan, options: argparse.Namespace, step: needs.Step | None, time: tuple[str, str], given: Sequence[str]
-) -> None:
+def _check(plan: Plan, options: argparse.Namespace) -> None:
     for name in ("nodes", "slices", "keep"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise LaunchError(f"--{name} must be at least 1, not {getattr(options, name)}")
-    output, given_step, reserve = plan.output.absolute(), options.step_seconds, options.reserve
+    output = plan.output.absolute()
     refuse(
         (
-            given_step is not None and not 0 < given_step < math.inf,
-            f"--step-seconds must be a number above 0, not {given_step}",
-        ),
-        (
-            not 0.5 <= reserve < math.inf,
-            f"--reserve must be at least half a minute, not {reserve:g}: the last save needs it",
+            not 0.5 <= options.reserve < math.inf,
+            f"--reserve must be at least half a minute, not {options.reserve:g}: the last save needs it",
         ),
         (
             re.search(r"[\s%#\"'\\]", str(output)),
             f"sbatch cannot log to {output}: use an --output without spaces, quotes, # or %",
         ),
-    )
-    seconds = seconds_of(time[1], time[0]) - reserve * 60
-    refuse(
         (
             progress.has_ended(plan),
             f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output",
         ),
         ((plan.output / STOP).exists(), f"{plan.output / STOP} stops every slice: remove it first"),
-        (
-            seconds < 60,
-            f"{time[0]} {time[1]} leaves less than a minute besides --reserve {reserve:g} minutes: "
-            "give a longer --time",
-        ),
     )
-    whose = "--save-interval" if "--save-interval" in flag_names(group_flags(given)) else "the preset's --save-interval"
-    needs.check_save_interval(plan, whose, step, seconds)
 
 
 def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
