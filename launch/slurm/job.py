@@ -87,8 +87,8 @@ def _settings(job: Job) -> Iterator[str]:
     python = site.python or (sys.executable if site.runtime == "venv" else "python3")
     host_python = site.host_python or (python if site.runtime == "venv" else "python3")
     for name, value in {
-        "ROOT": ROOT, "OUTPUT": job.output, "SAVE": job.save, "KEEP": job.keep, "RESERVE": job.reserve,
-        "SAVE_INTERVAL": job.save_interval, "HOST_PYTHON": host_python,
+        "ROOT": ROOT, "FOLDER": Path.cwd(), "OUTPUT": job.output, "SAVE": job.save, "KEEP": job.keep,
+        "RESERVE": job.reserve, "SAVE_INTERVAL": job.save_interval, "HOST_PYTHON": host_python,
     }.items():  # fmt: skip
         yield f"{name}={shlex.quote(str(value))}"
     for name, value in {**site.environment, "PYTHON": python}.items():
@@ -106,10 +106,10 @@ def _container(site: Site) -> tuple[list[str], list[str]]:
         mounts = [f"--container-mounts={site.container_mounts}"] if site.container_mounts else []
         image = [f"--container-image={site.container_image}", "--no-container-mount-home"]
         image.append(f"--container-env={','.join([*site.environment, 'PYTHONPATH'])}")  # else the image's own win
-        return [*image, *mounts, f"--container-workdir={ROOT}"], []
+        return [*image, *mounts, f"--container-workdir={Path.cwd()}"], []
     if site.runtime == "apptainer":
         binds = ["--bind", site.container_mounts] if site.container_mounts else []
-        return [], ["apptainer", "exec", "--nv", *binds, "--pwd", str(ROOT), site.container_image]
+        return [], ["apptainer", "exec", "--nv", *binds, "--pwd", str(Path.cwd()), site.container_image]
     return [], []
 
 

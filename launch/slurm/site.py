@@ -45,17 +45,6 @@ class Site:
     def ranks_per_node(self) -> int:
         return max(1, self.gpus_per_node)
 
-    def outside(self, *paths: Path) -> list[str]:
-        """Note each path that no mount brings into the container under its own name."""
-        words = [mount.split(":") for mount in self.container_mounts.split(",") if mount]
-        mounts = [(Path(source), Path(*at[:1] or [source])) for source, *at in words]
-        return [
-            f"no mount in CONTAINER_MOUNTS holds {path}: unless your site mounts it into every container, the job will "
-            f"not find it there; add {path}:{path}"
-            for path in paths
-            if self.runtime != "venv" and not any(_holds(*mount, path) for mount in mounts)
-        ]
-
     def __post_init__(self) -> None:
         is_container = self.runtime != "venv"
         refuse(
@@ -69,29 +58,10 @@ class Site:
                 "CONTAINER_IMAGE has no effect with RUNTIME=venv: leave it empty, or name pyxis or apptainer",
             ),
             (
-                self.container_mounts and not is_container,
-                "CONTAINER_MOUNTS has no effect with RUNTIME=venv: leave it empty",
-            ),
-            (
                 "--gpus-per-task" in self.gpu_request + self.sbatch_extra,
                 "--gpus-per-task hides a node's other GPUs from each process: use --gpus-per-node=N or --gres=gpu:N",
             ),
         )
-        for name, path in (("PYTHON", self.python), ("HOST_PYTHON", self.host_python)):
-            if "/" in path:  # else it is looked for on the PATH
-                check_full(name, path)
-        check_full("MEGATRON_PATH", self.environment.get("MEGATRON_PATH", ""))
-
-
-def _holds(source: Path, target: Path, path: Path) -> bool:
-    """Return whether a path leads to the same place if `source` is mounted at `target`."""
-    return path.is_relative_to(target) and (source / path.relative_to(target)).resolve() == path.resolve()
-
-
-def check_full(name: str, path: str) -> None:
-    """Refuse a relative path: a job's folder is not the one where it was submitted."""
-    if path and not Path(path).is_absolute():
-        raise LaunchError(f"{name}={path[:200]} would be looked for in the job's folder: give the path from / on")
 
 
 def read_site(path: Path, variables: Mapping[str, str]) -> Site:

@@ -21,26 +21,14 @@ from typing import NamedTuple, NoReturn
 
 from launch import data, preflight, progress
 from launch.dry_run import facts_of
-from launch.flags import LaunchError, flag_name, flag_number, group_flags, refuse
+from launch.flags import LaunchError, flag_number, refuse
 from launch.launcher import check_with_megatron, continued, make_parser, missing_data
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout, with_stand_ins
 from launch.schedule import ScheduleError
 from launch.slurm import needs
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render
-from launch.slurm.site import DEFAULT, Site, check_full, read_site
-
-_FOLDERS = {  # which may have yet to be made
-    "--save", "--load", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-save-dir", "--data-cache-path",
-    "--non-persistent-global-ckpt-dir", "--non-persistent-local-ckpt-dir", "--logits-save-dir", "--logits-load-dir",
-}  # fmt: skip
-_INPUTS = {  # whose words may be weights or names, too: those that exist here are paths
-    "--data", "--valid-data", "--tokenizer", "--data-path", "--train-data-path", "--valid-data-path",
-    "--test-data-path", "--data-args-path", "--per-split-data-args-path", "--per-dataset-sequences-path",
-    "--tokenizer-model", "--vocab-file", "--merge-file", "--yaml-cfg", "--te-precision-config-file",
-    "--kitchen-config-file", "--heterogeneous-layers-config-path",
-}  # fmt: skip
-_WEIGHT = re.compile(r"[0-9]*\.?[0-9]+")  # of one text among several
+from launch.slurm.site import DEFAULT, Site, read_site
 
 
 class _Parser(argparse.ArgumentParser):
@@ -160,7 +148,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     _check(plan, options)
     _check_data(plan, site, previews=options.dry_run)
     output = plan.output.absolute()
-    for note in (*plan.notes, *site.outside(ROOT, output)):
+    for note in plan.notes:
         print(f"> {note}", file=sys.stderr)
     job = Job(
         # The same for the same run, by which a second submission is seen.
@@ -173,9 +161,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
         output=output,
         save=(plan.save or Path()).absolute(),
         save_interval=flag_number(plan.flags, "--save-interval", 1),
-        train=(
-            str(ROOT / "launch" / f"pretrain_{family}.sh"), *_with_full_paths(words, output), "--auto-resume",
-        ),
+        train=(str(ROOT / "launch" / f"pretrain_{family}.sh"), *words, "--auto-resume"),
         site=site,
     )  # fmt: skip
     return Prepared(job, options, plan, machine)
@@ -183,7 +169,6 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
 
 def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
     """Give the job the tree of Megatron that the run is checked with, also if sbatch passes no environment on."""
-    check_full("MEGATRON_PATH", tree)
     if tree and site.environment.get("MEGATRON_PATH", tree) != tree:
         raise LaunchError(
             f"MEGATRON_PATH is {tree} here and {site.environment['MEGATRON_PATH']} in {cluster}: unset one of them"
@@ -217,26 +202,6 @@ def _nodes_of(layout: str | None, family: str, model: str) -> int:
     if model == TINY:
         return 1
     raise LaunchError(f"how many nodes? give --nodes N before the script, or --layout {'|'.join(layout_names())}")
-
-
-def _with_full_paths(words: Sequence[str], output: Path) -> list[str]:
-    """Name files and folders by their full paths: a job's directory is not where it was submitted."""
-    full: list[str] = []
-    for flag in group_flags(words):
-        name = flag_name(flag)
-        if name == "--output":
-            continue
-        if name in _FOLDERS | _INPUTS:
-            after_equals = flag[0].partition("=")[2]
-            values = [after_equals, *flag[1:]] if after_equals else flag[1:]
-            flag = (name, *(_full_path(word, is_folder=name in _FOLDERS) for word in values))
-        full += flag
-    return [*full, "--output", str(output)]
-
-
-def _full_path(word: str, *, is_folder: bool) -> str:
-    exists = not _WEIGHT.fullmatch(word) and any(Path(word + end).exists() for end in ("", ".idx"))
-    return str(Path(word).absolute()) if is_folder or exists else word
 
 
 def _check(plan: Plan, options: argparse.Namespace) -> None:
