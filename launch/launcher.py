@@ -7,12 +7,10 @@ The choices are made in `launch.plan`. Every rank executes this file; only the f
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -25,20 +23,17 @@ from typing import NoReturn
 from launch import checkpoints, lock, preflight, progress, record, signals, sizes
 from launch.data import check_data, explain_missing, prefixes
 from launch.dry_run import describe, vocabulary_of
-from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value
+from launch.flags import LaunchError, flag_names, flag_number, flag_value
 from launch.plan import (
     BUILTIN_CORPUS,
-    NO_DATA,
     RECIPES,
     TINY,
     Machine,
     Plan,
     build_plan,
     layout_names,
-    missing_kernels,
     model_names,
     resumed,
-    with_stand_ins,
 )
 from launch.schedule import check_schedule
 from simreg_megatron.installed import broken_transformer_engine
@@ -50,7 +45,6 @@ Any other flag goes to Megatron and overrides the preset (launch/models/).
 The bash form also takes torchrun's --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port and
 --rdzv-*, or NPROC_PER_NODE (default: the GPUs, or 1), NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT from the
 environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs."""
-_ELSEWHERE = "give another --output; earlier checkpoints are kept, and --auto-resume resumes from them"
 
 
 def make_parser(family: str) -> argparse.ArgumentParser:
@@ -87,8 +81,9 @@ def make_parser(family: str) -> argparse.ArgumentParser:
 
 def main(family: str) -> None:
     """Launch from sys.argv: plan, print, prepare the data, run. Errors for the user end with status 2."""
-    if "RANK" not in os.environ:
-        _be_the_only_rank()
+    if "RANK" not in os.environ:  # python launch/pretrain_llama.sh: a job of one rank
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     signal.signal(signal.SIGINT, _interrupt_once)
     try:
         _launch(family, sys.argv[1:])
@@ -99,15 +94,6 @@ def main(family: str) -> None:
         raise SystemExit(130) from None
 
 
-def _be_the_only_rank() -> None:
-    """Make `python launch/pretrain_llama.sh` a job of one rank."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-
-
 def _launch(family: str, argv: Sequence[str]) -> None:
     try:
         options, words = make_parser(family).parse_known_args(argv)
@@ -116,7 +102,6 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     machine = look_at_machine()
     if options.dry_run:
         machine = _assume_gpus(machine, options.model or TINY, words)
-        options = with_stand_ins(options, words)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     plan = build_plan(family, options, words, machine, environ=os.environ, stamp=stamp)
     if options.dry_run:
@@ -146,7 +131,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
 
 def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """Refuse what can be refused before anything is written to the run's folder."""
-    _say_each("> ", [*plan.notes, *missing_kernels(plan, machine)])
+    _say_each("> ", plan.notes)
     preflight.check_load(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
@@ -175,8 +160,7 @@ def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
 def missing_data(plan: Plan) -> list[str]:
     """Return a note for each text of the run that is not on this machine, for a dry run."""
     missing = [] if plan.builtin_corpus else [prefix for prefix in prefixes(plan.flags) if not is_pair(prefix)]
-    reasons = ("no --data is given" if prefix == NO_DATA else explain_missing(prefix) for prefix in missing)
-    return [f"the run itself would be refused on this machine: {reason}" for reason in reasons]
+    return [f"the run itself would be refused on this machine: {explain_missing(prefix)}" for prefix in missing]
 
 
 def continued(plan: Plan) -> tuple[Plan, int | None]:
@@ -215,14 +199,10 @@ def _train(plan: Plan) -> None:
         last = "none was saved" if newest is None else str(checkpoints.path_of(save, newest))
         _say(f"Stopped. Last checkpoint: {last}")
         raise SystemExit(130) from None
-    except (OSError, CheckpointException) as error:
-        in_save = not isinstance(error, OSError)
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        said = (_explain_disk(cause, plan) for cause in causes if isinstance(cause, OSError))
-        sentence = next(filter(None, said), None) or (_explain_full_disk(plan) if in_save else None)
-        if sentence is None:
-            raise
-        raise LaunchError(sentence) from None
+    except (OSError, CheckpointException):
+        if sentence := _explain_full_disk(plan):
+            raise LaunchError(sentence) from None
+        raise
 
 
 def _explain_full_disk(plan: Plan) -> str | None:
@@ -234,27 +214,9 @@ def _explain_full_disk(plan: Plan) -> str | None:
         return None
     return (
         f"a checkpoint in {folder} could not be written: {free / 2**20:,.0f} MiB are free there, and it takes "
-        f"some {need / 2**20:,.0f}: free some space or {_ELSEWHERE}"
+        f"some {need / 2**20:,.0f}: free some space or give another --output; earlier checkpoints are kept, and "
+        "--auto-resume resumes from them"
     )
-
-
-def _explain_disk(error: OSError, plan: Plan) -> str | None:
-    """Explain what a file or folder refused, and the way out; None for an error of another kind."""
-    where = Path(os.fsdecode(error.filename or plan.save or plan.output))
-    fix = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some space", errno.EROFS: "mount it for writing"}
-    if error.filename is not None:  # a socket may be forbidden, too
-        fix[errno.EACCES] = "let this user write there"
-    if error.errno not in fix:
-        return None
-    if error.errno == errno.EACCES and where.is_file() and not os.access(where, os.R_OK):
-        return f"{where} could not be read ({error.strerror}): let this user read it, then start again"
-    # Megatron keeps its index of the text next to the text, unless another folder is named.
-    names = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-    texts = {Path(word).absolute().parent for flag in plan.flags if flag_name(flag) in names for word in flag[1:]}
-    parents = set(where.absolute().parents)
-    is_index = bool(texts & parents) and plan.output.absolute() not in parents
-    elsewhere = "give --data-cache-path DIR for Megatron's own files" if is_index else _ELSEWHERE
-    return f"{where} could not be written ({error.strerror}): {fix[error.errno]} or {elsewhere}"
 
 
 def _interrupt_once(*_: object) -> None:

@@ -7,7 +7,6 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +30,6 @@ LAYOUTS = Path(__file__).resolve().parent / "layouts"
 TINY = "tiny"
 _OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
-NO_DATA = "YOUR_DATA"  # stands for --data in a dry run without it
 _OWN_DATA = {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"}
 _ADAGC = ("--adagc", "--adagc-lambda-rel", "1.04", "--adagc-beta", "0.99")
 # What the paper compares: one objective each, all else alike; SimReg on chunks (table 2's "SimReg-Chunk") and on whole
@@ -175,7 +173,14 @@ def build_plan(
         *([("--save", str(output / "checkpoints"))] if _saves(options, both, user, model) else []),
     ]
     flags = (*without(chosen, flag_names(user)), *user)
-    notes = [*_say_defaults(family, options, asked, machine, builtin=builtin), *size_notes]
+    notes = list(size_notes)
+    if not (options.recipe or options.plain or flag_names(asked) & {"--simreg-lambda", "--simreg-objective"}):
+        notes.append(f"SimReg is off: add --simreg-lambda {'auto or --recipe paper' if large else 1} to train with it")
+    if large and not on_cpu and not machine.transformer_engine:
+        notes.append(
+            "Transformer Engine is not installed: Megatron's own layers are slower and keep every score of attention, "
+            f"so a micro-batch that fits with it may run out of memory ({_TE})"
+        )
     preflight.check_own_flags(flags)
     return Plan(
         family=family, model=model, script=_choose_script(environ, user), flags=flags, on_cpu=on_cpu,
@@ -188,35 +193,19 @@ def _refuse_contradictions(options: argparse.Namespace, asked: Sequence[Flag]) -
     """Refuse flags that make another recipe; all others win over the recipe's."""
     recipe, objective = options.recipe, flag_value(asked, "--simreg-objective")
     weight, chunk_size = flag_value(asked, "--simreg-lambda"), flag_value(asked, "--simreg-chunk-size")
-    more = f"--simreg-lambda {weight}" if weight else f"--simreg-objective {objective}"
+    trains = recipe != "baseline"
+    contradictions = {
+        "--simreg-objective": objective not in (None, recipe if trains else "none"),
+        "--simreg-lambda": weight is not None and _is_zero(weight) == trains,
+        "--simreg-chunk-size": recipe == "paper-full" and chunk_size not in (None, "0"),
+    }
+    for name, contradicts in contradictions.items():
+        if recipe and contradicts:
+            raise LaunchError(f"--recipe {recipe} decides {name}: leave one of them out")
     plugin = [name for name in flag_names(asked) if name.startswith(("--simreg-", "--adagc"))]
     plugin += ["--recipe"] if recipe else []
-    trains = recipe not in (None, "baseline")
-    refuse(
-        (
-            recipe == "baseline" and _simreg_asked(asked) and objective != "none",
-            f"--recipe baseline trains on cross-entropy alone, and {more} asks for more: take --recipe paper, "
-            "or leave the flag out",
-        ),
-        (
-            trains and weight is not None and _is_zero(weight),
-            f"--recipe {recipe} trains with its objective, and --simreg-lambda {weight} turns that off: take --recipe "
-            "baseline, or leave the flag out",
-        ),
-        (
-            trains and objective not in (None, recipe),
-            f"--recipe {recipe} and --simreg-objective {objective} both name the objective: leave one of them out",
-        ),
-        (
-            recipe == "paper-full" and chunk_size not in (None, "0"),
-            f"--recipe paper-full compares within whole sequences, and --simreg-chunk-size {chunk_size} cuts them: "
-            "take --recipe paper, or leave the flag out",
-        ),
-        (
-            options.plain and plugin,
-            f"--plain leaves the plugin out, and {min(plugin, default='')} is the plugin's: leave one of them out",
-        ),
-    )
+    if options.plain and plugin:
+        raise LaunchError(f"--plain leaves the plugin out, and {min(plugin)} is the plugin's: leave one of them out")
 
 
 def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Flag], model: str) -> bool:
@@ -274,49 +263,6 @@ def _uses_builtin_corpus(model: str, options: argparse.Namespace, user: Sequence
     return not texts
 
 
-def with_stand_ins(options: argparse.Namespace, words: Sequence[str]) -> argparse.Namespace:
-    """Put words in place of the text of a real size, for a dry run before there is any."""
-    given = flag_names(group_flags(words))
-    if options.model in (None, TINY) or options.data or given & _OWN_DATA:
-        return options
-    tokenizer = options.tokenizer or (None if "--tokenizer-type" in given else "TOKENIZER")
-    return argparse.Namespace(**{**vars(options), "data": [NO_DATA], "tokenizer": tokenizer})
-
-
-def _say_defaults(
-    family: str, options: argparse.Namespace, asked: Sequence[Flag], machine: Machine, *, builtin: bool
-) -> list[str]:
-    """Note what the user has not chosen: SimReg, and the model."""
-    notes = []
-    if not (options.recipe or options.plain or flag_names(asked) & {"--simreg-lambda", "--simreg-objective"}):
-        weight = "--simreg-lambda 1" if options.model in (None, TINY) else "--simreg-lambda auto or --recipe paper"
-        notes.append(f"SimReg is off: add {weight} to train with it")
-    if options.model:
-        return notes
-    others = [name for name in model_names(family) if name != TINY]
-    text = "the built-in corpus" if builtin else "your text"
-    notes.append(f"no --model given: the tiny {family} on {text} (--model {'|'.join(others)} for the paper's sizes)")
-    if machine.gpus:
-        notes.append(
-            f"a real size: bash launch/pretrain_{family}.sh --model {others[0]} "
-            "--data PREFIX --tokenizer PATH --simreg-lambda auto"
-        )
-    return notes
-
-
-def missing_kernels(plan: Plan, machine: Machine) -> list[str]:
-    """Note what would make the steps of a real size faster and is not on the machine that runs them."""
-    if plan.on_cpu or plan.model == TINY:
-        return []
-    notes = {
-        "Transformer Engine is not installed: Megatron's own layers are slower and keep every score of attention, so a "
-        f"micro-batch that fits with it may run out of memory ({_TE})": machine.transformer_engine,
-        "NVIDIA Apex's kernel that adds weight gradients in place is not installed: steps are slower without it "
-        "(build github.com/NVIDIA/apex with --cuda_ext; never `pip install apex`)": machine.apex_gradient_kernel,
-    }
-    return [note for note, is_there in notes.items() if not is_there]
-
-
 def _simreg_asked(user: Sequence[Flag]) -> bool:
     objective = flag_value(user, "--simreg-objective") or ""
     return not _is_zero(flag_value(user, "--simreg-lambda") or "0") or objective == "none" or ":" in objective
@@ -327,17 +273,12 @@ def _is_zero(weight: str) -> bool:
 
 
 def _without_idle_chunks(preset: list[Flag], user: Sequence[Flag]) -> list[Flag]:
-    """Drop the tiny presets' chunk size if no objective has chunks: the plugin refuses settings without effect."""
-    from simreg_megatron.config import SimRegConfig  # not where a cluster's own Python keeps the books of a chain
-
-    has_chunks = _simreg_asked(user)
-    if has_chunks:
-        objective = flag_value(user, "--simreg-objective") or "simreg"
-        options = flag_value(user, "--simreg-objective-options") or ""
-        with suppress(ValueError):  # the plugin says later what is wrong with them
-            parts = SimRegConfig(objective=objective, objective_options=options).parts  # type: ignore[arg-type]
-            has_chunks = any(part.has_chunks for part in parts)
-    return preset if has_chunks else without(preset, {"--simreg-chunk-size"})
+    """Drop the tiny presets' chunk size if the plugin refuses it, as a setting without effect on the objective."""
+    try:
+        preflight.check_own_flags([*preset, *user])
+    except ValueError:  # which is raised again if it has another reason
+        return without(preset, {"--simreg-chunk-size"})
+    return preset
 
 
 _OF_LONG_RUNS = (

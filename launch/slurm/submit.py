@@ -23,7 +23,7 @@ from launch import data, preflight, progress
 from launch.dry_run import facts_of
 from launch.flags import LaunchError, flag_number, refuse
 from launch.launcher import check_with_megatron, continued, make_parser, missing_data
-from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout, with_stand_ins
+from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
 from launch.schedule import ScheduleError
 from launch.slurm import needs
 from launch.slurm.chain import STOP
@@ -129,8 +129,6 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:
         raise LaunchError("put --dry-run before the script: there it prints the job")
-    if options.dry_run:
-        run_options = with_stand_ins(run_options, words)
     model = run_options.model or TINY
     if run_options.layout is None and model != TINY and site.gpus_per_node and site.layout:
         run_options.layout = site.layout

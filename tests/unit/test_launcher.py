@@ -25,7 +25,6 @@ from launch.plan import (
     Machine,
     Plan,
     build_plan,
-    missing_kernels,
     resumed,
 )
 from simreg_megatron.tools.indexed import PairWriter
@@ -435,10 +434,10 @@ def test_the_papers_two_arms_differ_by_their_chunks_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("baseline --simreg-lambda 10", "cross-entropy alone, and --simreg-lambda 10 asks for more"),
-        ("simcse --simreg-lambda 0", "--simreg-lambda 0 turns that off: take --recipe baseline"),
-        ("paper --simreg-objective creg", "both name the objective: leave one of them out"),
-        ("paper-full --simreg-chunk-size 512", "--simreg-chunk-size 512 cuts them: take --recipe paper"),
+        ("baseline --simreg-lambda 10", "--recipe baseline decides --simreg-lambda: leave one of them out"),
+        ("simcse --simreg-lambda 0", "--recipe simcse decides --simreg-lambda"),
+        ("paper --simreg-objective creg", "--recipe paper decides --simreg-objective"),
+        ("paper-full --simreg-chunk-size 512", "--recipe paper-full decides --simreg-chunk-size"),
     ],
 )
 def test_flags_that_make_another_recipe_are_refused(words: str, sentence: str) -> None:
@@ -580,11 +579,13 @@ class TestLongRunsOnGpus:
         ) == ["5"]
         assert not {"--cross-entropy-loss-fusion", "--manual-gc"} & flag_names(plan(machine=GPU).flags), "the tiny one"
 
-    def test_a_missing_kernel_of_apex_is_said(self) -> None:
+    def test_a_kernel_of_apex_is_used_if_it_is_there(self) -> None:
         without, whole = plan(*self.WORDS, machine=GPU), plan(*self.WORDS, machine=WHOLE)
-        assert "NVIDIA Apex" in missing_kernels(without, GPU)[0] and not missing_kernels(whole, WHOLE)
         assert "--no-gradient-accumulation-fusion" in flag_names(without.flags) - flag_names(whole.flags)
-        assert not missing_kernels(plan(), CPU)
+
+    def test_a_missing_transformer_engine_is_noted(self) -> None:
+        made = plan(*self.WORDS, machine=replace(GPU, transformer_engine=False))
+        assert "Transformer Engine is not installed" in made.notes[1] and len(plan(*self.WORDS, machine=GPU).notes) == 1
 
     @pytest.mark.parametrize(
         ("words", "queues"),

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -237,34 +237,19 @@ def test_a_second_demo_deletes_nothing_of_the_first(tmp_path: Path, monkeypatch:
     assert log.is_file()
 
 
-@pytest.mark.parametrize(
-    ("number", "name", "cause", "mend"),
-    [
-        (errno.ENOSPC, "out/x", "written (No space left", "free some space or give another --output"),
-        (errno.EACCES, "out/x", "written (Permission", "let this user write there or give another --output"),
-        (errno.EROFS, "data/cache", "written (Read-only", "mount it for writing or give --data-cache-path"),
-        (errno.EACCES, "data/text.bin", "read (Permission", "let this user read it, then start again"),
-    ],
-)
-@pytest.mark.parametrize("in_a_save", [False, True])
-def test_a_forbidden_folder_is_not_a_full_disk(
-    number: int, name: str, cause: str, mend: str, in_a_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_a_full_disk_is_one_sentence(free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     def refuse(*_: object, **__: object) -> None:
-        error = OSError(number, os.strerror(number), str(tmp_path / name))
-        raise CheckpointException("write", {1: (error, None)}) if in_a_save else error  # type: ignore[dict-item]
+        raise CheckpointException("write", {1: (RuntimeError("unexpected pos 64"), None)})  # type: ignore[dict-item]
 
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "text.bin").touch()
     monkeypatch.setattr("simreg_megatron.__main__.run", refuse)
+    monkeypatch.setattr(launcher.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(launcher.os, "access", lambda *_: False)  # root may read everything
-    with pytest.raises(LaunchError) as caught:
-        launcher._train(planned(tmp_path / "out", "--data-path", str(tmp_path / "data" / "text"), *OWN))
-    assert f"{tmp_path / name} could not be {cause}" in str(caught.value) and mend in str(caught.value)
-    assert number == errno.ENOSPC or "space" not in str(caught.value)
+    with pytest.raises(CheckpointException if free else LaunchError) as caught:
+        launcher._train(planned(tmp_path))
+    assert free or "0 MiB are free there" in str(caught.value)
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -585,7 +585,8 @@ class TestWhatARunTakes:
     @pytest.mark.megatron
     def test_what_exceeds_the_card_or_the_disk_is_refused_unless_forced(self, tmp_path: Path) -> None:
         """Of a 7B that is previewed before its text is there, on a disk that every machine here is smaller than."""
-        run = [LLAMA, "--model", "7b", "--recipe", "paper", "--output", str(tmp_path / "run")]
+        run = [LLAMA, "--model", "7b", "--recipe", "paper", "--data", "PREFIX", "--tokenizer", "PATH"]
+        run += ["--output", str(tmp_path / "run")]
         large = [*run, "--micro-batch-size", "16"]
 
         def submitted(*words: str) -> tuple[int, str]:
@@ -601,7 +602,7 @@ class TestWhatARunTakes:
         assert status == 2 and re.search(r"99999 checkpoints and one being written take 8,78\d,\d+\.\d GiB more", said)
         status, said = submitted("--force", "--keep", "99999", *large)
         assert status == 0 and "\n> memory    183.5 GiB of a GPU's 80, by" in said
-        assert "the run itself would be refused on this machine: no --data is given" in said
+        assert "the run itself would be refused on this machine: there is no PREFIX.bin" in said
         site = site_file(tmp_path, f"{DEFAULT.read_text()}\nGPU_MEMORY=192\n")
         assert "the run needs" not in submitted("--cluster", str(site), *large)[1]
 

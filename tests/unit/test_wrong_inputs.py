@@ -169,8 +169,6 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     assert ask(f"llama {OWN.replace('train', 'trian')}")[0] == 2, "the run itself"
     said.clear()
     monkeypatch.delenv("SIMREG_CPU")
-    assert ask("llama --dry-run --model 350m --simreg-lambda auto")[0] == 0
-    assert "--data-path YOUR_DATA" in said[1] and said[-1].endswith("no --data is given")
     assert ask("llama --dry-run --model 350m --simreg-lambda auto --data PREFIX --tokenizer PATH")[0] == 0
     assert "there is no PREFIX.bin" in said[-1], "the word of the pages is a name like any other"
 
@@ -247,7 +245,7 @@ VALUES = """
 --simreg-lambda ten | SimReg lambda must be a finite number of 0 or more, or auto, not ten
 --simreg-lambda 1 --simreg-objective foo | unknown SimReg objective 'foo': choose from simreg,
 --simreg-scope local | --simreg-scope has no effect while --simreg-lambda is 0
---recipe baseline --simreg-lambda 10 | --recipe baseline trains on cross-entropy alone, and --simreg-lambda 10
+--recipe baseline --simreg-lambda 10 | --recipe baseline decides --simreg-lambda: leave one of them out
 --simreg-objective simreg:-1 | SimReg lambda must be a finite number of 0 or more, or auto, not -1
 --simreg-objective simreg:1,simreg:2 | SimReg objective 'simreg:1,simreg:2' must be one name, or several different ones
 --simreg-objective none:1 | SimReg objective 'none:1' must be one name, or several
