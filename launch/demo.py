@@ -2,7 +2,7 @@
 """Compare two tiny LLaMAs on the same text from the same seed, one with SimReg: `make demo`.
 
 `cross-entropy` only measures SimReg and the geometry of the hidden states, `simreg` trains on it as well. They run side
-by side, one thread each. What a step costs is measured afterwards, in short runs of plain Megatron and SimReg in turns.
+by side, one thread each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from launch.flags import LaunchError, group_flags  # noqa: E402
 from launch.jobs import KEEP_HEAP, Job, JobFailed, run_jobs  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
 from launch.preflight import check_own_flags  # noqa: E402
-from launch.timing import Overhead, interval_milliseconds, overhead  # noqa: E402
 from simreg_megatron.installed import python_path  # noqa: E402
 from simreg_megatron.tools.curves import draw_curves  # noqa: E402
 from simreg_megatron.tools.events import NEGATIVE_COSINE, SIMREG_LOSS, VALIDATION_LOSS, ReportError, read_run  # noqa: E402
@@ -43,8 +42,6 @@ MARK = "demo.json"  # says that a folder is the demo's own and may be replaced
 RESULT = "result.json"
 CURVES, HEATMAPS = "curves.png", "heatmaps.png"
 RUNS = CROSS_ENTROPY, SIMREG = "cross-entropy", "simreg"
-PLAIN, TIMING = "plain", "timing"  # Megatron without any flag of the plugin; the folder of the short runs
-TIMING_STEPS, TIMING_INTERVAL = 30, 10  # the first interval does not count
 EVALUATIONS = 8  # on the way; the early heat-maps are of the first one
 _ITERATION = re.compile(r"\] iteration +(\d+)/ *\d+ \|")
 _VALIDATION = re.compile(r"^ validation loss at iteration (\d+) on validation set \|.*? lm loss value: (\S+)")
@@ -83,8 +80,6 @@ class Settings:
 
     def objective(self, name: str) -> list[str]:
         """Return the plugin's flags: cross-entropy measures what SimReg trains on, with the same settings."""
-        if name == PLAIN:
-            return []
         measured = ["--simreg-objective", "none", "--simreg-lambda", "0"]
         return list(self.simreg) if name == SIMREG else [*self.simreg, *measured]
 
@@ -128,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_demo(settings: Settings) -> None:
-    """Train both models, measure their steps, draw what they learned, and print the comparison."""
+    """Train both models, draw what they learned, and print the comparison."""
     started, commit = time.monotonic(), record.commit()
     print(
         f"Two tiny LLaMAs are pretrained in Megatron, {settings.steps} steps, same text, same seed:\n"
@@ -138,17 +133,15 @@ def run_demo(settings: Settings) -> None:
     )
     with lock.held(settings.output):
         make_room(settings)
-        print("\n[1/4] The text: documentation of the Python libraries on this machine", flush=True)
+        print("\n[1/3] The text: documentation of the Python libraries on this machine", flush=True)
         words = ["data", "corpus-builtin", "--out", str(ROOT / "data" / "builtin")]
         corpus = [sys.executable, "-m", "simreg_megatron.cli", *words]
         run_jobs([Job("text", corpus, settings.output / "text.txt", {"PYTHONPATH": python_path(ROOT)})])
-        print("\n[2/4] Training: both at once, sharing the cores", flush=True)
+        print("\n[2/3] Training: both at once, sharing the cores", flush=True)
         commands = {name: [*TORCHRUN, str(TRAIN_SCRIPT), *settings.training_flags(name)] for name in RUNS}
         logs = {name: settings.output / name / "log.txt" for name in RUNS}
         run_jobs([Job(name, commands[name], logs[name], ONE_CORE) for name in RUNS], print_progress)
-        print("\n[3/4] The time of a step: short runs of plain Megatron and SimReg, one at a time", flush=True)
-        steps = measure_steps(settings)
-        print("\n[4/4] Hidden states of one text, and figures", flush=True)
+        print("\n[3/3] Hidden states of one text, and figures", flush=True)
         run_jobs([probe_job(settings, name) for name in RUNS])
         result = draw(settings)
     seconds, packages = time.monotonic() - started, record.packages()
@@ -157,13 +150,11 @@ def run_demo(settings: Settings) -> None:
         "python": platform.python_version(),
         "versions": {name: packages.get(name) for name in ("torch", "megatron-core")},
         "settings": {"steps": settings.steps, "seed": settings.seed, "simreg": list(settings.simreg)},
-        "seconds": seconds, "seconds_per_step": steps._asdict(),
+        "seconds": seconds,
     }  # fmt: skip
     (settings.output / RESULT).write_text(json.dumps(facts | result, indent=2) + "\n", encoding="utf-8")
     print(table_of(result["runs"]))
     print(
-        f"A step takes {steps.base:.3f} s in plain Megatron and {steps.other:.3f} s with SimReg (medians), "
-        f"turn by turn {steps.percent:+.1f} % (95 % interval {steps.low:+.1f} to {steps.high:+.1f})\n"
         "One seed, and the baseline was not tuned: docs/evidence.md compares tuned ones.\n"
         f"In {settings.output}: {CURVES}, {HEATMAPS}, {RESULT}, the logs. It took {seconds / 60:.0f} minutes. Next:\n"
         f"  .venv/bin/simreg-megatron curves {settings.output / CROSS_ENTROPY} {settings.output / SIMREG}\n"
@@ -176,7 +167,7 @@ def make_room(settings: Settings) -> None:
     output = settings.output
     if any(path.name != lock.NAME for path in output.iterdir()) and not (output / MARK).is_file():
         raise LaunchError(f"{output} has files that no demo wrote: empty it, or give another --output")
-    for name in (*RUNS, TIMING):
+    for name in RUNS:
         shutil.rmtree(output / name, ignore_errors=True)
     (output / MARK).write_text(json.dumps({"simreg": list(settings.simreg)}) + "\n", encoding="utf-8")
 
@@ -189,20 +180,6 @@ def print_progress(job: Job, line: str) -> None:
         print(f"{job.name:<13} step {iteration[1]:>4}  {values}", flush=True)
     elif evaluation := _VALIDATION.match(line):
         print(f"{job.name:<13} step {evaluation[1]:>4}  validation loss {float(evaluation[2]):.4f}", flush=True)
-
-
-def measure_steps(settings: Settings) -> Overhead:
-    """Time short runs of plain Megatron and of SimReg, twice each."""
-    seconds: dict[str, list[list[float]]] = {PLAIN: [], SIMREG: []}
-    for turn, name in enumerate((PLAIN, SIMREG, SIMREG, PLAIN)):
-        flags = ["--model", "tiny", "--output", str(settings.output / TIMING / name), "--seed", str(settings.seed)]
-        flags += ["--train-iters", str(TIMING_STEPS), "--log-interval", str(TIMING_INTERVAL), "--eval-iters", "0"]
-        command = [*TORCHRUN, str(TRAIN_SCRIPT), *flags, *settings.objective(name)]
-        log = settings.output / TIMING / f"{name}-{turn}.txt"
-        run_jobs([Job(name, command, log, ONE_CORE)])
-        times = interval_milliseconds(log.read_text(encoding="utf-8", errors="replace"), TIMING_INTERVAL)
-        seconds[name].append([time / 1000 for time in times])
-    return overhead(seconds[PLAIN], seconds[SIMREG])
 
 
 def probe_job(settings: Settings, name: str) -> Job:

@@ -52,7 +52,6 @@ def test_simreg_flags_are_passed_on() -> None:
     simreg, measured = settings.training_flags("simreg"), settings.training_flags("cross-entropy")
     assert simreg[-5:] == settings.simreg and "--train-iters 80" in " ".join(simreg)
     assert measured[-4:] == ["--simreg-objective", "none", "--simreg-lambda", "0"] and "0.1" in measured
-    assert settings.objective("plain") == []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_the_real_demo(tmp_path: Path) -> None:
     done = jobs_of_tests.run(command, cwd=ROOT, timeout=3000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "demo" / "result.json").read_text())
-    assert result["runs"]["simreg"]["validation_loss"] > 0 and result["seconds_per_step"]["base"] > 0
+    assert result["runs"]["simreg"]["validation_loss"] > 0
     assert result["settings"]["simreg"] == ["--simreg-chunk-size", "64", "--simreg-lambda", "2"]
     assert set(result["heatmaps"]) == {f"{name}, step {step}" for name in demo.RUNS for step in (1, 8)}
     for name in (demo.CURVES, demo.HEATMAPS):
