@@ -10,9 +10,7 @@ import argparse
 import copy
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launch import preflight, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
@@ -26,31 +24,14 @@ _BEGIN, _END = "<!-- launch.estimate -->", "<!-- end -->"  # of the table in a p
 # Arguments with which a run holds less than Megatron's formulas say, of weights or of activations.
 _FEWER_WEIGHTS = ("use_torch_fsdp2", "use_megatron_fsdp", "optimizer_cpu_offload", "use_precision_aware_optimizer")
 _FEWER_ACTIVATIONS = ("recompute_granularity", "cpu_offloading", "fine_grained_activation_offloading")
+_COLUMNS = (
+    "model", "nodes", "TP x PP x EP, DP", "micro-batch", "recompute", "weights, optimizer (GiB)", "activations (GiB)",
+    "sum (GiB)", "checkpoint (GiB)", "tokens (billion)", "tokens/s per GPU", "step (s)", "hours", "GPU hours",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """One size on its layout; memory in GiB per GPU, a checkpoint in GiB."""
-
-    model: str
-    nodes: int
-    args: Any
-    weights: float
-    activations: float
-    checkpoint: float  # of the whole run
-    flops: float  # per step
-
-    @property
-    def step_tokens(self) -> int:
-        return int(self.args.global_batch_size * self.args.seq_length)
-
-    @property
-    def step_seconds(self) -> float:
-        return self.flops / (self.args.world_size * PEAK * SHARE_OF_PEAK)
-
-
-def estimate(layout: str, model: str) -> Estimate:
-    """Ask Megatron, for `model` such as llama-7b."""
+def row(layout: str, model: str) -> tuple[float, list[str]]:
+    """Ask Megatron about a model such as llama-7b; return its FLOPs per token, and the cells of its line."""
     family, _, size = model.partition("-")
     nodes = flag_number(read_layout(layout, family, size), "--nodes", 1)
     world = nodes * _GPUS_PER_NODE
@@ -67,8 +48,23 @@ def estimate(layout: str, model: str) -> Estimate:
 
     args.padded_vocab_size = ASSUMED_VOCABULARY
     flops = num_floating_point_operations(args, args.global_batch_size)
-    checkpoint = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY)
-    return Estimate(model, nodes, args, weights, activations, checkpoint / 2**30, flops)
+    tokens, seconds = args.global_batch_size * args.seq_length, flops / (world * PEAK * SHARE_OF_PEAK)
+    hours = seconds * args.train_iters / 3600
+    parallel = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
+    checkpoint = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY) / 2**30
+    return flops / tokens, [
+        model,
+        str(nodes),
+        f"{' x '.join(map(str, parallel))}, {args.data_parallel_size}",
+        str(args.micro_batch_size),
+        args.recompute_granularity or "none",
+        *(f"{gib:.1f}" for gib in (weights, activations, weights + activations, checkpoint)),
+        f"{tokens * args.train_iters / 1e9:.1f}",
+        f"{tokens / seconds / world:,.0f}",
+        f"{seconds:.1f}",
+        f"{hours:.1f}",
+        f"{hours * world:,.0f}",
+    ]
 
 
 def gpu_memory(args: argparse.Namespace, vocabulary: int) -> tuple[float, float] | None:
@@ -92,40 +88,14 @@ def gpu_memory(args: argparse.Namespace, vocabulary: int) -> tuple[float, float]
     return weights * held[0], activations * held[1]
 
 
-_COLUMNS = (
-    "model", "nodes", "TP x PP x EP, DP", "micro-batch", "recompute", "weights, optimizer (GiB)", "activations (GiB)",
-    "sum (GiB)", "checkpoint (GiB)", "tokens (billion)", "tokens/s per GPU", "step (s)", "hours", "GPU hours",
-)  # fmt: skip
-
-
-def row(one: Estimate) -> list[str]:
-    """Format the cells of one line."""
-    args = one.args
-    layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
-    return [
-        one.model,
-        str(one.nodes),
-        f"{' x '.join(map(str, layout))}, {args.data_parallel_size}",
-        str(args.micro_batch_size),
-        args.recompute_granularity or "none",
-        *(f"{gib:.1f}" for gib in (one.weights, one.activations, one.weights + one.activations)),
-        f"{one.checkpoint:.1f}",
-        f"{one.step_tokens * args.train_iters / 1e9:.1f}",
-        f"{one.step_tokens / one.step_seconds / args.world_size:,.0f}",
-        f"{one.step_seconds:.1f}",
-        f"{one.step_seconds * args.train_iters / 3600:.1f}",
-        f"{one.step_seconds * args.train_iters / 3600 * args.world_size:,.0f}",
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m launch.estimate", description=__doc__)
     parser.add_argument("--layout", default="h800", choices=layout_names(), help="default: h800")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"put the table there, between {_BEGIN} and {_END}")
     options = parser.parse_args()
     models = [path.stem for path in (LAYOUTS / options.layout).glob("*.args")]
-    found = sorted((estimate(options.layout, model) for model in models), key=lambda one: one.flops / one.step_tokens)
-    lines = [f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *map(row, found))]
+    found = [cells for _, cells in sorted(row(options.layout, model) for model in models)]
+    lines = [f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *found)]
     print("\n".join(lines))
     if options.output:
         from tools import tables  # which are of the repository alone: nothing that runs needs them
