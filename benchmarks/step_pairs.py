@@ -20,8 +20,8 @@ from rich.console import Console
 from benchmarks import launched, records
 from benchmarks.alternating_run import LOG_INTERVAL, PROFILED
 from benchmarks.records import RESULTS, ROOT, Record
+from benchmarks.timing import overhead
 from benchmarks.train import PROFILE, TIMES
-from launch.timing import overhead
 
 KINDS = {
     "SimReg off": ("--simreg-lambda", "0"),  # what the machine itself makes of two kinds of step

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import demo, timing
+from launch import demo
 from launch.jobs import Job, JobFailed, run_jobs
 from tests.helpers import jobs as jobs_of_tests
 
@@ -73,14 +73,6 @@ def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path, capsys: pytest
     (tmp_path / "thesis.tex").write_text("x")
     assert demo.main(["--output", str(tmp_path)]) == 1
     assert "has files that no demo wrote" in capsys.readouterr().err and (tmp_path / "thesis.tex").read_text() == "x"
-
-
-def test_the_overhead_is_taken_within_turns() -> None:
-    """A machine that is twice as slow in its second turn says nothing of the runs."""
-    found = timing.overhead([[1.0, 1.0], [2.0, 2.0]], [[1.1, 1.1], [2.2, 2.2]])
-    assert found.percent == pytest.approx(10.0) and (found.low, found.high) == pytest.approx((10.0, 10.0))
-    with pytest.raises(ValueError, match="every turn"):
-        timing.overhead([[1.0]], [[1.0], [2.0]])
 
 
 @pytest.mark.slow

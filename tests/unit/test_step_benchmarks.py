@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import launched, step_profile, steps, train
+from benchmarks import launched, step_profile, steps, timing, train
 from launch.launcher import make_parser
 from launch.plan import Machine, build_plan
 
@@ -49,3 +49,11 @@ def test_idle_time_is_that_before_a_kernel() -> None:
     events = [event("b", 3000, 9000), event("span", 0, 9e9, is_span=True), event("a", 0, 1000), event("c", 5000, 6000)]
     found = step_profile._idle_before([*events, event("b", 9500, 9600)])
     assert found == {"b": 2.5, "c": 0.0}
+
+
+def test_the_overhead_is_taken_within_turns() -> None:
+    """A machine that is twice as slow in its second turn says nothing of the runs."""
+    found = timing.overhead([[1.0, 1.0], [2.0, 2.0]], [[1.1, 1.1], [2.2, 2.2]])
+    assert found.percent == pytest.approx(10.0) and (found.low, found.high) == pytest.approx((10.0, 10.0))
+    with pytest.raises(ValueError, match="every turn"):
+        timing.overhead([[1.0]], [[1.0], [2.0]])

@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the time per step from Megatron's log, and compare it between two kinds of run."""
+"""Compare the time of a step between two kinds of run that took turns."""
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-_LINE = re.compile(r"\] iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)")
-
 _RESAMPLES = 2000
-
-
-def interval_milliseconds(log: str, log_interval: int) -> list[float]:
-    """Read the time per step of each logged interval after the first, in which things are set up."""
-    return [float(time) for step, time in _LINE.findall(log) if int(step) > log_interval]
 
 
 class Overhead(NamedTuple):
@@ -29,8 +21,7 @@ class Overhead(NamedTuple):
     high: float
 
 
-Turns = Sequence[Sequence[float]]
-"""For each turn the times per step of its logged intervals."""
+Turns = Sequence[Sequence[float]]  # for each turn the times per step of its logged intervals
 
 
 def overhead(base: Turns, other: Turns) -> Overhead:
