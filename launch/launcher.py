@@ -35,7 +35,6 @@ from launch.plan import (
     model_names,
     resumed,
 )
-from launch.schedule import check_schedule
 from simreg_megatron.installed import broken_transformer_engine
 from simreg_megatron.tools.indexed import is_pair
 
@@ -226,7 +225,7 @@ def _interrupt_once(*_: object) -> None:
 
 
 def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -> preflight.Answer | None:
-    """Ask Megatron about the run's flags, and compare its schedule with that of the checkpoint it would load.
+    """Ask Megatron about the run's flags.
 
     Returns:
         What Megatron says; None if it cannot be asked. It objects only if a run on GPUs is planned without one: some
@@ -243,8 +242,6 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
     answer = preflight.check_with_megatron(plan.flags, tree=plan.tree, trains=trains, world_size=machine.world_size)
     if answer and answer.objection and not pretends:
         raise LaunchError(f"Megatron refuses these flags together: {answer.objection}")
-    if answer and answer.args:
-        check_schedule(answer.args)
     return answer
 
 
