@@ -38,8 +38,7 @@ def _fit_ffn(preset: list[Flag], user: Sequence[Flag], ffn: str, notes: list[str
             raise LaunchError(f"--ffn takes literal, aligned or a positive number, not {ffn!r}")
         size = sizes.aligned_neighbours(literal, split)[0] if ffn == "aligned" else int(ffn)
         preset = _replace(preset, name, str(size))
-    whose = "you asked for it" if ffn != "literal" or name in flag_names(user) else "it is the paper's"
-    warning = sizes.check_ffn(flag_number([*preset, *user], name, 1), split, whose)
+    warning = sizes.check_ffn(flag_number([*preset, *user], name, 1), split)
     notes += [warning] if warning else []
     return preset
 

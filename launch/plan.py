@@ -49,9 +49,6 @@ _OF_A_START = {  # where a run's first weights come from; they would drop the op
 }  # fmt: skip
 _OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start from step 0 if the checkpoint has gone meanwhile
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
-_NEED_GPU = {
-    "--distributed-backend nccl", "--transformer-impl transformer_engine", "--simreg-impl triton",
-}  # fmt: skip
 _TE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 _RESUMABLE = "a run that can resume (--auto-resume, and every submitted one)"
 _OWN_FOLDERS = "needs --output DIR: by default each tiny run has a folder of its own"
@@ -239,9 +236,6 @@ def _choose_cpu(model: str, user: Sequence[Flag], machine: Machine, environ: Map
             "or insist with --simreg-cpu",
         ),
     )
-    for name in flag_names(user) if on_cpu else ():
-        if (choice := f"{name} {flag_value(user, name)}") in _NEED_GPU:
-            raise LaunchError(f"{choice} needs a GPU and this run has none: leave the flag out")
     return on_cpu
 
 

@@ -37,11 +37,8 @@ def aligned_neighbours(size: int, split: int) -> list[int]:
     return sorted(sizes, key=lambda candidate: (abs(candidate - size), -candidate))
 
 
-def check_ffn(size: int, split: int, whose: str) -> str | None:
-    """Return a warning if tensor cores will run this FFN slowly; refuse one that the ranks cannot share.
-
-    `whose` is why it is kept.
-    """
+def check_ffn(size: int, split: int) -> str | None:
+    """Return a warning if tensor cores will run this FFN slowly; refuse one that the ranks cannot share."""
     nearest = aligned_neighbours(size, split)
     offer = " or ".join(f"--ffn {candidate}" for candidate in nearest)
     if size % split:
@@ -53,7 +50,7 @@ def check_ffn(size: int, split: int, whose: str) -> str | None:
         share = "" if split == 1 else f" ({size // split} per rank)"
         return (
             f"the FFN size {size}{share} is no multiple of {_WORDS}, so tensor cores run below their speed: "
-            f"--ffn aligned takes {nearest[0]} ({offer}); it is kept because {whose}"
+            f"--ffn aligned takes {nearest[0]} ({offer})"
         )
     return None
 

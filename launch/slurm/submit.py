@@ -256,15 +256,7 @@ def _submit(job: Job, text: str) -> None:
             file.write(text)  # for this user only: the settings of a cluster may hold a key
     except OSError as error:
         raise LaunchError(f"{error.filename} cannot be written ({error.strerror}): give another --output") from None
-    try:
-        number = _run(["sbatch", "--parsable", str(path)]).partition(";")[0]
-    except LaunchError as error:
-        if not re.search(r"job array|QOS policy|SubmitJob", str(error)):
-            raise
-        raise LaunchError(
-            f"{error}; the chain is an array of {job.slices} tasks, which this cluster may not allow: give a smaller "
-            "--slices (scontrol show config | grep MaxArraySize; sacctmgr show qos format=name,maxsubmitpu)"
-        ) from None
+    number = _run(["sbatch", "--parsable", str(path)]).partition(";")[0]
     print(f"submitted {job.name} as job {number}, at most {job.slices} slices of {job.time} on {job.nodes} nodes")
     print(f"  logs   {folder}/{number}_*.log")
     print(f"  stop   touch {job.output / STOP}   (saves first)      scancel {number}   (at once)")

@@ -605,25 +605,3 @@ class TestWhatARunTakes:
         assert "the run itself would be refused on this machine: there is no PREFIX.bin" in said
         site = site_file(tmp_path, f"{DEFAULT.read_text()}\nGPU_MEMORY=192\n")
         assert "the run needs" not in submitted("--cluster", str(site), *large)[1]
-
-
-@pytest.mark.parametrize(
-    ("refusal", "advised"),
-    [
-        ("sbatch: error: Batch job submission failed: Invalid job array specification", True),
-        ("sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)", True),
-        ("sbatch: error: invalid partition specified: gpus", False),
-    ],
-)
-def test_an_array_that_is_too_long_for_the_cluster(
-    refusal: str, advised: bool, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bin").mkdir()
-    for name, text in {"squeue": "", "sbatch": f'echo "{refusal}" >&2\nexit 1\n'}.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    job = submit.prepare([LLAMA, "--model", "7b", *data], dict(os.environ)).job
-    with pytest.raises(LaunchError) as caught:
-        submit._submit(job, render(job))
-    assert refusal in str(caught.value) and ("give a smaller --slices" in str(caught.value)) == advised

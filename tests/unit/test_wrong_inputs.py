@@ -87,7 +87,6 @@ FLAGS = [
     ("--simreg-lamda 10", "there is no flag --simreg-lamda: did you mean --simreg-lambda?"),
     ("--simreg-lambda 1 --simreg-layers 7", "--simreg-layers 7 is beyond the model, which has layers 1 to 4"),
     ("--adagc-beta 0.9", "--adagc-beta has no effect without --adagc"),
-    ("--simreg-lambda 1 --simreg-impl triton", "--simreg-impl triton needs a GPU and this run has none"),
 ]
 
 
@@ -257,8 +256,6 @@ VALUES = """
 --auto-resume --output out/x | a run that can resume (--auto-resume, and every submitted one) needs --save-interval N
 --load none | --load none: there is no complete checkpoint: give the folder that --save named
 --load out/run | --load out/run: there is no complete checkpoint: give the folder that --save named
---distributed-backend nccl | --distributed-backend nccl needs a GPU and this run has none
---transformer-impl transformer_engine | --transformer-impl transformer_engine needs a GPU and this run has none
 extra | 'extra' belongs to no flag
 """
 OF_SIMREG = """
@@ -272,7 +269,6 @@ OF_SIMREG = """
 --simreg-self-positive maybe | unknown SimReg self positive 'maybe': choose from
 --simreg-chunk-weight foo | unknown SimReg chunk weight 'foo': choose from
 --simreg-chunk-size 1 | the SimReg chunk size must be at least 2 tokens, or 0 for the whole sequence, not 1
---simreg-impl triton | --simreg-impl triton needs a GPU and this run has none
 --simreg-chunk-size 1.5 | argument --simreg-chunk-size: invalid int value: '1.5'
 --simreg-warmup-iters -5 | --simreg-warmup-iters must be 0, or at least 2, got -5
 --simreg-lambda-schedule quadratic | the SimReg lambda schedule must be constant, or linear or cosine
