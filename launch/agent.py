@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-_IN_USE = "EADDRINUSE"
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -36,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
-        print(f"error: {explained(str(error), argv)}", file=sys.stderr)
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        print(f"error: the nodes did not meet: {first}", file=sys.stderr)
         return 2
     return 0
 
@@ -53,15 +53,6 @@ def ended(rank: int, exitcode: int) -> int:
     hint = ", which the system does when memory runs out" if name == "SIGKILL" else ""
     print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
     return 128 - exitcode
-
-
-def explained(message: str, argv: Sequence[str]) -> str:
-    """Explain why the processes of all machines did not meet."""
-    port = next((word.partition("=")[2] for word in argv if word.startswith(("--master-port=", "--master_port="))), "")
-    if _IN_USE in message:
-        return f"port {port or '29500'} is in use on this machine: give another --master-port, the same on every node"
-    first = (message.strip().splitlines() or ["no word of torch's"])[0]
-    return f"the nodes did not meet ({first}): check that each runs this command and reaches the first one's address"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -24,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighbours and the package like this
 
-from launch import lock, record  # noqa: E402
+from launch import lock  # noqa: E402
 from launch.flags import LaunchError, group_flags  # noqa: E402
 from launch.jobs import KEEP_HEAP, Job, JobFailed, run_jobs  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
@@ -124,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_demo(settings: Settings) -> None:
     """Train both models, draw what they learned, and print the comparison."""
-    started, commit = time.monotonic(), record.commit()
+    started = time.monotonic()
     print(
         f"Two tiny LLaMAs are pretrained in Megatron, {settings.steps} steps, same text, same seed:\n"
         f"  {CROSS_ENTROPY:<13}  the language-model loss alone; SimReg is measured only\n"
@@ -144,11 +143,8 @@ def run_demo(settings: Settings) -> None:
         print("\n[3/3] Hidden states of one text, and figures", flush=True)
         run_jobs([probe_job(settings, name) for name in RUNS])
         result = draw(settings)
-    seconds, packages = time.monotonic() - started, record.packages()
+    seconds = time.monotonic() - started
     facts = {
-        "date": time.strftime("%Y-%m-%d"), "commit": commit, "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: packages.get(name) for name in ("torch", "megatron-core")},
         "settings": {"steps": settings.steps, "seed": settings.seed, "simreg": list(settings.simreg)},
         "seconds": seconds,
     }  # fmt: skip

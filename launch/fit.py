@@ -36,7 +36,7 @@ def _fit_ffn(preset: list[Flag], user: Sequence[Flag], ffn: str, notes: list[str
             raise LaunchError(f"--ffn and {name} name the same size: give one")
         if ffn != "aligned" and not (ffn.isdecimal() and int(ffn)):
             raise LaunchError(f"--ffn takes literal, aligned or a positive number, not {ffn!r}")
-        size = sizes.aligned_neighbours(literal, split)[0] if ffn == "aligned" else int(ffn)
+        size = sizes.aligned_size(literal, split) if ffn == "aligned" else int(ffn)
         preset = _replace(preset, name, str(size))
     warning = sizes.check_ffn(flag_number([*preset, *user], name, 1), split)
     notes += [warning] if warning else []

@@ -62,11 +62,6 @@ def packages() -> dict[str, str]:
     return dict(sorted((name, version) for name, version in found.items() if name))
 
 
-def commit() -> str:
-    """Name the commit of this source, marked if files differ from it; empty outside a checkout."""
-    return _git("describe", "--always", "--abbrev=12", "--dirty")
-
-
 def _git(*words: str) -> str:
     return _run(["git", "-C", str(ROOT), *words])
 

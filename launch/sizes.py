@@ -29,28 +29,23 @@ def ffn_split(flags: Sequence[Flag]) -> int:
     return tensor
 
 
-def aligned_neighbours(size: int, split: int) -> list[int]:
-    """Return the sizes below and above, nearest first, of full tiles that leave each rank 16-byte aligned rows."""
+def aligned_size(size: int, split: int) -> int:
+    """Return the nearest size of full tiles that leaves each rank 16-byte aligned rows."""
     unit = math.lcm(_TILE, _WORDS * split)
-    below = size // unit * unit
-    sizes = {below, below if below == size else below + unit} - {0}
-    return sorted(sizes, key=lambda candidate: (abs(candidate - size), -candidate))
+    return max(1, (size + unit // 2) // unit) * unit
 
 
 def check_ffn(size: int, split: int) -> str | None:
     """Return a warning if tensor cores will run this FFN slowly; refuse one that the ranks cannot share."""
-    nearest = aligned_neighbours(size, split)
-    offer = " or ".join(f"--ffn {candidate}" for candidate in nearest)
     if size % split:
         raise LaunchError(
-            f"the FFN size {size} cannot be split over {split} tensor-parallel ranks: "
-            f"give --ffn aligned ({nearest[0]}), {offer}, or --tensor-model-parallel-size 1"
+            f"the FFN size {size} cannot be split over {split} tensor-parallel ranks: give --ffn aligned "
+            f"({aligned_size(size, split)}), --ffn SIZE, or --tensor-model-parallel-size 1"
         )
     if size // split % _WORDS:
-        share = "" if split == 1 else f" ({size // split} per rank)"
         return (
-            f"the FFN size {size}{share} is no multiple of {_WORDS}, so tensor cores run below their speed: "
-            f"--ffn aligned takes {nearest[0]} ({offer})"
+            f"{size // split} columns of the FFN a rank are no multiple of {_WORDS}, so tensor cores run below their "
+            f"speed: --ffn aligned takes {aligned_size(size, split)}"
         )
     return None
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from launch import data, preflight, progress
 from launch.dry_run import facts_of
@@ -30,16 +30,9 @@ from launch.slurm.job import Job, render
 from launch.slurm.site import DEFAULT, Site, read_site
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raise an error as one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(f"{message}: see bash launch/slurm/submit.sh --help")
-
-
 def make_submit_parser() -> argparse.ArgumentParser:
     """Make the parser of the options that go before the script."""
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="launch/slurm/submit.sh",
         usage="bash launch/slurm/submit.sh [options] launch/pretrain_{llama|mixtral}.sh [options of that script]",
         description="Submit a run to SLURM as a chain of jobs, each of which resumes, until the run is done.",
