@@ -64,7 +64,7 @@ def make_parser(family: str) -> argparse.ArgumentParser:
     tokenizer = "its tokenizer: a .model file, or a Hugging Face folder or name"
     layout = f"layout of the model for a kind of machine: {', '.join(layout_names())}"
     add = parser.add_argument
-    add("--model", type=str.lower, choices=model_names(family), help="preset (default: tiny)")
+    add("--model", type=str.lower, choices=model_names(family), default=TINY, help="preset (default: tiny)")
     add("--recipe", choices=RECIPES, help=f"{recipe}sequences (default: neither)")
     add("--plain", action="store_true", help="leave the plugin out: Megatron alone, to compare with")
     add("--data", nargs="+", metavar="PREFIX", help=text)
@@ -100,7 +100,7 @@ def _launch(family: str, argv: Sequence[str]) -> None:
         raise LaunchError(str(error)) from None
     machine = look_at_machine()
     if options.dry_run:
-        machine = _assume_gpus(machine, options.model or TINY, words)
+        machine = _assume_gpus(machine, options.model, words)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     plan = build_plan(family, options, words, machine, environ=os.environ, stamp=stamp)
     if options.dry_run:
@@ -134,8 +134,7 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     preflight.check_load(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
-    if not plan.builtin_corpus:
-        _say_each("> ", check_data(plan.flags))
+    _say_each("> ", check_text(plan, may_miss=False))
     _prepare(plan)
     check_with_megatron(continued(plan)[0] if options.auto_resume else plan, machine, trains=True)
 
@@ -150,16 +149,17 @@ def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
         _say(f"# note      the run itself would do nothing: {progress.length(plan)} are done")
     if answer and answer.objection:
         _say(f"# note      on this machine, without a GPU, Megatron would refuse these flags: {answer.objection}")
-    missing = missing_data(plan)
-    if not missing and not plan.builtin_corpus:
-        _say_each("> ", check_data(plan.flags))
-    _say_each("# note      ", missing)
+    _say_each("# note      ", check_text(plan, may_miss=True))
 
 
-def missing_data(plan: Plan) -> list[str]:
-    """Return a note for each text of the run that is not on this machine, for a dry run."""
-    missing = [] if plan.builtin_corpus else [prefix for prefix in prefixes(plan.flags) if not is_pair(prefix)]
-    return [f"the run itself would be refused on this machine: {explain_missing(prefix)}" for prefix in missing]
+def check_text(plan: Plan, *, may_miss: bool) -> list[str]:
+    """Check the text of a run and return notes; text that is not on this machine is one of them if `may_miss`."""
+    if plan.builtin_corpus:
+        return []
+    missing = [prefix for prefix in prefixes(plan.flags) if not is_pair(prefix)]
+    if missing and may_miss:
+        return [f"the run itself would be refused on this machine: {explain_missing(prefix)}" for prefix in missing]
+    return check_data(plan.flags)
 
 
 def continued(plan: Plan) -> tuple[Plan, int | None]:

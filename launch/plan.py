@@ -151,8 +151,7 @@ def build_plan(
     asked = group_flags(user_words)
     _refuse_contradictions(options, asked)
     user = [*without(group_flags(RECIPES.get(options.recipe, ())), flag_names(asked)), *asked]
-    model = options.model or TINY
-    large = model != TINY
+    model, large = options.model, options.model != TINY
     on_cpu = _choose_cpu(model, user, machine, environ)
     builtin = _uses_builtin_corpus(model, options, user)
     preset = read_preset(PRESETS / f"{family}-{model}.args")

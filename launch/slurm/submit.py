@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from launch import data, preflight, progress
+from launch import preflight, progress
 from launch.dry_run import facts_of
 from launch.flags import LaunchError, flag_number, refuse
-from launch.launcher import check_with_megatron, continued, make_parser, missing_data
+from launch.launcher import check_text, check_with_megatron, continued, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
 from launch.slurm import needs
 from launch.slurm.chain import STOP
@@ -121,7 +121,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     run_options, rest = make_parser(family).parse_known_args(words)
     if run_options.dry_run:
         raise LaunchError("put --dry-run before the script: there it prints the job")
-    model = run_options.model or TINY
+    model = run_options.model
     if run_options.layout is None and model != TINY and site.gpus_per_node and site.layout:
         run_options.layout = site.layout
         words = ["--layout", site.layout, *words]
@@ -176,13 +176,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
     if {"-h", "--help"} & set(argv[:1]):
         make_submit_parser().parse_args(["--help"])
     for place, word in enumerate(argv):
-        if match := re.search(r"pretrain_(\w+)\.sh$", word):
-            family = match[1]
-            if not (ROOT / "launch" / f"pretrain_{family}.sh").is_file():
-                raise LaunchError(
-                    f"there is no launch/pretrain_{family}.sh: it is launch/pretrain_llama.sh or ..._mixtral.sh"
-                )
-            return list(argv[:place]), family, list(argv[place + 1 :])
+        if match := re.search(r"pretrain_(llama|mixtral)\.sh$", word):
+            return list(argv[:place]), match[1], list(argv[place + 1 :])
     raise LaunchError("name what to run: launch/pretrain_llama.sh or launch/pretrain_mixtral.sh, then its options")
 
 
@@ -220,12 +215,8 @@ def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
     """Check the text before hours in a queue; in a container the paths may be other ones."""
     if site.runtime == "venv":
         preflight.check_load(plan.flags)
-    missing = missing_data(plan)
     try:
-        if missing and (previews or site.runtime != "venv"):
-            notices = missing if previews else []
-        else:
-            notices = [] if plan.builtin_corpus else data.check_data(plan.flags)
+        notices = check_text(plan, may_miss=previews or site.runtime != "venv")
     except ImportError as error:
         notices = [
             f"note: {sys.executable} has no {error.name}, so the data is not checked here: activate the environment of "

@@ -288,10 +288,10 @@ COMMANDS = """
 submit | error: name what to run: launch/pretrain_llama.sh or launch/pretrain_mixtral.sh
 submit --cluster none.env launch/pretrain_llama.sh | error: none.env cannot be read (No such file or directory): give
 submit --cluster data launch/pretrain_llama.sh | error: data cannot be read (Is a directory): give a file of settings
-submit --cluster cpu.env launch/pretrain_gpt.sh | error: there is no launch/pretrain_gpt.sh
+submit --cluster cpu.env launch/pretrain_gpt.sh | error: name what to run: launch/pretrain_llama.sh
 submit --cluster cpu.env train.py | error: name what to run
 submit --cluster cpu.env launch/pretrain_llama.sh --model 7b | error: how many nodes? give --nodes N before the script
-submit --partition gpu launch/pretrain_llama.sh | error: unrecognized arguments: --partition gpu: see bash
+submit --partition gpu launch/pretrain_llama.sh | error: unrecognized arguments: --partition gpu
 simreg-megatron prepare | invalid choice: 'prepare'
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | argument --tokens: takes a positive number
 simreg-megatron data prepare few.jsonl --tokenizer TOK | the following arguments are required: --out
