@@ -15,7 +15,7 @@ from pathlib import Path
 from launch import preflight, sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import LaunchError, flag_number
-from launch.launcher import check_with_megatron, make_parser
+from launch.launcher import make_parser
 from launch.plan import LAYOUTS, Machine, build_plan, layout_names, read_layout
 from launch.sizes import PEAK, SHARE_OF_PEAK
 
@@ -39,7 +39,7 @@ def row(layout: str, model: str) -> tuple[float, list[str]]:
     words = ["--model", size, "--layout", layout, "--data", "text", "--tokenizer", "tokenizer.model"]
     options, rest = make_parser(family).parse_known_args(words)
     plan = build_plan(family, options, rest, machine, environ={})
-    answer = check_with_megatron(plan, machine)
+    answer = preflight.check_with_megatron(plan, machine)
     args = answer.args if answer else None
     if args is None:
         raise LaunchError(f"Megatron cannot be asked for {model}: {answer.objection if answer else 'see make setup'}")

@@ -136,14 +136,14 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
         _refuse_to_overwrite(plan)
     _say_each("> ", check_text(plan, may_miss=False))
     _prepare(plan)
-    check_with_megatron(continued(plan)[0] if options.auto_resume else plan, machine, trains=True)
+    preflight.check_with_megatron(continued(plan)[0] if options.auto_resume else plan, machine, trains=True)
 
 
 def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """Print the dry run; text that is not here may be where this machine does not see it."""
     preflight.check_load(plan.flags)
     begins, newest = continued(plan) if options.auto_resume else (plan, None)
-    answer = check_with_megatron(begins, machine)
+    answer = preflight.check_with_megatron(begins, machine)
     _say(describe(begins, machine, environ=os.environ, resumes=newest))
     if options.auto_resume and progress.has_ended(plan):
         _say(f"# note      the run itself would do nothing: {progress.length(plan)} are done")
@@ -224,39 +224,13 @@ def _interrupt_once(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -> preflight.Answer | None:
-    """Ask Megatron about the run's flags.
-
-    Returns:
-        What Megatron says; None if it cannot be asked. It objects only if a run on GPUs is planned without one: some
-        of its checks ask the GPU.
-
-    Raises:
-        LaunchError: the run would not start.
-    """
-    from torch.cuda import is_available
-
-    from simreg_megatron.cpu import backend as cpu_backend
-
-    pretends = machine.gpus > 0 and (cpu_backend.is_active() or not is_available())
-    answer = preflight.check_with_megatron(plan.flags, tree=plan.tree, trains=trains, world_size=machine.world_size)
-    if answer and answer.objection and not pretends:
-        raise LaunchError(f"Megatron refuses these flags together: {answer.objection}")
-    return answer
-
-
 def _go_on(plan: Plan) -> Plan:
     """Resume from the newest complete checkpoint; the first rank, which holds the folder, repairs it first.
 
     The others need not wait: what is deleted was never complete, and Megatron reads the folder when all have met.
     """
     folder = plan.save or Path()
-    try:
-        _say_each("> ", checkpoints.repair(folder) if os.environ["RANK"] == "0" else [])
-    except OSError as error:
-        raise LaunchError(
-            f"{error.filename} cannot be repaired ({error.strerror}): free some space there, or make it writable"
-        ) from None
+    _say_each("> ", checkpoints.repair(folder) if os.environ["RANK"] == "0" else [])
     newest = checkpoints.newest_whole(folder)
     if newest is None:
         return plan
@@ -265,13 +239,12 @@ def _go_on(plan: Plan) -> Plan:
 
 
 def look_at_machine() -> Machine:
-    """Find what this process runs on; a LaunchError without torch, or with a broken Transformer Engine and a GPU."""
-    try:
-        gpus = _gpus()
-    except ImportError:
-        raise LaunchError(
-            f"{sys.executable} has no torch: run `make setup`, or activate the right environment"
-        ) from None
+    """Find what this process runs on; a LaunchError if it has a GPU and a broken Transformer Engine."""
+    import torch
+
+    from simreg_megatron.cpu import backend as cpu_backend
+
+    gpus = 0 if cpu_backend.is_active() else torch.cuda.device_count()  # its stand-ins would count as GPUs
     if gpus and (broken := broken_transformer_engine()):  # a run on CPUs does without it
         raise LaunchError(broken)
     return Machine(
@@ -281,14 +254,6 @@ def look_at_machine() -> Machine:
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
-
-
-def _gpus() -> int:
-    import torch
-
-    from simreg_megatron.cpu import backend as cpu_backend
-
-    return 0 if cpu_backend.is_active() else torch.cuda.device_count()  # its stand-ins would count as GPUs
 
 
 def _assume_gpus(machine: Machine, model: str, words: Sequence[str]) -> Machine:

@@ -22,6 +22,7 @@ from launch import checkpoints, sizes
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_value, flatten
 
 if TYPE_CHECKING:
+    from launch.plan import Machine, Plan
     from simreg_megatron import SimRegConfig
 
 _INSTALL = "pip install 'megatron-core>=0.19.2,<0.20'"
@@ -86,30 +87,38 @@ class Answer(NamedTuple):
     args: argparse.Namespace | None
 
 
-def check_with_megatron(flags: Sequence[Flag], *, tree: Path | None, trains: bool, world_size: int) -> Answer | None:
-    """Let Megatron's own parser and checks read its flags; None if it is not installed here.
+def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -> Answer | None:
+    """Let Megatron's own parser and checks read the run's flags.
 
     Args:
-        tree: a source tree of Megatron-LM that runs in place of the installed one. Its script may add flags of its
-            own, so unknown ones are accepted.
+        plan: the run. The script of a source tree may add flags of its own, so unknown ones are accepted for it.
+        machine: the hardware and the number of ranks.
         trains: whether this process goes on to train; Megatron's log then keeps the output that it finds at import.
-        world_size: ranks of the run.
+
+    Returns:
+        What Megatron says; None if it cannot be asked. It objects only if a run on GPUs is planned without one: some
+        of its checks ask the GPU.
 
     Raises:
-        LaunchError: Megatron has no such flag, or the flag takes no such value.
+        LaunchError: the run would not start.
     """
-    use_tree(tree)
+    flags = plan.flags
+    use_tree(plan.tree)
     with contextlib.nullcontext() if trains else silence():
         parser = _megatrons_parser(trains=trains)
     if parser is None or "--yaml-cfg" in flag_names(flags):
         return None
     args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    if names and tree is None:
+    if names and plan.tree is None:
         raise LaunchError(f"Megatron has no flag {names[0]}: leave it out, or see --help")
     if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings
         return None
-    answer = _ask(args, world_size)
+    answer = _ask(args, machine.world_size)
+    from simreg_megatron.cpu import backend as cpu_backend
+
+    if answer.objection and not (machine.gpus and cpu_backend.is_active()):  # which stands in for the GPU
+        raise LaunchError(f"Megatron refuses these flags together: {answer.objection}")
     if answer.objection is None and (config := check_own_flags(flags)).active:
         from simreg_megatron.plugin import refusals
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from launch import preflight, progress
 from launch.dry_run import facts_of
 from launch.flags import LaunchError, flag_number, refuse
-from launch.launcher import check_text, check_with_megatron, continued, make_parser
+from launch.launcher import check_text, continued, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
 from launch.slurm import needs
 from launch.slurm.chain import STOP
@@ -85,19 +85,18 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], 
 
     The installed one has the last word, by a LaunchError, only if no container brings its own.
     """
-    preflight.use_tree(plan.tree)
-    if _missing("torch", "megatron") or _missing("megatron.training"):
-        return [
-            f"{sys.executable} has no Megatron to ask, so its flags are not checked here, and a misspelt one ends the "
-            "job when it begins: activate an environment with torch and megatron-core to check them"
-        ], None
     try:
-        answer = check_with_megatron(continued(plan)[0], machine)
+        answer = preflight.check_with_megatron(continued(plan)[0], machine)
     except LaunchError as error:
         if site.runtime == "venv":
             raise
         return [f"in a container with this machine's Megatron the run would be refused: {error}"], None
-    objection, args = answer or (None, None)
+    if answer is None:
+        return [
+            f"{sys.executable} has no Megatron to ask, so its flags are not checked here, and a misspelt one ends the "
+            "job when it begins: activate an environment with torch and megatron-core to check them"
+        ], None
+    objection, args = answer
     return [f"on this machine Megatron would refuse these flags: {objection}"] if objection else [], args
 
 
@@ -125,7 +124,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     if run_options.layout is None and model != TINY and site.gpus_per_node and site.layout:
         run_options.layout = site.layout
         words = ["--layout", site.layout, *words]
-    if site.runtime == "venv" and not site.python and _missing("torch"):
+    if site.runtime == "venv" and not site.python and importlib.util.find_spec("torch") is None:
         raise LaunchError(
             f"the job would run {sys.executable}, which has no torch: activate the environment of the run before you "
             f"submit, or name its Python in {options.cluster} (PYTHON=)"
@@ -164,11 +163,6 @@ def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
             f"MEGATRON_PATH is {tree} here and {site.environment['MEGATRON_PATH']} in {cluster}: unset one of them"
         )
     return replace(site, environment={**site.environment, "MEGATRON_PATH": tree}) if tree else site
-
-
-def _missing(*packages: str) -> list[str]:
-    """List those that this Python does not have: a login node's own may have none."""
-    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:

@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Return what a dry run of the tiny model prints."""
-    monkeypatch.setattr(launcher, "check_with_megatron", lambda *_: None)  # imports it for good
+    monkeypatch.setattr(launcher.preflight, "check_with_megatron", lambda *_: None)  # imports it for good
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SIMREG_CPU"):

@@ -509,7 +509,7 @@ class TestGoingOn:
 
     def test_a_dry_run_goes_on_where_the_run_would(self, tmp_path: Path, monkeypatch, capsys) -> None:
         """What it printed once began at step 0, over the checkpoints that are there."""
-        monkeypatch.setattr(launcher, "check_with_megatron", lambda *_: None)
+        monkeypatch.setattr(launcher.preflight, "check_with_megatron", lambda *_: None)
         monkeypatch.setenv("RANK", "0")
         words = ("--auto-resume", "--save-interval", "5", "--output", str(tmp_path), "--train-iters", "9")
         options, rest = make_parser("llama").parse_known_args(words)
@@ -773,5 +773,5 @@ def test_megatron_is_imported_under_the_output_that_its_log_will_keep(
     """Handlers of a log hold the stream that they find: under a silence that ends, all of it would be lost."""
     found = []
     monkeypatch.setattr(preflight, "_megatrons_parser", lambda **_: found.append(sys.stderr))
-    preflight.check_with_megatron((), tree=None, trains=trains, world_size=1)
+    preflight.check_with_megatron(plan(), CPU, trains=trains)
     assert (found == [sys.stderr]) is trains

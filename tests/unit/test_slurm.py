@@ -241,8 +241,7 @@ class TestWhatMegatronSays:
         def refuse(*_: object) -> None:
             raise LaunchError("Megatron has no flag --weight-decayy: leave it out")
 
-        monkeypatch.setattr(submit, "check_with_megatron", refuse)
-        monkeypatch.setattr(submit, "_missing", lambda *_: [])
+        monkeypatch.setattr(submit.preflight, "check_with_megatron", refuse)
         with pytest.raises(LaunchError, match="no flag --weight-decayy"):
             self.notes(Site())
         (note,) = self.notes(Site(runtime="pyxis", container_image="/i.sqsh"))
