@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.flags import Flag, LaunchError, flag_name, flag_number, flag_value
-from simreg_megatron.tools.indexed import ENDINGS, DataError, is_pair, read_index
+from simreg_megatron.tools.indexed import ENDINGS, is_pair, read_index
 
 MANIFEST = "manifest.json"
 _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
@@ -38,18 +38,10 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def count_tokens(prefix: str) -> int:
-    """Return the number of tokens of a pair by its index, which must be whole and match the .bin."""
-    try:
-        return read_index(prefix).tokens
-    except DataError as error:
-        raise LaunchError(str(error)) from None
-
-
 def tokens_there(flags: Sequence[Flag]) -> int | None:
     """Return the number of tokens of the training text; None where the flags name none that this machine has."""
     texts = prefixes(flags, ("--data-path", "--train-data-path"))
-    return sum(map(count_tokens, texts)) if texts and all(map(is_pair, texts)) else None
+    return sum(read_index(text).tokens for text in texts) if texts and all(map(is_pair, texts)) else None
 
 
 def read_manifest(prefix: str) -> dict[str, Any]:
@@ -74,7 +66,12 @@ def vocabulary(flags: Sequence[Flag], otherwise: int) -> int:
 
 
 def check_data(flags: Sequence[Flag]) -> list[str]:
-    """Check the text of a run against its manifest, tokenizer and sizes, and return notices for the user."""
+    """Check the text of a run against its manifest, tokenizer and sizes, and return notices for the user.
+
+    Raises:
+        LaunchError: the run cannot be trained on it.
+        DataError: the text or the tokenizer is not whole.
+    """
     notices: list[str] = []
     texts = prefixes(flags)
     for prefix in texts:
@@ -82,7 +79,7 @@ def check_data(flags: Sequence[Flag]) -> list[str]:
             raise LaunchError(explain_missing(prefix))
     tokenizer = _hash_of_tokenizer(flags) if texts else None  # a name may be asked of the Hub, which takes time
     for prefix in dict.fromkeys(texts):
-        tokens, needed = count_tokens(prefix), flag_number(flags, "--seq-length", 1) + 1
+        tokens, needed = read_index(prefix).tokens, flag_number(flags, "--seq-length", 1) + 1
         if tokens < needed and len(texts) == 1:
             raise LaunchError(f"{prefix}.bin has {tokens} tokens and one sample takes {needed}: give more text")
         manifest = read_manifest(prefix)
@@ -113,10 +110,7 @@ def _hash_of_tokenizer(flags: Sequence[Flag]) -> str | None:
         return None
     from simreg_megatron.tools.tokenizers import load_tokenizer
 
-    try:
-        return load_tokenizer(source).sha256
-    except DataError as error:
-        raise LaunchError(str(error)) from None
+    return load_tokenizer(source).sha256
 
 
 def _check_split(prefix: str, split: str) -> None:

@@ -36,7 +36,7 @@ from launch.plan import (
     resumed,
 )
 from simreg_megatron.installed import broken_transformer_engine
-from simreg_megatron.tools.indexed import is_pair
+from simreg_megatron.tools.indexed import DataError, is_pair
 
 _EPILOG = """Without --data the tiny model trains on a corpus that is built here, without a download.
 --ffn: literal is the preset's size; aligned is the nearest that can be split and suits tensor cores.
@@ -86,7 +86,7 @@ def main(family: str) -> None:
     signal.signal(signal.SIGINT, _interrupt_once)
     try:
         _launch(family, sys.argv[1:])
-    except LaunchError as error:
+    except (LaunchError, DataError) as error:
         _fail(error)
     except KeyboardInterrupt:
         _say("Stopped before training began.")
@@ -112,7 +112,9 @@ def _launch(family: str, argv: Sequence[str]) -> None:
     _check(plan, options, machine)
     with _alone(plan):
         if plan.builtin_corpus:
-            _build_corpus()
+            from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
+
+            ensure_builtin_corpus(BUILTIN_CORPUS)
         if options.auto_resume:
             plan = _go_on(plan)
         if os.environ["RANK"] == "0" and plan.save:
@@ -301,16 +303,6 @@ def _prepare(plan: Plan) -> None:
         raise preflight.without_megatron(error) from None
 
 
-def _build_corpus() -> None:
-    from simreg_megatron.tools.builtin_corpus import ensure_builtin_corpus
-    from simreg_megatron.tools.indexed import DataError
-
-    try:
-        ensure_builtin_corpus(BUILTIN_CORPUS)
-    except DataError as error:
-        raise LaunchError(str(error)) from None
-
-
 def _say(text: str) -> None:
     if os.environ["RANK"] == "0":
         print(text, flush=True)
@@ -321,7 +313,7 @@ def _say_each(mark: str, notes: Sequence[str]) -> None:
         _say(f"{mark}{note}")
 
 
-def _fail(error: LaunchError) -> NoReturn:
+def _fail(error: Exception) -> NoReturn:
     """Print the error once per machine: what is missing may differ between machines."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         of_several = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")

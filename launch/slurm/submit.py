@@ -28,6 +28,7 @@ from launch.slurm import needs
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render
 from launch.slurm.site import DEFAULT, Site, read_site
+from simreg_megatron.tools.indexed import DataError
 
 
 def make_submit_parser() -> argparse.ArgumentParser:
@@ -75,7 +76,7 @@ def main() -> None:
             _submit(job, text)
         for line in facts:
             print(f"> {line}" if options.dry_run else f"  {line}", file=sys.stderr if options.dry_run else sys.stdout)
-    except (LaunchError, argparse.ArgumentError) as error:
+    except (LaunchError, DataError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

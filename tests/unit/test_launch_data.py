@@ -11,7 +11,7 @@ import pytest
 from launch import data, launcher
 from launch.flags import LaunchError
 from simreg_megatron.tools.builtin_corpus import write_pair
-from simreg_megatron.tools.indexed import read_tokens
+from simreg_megatron.tools.indexed import DataError, read_tokens
 from simreg_megatron.tools.prepare_data import prepare
 from simreg_megatron.tools.tokenizers import train_tokenizer
 from tests.helpers.texts import TEXTS, lines, train_hugging_face
@@ -89,15 +89,15 @@ def test_damaged_and_exchanged_files_are_refused(place: Path, tmp_path: Path) ->
     ):
         (tmp_path / "set" / "manifest.json").write_text(foreign)
         assert "no manifest.json" in data.check_data([("--data-path", prefix)])[0]
-    assert data.count_tokens(prefix) == len(read_tokens(prefix))
+    assert data.tokens_there([("--data-path", prefix)]) == len(read_tokens(prefix))
     content = Path(f"{prefix}.bin").read_bytes()
     Path(f"{prefix}.bin").write_bytes(content[:-2])
-    with pytest.raises(LaunchError, match=r"has \d+ bytes and its \.idx says"):
+    with pytest.raises(DataError, match=r"has \d+ bytes and its \.idx says"):
         data.check_data([("--data-path", prefix)])
     index = Path(f"{prefix}.idx").read_bytes()
     for broken in (index[:-8], b"no index", b""):
         Path(f"{prefix}.idx").write_bytes(broken)
-        with pytest.raises(LaunchError, match="is not a whole Megatron index"):
+        with pytest.raises(DataError, match="is not a whole Megatron index"):
             data.check_data([("--data-path", prefix)])
 
 
