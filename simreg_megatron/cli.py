@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,55 +42,13 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_flags(commands: Any) -> None:
     text = "list the flags that SimReg and AdaGC add to Megatron's, one sentence each"
     parser = commands.add_parser("flags", help=text, description=text)
-    parser.add_argument("--markdown", action="store_true", help="as docs/flags.md has them")
     parser.set_defaults(run=_print_flags)
 
 
 def _print_flags(options: argparse.Namespace) -> None:
-    if options.markdown:
-        print(flags_page(), end="")
-        return
-    width = min(100, shutil.get_terminal_size().columns)
-    for title, found in _described_flags().items():
-        print(f"{title[:1].upper()}{title[1:]}")
-        for name, sentence in found:
-            print(textwrap.fill(f"{name}  {sentence}", width, initial_indent="  ", subsequent_indent="      "))
-
-
-def flags_page() -> str:
-    """docs/flags.md."""
-    lines = [
-        "# Flags",
-        "",
-        "Made by `simreg-megatron flags --markdown` from the parser itself; a test compares the two.",
-    ]
-    for title, found in _described_flags().items():
-        lines += ["", f"## {title[:1].upper()}{title[1:]}", "", "| flag | |", "|---|---|"]
-        lines += [f"| `{name}` | {sentence.replace('|', chr(92) + '|')} |" for name, sentence in found]
-    return "\n".join([*lines, "", _MORE_FLAGS, ""])
-
-
-_VALUES = {None: "", int: " N", float: " NUMBER", str: " VALUE"}
-
-
-def _described_flags() -> dict[str, list[tuple[str, str]]]:
-    """By group: each flag with what it takes, and its sentence, as Megatron's parser gets them."""
     from simreg_megatron.plugin.arguments import add_simreg_arguments
 
-    parser = add_simreg_arguments(argparse.ArgumentParser(add_help=False))
-    found: dict[str, list[tuple[str, str]]] = {}
-    for group in parser._action_groups:
-        for action in group._group_actions:
-            value = "[=force]" if action.nargs == "?" else _VALUES[action.type]  # type: ignore[index]
-            text = action.help or ""
-            sentence = f"{text[:1].upper()}{text[1:]}."
-            found.setdefault(str(group.description), []).append((action.option_strings[0] + value, sentence))
-    return found
-
-
-_MORE_FLAGS = """Of single objectives, and lambda's schedule: [objectives.md](objectives.md). Scope and layouts:
-[exact.md](exact.md). The launch scripts' own options: `bash launch/pretrain_llama.sh --help`. With those of Megatron:
-`python -m simreg_megatron pretrain_gpt.py --help`."""
+    print(add_simreg_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)).format_help())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

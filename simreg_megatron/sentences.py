@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import reprlib
-
 _LONGEST, _TAIL = 1000, 300
 
 
@@ -13,19 +11,6 @@ class SentenceError(ValueError):
 
     def __init__(self, sentence: object = "") -> None:
         super().__init__(one_line(sentence))
-
-
-class _Brief(reprlib.Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 2, 120, 120
-
-    def repr_int(self, value: int, level: int) -> str:
-        return repr(value) if abs(value) < 1 << 64 else f"a number of {value.bit_length()} bits"
-
-
-brief = _Brief().repr
-"""`repr` of a value from a file, in little time: lists may hold each other many times over, numbers have any length."""
 
 
 def one_line(text: object) -> str:
