@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,17 +14,10 @@ from typing import Any, NamedTuple
 from simreg_megatron.sentences import SentenceError
 
 # The paper does not name its metrics. Its scores look like acc_norm where a task has one (36.5 on HellaSwag at 350M).
-GROUPS = {
-    "paper": {
-        "arc_easy": "acc_norm", "arc_challenge": "acc_norm", "boolq": "acc", "hellaswag": "acc_norm",
-        "openbookqa": "acc_norm", "piqa": "acc_norm", "mmlu": "acc", "winogrande": "acc", "sciq": "acc_norm",
-    },
-    "further": {
-        "gsm8k": "exact_match", "drop": "f1", "race": "acc", "squadv2": "f1", "nq_open": "exact_match",
-        "humaneval": "pass@1", "mbpp": "pass_at_1",
-    },
+PAPER = {
+    "arc_easy": "acc_norm", "arc_challenge": "acc_norm", "boolq": "acc", "hellaswag": "acc_norm",
+    "openbookqa": "acc_norm", "piqa": "acc_norm", "mmlu": "acc", "winogrande": "acc", "sciq": "acc_norm",
 }  # fmt: skip
-_RUN_CODE = ("humaneval", "mbpp")
 
 
 class EvaluationError(SentenceError):
@@ -48,22 +40,21 @@ def add_command(commands: Any) -> None:
         "checkpoint, which is exported first; give it once per model")  # fmt: skip
     add("--output", type=Path, required=True, help="a new folder for results and exported models")
     add("--tokenizer", type=Path, help="that of training, for Megatron checkpoints")
-    add("--tasks", default="paper", help="comma-separated: tasks of lm-evaluation-harness, NAME:METRIC, or the groups "
-        "paper (default) and further")  # fmt: skip
+    add("--tasks", default="paper", help="comma-separated: tasks of lm-evaluation-harness, NAME:METRIC, or paper, "
+        "for its nine (default)")  # fmt: skip
     add("--bos", choices=("none", "document"), default="none", help="begin texts with BOS; as in training")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--batch-size", default="auto", help="requests at a time (default: auto)")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--limit", type=int, help="only the first questions of each task: for a trial")
     add("--include", type=Path, help="folder with more task definitions (YAML of the harness)")
-    add("--allow-code-execution", action="store_true", help="run what the model writes: humaneval, mbpp")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     from lm_eval.utils import handle_non_serializable, make_table
 
-    metrics = chosen_tasks(options.tasks, options.allow_code_execution)
+    metrics = chosen_tasks(options.tasks)
     models = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
     if len(models) < len(options.model) or not all(name and path.is_dir() for name, path in models.items()):
         raise EvaluationError("each --model must be NAME=FOLDER with a name of its own and a folder that exists, got "
@@ -85,20 +76,12 @@ def run(options: argparse.Namespace) -> None:
     print(page)
 
 
-def chosen_tasks(text: str, allow_code: bool) -> dict[str, str]:
-    """Return metrics by task, "" for the task's first one; a group leaves out tasks that run code, if not allowed."""
-    known = {**GROUPS["paper"], **GROUPS["further"]}
+def chosen_tasks(text: str) -> dict[str, str]:
+    """Return metrics by task, "" for the task's first one."""
     chosen: dict[str, str] = {}
     for word in text.split(","):
         name, _, metric = word.partition(":")
-        if name in _RUN_CODE and not allow_code:
-            raise EvaluationError(
-                f"{name} runs code that the model writes, on this machine: add --allow-code-execution"
-            )
-        if word in GROUPS:
-            chosen |= {task: metric for task, metric in GROUPS[word].items() if allow_code or task not in _RUN_CODE}
-        else:
-            chosen[name] = metric or known.get(name, "")
+        chosen |= PAPER if word == "paper" else {name: metric or PAPER.get(name, "")}
     return chosen
 
 
@@ -135,8 +118,6 @@ def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict
         tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=True)
         if tokenizer.bos_token_id is None or tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
             raise EvaluationError(f"--bos document: the tokenizer of {folder} puts no BOS before a text: --bos none")
-    if options.allow_code_execution:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     arguments = {"pretrained": str(folder), "dtype": options.dtype, "add_bos_token": options.bos == "document"}
     try:
         found = lm_eval.simple_evaluate(
@@ -144,7 +125,6 @@ def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict
             batch_size=options.batch_size, limit=options.limit,
             device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
             task_manager=task_manager(options.include),
-            confirm_run_unsafe_code=options.allow_code_execution,
         )  # fmt: skip
     except Exception as error:  # the model, the task or its data set may raise any type
         raise EvaluationError(
@@ -207,7 +187,7 @@ def table(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[str]:
     """Yield Markdown tables of the scores and of the differences from the first model, with standard errors."""
     first, *others = scores
     tasks = list(scores[first])
-    has_mean = set(tasks) <= {*GROUPS["paper"], *GROUPS["further"]}  # of other tasks a score may be a perplexity
+    has_mean = set(tasks) <= set(PAPER)  # of other tasks a score may be a perplexity
     header = f"| | {' | '.join([*tasks, *(['mean'] if has_mean else [])])} |\n{'| --- ' * (len(tasks) + 1 + has_mean)}|"
 
     def row(name: str, found: list[Score]) -> str:

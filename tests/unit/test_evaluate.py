@@ -15,7 +15,7 @@ import torch
 
 from simreg_megatron import cli
 from simreg_megatron.tools.evaluate import (
-    GROUPS,
+    PAPER,
     EvaluationError,
     Score,
     chosen_tasks,
@@ -126,7 +126,7 @@ def test_a_megatron_checkpoint_is_exported_first(
         (["--model", "a"], "each --model must be NAME=FOLDER"),
         (["--model", "a=MODEL", "--model", "a=MODEL"], "a name of its own"),
         (["--model", "a=nowhere"], "a folder that exists"),
-        (["--model", "a=MODEL", "--tasks", "humaneval"], "add --allow-code-execution"),
+        (["--model", "a=MODEL", "--tasks", "humaneval"], "lm-evaluation-harness cannot score"),
         (["--model", "a=MODEL", "--tasks", "no_such_task"], "lm-evaluation-harness cannot score"),
         (["--model", "a=MODEL", "--tasks", f"{NAME}:f1"], f"{NAME} has no metric f1"),
         (["--model", "a=MODEL", "--output", "FULL"], "is not empty: give a new --output"),
@@ -146,16 +146,13 @@ def test_refusals(
     assert sentence in capsys.readouterr().err
 
 
-def test_the_papers_tasks_in_its_order_and_code_only_with_leave() -> None:
-    assert list(chosen_tasks("paper", False)) == list(GROUPS["paper"])
-    assert set(chosen_tasks("further", True)) - set(chosen_tasks("further", False)) == {"humaneval", "mbpp"}
-    assert chosen_tasks("boolq,mine,piqa:acc", False) == {"boolq": "acc", "mine": "", "piqa": "acc"}
-    with pytest.raises(EvaluationError, match="--allow-code-execution"):
-        chosen_tasks("boolq,mbpp", False)
+def test_the_papers_tasks_in_its_order() -> None:
+    assert list(chosen_tasks("paper")) == list(PAPER)
+    assert chosen_tasks("boolq,mine,piqa:acc") == {"boolq": "acc", "mine": "", "piqa": "acc"}
 
 
 def test_every_task_is_one_of_the_harness(task: tuple[Path, list[dict]]) -> None:
-    assert not {*GROUPS["paper"], *GROUPS["further"]} - set(task_manager(task[0]).task_index)
+    assert not PAPER.keys() - set(task_manager(task[0]).task_index)
 
 
 def test_a_groups_questions_are_those_of_its_tasks() -> None:
