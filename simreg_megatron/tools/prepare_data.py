@@ -198,7 +198,6 @@ def _documents(
     from datasets import Features, Sequence, Value
     from multiprocess import TimeoutError
 
-    versions = [metadata.version(name) for name in ("sentencepiece", "tokenizers")]
     for group in groups:
         print(f"> {group.name}", flush=True)
         data = load_group(group, cache)
@@ -211,12 +210,7 @@ def _documents(
                 num_proc=workers if workers > 1 else None,
                 remove_columns=data.column_names,
                 features=Features({"ids": Sequence(Value(token_dtype(tokenizer.vocab_size))), "valid": Value("bool")}),
-                fn_kwargs={
-                    "group": group,
-                    "tokenizer": tokenizer.source,
-                    "share": share,
-                    "made_with": [tokenizer.sha256, tokenizer.eos_id, *versions],
-                },
+                fn_kwargs={"group": group, "tokenizer": (tokenizer.source, tokenizer.sha256), "share": share},
             )
         except TimeoutError as error:  # Ctrl-C, and then datasets has no patience with its workers
             raise error.__context__ or error from None
@@ -226,17 +220,11 @@ def _documents(
 
 
 def _encode(
-    rows: dict[str, list[Any]],
-    numbers: Sequence[int],
-    *,
-    group: Group,
-    tokenizer: str,
-    share: float,
-    made_with: list[Any],
+    rows: dict[str, list[Any]], numbers: Sequence[int], *, group: Group, tokenizer: tuple[str, str], share: float
 ) -> dict[str, list[Any]]:
-    """Tokenize some rows. `datasets` finds earlier results by the arguments, so `made_with` is one."""
+    """Tokenize some rows. `datasets` finds earlier results by the arguments: the tokenizer's hash is one of them."""
     texts = texts_of(group, rows, numbers)
-    loaded = _load_once(tokenizer, made_with[0])
+    loaded = _load_once(*tokenizer)
     ids = [[*found, loaded.eos_id] if found else [] for found in loaded.encode(texts)]
     return {"ids": ids, "valid": [_is_validation(text, share) for text in texts]}
 

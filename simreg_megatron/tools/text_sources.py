@@ -7,6 +7,7 @@ Lines of JSON are read as lines: `datasets` would want one type for every key, i
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -68,13 +69,12 @@ def _files_of(source: str, split: str) -> list[str]:
     path = Path(source)
     if path.is_file():
         return [source]
-    if path.is_dir():  # a plain .json in a folder mostly describes others
-        walked = (Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
-        shown = (one for one in walked if not any(part.startswith(".") for part in one.relative_to(path).parts))
+    if path.is_dir():
         first: dict[str, str] = {}  # links may lead to a file twice
-        for one in sorted(shown, key=lambda one: one.parts):
-            if one.suffix != ".json":
-                first.setdefault(os.path.realpath(one), str(one))
+        found = glob.glob(f"{glob.escape(str(path))}/**", recursive=True)  # without what is hidden
+        for name in sorted(found, key=lambda name: Path(name).parts):
+            if Path(name).suffix != ".json" and not os.path.isdir(name):  # a .json mostly describes other files
+                first.setdefault(os.path.realpath(name), name)
         return list(first.values())
     if source == "c4" or source.startswith("hf:"):
         return _files_of_hub("allenai/c4:en" if source == "c4" else source[3:], split)

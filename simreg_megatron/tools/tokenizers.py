@@ -102,18 +102,11 @@ def _load_hugging_face(source: str) -> Tokenizer:
             "of that many has no row: fill the gaps of its vocabulary with unused tokens"
         )
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
-    return Tokenizer(source, digest, size, -1 if eos is None else eos, bos, _encoder_of(tokenizer))
-
-
-def _encoder_of(tokenizer: Any) -> Callable[[Sequence[str]], list[list[int]]]:
-    """Encode with the Rust tokenizer where there is one: its wrapper takes twice as long."""
-    if not tokenizer.is_fast:
-        return lambda texts: tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True
-    return lambda texts: [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return Tokenizer(
+        source, digest, size, -1 if eos is None else eos, bos,
+        lambda texts: tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
+        if texts else [],
+    )  # fmt: skip
 
 
 def train_tokenizer(texts: Sequence[str], output: Path, *, vocab_size: int, longest_line: int | None = None) -> None:
