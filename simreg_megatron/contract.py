@@ -10,12 +10,13 @@ The loss that the loop reports must be the same number in both cases, bit for bi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from simreg_megatron import loop
 from simreg_megatron.plugin import compat, installation
@@ -87,7 +88,7 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     with _paused():
         loss_again = _run(models, forward_backward)
     repeats = _num(models) == len(without) and all(map(torch.equal, without, _gradients(models)))
-    if not all(torch.isfinite(number).all() for number in _numbers(loss_without)):
+    if not _is_finite(loss_without):
         raise ContractError(
             f"the loop reports {loss_without} without SimReg, so nothing can be compared: fix that first"
         )
@@ -180,27 +181,18 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _kept(loss: Any) -> Any:
-    """A copy of what the loop reports: a number, a tensor, None, or any of these in lists and dictionaries."""
-    if isinstance(loss, Mapping):
-        return {name: _kept(part) for name, part in loss.items()}
-    if isinstance(loss, list | tuple):
-        return [_kept(part) for part in loss]
-    return loss.detach().clone() if isinstance(loss, Tensor) else loss
+    """Copy what the loop reports: a number, a tensor, None, or any of these in lists and dictionaries."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), loss)
 
 
-def _numbers(loss: Any) -> Iterator[Tensor]:
-    if isinstance(loss, Mapping | list):
-        for part in loss.values() if isinstance(loss, Mapping) else loss:
-            yield from _numbers(part)
-    elif isinstance(loss, Tensor | int | float):
-        yield torch.as_tensor(loss)
+def _is_finite(loss: Any) -> bool:
+    numbers = (part for part in tree_leaves(loss) if isinstance(part, Tensor | int | float))
+    return all(bool(torch.as_tensor(number).isfinite().all()) for number in numbers)
 
 
 def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(_same(first[name], second[name]) for name in first)
-    if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(_same, first, second))
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.equal(first, second)
-    return bool(first == second)
+    (one, form), (other, other_form) = tree_flatten(first), tree_flatten(second)
+    return form == other_form and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+        for a, b in zip(one, other, strict=True)
+    )
