@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import importlib.metadata
 import importlib.util
 import io
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,11 @@ class DoctorError(SentenceError):
 def add_command(commands: Any) -> None:
     """Add `doctor` to the subparsers of the command line."""
     parser = commands.add_parser("doctor", help="check the installation", description=_DESCRIPTION)
-    parser.add_argument("file", nargs="?", type=Path, metavar="SCRIPT", help="the same as --script SCRIPT")
-    parser.add_argument(
-        "--script",
-        type=Path,
-        help="your training script, such as pretrain_gpt.py: look at the Megatron it would use",
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--script", type=Path, help="your training script, such as pretrain_gpt.py: look at the Megatron it would use"
     )
-    parser.add_argument(
+    what.add_argument(
         "--gpu",
         action="store_true",
         help="try every form of SimReg on the first GPU (is it right, and how fast?), then train a step there",
@@ -47,12 +45,9 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what `simreg-megatron doctor` shows; return the exit status."""
-    script = options.script or options.file
-    if (options.gpu and script) or (options.script and options.file):
-        raise DoctorError("give one script, or --gpu alone")
     if options.gpu:
         return 0 if _try_triton() and (not _has_loop() or _train_one_step()) else 1
-    about_script = [] if script is None else list(_look_at_script(script))
+    about_script = list(_look_at_script(options.script)) if options.script else []
     print(*about_script, sep="\n", end="\n" * bool(about_script))
     _print_packages()
     if importlib.util.find_spec("torch") is None:
@@ -75,25 +70,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _look_at_script(script: Path) -> Iterator[str]:
-    """What the text of the script tells; and put the Megatron beside it first, as running it would."""
+    """Yield what the names in the script mean for SimReg; put the Megatron next to it first, as running it would."""
     try:
-        tree = ast.parse(script.read_bytes(), filename=str(script))
-    except (OSError, SyntaxError, ValueError) as error:
+        with tokenize.open(script) as stream:
+            names = {token.string for token in tokenize.generate_tokens(stream.readline) if token.type == tokenize.NAME}
+    except (OSError, SyntaxError, ValueError, tokenize.TokenError) as error:
         raise DoctorError(f"cannot read {script} as Python: {error}") from None
     folder = script.resolve().parent
     sys.path.insert(0, str(folder))
     where = folder if (folder / "megatron" / "core").is_dir() else _place_of_megatron()
     yield f"Script: {script}, with Megatron from {where}."
-    names: set[str | None] = set()
-    imported: set[str | None] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imported |= {alias.name for alias in node.names} | {getattr(node, "module", None)}
-        elif isinstance(node, ast.Attribute | ast.Name):
-            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-        elif isinstance(node, ast.keyword):
-            names.add(node.arg)
-    if "simreg_megatron" in imported and "install" in names | imported:
+    if {"simreg_megatron", "install"} <= names:
         yield _INSTALLS
     else:
         yield "It does not mention SimReg: start it with `-m simreg_megatron` before it, or call install() in it."
@@ -113,15 +100,12 @@ _NO_LOOP = (
 
 
 def _place_of_megatron() -> str:
-    """Which one an import finds: a source tree on PYTHONPATH comes before what is installed."""
+    """Return which one an import finds: a source tree on PYTHONPATH comes before what is installed."""
     try:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
         found = None
-    if found is None or not found.submodule_search_locations:
-        return "none: it is not installed"
-    folder = Path(next(iter(found.submodule_search_locations))).parents[1]
-    return "the installed megatron-core" if folder.name in ("site-packages", "dist-packages") else str(folder)
+    return str(Path(found.origin).parents[2]) if found and found.origin else "nowhere: it is not installed"
 
 
 def _print_packages() -> None:

@@ -311,7 +311,7 @@ simreg-megatron export-hf --load data/mine --save model --dtype int8 | argument 
 simreg-megatron import-hf --model none --save start | error: there is no none/config.json: give the folder of a Hugging
 simreg-megatron evaluate --model none --output scores | error: each --model must be NAME=FOLDER with a name of its own
 simreg-megatron evaluate --model a=none --output scores | and a folder that exists, got a=none
-simreg-megatron doctor none.py | cannot read none.py as Python
+simreg-megatron doctor --script none.py | cannot read none.py as Python
 """
 
 
