@@ -16,13 +16,11 @@ from simreg_megatron.tools.events import (
     Run,
     Series,
     read_run,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 # Okabe and Ito's palette, which readers with colour blindness can tell apart; dashes help in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -84,14 +82,14 @@ def table_of(runs: Sequence[Run]) -> Iterator[str]:
 
 def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
     """Draw the losses and cosines of several runs over the training steps, and label each with its last value."""
+    import numpy as np
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), dpi=160, layout="constrained")
-    grid = figure.subplots(2, 2).ravel()
-    for axes, (tag, (name, unit)) in zip(grid, PANELS.items(), strict=True):
+    lines: dict[str, Any] = {}
+    for axes, (tag, (name, unit)) in zip(figure.subplots(2, 2).ravel(), PANELS.items(), strict=True):
+        axes.set(xlabel="training step", ylabel=unit)
         axes.set_title(name, fontsize=11, loc="left")
-        axes.set_xlabel("training step")
-        axes.set_ylabel(unit)
         plain_axes(axes)
         drawn = [(place, run) for place, run in enumerate(runs) if tag in run.scalars]
         ends: list[Any] = [run.last(tag) if tag == VALIDATION_LOSS else run.mean_of_end(tag) for _, run in drawn]
@@ -102,23 +100,25 @@ def draw_curves(runs: Sequence[Run], *, title: str = "") -> Figure:
             axes.text(0.5, 0.5, f'"{tag}" was not logged', transform=axes.transAxes, ha="center", color="0.4")
         elif tag == SIMREG_LOSS:
             axes.set_yscale("log", nonpositive="mask")
-        elif tag == TRAIN_LOSS:
-            leave_out_the_start(axes, [run.scalars[tag] for _, run in drawn])
-    lines = {str(line.get_label()): line for axes in grid for line in axes.lines if line.get_label()[:1] != "_"}
-    legend = figure.legend(
-        list(lines.values()), list(lines), title=title, loc="outside upper center", ncols=4, frameon=False
-    )
-    legend.get_title().set(fontsize=12, fontweight="bold")
+        elif tag == TRAIN_LOSS:  # leave out the start, where a loss falls steeply
+            values = np.concatenate([run.scalars[tag].values for _, run in drawn])
+            axes.set_ylim(top=np.quantile(values[np.isfinite(values)], 0.95) if np.isfinite(values).any() else None)
+        handles, labels = axes.get_legend_handles_labels()
+        lines |= zip(labels, handles, strict=True)
+    figure.legend(list(lines.values()), list(lines), title=title, loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 
 def _draw(axes: Axes, series: Series, name: str, place: int, end: tuple[Any, str], *, smooths: bool) -> None:
     """Draw a line, and at its end the value that tables have: the last one, or the mean over the last tenth."""
+    import numpy as np
+
     steps, values = series
     colour, label = COLOURS[place % len(COLOURS)], name.replace("$", r"\$").lstrip("_")
     if smooths and len(values) > _SMOOTHED_POINTS:
         axes.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8)
-        values = running_mean(values, len(values) // 20)
+        window = len(values) // 20
+        steps, values = steps[window - 1 :], np.convolve(values, np.full(window, 1 / window), "valid")
     axes.plot(steps, values, DASHES[place % len(DASHES)], color=colour, label=label, linewidth=1.8)
     text, where = f"{end[0]:.4g}", (steps[-1], values[-1])
     axes.annotate(text, where, (4, 0), textcoords="offset points", color=colour, fontsize=8, va=end[1])
@@ -129,26 +129,3 @@ def plain_axes(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """y_i = mean of the finite ones of x_(i-window+1) .. x_i, NaN where there is none. values [n] to [n]."""
-    import numpy as np
-
-    finite = np.isfinite(values)
-    sums, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(finite, values, 0.0), finite))
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(end - window, 0)
-    found = counts[end] - counts[start]
-    return np.where(found > 0, (sums[end] - sums[start]) / np.maximum(found, 1), np.nan)
-
-
-def leave_out_the_start(axes: Axes, drawn: Sequence[Series]) -> None:
-    """Fit the axis to what follows the first twentieth of each run: a loss falls steeply at first."""
-    import numpy as np
-
-    values = np.concatenate([series.values[series.steps >= series.steps[-1] / 20] for series in drawn])
-    values = values[np.isfinite(values)]
-    if values.size and np.ptp(values) > 0:
-        margin = 0.05 * np.ptp(values)
-        axes.set_ylim(values.min() - margin, values.max() + margin)
