@@ -98,7 +98,7 @@ def row_cosines(
     embeddings: Tensor, labels: Tensor, usable: Tensor, *, documents: Tensor | None, chunk_size: int, anchors: Span
 ) -> RowCosines:
     """Of the anchors' rows; `usable` [b, n] as `usable_tokens` finds it, all else as in `pair_cosines`."""
-    at_once = _sequences_at_once(embeddings, chunk_size)
+    at_once = _fitting(chunk_length(embeddings.shape[1], chunk_size), embeddings)  # sequences, of which a chunk fits
     if at_once < len(embeddings):
         slabs = zip(
             *(_slabs(each, at_once, len(labels)) for each in (embeddings, labels, usable, documents)), strict=True
@@ -116,11 +116,6 @@ def row_cosines(
             strips = [_strip(block, span) for span in _strips(block)]
             found.append([by_sequence(joined(part), len(labels)) for part in zip(*strips, strict=True)])
     return RowCosines._make(map(joined, zip(*(found or [nothing]), strict=True)))
-
-
-def _sequences_at_once(embeddings: Tensor, chunk_size: int) -> int:
-    """Of how many sequences the unit vectors of a chunk fit; of one at least."""
-    return _fitting(chunk_length(embeddings.shape[1], chunk_size), embeddings)
 
 
 def _slabs(per_token: Tensor | None, at_once: int, number: int) -> Sequence[Tensor | None]:
@@ -153,16 +148,11 @@ def _block_of_units(
 
 
 def _strips(block: Block) -> Iterator[Span]:
-    """The anchors in parts, so that no matrix of all pairs of a long chunk is ever held."""
-    step = _at_once(block.labels.numel(), block.rows.dtype, block.rows.device)
+    """The anchors in parts whose cosines fit into the workspace, with a copy of them and masks."""
+    workspace = _WORKSPACE.get(block.rows.device.type, _WORKSPACE["cuda"])
+    step = max(1, workspace // max(1, block.labels.numel() * (2 * block.rows.dtype.itemsize + 4)))
     for first in range(block.anchors[0], block.anchors[1], step):
         yield first, min(first + step, block.anchors[1])
-
-
-def _at_once(partners: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Of how many rows the cosines with so many partners fit: these, a copy of them, and masks."""
-    workspace = _WORKSPACE.get(device.type, _WORKSPACE["cuda"])
-    return max(1, workspace // max(1, partners * (2 * dtype.itemsize + 4)))
 
 
 def _strip(block: Block, anchors: Span) -> tuple[Tensor, Tensor, Tensor]:
