@@ -67,15 +67,14 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
-    reads_data = partial(_reads_data, vp_stage=vp_stage)
+
+    def reads_data() -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage)
+
     return BlendedMegatronDatasetBuilder(dataset_class, num_samples, reads_data, config).build()
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron calls it on every rank
-
-
-def _reads_data(vp_stage: int | None = None) -> bool:
-    return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage)
 
 
 def _predicts_further(vp_stage: int | None) -> bool:
@@ -89,13 +88,10 @@ def _predicts_further(vp_stage: int | None) -> bool:
     )
 
 
-def _sees_tokens(vp_stage: int | None) -> bool:
-    return is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
-
-
 def _needs_batch(vp_stage: int | None) -> bool:
     """Stages in the middle read too where documents are packed: their attention must know the borders."""
-    return _sees_tokens(vp_stage) or get_args().dataloader_inter_document_masking
+    sees_tokens = is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
+    return sees_tokens or get_args().dataloader_inter_document_masking
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]:
@@ -106,7 +102,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
     batch: dict[str, Any] = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         read = next(data_iterator)
-        batch = {name: _to_device(read.get(name)) for name in (*_BATCH, *_PACKING)}
+        batch = dict.fromkeys((*_BATCH, *_PACKING))
+        batch |= {name: read[name].cuda(non_blocking=True) for name in batch if read.get(name) is not None}
     batch = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -128,10 +125,6 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),
     )
-
-
-def _to_device(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.cuda(non_blocking=True)
 
 
 def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
@@ -162,15 +155,13 @@ def loss_function(loss_mask: Tensor, per_token_loss: Tensor) -> tuple[Tensor, Te
 def _validate(loss: Tensor) -> None:
     """Megatron's own checks of a micro-batch's loss, before data-parallel ranks are averaged."""
     args, machine = get_args(), get_rerun_state_machine()
-    checks: list[tuple[Any, str, bool]] = []
+    check = partial(machine.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
-        checks.append((torch.isnan, "found NaN in local forward loss", True))
-        checks.append((torch.isinf, "found Inf in local forward loss", True))
+        check(rejection_func=torch.isnan, message="found NaN in local forward loss", fatal=True)
+        check(rejection_func=torch.isinf, message="found Inf in local forward loss", fatal=True)
     if args.check_for_spiky_loss:
         is_spike = partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss")
-        checks.append((is_spike, "Spiky loss", False))
-    for rejects, message, fatal in checks:
-        machine.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal)
+        check(rejection_func=is_spike, message="Spiky loss", fatal=False)
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
