@@ -30,16 +30,14 @@ def check_size(args: argparse.Namespace, num_rows: int, size: int, given: str) -
         size: the number of tokens without padding.
         given: the option or the path that has this size.
     """
-    # An imported checkpoint does not say how it was padded.
-    multiple = getattr(args, "make_vocab_size_divisible_by", 0) * args.tensor_model_parallel_size
+    # Rows are padded to a multiple of this; an imported checkpoint does not say how, so any number may be.
+    multiple = getattr(args, "make_vocab_size_divisible_by", 0) * args.tensor_model_parallel_size or num_rows
     is_sentencepiece = "SentencePiece" in str(args.tokenizer_type)  # to which Megatron up to 0.15 appended tokens
     added = 7 + (getattr(args, "vocab_extra_ids", 0) or 0) if is_sentencepiece else 0
-    rows = {-(-(size + more) // multiple) * multiple for more in range(added + 1)} if multiple else {num_rows}
-    if size > num_rows or num_rows not in rows:
+    if not num_rows - multiple - added < size <= num_rows:
         raise CheckpointError(
-            f"{given} has {size} tokens, which Megatron pads to {min(rows)} rows, but the checkpoint has {num_rows} "
-            f"rows: give the tokenizer of training ({getattr(args, 'tokenizer_model', None)}), or leave it out to keep "
-            "all rows"
+            f"{given} has {size} tokens, which Megatron does not pad to the checkpoint's {num_rows} rows: give the "
+            f"tokenizer of training ({getattr(args, 'tokenizer_model', None)}), or leave it out to keep all rows"
         )
 
 
