@@ -22,9 +22,8 @@ import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from simreg_megatron.tools.indexed import DataError, PairWriter, describe_files, find_changed, sha256
 from simreg_megatron.tools.tokenizers import load_tokenizer, train_tokenizer
@@ -40,24 +39,14 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 _FILES = ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model")
 
 
-@dataclass(frozen=True)
-class BuiltinCorpus:
+class BuiltinCorpus(NamedTuple):
     """Paths and manifest of the built corpus."""
 
     directory: Path
-    manifest: dict[str, Any] = field(hash=False)
-
-    @property
-    def train_prefix(self) -> Path:
-        return self.directory / "train"
-
-    @property
-    def valid_prefix(self) -> Path:
-        return self.directory / "valid"
-
-    @property
-    def tokenizer_model(self) -> Path:
-        return self.directory / "tokenizer.model"
+    train_prefix: Path
+    valid_prefix: Path
+    tokenizer_model: Path
+    manifest: dict[str, Any]
 
 
 def add_command(commands: Any) -> None:
@@ -90,14 +79,13 @@ def ensure_builtin_corpus(
     from filelock import FileLock
 
     directory = Path(directory).resolve()  # what a link leads to is what is replaced
-    if roots is None:  # those of the standard library and of the installed packages
+    if roots is None:
         paths = sysconfig.get_paths()
         roots = list(dict.fromkeys(Path(paths[name]) for name in ("stdlib", "purelib", "platlib")))
-    # What decides the text. Only packages below the roots: sys.path differs between a script and a test.
-    folders = [str(root) for root in roots]
+    folders = [str(root) for root in roots]  # packages below the roots alone: sys.path differs from script to script
     packages = sorted({f"{one.name}=={one.version}" for one in importlib.metadata.distributions(path=folders)})
-    inputs = [_FORMAT, sys.version, folders, vocab_size, _MOST_CHARACTERS, packages]
-    fingerprint = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    decides_the_text = [_FORMAT, sys.version, folders, vocab_size, _MOST_CHARACTERS, packages]
+    fingerprint = hashlib.sha256(json.dumps(decides_the_text).encode()).hexdigest()
     if not _is_whole(directory, fingerprint):
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +97,8 @@ def ensure_builtin_corpus(
                 f"the built-in corpus cannot be written to {directory} ({error.strerror or error}): free some space "
                 "there (100 MB), or choose a folder you may write to"
             ) from error
-    return BuiltinCorpus(directory, _read_manifest(directory))
+    train, valid, model = (directory / name for name in ("train", "valid", "tokenizer.model"))
+    return BuiltinCorpus(directory, train, valid, model, _read_manifest(directory))
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:

@@ -49,15 +49,7 @@ class PairWriter:
         self._prefix, self._dtype = prefix, token_dtype(vocab_size)
         self._bin = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115
         self._lengths = array("i")
-        self.tokens = 0
-
-    @property
-    def documents(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def empty_documents(self) -> int:
-        return self._lengths.count(0)
+        self.documents = self.empty_documents = self.tokens = 0
 
     def add(self, ids: Iterable[int]) -> None:
         """Append a document, its end-of-text token included."""
@@ -66,6 +58,8 @@ class PairWriter:
         found = np.asarray(ids, dtype=self._dtype)
         self._bin.write(found.tobytes())
         self._lengths.append(len(found))
+        self.documents += 1
+        self.empty_documents += not len(found)
         self.tokens += len(found)
 
     def close(self) -> None:
@@ -73,7 +67,7 @@ class PairWriter:
         import numpy as np
 
         self._bin.close()
-        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.zeros(0, np.int32)
+        lengths = np.array(self._lengths, np.int32)
         sequences = lengths[lengths > 0]
         code, item_bytes = next((code, size) for code, (name, size) in _TYPES.items() if name == self._dtype)
         with Path(f"{self._prefix}.idx").open("wb") as stream:

@@ -51,7 +51,8 @@ def find_groups(sources: Sequence[str], key: str, split: str, leave_out: Set[str
     groups: list[tuple[str, list[str]]] = []
     room = 0
     for source in sources:
-        found = [name for name in _files_of(source, split) if _is_readable(name)]
+        readable = [name for name in _files_of(source, split) if _kind(name)]
+        found = [name for name in readable if _kind(name) == "document" or file_bytes(name)]  # an empty .txt is one
         kept = [name for name in found if os.path.realpath(name) not in leave_out]
         if not kept:
             why = "is given as --valid as well: leave it out" if found else f"has nothing to read: give {READABLE}"
@@ -96,11 +97,6 @@ def _files_of_hub(source: str, split: str) -> list[str]:
             f"hf:{source} ({split}) cannot be opened ({reason}): check the name and the network, or download its files "
             "and name the folder"
         ) from None
-
-
-def _is_readable(name: str) -> bool:
-    """Whether a file can have documents: an empty .txt is an empty document, any other empty file has none."""
-    return _kind(name) == "document" or bool(_kind(name) and file_bytes(name))
 
 
 def _kind(name: str) -> str:
