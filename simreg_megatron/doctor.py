@@ -24,10 +24,6 @@ Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU, 
 step fails."""
 
 
-class DoctorError(SentenceError):
-    """A question that doctor cannot answer."""
-
-
 def add_command(commands: Any) -> None:
     """Add `doctor` to the subparsers of the command line."""
     parser = commands.add_parser("doctor", help="check the installation", description=_DESCRIPTION)
@@ -75,11 +71,9 @@ def _look_at_script(script: Path) -> Iterator[str]:
         with tokenize.open(script) as stream:
             names = {token.string for token in tokenize.generate_tokens(stream.readline) if token.type == tokenize.NAME}
     except (OSError, SyntaxError, ValueError, tokenize.TokenError) as error:
-        raise DoctorError(f"cannot read {script} as Python: {error}") from None
-    folder = script.resolve().parent
-    sys.path.insert(0, str(folder))
-    where = folder if (folder / "megatron" / "core").is_dir() else _place_of_megatron()
-    yield f"Script: {script}, with Megatron from {where}."
+        raise SentenceError(f"cannot read {script} as Python: {error}") from None
+    sys.path.insert(0, str(script.resolve().parent))
+    yield f"Script: {script}, with Megatron from {_place_of_megatron()}."
     if {"simreg_megatron", "install"} <= names:
         yield _INSTALLS
     else:
