@@ -102,10 +102,10 @@ def _load_hugging_face(source: str) -> Tokenizer:
             "of that many has no row: fill the gaps of its vocabulary with unused tokens"
         )
     digest = hashlib.sha256(json.dumps([vocabulary, probe, eos, bos]).encode()).hexdigest()
+    as_text = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}  # of any length
     return Tokenizer(
         source, digest, size, -1 if eos is None else eos, bos,
-        lambda texts: tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
-        if texts else [],
+        lambda texts: tokenizer(list(texts), **as_text).input_ids if texts else [],
     )  # fmt: skip
 
 
