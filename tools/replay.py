@@ -32,7 +32,8 @@ _NOT_COMPUTED = "not computed: "
 
 def settings() -> Iterator[dict[str, Any]]:
     """Of every case: each choice of each option by itself, on chunks that leave a ragged end."""
-    from simreg_megatron import config, objectives
+    from simreg_megatron import objectives
+    from simreg_megatron.config import simreg as config
 
     choices = {
         "similarity": config.SIMILARITIES, "group_reduce": config.GROUP_REDUCTIONS, "scope": config.SCOPES,

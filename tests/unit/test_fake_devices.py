@@ -24,7 +24,8 @@ from benchmarks.fake_autograd import backward
 from benchmarks.fake_ranks import HostTensors, Layout, as_rank
 from benchmarks.launches import Trace, _kernels_launched_by
 from simreg_megatron import objectives
-from simreg_megatron.config import IMPLEMENTATIONS, SimRegConfig
+from simreg_megatron.config import SimRegConfig
+from simreg_megatron.config.simreg import IMPLEMENTATIONS
 from simreg_megatron.losses import placebo
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.sharded import samples
