@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.tools.folders import checkpoint_folder, new_folder, refuse_taken
-from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, check_shapes, convert, write_config
+from simreg_megatron.tools.hf_layout import LLAMA3_ROPE, SIZES, check_shapes, convert, write_config
 from simreg_megatron.tools.safe_load import CheckpointError, check_checkpoint
 
 if TYPE_CHECKING:
@@ -173,16 +173,10 @@ def make_config(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer 
     """Make transformers' configuration from Megatron's arguments (of any release since 0.12)."""
     from transformers import LlamaConfig, MixtralConfig
 
-    heads = args.num_attention_heads
     common = {
         "vocab_size": vocab_size,
-        "hidden_size": args.hidden_size,
-        "intermediate_size": args.ffn_hidden_size,
-        "num_hidden_layers": args.num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": args.num_query_groups if args.group_query_attention else heads,
-        "head_dim": args.kv_channels or args.hidden_size // heads,
-        "max_position_embeddings": args.max_position_embeddings,
+        **{theirs: getattr(args, ours) for ours, theirs in SIZES.items()},
+        "num_key_value_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         "rms_norm_eps": getattr(args, "layernorm_epsilon", None) or args.norm_epsilon,  # before 0.17, and since
         "rope_theta": float(args.rotary_base or 10000),
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,

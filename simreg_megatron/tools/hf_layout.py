@@ -23,6 +23,11 @@ LLAMA3_ROPE = {  # the only scaling of rotary embeddings that Megatron has; it f
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+SIZES = {  # Megatron's argument: the setting of transformers
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads", "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+}  # fmt: skip
 TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simreg_megatron.tools.folders import TRACKER, new_folder, refuse_taken
-from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, TOP, check_shapes, join, rope_of
+from simreg_megatron.tools.hf_layout import LAYER, LLAMA3_ROPE, SIZES, TOP, check_shapes, join, rope_of
 from simreg_megatron.tools.safe_load import CheckpointError
 
 if TYPE_CHECKING:
@@ -115,14 +115,9 @@ def megatron_settings(config: Any) -> dict[str, Any]:
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     base, scaling = rope_of(config)
     settings = {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": heads,
-        "kv_channels": config.head_dim,
+        **{ours: getattr(config, theirs) for ours, theirs in SIZES.items()},
         "group_query_attention": groups != heads,
         "num_query_groups": groups if groups != heads else None,
-        "max_position_embeddings": config.max_position_embeddings,
         "normalization": "RMSNorm",
         "norm_epsilon": config.rms_norm_eps,
         "position_embedding_type": "rope",
