@@ -30,7 +30,7 @@ class ContractError(RuntimeError):
 
 
 class Found(NamedTuple):
-    """What the check saw on this rank."""
+    """Result of the check on this rank."""
 
     change: float
     """|h - g| / |g|, over all parameters of this rank."""
@@ -144,14 +144,14 @@ def _repeated_random_numbers() -> Iterator[None]:
 
 
 def _run(models: Any, forward_backward: Callable[[], Any]) -> Any:
-    """The loss that the loop reports."""
+    """Run one step's passes; return a copy of the loss that the loop reports."""
     _clear(models)
     with _repeated_random_numbers():
         return _kept(forward_backward())
 
 
 def _gradients(models: Any) -> Iterator[Tensor]:
-    """Megatron's data parallelism adds them up in `main_grad`, and leaves `grad` empty."""
+    """Yield all gradients; Megatron's data parallelism has them in `main_grad` and leaves `grad` empty."""
     for model in compat.unwrapped(models):
         for parameter in model.parameters():
             gradient = getattr(parameter, "main_grad", None)

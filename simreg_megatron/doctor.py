@@ -172,7 +172,7 @@ def _train_one_step() -> bool:
 
 
 def _apex_sentence() -> str:
-    """NVIDIA's apex has optimizers and a C extension; the package of that name in the public index has neither."""
+    """Tell NVIDIA's apex, which has optimizers, from the package of that name in the public index."""
     if importlib.util.find_spec("apex") is None:
         return "apex: not installed (optional; build NVIDIA's from github.com/NVIDIA/apex, never `pip install apex`)."
     if importlib.util.find_spec("apex.optimizers") is None or importlib.util.find_spec("apex.normalization") is None:
@@ -211,7 +211,7 @@ def _print_seams() -> bool:
 
 
 def _use_cpu_if_alone() -> None:
-    """Importing Megatron asks for CUDA; where there is none, look through the CPU stand-ins."""
+    """Use the CPU stand-ins if there is no GPU: importing Megatron asks for CUDA."""
     import torch
 
     from simreg_megatron.cpu import backend as cpu_backend

@@ -62,7 +62,7 @@ def pair_cosines(
     chunk_size: int = 0,
     anchors: Span | None = None,
 ) -> PairCosines:
-    """Sums and counts of cos(e_i, e_j) over the pairs that simreg_loss compares.
+    """Compute sums and counts of cos(e_i, e_j) over the pairs that simreg_loss compares.
 
     Args:
         embeddings: [b, n, d] or [n, d]; cosines are taken in float32 (float64 for float64).
@@ -86,7 +86,7 @@ def pair_cosines(
 
 
 def pair_sums(cosines: RowCosines, same: Tensor, different: Tensor) -> Tensor:
-    """PairCosines [6] of anchors each of which meets so many [b, p] others of its label, and of other labels."""
+    """Add up to PairCosines [6]; `same` and `different` [b, p] count the partners of each anchor."""
     has = different > 0
     hardest = cosines.hardest.masked_fill(~has, 0.0)
     parts = torch.stack([cosines.same, same, cosines.different, different, hardest, has])
@@ -97,7 +97,7 @@ def pair_sums(cosines: RowCosines, same: Tensor, different: Tensor) -> Tensor:
 def row_cosines(
     embeddings: Tensor, labels: Tensor, usable: Tensor, *, documents: Tensor | None, chunk_size: int, anchors: Span
 ) -> RowCosines:
-    """Of the anchors' rows; `usable` [b, n] as `usable_tokens` finds it, all else as in `pair_cosines`."""
+    """Compute RowCosines of the anchors; `usable` [b, n] is from `usable_tokens`, all else as in `pair_cosines`."""
     at_once = _fitting(chunk_length(embeddings.shape[1], chunk_size), embeddings)  # sequences, of which a chunk fits
     if at_once < len(embeddings):
         slabs = zip(
@@ -128,7 +128,7 @@ def _fitting(tokens: int, embeddings: Tensor) -> int:
 
 
 def _parts(whole: Iterable[Stretch], embeddings: Tensor) -> Iterator[Stretch]:
-    """Stretches of so many chunks as fit; of one at least."""
+    """Cut stretches into parts of as many chunks as fit, at least one."""
     for stretch in whole:
         (first, last), length, inside = stretch
         step = length * _fitting(len(embeddings) * length, embeddings)
@@ -138,7 +138,7 @@ def _parts(whole: Iterable[Stretch], embeddings: Tensor) -> Iterator[Stretch]:
 def _block_of_units(
     stretch: Stretch, embeddings: Tensor, names: Tensor, usable: Tensor, documents: Tensor | None
 ) -> Block:
-    """Rows are unit vectors, or zeros where a token is not usable: its cosine is 0 with all."""
+    """Make rows unit vectors, or zeros if a token is not usable: its cosine is then 0 with all."""
     rows, names, usable = (stretch.chunks(part).flatten(0, 1) for part in (embeddings, names, usable))
     norms = row_norms(rows).unsqueeze(-1)
     units = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
@@ -148,7 +148,7 @@ def _block_of_units(
 
 
 def _strips(block: Block) -> Iterator[Span]:
-    """The anchors in parts whose cosines fit into the workspace, with a copy of them and masks."""
+    """Cut the anchors into parts whose cosines fit into the workspace, with a copy of them and masks."""
     workspace = _WORKSPACE.get(block.rows.device.type, _WORKSPACE["cuda"])
     step = max(1, workspace // max(1, block.labels.numel() * (2 * block.rows.dtype.itemsize + 4)))
     for first in range(block.anchors[0], block.anchors[1], step):
@@ -156,7 +156,7 @@ def _strips(block: Block) -> Iterator[Span]:
 
 
 def _strip(block: Block, anchors: Span) -> tuple[Tensor, Tensor, Tensor]:
-    """RowCosines of some anchors of the chunks, [m, p]."""
+    """Compute RowCosines of some anchors of the chunks, [m, p]."""
     own = slice(*anchors)
     cosines = product(block.rows[:, own], block.rows.mT)
     cosines.diagonal(anchors[0], -2, -1).zero_()
@@ -196,7 +196,7 @@ class Isotropy(NamedTuple):
 
 @torch.no_grad()
 def moments(embeddings: Tensor, valid: Tensor) -> Moments:
-    """Of the valid tokens [...] of embeddings [..., d]; a zero vector has no direction, and is left out."""
+    """Sum over the valid tokens [...] of embeddings [..., d]; a zero vector has no direction, and is left out."""
     rows = embeddings.detach().flatten(0, -2)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     norms = row_norms(rows)

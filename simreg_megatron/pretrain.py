@@ -78,7 +78,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 
 
 def _predicts_further(vp_stage: int | None) -> bool:
-    """Whether multi-token-prediction layers sit on this stage."""
+    """Return whether multi-token-prediction layers sit on this stage."""
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
@@ -89,7 +89,7 @@ def _predicts_further(vp_stage: int | None) -> bool:
 
 
 def _needs_batch(vp_stage: int | None) -> bool:
-    """Stages in the middle read too where documents are packed: their attention must know the borders."""
+    """Return whether this stage reads batches; all do if documents are packed, as attention must know the borders."""
     sees_tokens = is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
     return sees_tokens or get_args().dataloader_inter_document_masking
 
@@ -128,7 +128,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
 
 
 def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """Where the documents of a packed micro-batch begin and end; None while sequences are not packed."""
+    """Return where the documents of a packed micro-batch begin and end; None if sequences are not packed."""
     if batch["cu_seqlens"] is None:
         return None
     borders, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
