@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from simreg_megatron.tools.safe_load import CheckpointError
 
@@ -41,15 +41,13 @@ def new_folder(save: Path) -> Iterator[Path]:
     """Yield a folder that becomes `save` at the end; after an error or a stop nothing is left of it."""
     save = save.resolve()
     refuse_taken(save)
-    partial = save.with_name(f".{save.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
+    save.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{save.name}.", dir=save.parent) as temporary:
+        made = Path(temporary, save.name)
+        made.mkdir()
+        yield made
         umask = os.umask(0)
         os.umask(umask)
-        for path in partial.rglob("*"):  # safetensors makes its files unreadable to others
+        for path in made.rglob("*"):  # safetensors makes its files unreadable to others
             path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
-        os.replace(partial, save)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        made.replace(save)
