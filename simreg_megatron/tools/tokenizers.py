@@ -79,11 +79,10 @@ def _load_sentencepiece(source: str) -> Tokenizer:
     model = sentencepiece.SentencePieceProcessor(model_file=source)
     size, bos = model.get_piece_size(), model.bos_id()
     model.id_to_piece(list(range(size)))  # damaged pieces are noticed here
-
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        return model.encode(list(texts), num_threads=1)
-
-    return Tokenizer(source, sha256(Path(source)), size, model.eos_id(), None if bos < 0 else bos, encode)
+    return Tokenizer(
+        source, sha256(Path(source)), size, model.eos_id(), None if bos < 0 else bos,
+        lambda texts: model.encode(list(texts), num_threads=1),
+    )  # fmt: skip
 
 
 def _load_hugging_face(source: str) -> Tokenizer:
