@@ -7,7 +7,7 @@ Sums and counts, never means: they add up over micro-batches and ranks, and one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -100,12 +100,12 @@ def row_cosines(
     """Compute RowCosines of the anchors; `usable` [b, n] is from `usable_tokens`, all else as in `pair_cosines`."""
     at_once = _fitting(chunk_length(embeddings.shape[1], chunk_size), embeddings)  # sequences, of which a chunk fits
     if at_once < len(embeddings):
-        slabs = zip(
-            *(_slabs(each, at_once, len(labels)) for each in (embeddings, labels, usable, documents)), strict=True
-        )
-        some = [
-            row_cosines(*three, documents=fourth, chunk_size=chunk_size, anchors=anchors) for *three, fourth in slabs
-        ]
+        some = []
+        for start in range(0, len(embeddings), at_once):
+            part = slice(start, start + at_once)
+            met: dict[str, Any] = {"documents": None if documents is None else documents[part]}
+            met |= {"chunk_size": chunk_size, "anchors": anchors}
+            some.append(row_cosines(embeddings[part], labels[part], usable[part], **met))
         return RowCosines._make(torch.cat(parts) for parts in zip(*some, strict=True))
     dtype = torch.promote_types(embeddings.dtype, torch.float32)
     nothing = [embeddings.new_zeros((len(labels), 0), dtype=dtype)] * len(RowCosines._fields)
@@ -116,10 +116,6 @@ def row_cosines(
             strips = [_strip(block, span) for span in _strips(block)]
             found.append([by_sequence(joined(part), len(labels)) for part in zip(*strips, strict=True)])
     return RowCosines._make(map(joined, zip(*(found or [nothing]), strict=True)))
-
-
-def _slabs(per_token: Tensor | None, at_once: int, number: int) -> Sequence[Tensor | None]:
-    return per_token.split(at_once) if per_token is not None else [None] * -(-number // at_once)
 
 
 def _fitting(tokens: int, embeddings: Tensor) -> int:
