@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, this file finds its neighbours and the package like this
 
+from examples.heatmap import draw_heatmaps, excerpt, mean_cosines, read_hidden_states  # noqa: E402
 from launch import lock  # noqa: E402
 from launch.flags import LaunchError, group_flags  # noqa: E402
 from launch.jobs import KEEP_HEAP, Job, JobFailed, run_jobs  # noqa: E402
@@ -31,10 +32,9 @@ from launch.preflight import check_own_flags  # noqa: E402
 from simreg_megatron.installed import python_path  # noqa: E402
 from simreg_megatron.tools.curves import draw_curves  # noqa: E402
 from simreg_megatron.tools.events import NEGATIVE_COSINE, SIMREG_LOSS, VALIDATION_LOSS, ReportError, read_run  # noqa: E402
-from simreg_megatron.tools.heatmap import draw_heatmaps, excerpt, mean_cosines, read_hidden_states  # noqa: E402
 
 TRAIN_SCRIPT = ROOT / "launch" / "pretrain_llama.sh"
-PROBE_SCRIPT = ROOT / "simreg_megatron" / "tools" / "probe.py"
+PROBE_SCRIPT = ROOT / "examples" / "probe.py"
 TORCHRUN = (sys.executable, str(ROOT / "launch" / "agent.py"), "--standalone", "--nproc-per-node", "1")
 ONE_CORE = {**KEEP_HEAP, "OMP_NUM_THREADS": "1"}
 MARK = "demo.json"  # says that a folder is the demo's own and may be replaced

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples import heatmap
+from examples.heatmap import HiddenStates
 from simreg_megatron import cli
-from simreg_megatron.tools import events, heatmap
+from simreg_megatron.tools import events
 from simreg_megatron.tools.events import read_run
-from simreg_megatron.tools.heatmap import HiddenStates
 
 Captured = pytest.CaptureFixture[str]
 

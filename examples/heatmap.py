@@ -57,7 +57,7 @@ class MeanCosines(NamedTuple):
 
 
 def read_hidden_states(path: str | Path, name: str) -> HiddenStates:
-    """Read what simreg_megatron/tools/probe.py wrote; nothing in it is unpickled."""
+    """Read what examples/probe.py wrote; nothing in it is unpickled."""
     with np.load(path, allow_pickle=False) as arrays:
         return HiddenStates(name, arrays["hidden"], tuple(map(str, arrays["tokens"])), arrays["labels"])
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Final hidden states of one validation text under a saved model: what the cosine heat-maps are drawn from.
 
-`python -m simreg_megatron simreg_megatron/tools/probe.py [the run's flags] --load CHECKPOINTS --probe-output OUT.npz`,
+`python -m simreg_megatron examples/probe.py [the run's flags] --load CHECKPOINTS --probe-output OUT.npz`,
 in one process. The file holds hidden [n, d] float32, labels [n] (the ids of the next tokens) and tokens [n] as text;
 `--probe-steps 50,400` writes one file for each of these checkpoints, OUT-50.npz and OUT-400.npz.
 """
@@ -9,7 +9,6 @@ in one process. The file holds hidden [n, d] float32, labels [n] (the ids of the
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,6 @@ def hidden_states(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def main() -> None:
-    # A script's folder comes first, where tokenizers.py and evaluate.py would hide the libraries of these names.
-    sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
     args = parse_and_validate_args(add_probe_arguments, args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
     if args.load is None:
         raise SystemExit("error: the probe reads a checkpoint: give --load CHECKPOINTS, what the run had as --save")
