@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from launch import checkpoints, sizes
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_value, flatten
+from launch.schedule import check_schedule
 
 if TYPE_CHECKING:
     from launch.plan import Machine, Plan
@@ -119,6 +120,8 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
 
     if answer.objection and not (machine.gpus and cpu_backend.is_active()):  # which stands in for the GPU
         raise LaunchError(f"Megatron refuses these flags together: {answer.objection}")
+    if answer.args:
+        check_schedule(answer.args)
     if answer.objection is None and (config := check_own_flags(flags)).active:
         from simreg_megatron.plugin import refusals
 

@@ -24,6 +24,7 @@ from launch.dry_run import facts_of
 from launch.flags import LaunchError, flag_number, refuse
 from launch.launcher import check_text, continued, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
+from launch.schedule import ScheduleError
 from launch.slurm import needs
 from launch.slurm.chain import STOP
 from launch.slurm.job import Job, render
@@ -89,7 +90,7 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], 
     try:
         answer = preflight.check_with_megatron(continued(plan)[0], machine)
     except LaunchError as error:
-        if site.runtime == "venv":
+        if site.runtime == "venv" or isinstance(error, ScheduleError):
             raise
         return [f"in a container with this machine's Megatron the run would be refused: {error}"], None
     if answer is None:

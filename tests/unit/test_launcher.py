@@ -744,7 +744,7 @@ def test_a_run_without_megatron_is_one_sentence(tmp_path: Path) -> None:
 def test_a_longer_run_is_asked_which_schedule_counts_and_a_document_mask_without_documents_is_said(
     tmp_path: Path,
 ) -> None:
-    """A real run of two steps on text without end-of-document tokens, then the same with more steps."""
+    """A real run of two steps on text without end-of-document tokens, then the same with more steps, three ways."""
     pair = PairWriter(tmp_path / "text", 1000)
     for first in range(300):
         pair.add(range(first % 50, first % 50 + 40))
@@ -756,10 +756,23 @@ def test_a_longer_run_is_asked_which_schedule_counts_and_a_document_mask_without
     done = run_script(*start, "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning: --simreg-document-mask has no effect so far") == 1
-    done = run_script(*start, "4", cwd=tmp_path)
-    assert done.returncode == 1 and "for total number of iterations do not match" in done.stderr, done.stderr
-    done = run_script(*start, "4", "--dry-run", "--override-opt_param-scheduler", cwd=tmp_path)
+    site = tmp_path / "my.env"
+    site.write_text("GPUS_PER_NODE=0\nTIME=60\nRUNTIME=apptainer\nCONTAINER_IMAGE=/i.sif\n")  # checked there, too
+    script = str(ROOT / "launch/slurm/submit.sh")
+    submit = ("bash", script, "--cluster", str(site), "--force", "--dry-run", str(SCRIPTS[0]))
+    longer = ((*start, "4"), (*start, "4", "--dry-run"), (*submit, *words, "--train-iters", "4"))
+    for command_line in longer:
+        done = run_script(*command_line, cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+            f"error: the checkpoint of iteration 2 in {tmp_path}/run/checkpoints has --train-iters 2, and this run "
+            "asks for --train-iters 4, which is another learning-rate schedule: add --override-opt_param-scheduler to "
+            "take the new one, or --use-checkpoint-opt_param-scheduler to keep the checkpoint's"
+        ), done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+    done = run_script(*longer[1], "--override-opt_param-scheduler", cwd=tmp_path)
     assert done.returncode == 0 and "# resumes   from iteration 2" in done.stdout
+    done = run_script(*longer[1], "--override-opt_param-scheduler", "--lr", "1e-3", cwd=tmp_path)
+    assert done.returncode == 2 and "can only resume an optimizer with its own --lr and --min-lr" in done.stderr
     done = run_script(*start, "4", "--use-checkpoint-opt_param-scheduler", cwd=tmp_path)
     assert (
         done.returncode == 0 and json.loads((tmp_path / "run" / "ended.json").read_text())["length"] == "4 iterations"
