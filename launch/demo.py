@@ -28,7 +28,7 @@ from launch import lock  # noqa: E402
 from launch.flags import LaunchError, group_flags  # noqa: E402
 from launch.jobs import KEEP_HEAP, Job, JobFailed, run_jobs  # noqa: E402
 from launch.launcher import build_plan, look_at_machine, make_parser  # noqa: E402
-from launch.preflight import check_own_flags  # noqa: E402
+from launch.preflight import check_own_flags, suggestion  # noqa: E402
 from simreg_megatron.installed import python_path  # noqa: E402
 from simreg_megatron.tools.curves import draw_curves  # noqa: E402
 from simreg_megatron.tools.events import NEGATIVE_COSINE, SIMREG_LOSS, VALIDATION_LOSS, ReportError, read_run  # noqa: E402
@@ -96,7 +96,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
     if options.steps < 2:
         parser.error(f"--steps {options.steps} is too few for a curve: give at least 2")
     if unknown := [flag for flag in flags if flag.startswith("--") and not flag.startswith("--simreg-")]:
-        parser.error(f"{unknown[0]} is no flag of the demo, which takes --simreg-* as well (docs/flags.md)")
+        parser.error(f"{unknown[0]} is no flag of the demo: {suggestion(unknown[0], ())} (--simreg-*: docs/flags.md)")
     given = {flag.partition("=")[0] for flag in flags}
     defaults = {"--simreg-lambda": "1", "--simreg-chunk-size": "64"}
     words = [word for name, value in defaults.items() if name not in given for word in (name, value)] + flags

@@ -41,12 +41,12 @@ def facts_of(plan: Plan, machine: Machine) -> dict[str, str]:
     batch, sequence = (flag_number(plan.flags, name, 1) for name in ("--global-batch-size", "--seq-length"))
     steps, samples = flag_number(plan.flags, "--train-iters", 0), flag_number(plan.flags, "--train-samples", 0)
     length = f"{samples or steps:,} {'samples' if samples else 'steps'}"
-    tokens = f"{batch * sequence:,} per step, {length}, {(samples or steps * batch) * sequence:,} in all"
+    tokens = f"{batch * sequence:,} per step, {length}, {tokens_of(plan):,} in all"
     implementation = flag_value(plan.flags, "--transformer-impl")
     return {
         "model": f"{plan.family} {plan.model}, {parameters:,} parameters with a vocabulary of {vocabulary:,}",
         "tokens": tokens,
-        "data": describe_data(plan, (samples or steps * batch) * sequence),
+        "data": describe_data(plan),
         "simreg": describe_simreg(plan),
         "ranks": f"{machine.world_size} on {'the CPU' if plan.on_cpu else 'GPUs'}, layers: {implementation}",
     }
@@ -58,12 +58,19 @@ def vocabulary_of(plan: Plan) -> int:
     return flag_number(plan.flags, "--vocab-size", data.vocabulary(plan.flags, assumed))
 
 
-def describe_data(plan: Plan, tokens: int) -> str:
-    """Describe the text, and how often a run of this length reads it."""
+def tokens_of(plan: Plan) -> int:
+    """Count the tokens that the whole run reads."""
+    batch, sequence = (flag_number(plan.flags, name, 1) for name in ("--global-batch-size", "--seq-length"))
+    steps, samples = flag_number(plan.flags, "--train-iters", 0), flag_number(plan.flags, "--train-samples", 0)
+    return (samples or steps * batch) * sequence
+
+
+def describe_data(plan: Plan) -> str:
+    """Describe the text, and how often the run reads it."""
     if plan.builtin_corpus:
         return "the built-in corpus (the run builds it, a dry run does not)"
-    there = data.tokens_there(plan.flags)
-    return f"yours, {there:,} tokens, read {tokens / there:,.1f} times" if there and tokens > there else "yours"
+    there, read = data.tokens_there(plan.flags), tokens_of(plan)
+    return f"yours, {there:,} tokens, read {read / there:,.1f} times" if there and read > there else "yours"
 
 
 def describe_simreg(plan: Plan) -> str:

@@ -19,7 +19,7 @@ def fit_preset(
 ) -> tuple[list[Flag], list[str]]:
     """Return the preset with fitting sizes, and notes; `strict` refuses another global batch than the preset's."""
     notes: list[str] = []
-    preflight.check_layout([*preset, *user], machine.world_size)
+    preflight.check_layout([*preset, *user], machine.world_size, machine.local_world_size if machine.whole_nodes else 0)
     for name in ("--num-layers", "--save-interval", "--log-interval", "--seq-length"):
         flag_number(user, name, 1)  # refuses what is no positive number
     preset = _fit_ffn(preset, user, ffn, notes)

@@ -134,6 +134,7 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """Refuse what can be refused before anything is written to the run's folder."""
     _say_each("> ", plan.notes)
     preflight.check_load(plan.flags)
+    preflight.check_writers(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
     _say_each("> ", check_text(plan, may_miss=False))

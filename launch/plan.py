@@ -63,6 +63,7 @@ class Machine:
     apex_gradient_kernel: bool = False  # fuses gradient accumulation; built with NVIDIA's Apex only
     world_size: int = 1
     local_world_size: int = 1
+    whole_nodes: bool = False  # submitted to SLURM: the number of ranks is set by --nodes
 
 
 @dataclass(frozen=True)

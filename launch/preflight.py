@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import importlib.util
 import io
 import logging
+import math
 import sys
 import traceback
 import warnings
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from launch import checkpoints, sizes
-from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_value, flatten
+from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags
 from launch.schedule import check_schedule
 
 if TYPE_CHECKING:
@@ -59,6 +62,12 @@ def check_own_flags(flags: Sequence[Flag]) -> SimRegConfig:
     return config_from_args(parser.parse_known_args(flatten([*own, *known]))[0])
 
 
+def check_writers(flags: Sequence[Flag]) -> None:
+    """Check that Weights & Biases is installed if it is asked for: Megatron imports it on one rank, after the start."""
+    if flag_value(flags, "--wandb-project") and importlib.util.find_spec("wandb") is None:
+        raise LaunchError("--wandb-project needs wandb, which is not installed: pip install wandb, or drop the flag")
+
+
 def check_load(flags: Sequence[Flag]) -> None:
     """Check that --load names checkpoints: Megatron would start from scratch and hardly say so."""
     folder = flag_value(flags, "--load")
@@ -70,14 +79,22 @@ def check_load(flags: Sequence[Flag]) -> None:
     )
 
 
-def check_layout(flags: Sequence[Flag], world_size: int) -> None:
-    """Refuse ranks that cannot be divided among replicas, which a plan has to do before Megatron is asked."""
+def check_layout(flags: Sequence[Flag], world_size: int, node: int = 0) -> None:
+    """Refuse ranks that cannot be divided among replicas, which a plan has to do before Megatron is asked.
+
+    `node` is the number of ranks a node if the run is submitted and the user chooses nodes.
+    """
     tensor, pipeline, context = sizes.model_parallel_sizes(flags)
     ranks = tensor * pipeline * context
     if world_size % ranks:
+        unit = math.lcm(ranks, node or 1)
+        most, batch = max(world_size // unit, 1), flag_number(flags, "--global-batch-size", 1)
+        shares = (count for count in range(most, 0, -1) if batch % (count * unit // ranks) == 0)
+        fitting = next(shares, most) * unit
+        fix = f"give --nodes {fitting // node} before the script" if node else f"start {fitting} (--nproc-per-node)"
         raise LaunchError(
             f"one replica takes TP {tensor} x PP {pipeline} x CP {context} = {ranks} ranks, and {world_size} cannot be "
-            f"divided among replicas: give a multiple of {ranks} ranks, or smaller sizes"
+            f"divided among replicas: {fix}, or give smaller sizes"
         )
 
 
@@ -112,7 +129,11 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
     args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if names and plan.tree is None:
-        raise LaunchError(f"Megatron has no flag {names[0]}: leave it out, or see --help")
+        from launch.launcher import make_parser
+
+        own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
+        hint = suggestion(names[0], [*parser._option_string_actions, *own])
+        raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
     if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings
         return None
     answer = _ask(args, machine.world_size)
@@ -130,6 +151,17 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
         except (ValueError, NotImplementedError) as error:
             raise LaunchError(str(error)) from None
     return answer
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """Name the flag that was probably meant by an unknown one."""
+    from simreg_megatron.config.spelling import MEANT
+
+    word = name.removeprefix("--")
+    ours = {each: f"--simreg-{each}" for each in ("lambda", "temperature", "chunk-size", "objective")}
+    own = {**MEANT, **ours, "fp8": "--fp8-format"}
+    near = [own[word]] if word in own else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"did you mean {near[0]}?" if near else "leave it out, or see --help"
 
 
 def use_tree(tree: Path | None) -> None:
@@ -198,3 +230,20 @@ def silence() -> Iterator[None]:
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def main(words: Sequence[str]) -> int:
+    """Check the launcher's options and the plugin's flags after a launch script, before anything slow is imported."""
+    from launch.launcher import make_parser
+
+    try:
+        _, rest = make_parser("mixtral" if "mixtral" in Path(words[0]).name else "llama").parse_known_args(words[1:])
+        check_own_flags([flag for flag in group_flags(rest) if _is_own(flag)])
+    except (LaunchError, argparse.ArgumentError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,7 @@
 # The bash half of launch/pretrain_*.sh: find a Python that can train, read torchrun's flags, start torchrun.
 
 # find_python ROOT MODULE...: the first Python that can import what the run needs, in PYTHON; it is run before it is
-# believed.
+# believed. CHECK, if set, are its words to check the flags first: to import torch takes seconds.
 find_python() {
   local root=$1 candidate
   shift
@@ -15,6 +15,9 @@ find_python() {
   local probe='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))'
   for candidate in "${candidates[@]}"; do
     "$candidate" -c "$probe" "$@" >/dev/null 2>&1 || continue
+    if [[ -v CHECK ]]; then
+      PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$candidate" "${CHECK[@]}" || exit 2
+    fi
     if "$candidate" -c "import $1" >/dev/null 2>&1; then
       PYTHON=$candidate
       return
@@ -138,6 +141,7 @@ start() {
   shift
   root=$(CDPATH="" cd -- "$(dirname -- "$script")/.." && pwd) || exit 2
   split_words "$@"
+  CHECK=(-m launch.preflight "$script" "${SCRIPT_WORDS[@]+"${SCRIPT_WORDS[@]}"}")
   find_python "$root" torch megatron sentencepiece
   for word in "$@"; do
     if [[ $word == -h || $word == --help ]]; then

@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 import shutil
 
-from launch import checkpoints, sizes
-from launch.dry_run import vocabulary_of
+from launch import checkpoints, data, sizes
+from launch.dry_run import tokens_of, vocabulary_of
 from launch.estimate import gpu_memory
 from launch.flags import LaunchError
 from launch.plan import Plan
 from launch.slurm.job import Job
 
+_MOST_EPOCHS = 4  # up to which repeated text is worth about as much as new text
 _FORCE = "or --force before the script to submit it all the same"
 
 
@@ -58,6 +59,16 @@ def check_disk(plan: Plan, job: Job, *, force: bool) -> list[str]:
         )
     left = f"; {_gib(free)} are free" if is_seen else ""
     return [f"disk      {_gib(size)} a checkpoint, {_gib(most)} for {job.keep} and one being written{left}"]
+
+
+def check_epochs(plan: Plan, *, force: bool) -> None:
+    """Raise a LaunchError unless `force` if the run reads its text more often than repeated text helps."""
+    there = None if plan.builtin_corpus or force else data.tokens_there(plan.flags)
+    if there and tokens_of(plan) > _MOST_EPOCHS * there:
+        raise LaunchError(
+            f"the run reads {tokens_of(plan):,} tokens, {tokens_of(plan) / there:,.1f} epochs of the {there:,} in its "
+            f"text: give more text, fewer --train-iters, {_FORCE}"
+        )
 
 
 def _gib(number: int) -> str:

@@ -43,7 +43,7 @@ def make_submit_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    force = "submit a run although it needs more memory or disk than there is"
+    force = "submit a run although it needs more memory or disk than there is, or reads its text more than 4 times"
     add = parser.add_argument
     add("--cluster", type=Path, default=DEFAULT, metavar="FILE", help="settings of your cluster")
     add("--nodes", type=int, metavar="N", help="nodes (default: those of the model's layout)")
@@ -70,6 +70,7 @@ def main() -> None:
         facts = [f"{name:<9} {value}" for name, value in facts_of(plan, machine).items()]
         facts += needs.check_memory(plan, job, args, force=options.force)
         facts += needs.check_disk(plan, job, force=options.force)
+        needs.check_epochs(plan, force=options.force)
         text = render(job)
         if options.dry_run:
             sys.stdout.write(text)
@@ -134,7 +135,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     nodes = options.nodes or _nodes_of(run_options.layout, family, model)
     run_options.auto_resume = True
     gpus, ranks = site.gpus_per_node, site.ranks_per_node
-    machine = Machine(gpus, bool(gpus), world_size=nodes * ranks, local_world_size=ranks)
+    machine = Machine(gpus, bool(gpus), world_size=nodes * ranks, local_world_size=ranks, whole_nodes=True)
     plan = build_plan(family, run_options, rest, machine, environ={**environ, "MEGATRON_PATH": tree})
     _check(plan, options)
     _check_data(plan, site, previews=options.dry_run)

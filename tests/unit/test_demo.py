@@ -57,7 +57,7 @@ def test_simreg_flags_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--tau 1", "--tau is no flag of the demo, which takes --simreg-*"),
+        ("--tau 1", "--tau is no flag of the demo: did you mean --simreg-temperature?"),
         ("--steps 1", "--steps 1 is too few"),
         ("--simreg-tau 1", "there is no flag --simreg-tau: did you mean --simreg-temperature?"),
     ],

@@ -319,6 +319,7 @@ def test_bash_hands_torchrun_its_flags(
     python.parent.mkdir()
     python.write_text(
         "#!/usr/bin/env bash\nif [[ $1 == -c ]]; then [[ $2 == *device_count* ]] && echo 4; exit 0; fi\n"
+        "[[ $2 == launch.preflight ]] && exit 0\n"
         "printf '%s\\n' \"$@\"\n"
     )
     python.chmod(0o755)
@@ -721,6 +722,36 @@ def test_the_checks_of_megatrons_model_are_asked(tmp_path: Path) -> None:
 def test_what_torchrun_would_end_in_a_traceback_with(words: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
     done = jobs.run(["bash", str(SCRIPTS[0]), *words, "--dry-run"])
     assert done.returncode == 2 and done.stderr.strip() == f"error: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("--lambda", "--simreg-lambda"), ("--tau", "--simreg-temperature"), ("--chunk-size", "--simreg-chunk-size"),
+     ("--fp99", "leave it out"), ("--train-iter", "--train-iters")],
+)  # fmt: skip
+def test_names_that_others_use(name: str, meant: str) -> None:
+    assert meant in preflight.suggestion(name, ["--train-iters", "--load"])
+
+
+def test_weights_and_biases_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match="needs wandb, which is not installed"):
+        preflight.check_writers([("--wandb-project", "mine")])
+    preflight.check_writers([("--wandb-project", "")])
+
+
+def test_own_flags_are_checked_before_anything_slow(tmp_path: Path) -> None:
+    check = "from launch import preflight; status = preflight.main(['pretrain_llama.sh', '--simreg-tau', '1'])"
+    done = jobs.run([sys.executable, "-c", f"import sys; {check}; print('torch' in sys.modules, status)"], cwd=ROOT)
+    assert done.stdout == "False 2\n" and "did you mean --simreg-temperature?" in done.stderr
+    (tmp_path / "torch.py").write_text("import sys; sys.exit('imported')")  # would end every start
+    for words, sentence in (
+        ("--simreg-lambda ten", "SimReg lambda must be a finite number of 0 or more, or auto, not ten"),
+        ("--recipe simreg", "argument --recipe: invalid choice: 'simreg' (choose from 'baseline', 'paper', "),
+        ("7b", "'7b' belongs to no flag"),
+    ):
+        done = run_script("bash", str(SCRIPTS[0]), *words.split(), cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {sentence}"), done.stderr
 
 
 def test_nodes_of_pods_without_an_address(tmp_path: Path) -> None:

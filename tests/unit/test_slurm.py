@@ -154,6 +154,7 @@ def _rendered(site: Site) -> str:
         pytest.param(("--nodes", "3"), (), "24 data-parallel ranks: .* 2064, or another number", id="batch"),
         pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
         pytest.param((), ("--pipeline-model-parallel-size", "3"), "TP 1 x PP 3 x CP 1 = 3 ranks, and 128", id="pp"),
+        pytest.param((), ("--pipeline-model-parallel-size", "3"), "give --nodes 12 before", id="pp-3-shares-2048"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
     ],
 )
@@ -310,6 +311,12 @@ def test_a_login_nodes_own_python_submits_what_another_one_runs(tmp_path: Path, 
     words = ["--model", "tiny", *data, "--data", text, "--tokenizer", tokenizer]
     words += ["--save-interval", "5"]
     bare = [sys.executable, "-S", "-m", "launch.slurm.submit", "--cluster", str(site), "--dry-run", LLAMA, *words]
+    done = jobs.run(bare, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+        "error: the run reads 819,200 tokens, 409.6 epochs of the 2,000 in its text: give more text, fewer "
+        "--train-iters, or --force before the script to submit it all the same"
+    )
+    bare.insert(bare.index("--dry-run"), "--force")
     done = jobs.run(bare, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert value_of(done.stdout, "PYTHON") == [sys.executable]

@@ -106,7 +106,9 @@ def refused(ask: Ask, command: str, sentence: str) -> None:
     ("command", "sentence"),
     [
         ("128 llama --pipeline-model-parallel-size 3 --num-layers 33", "one replica takes TP 1 x PP 3 x CP 1 = 3 "
-         "ranks, and 128 cannot be divided among replicas: give a multiple of 3 ranks, or smaller sizes"),
+         "ranks, and 128 cannot be divided among replicas: start 24 ("),
+        ("1 llama --tensor-model-parallel-size 2", "one replica takes TP 2 x PP 1 x CP 1 = 2 ranks, and 1 cannot be "
+         "divided among replicas: start 2 (--nproc-per-node), or give smaller sizes"),
         ("1 llama --micro-batch-size 3", "each of 1 data-parallel ranks has 8 sequences of the global batch, which "
          "micro-batches of 3 cannot share: give --micro-batch-size 2"),
     ],
@@ -353,7 +355,7 @@ TOGETHER = """
 --tensor-model-parallel-size 2 --num-attention-heads 3 | Megatron refuses these flags together: num_attention_heads (3)
 --expert-model-parallel-size 2 | Megatron refuses these flags together: num_experts must be non None
 --expert-model-parallel-size 2 --num-experts 3 | Megatron refuses these flags together: Number of experts should be a
---help-me | Megatron has no flag --help-me: leave it out, or see --help
+--help-me | Megatron has no flag --help-me: did you mean --help?
 --simreg-lambda 1 --simreg-log-interval 15 | --simreg-log-interval 15 must be a multiple of --log-interval 10
 --simreg-lambda 1 --simreg-objective mic --simreg-objective-options prefixes=48/500 | SimReg objective mic cannot take
 """
