@@ -23,6 +23,7 @@ from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.tools.logging import logger
 
 from simreg_megatron import trial
 from simreg_megatron.losses import simreg_loss
@@ -90,7 +91,7 @@ class SimRegLoss(ChunkedLossWrapper):
             documents = (positions_T == 0).cumsum(0).unsqueeze(0)
         if not self._is_chosen and hidden_states_TD.is_cuda:
             shape = trial.Shape(1, tokens, hidden_states_TD.shape[-1], config.simreg_chunk_size, hidden_states_TD.dtype)
-            print(f"SimReg: {trial.choose(shape, hidden_states_TD.device)}", flush=True)
+            logger.info("SimReg: %s", trial.choose(shape, hidden_states_TD.device))
         self._is_chosen = True
         return simreg_loss(
             hidden_states_TD.unsqueeze(0),
