@@ -13,6 +13,7 @@ WORKDIR /opt/simreg-megatron
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY simreg_megatron simreg_megatron
 COPY launch launch
+COPY examples examples
 COPY tools tools
 
 # --no-deps where a package asks for torch: the container's own is not on the package index and must stay.

@@ -24,7 +24,7 @@ from benchmarks.timing import overhead
 from benchmarks.train import PROFILE, TIMES
 
 KINDS = {
-    "SimReg off": ("--simreg-lambda", "0"),  # what the machine itself makes of two kinds of step
+    "SimReg off": ("--simreg-lambda", "0"),  # a control: both kinds of step are plain Megatron's
     "SimReg, chunks": ("--simreg-lambda", "1"),
     "SimReg, whole sequences": ("--simreg-lambda", "1", "--simreg-chunk-size", "0"),
     "SimReg measured only": ("--simreg-objective", "none"),

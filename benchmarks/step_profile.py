@@ -39,8 +39,8 @@ def profiled(step: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 def table(steps: Sequence[dict[str, Any]], rows: int = 15) -> Iterator[str]:
     """Medians of the plain steps and of those with SimReg, and where they differ most; nothing if one kind is missing.
 
-    Where kernels take less than the time on the wall, the device was idle: it waited for the host, for longer before
-    some kernels with SimReg.
+    Where kernels take less than the time on the wall, the device was idle, as it waited for the host. The last table
+    lists the kernels before which it was idle for longer.
     """
     plain, ours = ([step for step in steps if step["plain"] is kind] for kind in (True, False))
     if not plain or not ours:

@@ -36,7 +36,11 @@ def main(argv: Sequence[str]) -> int:
         return _INTERRUPTED
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        print(f"error: the nodes did not meet: {first}", file=sys.stderr)
+        print(
+            f"error: the nodes did not meet ({first}): check that each runs this command and reaches the first one's "
+            "address, and give another --master-port if that one is in use",
+            file=sys.stderr,
+        )
         return 2
     return 0
 

@@ -49,7 +49,8 @@ def run(argv: list[str], *, plain: bool = False) -> None:
         if has_training_loop():
             from megatron.training import initialize
 
-            initialize._warmup_jit_function = _without_odd_warm_up(initialize._warmup_jit_function)
+            if warm_up := getattr(initialize, "_warmup_jit_function", None):
+                initialize._warmup_jit_function = _without_odd_warm_up(warm_up)
         _check_place_of_megatron(folder)
     except (cpu_backend.CpuBackendError, MegatronSeamError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's own trainer on a CPU: `python -m tests.helpers.titan_on_cpu LAMBDA`, one process, four steps.
+"""torchtitan's own trainer on a CPU, in one process: `python -m tests.helpers.titan_on_cpu LAMBDA PORT TOKENIZER`.
 
-It stands in for what torchtitan takes from a GPU (names, memory, FlexAttention's backward) and for its text.
+What torchtitan takes from a GPU (names, memory, FlexAttention's backward) and its text are stand-ins.
 """
 
 from __future__ import annotations

@@ -109,17 +109,17 @@ def test_the_page_of_flags_is_the_parsers() -> None:
 
 
 def test_every_flag_has_one_sentence(capsys: Captured) -> None:
-    told = [pair for found in described_flags().values() for pair in found]
+    described = [pair for found in described_flags().values() for pair in found]
     parser = add_simreg_arguments(argparse.ArgumentParser(add_help=False))
-    assert [name.partition(" ")[0].partition("[")[0] for name, _ in told] == [
+    assert [name.partition(" ")[0].partition("[")[0] for name, _ in described] == [
         action.option_strings[0] for group in parser._action_groups for action in group._group_actions
     ]
-    for name, sentence in told:
+    for name, sentence in described:
         assert len(sentence) > 20 and sentence[0].isupper() and sentence.endswith(".") and ". " not in sentence, name
         assert "default" in sentence or name.startswith("--simreg-objective-options"), name
     assert cli.main(["flags"]) == 0
     said = capsys.readouterr().out
-    assert all(name.partition("[")[0].partition(" ")[0] in said for name, _ in told)
+    assert all(name.partition("[")[0].partition(" ")[0] in said for name, _ in described)
 
 
 @pytest.mark.parametrize(

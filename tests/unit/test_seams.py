@@ -149,7 +149,7 @@ def test_wrapped_functions_come_back(module: ModuleType) -> None:
     kept = FitModel._postprocess
     installation.unwrap_all()
     assert FitModel._postprocess is original
-    assert kept(FitModel(), None, None) == "own", "whoever keeps the wrapper has the original"
+    assert kept(FitModel(), None, None) == "own", "a wrapper that was kept calls the original"
 
 
 def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
