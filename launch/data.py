@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.flags import Flag, LaunchError, flag_name, flag_number, flag_value
+from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value
 from simreg_megatron.tools.indexed import ENDINGS, is_pair, read_index
 
 MANIFEST = "manifest.json"
@@ -19,8 +19,10 @@ _AGAIN = "prepare the data again, or copy it again from where it was made"
 
 
 def prefixes(flags: Sequence[Flag], names: Sequence[str] = _FLAGS) -> list[str]:
-    """Return the prefixes that these flags name, without weights and those of a remote store."""
+    """Return the prefixes that these flags name, without weights and those of a remote store; none of chats (--sft)."""
     found: list[str] = []
+    if "--sft" in flag_names(flags):
+        return found
     for flag in flags:
         if flag_name(flag) in names:
             value = flag[0].partition("=")[2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT and MoE pretraining over `megatron.training`, for the launch scripts: datasets, forward step, loss.
+"""GPT and MoE pretraining and fine-tuning (--sft) over `megatron.training`: datasets, forward step, loss.
 
 Only what every Megatron pretraining script must say itself is here; model, schedule, optimizer, checkpoints and log
 are Megatron's (0.19). It knows nothing of SimReg: `python -m simreg_megatron simreg_megatron/pretrain.py ...`
@@ -30,6 +30,7 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
@@ -66,7 +67,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
-    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    dataset_class = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
 
     def reads_data() -> bool:
         return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage)
@@ -91,7 +92,11 @@ def _predicts_further(vp_stage: int | None) -> bool:
 def _needs_batch(vp_stage: int | None) -> bool:
     """Return whether this stage reads batches; all do if documents are packed, as attention must know the borders."""
     sees_tokens = is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
-    return sees_tokens or get_args().dataloader_inter_document_masking
+    return sees_tokens or _packs(get_args())
+
+
+def _packs(args: Any) -> bool:
+    return bool(args.sft or args.dataloader_inter_document_masking)
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]:
@@ -108,7 +113,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=args.dataloader_inter_document_masking,
+        has_cu_seqlens=_packs(args),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,

@@ -18,6 +18,7 @@ def adapt_megatron() -> None:
     """Let them work on the CPU; imports Megatron."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.utils as core_utils
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -30,6 +31,12 @@ def adapt_megatron() -> None:
     _allow_sequence_parallelism(WrappedTorchNorm)
     _gather_tensors_of_unequal_sizes()
     cpu_attention.adapt(DotProductAttention)
+    # Transformer Engine's kernel that cuts packed rows over context ranks.
+    core_utils.tex = SimpleNamespace(
+        thd_get_partitioned_indices=lambda borders, length, size, rank: cpu_attention.zigzag_positions(
+            length, size, borders
+        )[rank]
+    )
 
 
 def _build_for_this_python(build: Callable[[], None]) -> None:

@@ -65,19 +65,19 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 "on the CPU, sliding-window attention works on whole, unpacked sequences only: "
                 "leave out --window-size, or both --context-parallel-size and packed sequences"
             )
+        borders = None
         if packed_seq_params is not None:
-            if group is not None:
-                raise CpuBackendError(
-                    "on the CPU, packed sequences cannot be split by context parallelism: "
-                    "leave out --context-parallel-size or --dataloader-inter-document-masking"
-                )
             query, key, value = (packed.unsqueeze(1) for packed in (query, key, value))  # THD -> T1HD
-            attention_mask = packed_mask(_borders(packed_seq_params), len(query))
-        elif group is not None:
-            key, value = (in_natural_order(part, group) for part in (key, value))
-            if attention_mask is None and self.attn_mask_type == AttnMaskType.causal:
-                own = zigzag_positions(len(key), group.size())[group.rank()]
-                attention_mask = causal_mask(own, len(key))
+            borders = _borders(packed_seq_params)
+        own = torch.arange(len(query))
+        if group is not None:
+            positions = zigzag_positions(len(key) * group.size(), group.size(), borders)
+            key, value = (in_natural_order(part, positions, group) for part in (key, value))
+            own = positions[group.rank()]
+        if borders is not None:
+            attention_mask = packed_mask(borders, len(key))[:, :, own]
+        elif attention_mask is None and self.attn_mask_type == AttnMaskType.causal:
+            attention_mask = causal_mask(own, len(key))
         return attend(self, query, key, value, attention_mask, attn_mask_type, attention_bias)
 
     return attended
@@ -90,22 +90,27 @@ def _context_group(attention: Any) -> Any:
     return parallel_state.get_context_parallel_group() if group is None else group
 
 
-def zigzag_positions(length: int, ranks: int) -> Tensor:
+def zigzag_positions(length: int, ranks: int, borders: Tensor | None = None) -> Tensor:
     """Positions on the sequence of the rows of each context rank, [ranks, length / ranks].
 
-    The sequence is cut into 2 * ranks blocks; rank r holds block r and, after it, block 2 * ranks - 1 - r.
+    The sequence is cut into 2 * ranks blocks; rank r holds block r and, after it, block 2 * ranks - 1 - r. A packed row
+    is cut in the same way inside each document, at whose `borders` see `packed_mask`.
     """
-    blocks = torch.arange(length).view(2 * ranks, -1)
-    return torch.cat([blocks[:ranks], blocks[ranks:].flip(0)], dim=1)
+    documents = torch.arange(length).tensor_split([] if borders is None else borders[1:-1].tolist())
+    blocks = [document.view(2 * ranks, len(document) // (2 * ranks)) for document in documents]
+    return torch.cat([half for cut in blocks for half in (cut[:ranks], cut[ranks:].flip(0))], dim=1)
 
 
-def in_natural_order(part: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+def in_natural_order(part: Tensor, positions: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """[S, B, H, D] of every context rank -> the whole sequence [T, B, H, D] in its own order.
 
     Backward: the gradients of all ranks' copies are summed, and each rank keeps its own rows (reduce-scatter).
+
+    Args:
+        positions: of the rows of each rank, [ranks, S].
     """
     gathered = gather_from_sequence_parallel_region(part.contiguous(), group=group)
-    return gathered[zigzag_positions(len(gathered), group.size()).flatten().argsort()]
+    return gathered[positions.flatten().argsort()]
 
 
 def causal_mask(positions: Tensor, length: int) -> Tensor:

@@ -43,36 +43,40 @@ def check_rank(number: int, context_size: int, tensor_size: int, rows_split: boo
     generator, positions = torch.Generator().manual_seed(7), torch.arange(LENGTH)
     rows, weights = torch.randn(LENGTH, 1, WIDTH, generator=generator), torch.rand(1, LENGTH, generator=generator)
     labels, kept = torch.randint(0, 6, (1, LENGTH), generator=generator), torch.rand(LENGTH, generator=generator) < 0.8
-    ends, padded = torch.tensor([ENDS, BORDERS], dtype=torch.int32)
-    document = torch.bucketize(positions, padded[1:], right=True)
-    mask = (kept & (positions < (padded[:-1] + ends.diff())[document])).float().unsqueeze(0)
-    packing = SimpleNamespace(qkv_format="thd", cu_seqlens_q=ends)
-
+    borders = torch.tensor([ENDS, BORDERS], dtype=torch.int32)
+    document = torch.bucketize(positions, borders[1, 1:], right=True)
+    mask = (kept & (positions < (borders[1, :-1] + borders[0].diff())[document])).float()
     utils.tex = SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
-    row = {"tokens": labels, "labels": labels, "loss_mask": mask, "position_ids": positions.unsqueeze(0)}
-    row |= {"cu_seqlens": ends.unsqueeze(0), "cu_seqlens_padded": padded.unsqueeze(0)}
-    part = utils.get_batch_on_this_cp_rank(row, is_hybrid_cp=False, cp_group=cp)
-    own = part["position_ids"][0]
-    anchors = own.view(tensor_size, -1)[tp.rank()]
-    held = anchors if rows_split else own
-    for chunk_size, mistaken in itertools.product((0, 16, 48), (False, True)):
-        packing.cu_seqlens_q_padded = padded[[0, -1]] if mistaken else padded
-        regularizer = Regularizer(SimRegConfig(1, temperature=0.1, chunk_size=chunk_size))
-        hidden, loss = rows[held].requires_grad_(), torch.zeros(1, len(own), requires_grad=True)
-        found = regularizer.terms(model, hidden, part["labels"], part["loss_mask"], packing)
-        (regularizer.add_to(loss, found) * weights[:, own]).sum().backward()
 
-        expected = rows.clone().requires_grad_()
-        options = {"temperature": 0.1, "chunk_size": chunk_size, "documents": document[None]}
-        terms = simreg_loss(expected.transpose(0, 1), labels, valid=mask > 0, reduction="none", **options)
-        (terms * weights).sum().backward()
-        pairs = (found.weighted.detach(), terms.detach()[:, anchors]), (hidden.grad, expected.grad[held])
-        off = torch.stack([(mine - whole).norm() / whole.norm() for mine, whole in pairs])
-        dist.all_reduce(off, op=dist.ReduceOp.MAX)
-        if not mistaken:
-            assert off.max() < 2e-6, chunk_size
-        else:
-            assert off.min() > 1e-2, "taking the row to be cut as a whole must fail"
+    for chunk_size, mistaken in itertools.product((0, 16, 48), (False, True)):
+        regularizer = Regularizer(SimRegConfig(1, temperature=0.1, chunk_size=chunk_size))
+        for num_documents in (5, 3):  # the second row is shorter
+            ends, padded = borders[:, : num_documents + 1]
+            here = slice(0, int(padded[-1]))
+            row = {"labels": labels[:, here], "loss_mask": mask[None, here], "position_ids": positions[None, here]}
+            row |= {"tokens": None, "cu_seqlens": ends.unsqueeze(0), "cu_seqlens_padded": padded.unsqueeze(0)}
+            part = utils.get_batch_on_this_cp_rank(dict(row), is_hybrid_cp=False, cp_group=cp)
+            own = part["position_ids"][0]
+            anchors = own.view(tensor_size, -1)[tp.rank()]
+            held = anchors if rows_split else own
+            told = padded[[0, -1]] if mistaken else padded
+            packing = SimpleNamespace(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_q_padded=told)
+            hidden, loss = rows[held].requires_grad_(), torch.zeros(1, len(own), requires_grad=True)
+            found = regularizer.terms(model, hidden, part["labels"], part["loss_mask"], packing)
+            (regularizer.add_to(loss, found) * weights[:, own]).sum().backward()
+
+            expected = rows[here].clone().requires_grad_()
+            options = {"temperature": 0.1, "chunk_size": chunk_size, "documents": document[None, here]}
+            valid = row["loss_mask"] > 0
+            terms = simreg_loss(expected.transpose(0, 1), row["labels"], valid=valid, reduction="none", **options)
+            (terms * weights[:, here]).sum().backward()
+            pairs = (found.weighted.detach(), terms.detach()[:, anchors]), (hidden.grad, expected.grad[held])
+            off = torch.stack([(mine - whole).norm() / whole.norm() for mine, whole in pairs])
+            dist.all_reduce(off, op=dist.ReduceOp.MAX)
+            if not mistaken:
+                assert off.max() < 2e-6, chunk_size
+            else:
+                assert off.min() > 1e-2, "taking the row to be cut as a whole must fail"
 
 
 @pytest.mark.distributed

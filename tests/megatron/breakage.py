@@ -47,6 +47,15 @@ def flattened_batch() -> None:
     _change_simreg(flattened)
 
 
+def samples_cut_as_one() -> None:
+    """SimReg takes the samples of a packed row to be cut over context ranks as a whole."""
+    from simreg_megatron.plugin import tokens
+    from tests.megatron.oracles import padded_samples
+
+    padded_samples()
+    tokens.dataclasses = mock.Mock(replace=lambda instance, **_: instance)
+
+
 def _change_simreg(change: Callable[[Keywords], Keywords]) -> None:
     """SimReg sees the changed arguments, the language-model loss the right ones."""
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -6,6 +6,7 @@ A phrase ends every dozen tokens or so: sequences of 64 then hold several text e
 
 from __future__ import annotations
 
+import json
 import re
 import sysconfig
 from pathlib import Path
@@ -17,6 +18,8 @@ from simreg_megatron.tools.builtin_corpus import (
     read_documents,
     write_pair,
 )
+from simreg_megatron.tools.export_tokenizer import write_tokenizer
+from simreg_megatron.tools.tokenizers import load_tokenizer
 
 _PACKAGES = ("asyncio", "email", "logging", "concurrent", "importlib", "unittest", "json")
 VOCABULARY = 512
@@ -38,11 +41,28 @@ def documents() -> list[str]:
     return [text for name, text in read_documents(_roots()) if not is_validation(name)]
 
 
+def phrases() -> list[str]:
+    return [phrase.strip() for text in documents() for phrase in _PHRASE_END.split(text) if phrase.strip()]
+
+
 def cut_into_phrases(corpus: BuiltinCorpus, prefix: Path) -> Path:
     """The corpus's training text once more, each phrase a document of its own."""
-    phrases = [phrase.strip() for text in documents() for phrase in _PHRASE_END.split(text) if phrase.strip()]
-    write_pair(prefix, phrases, corpus.tokenizer_model)
+    write_pair(prefix, phrases(), corpus.tokenizer_model)
     return prefix
+
+
+def chats(corpus: BuiltinCorpus, folder: Path) -> tuple[str, ...]:
+    """Megatron's flags for fine-tuning on chats of three phrases, ten of them in a line."""
+    folder.mkdir()
+    write_tokenizer(load_tokenizer(str(corpus.tokenizer_model)), folder)
+    roles = ("system", "user", "assistant")
+    turns = [{"role": roles[number % 3], "content": phrase} for number, phrase in enumerate(phrases()[:3000])]
+    lines = [json.dumps({"messages": turns[first : first + 30]}) for first in range(0, len(turns), 30)]
+    (folder / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    data = [word for side in ("train", "valid", "test") for word in (f"--{side}-data-path", f"{folder}/chats.jsonl")]
+    tokenizer = ("--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder))
+    packed = ("--sft", "--micro-batch-size", "1", "--no-create-attention-mask-in-dataloader")
+    return (*data, *tokenizer, "--sft-tokenizer-prompt-format", "identity", *packed)
 
 
 def flags(corpus: BuiltinCorpus, cache: Path, train: Path | None = None) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 TOKENS, BATCH, HEADS, GROUPS, WIDTH = 24, 2, 4, 2, 8  # grouped queries: two heads share a key
 DOCUMENTS = (5, 1, 10, 8)
+MULTIPLES = (8, 4, 12)  # of twice two context ranks
 TOLERANCE = 1e-12
 CLEARLY_WRONG = 1e-2
 
@@ -196,12 +197,30 @@ def test_a_packed_model_is_the_masked_model(tmp_path: Path) -> None:
     run_processes(check_model, 1, tmp_path)
 
 
+def check_packed_and_split(rank: int) -> None:
+    attention, whole = local_attention(2), inputs(batch=1)
+    numbers = torch.arange(TOKENS).split(MULTIPLES)
+    blocks = [document.chunk(4) for document in numbers]
+    rows = torch.cat([half for cut in blocks for half in (cut[rank], cut[3 - rank])])
+    document = torch.repeat_interleave(torch.arange(len(MULTIPLES)), torch.tensor(MULTIPLES))
+    expected = [part[rows] for part in oracle(whole, document == document[:, None])]
+
+    def attended(params: Any) -> list[Tensor]:
+        flat = whole.of_rows(rows)
+        output = attention(*(part.squeeze(1) for part in flat[:3]), None, packed_seq_params=params)
+        return with_gradients(output, flat)
+
+    assert max(largest_differences(attended(packed(MULTIPLES)), expected)) < TOLERANCE
+    assert min(largest_differences(attended(packed([TOKENS])), expected)) > CLEARLY_WRONG
+
+
+def test_packed_documents_are_split_one_by_one(tmp_path: Path) -> None:
+    run_processes(check_packed_and_split, 2, tmp_path)
+
+
 def check_refusals(rank: int) -> None:
     own = inputs(batch=1).of_rows(rows_of(rank, 2))
-    flat = [part.squeeze(1) for part in own[:3]]
     attention = local_attention(2)
-    with pytest.raises(cpu_backend.CpuBackendError, match="packed sequences cannot be split by context parallelism"):
-        attention(*flat, None, packed_seq_params=packed())
     attention.scale_mask_softmax.window_size = (4, 0)
     with pytest.raises(cpu_backend.CpuBackendError, match="leave out --window-size"):
         attention(*own[:3], None)

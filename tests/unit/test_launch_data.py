@@ -101,6 +101,13 @@ def test_damaged_and_exchanged_files_are_refused(place: Path, tmp_path: Path) ->
             data.check_data([("--data-path", prefix)])
 
 
+def test_chats_are_left_to_megatron() -> None:
+    flags = [("--data-path", "chats.jsonl")]
+    with pytest.raises(LaunchError, match="there is no chats"):
+        data.check_data(flags)
+    assert data.check_data([*flags, ("--sft",)]) == []
+
+
 def test_missing_text_is_said_before_a_tokenizer_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network the Hub was asked for a minute first."""
     monkeypatch.setattr("simreg_megatron.tools.tokenizers.load_tokenizer", lambda name: pytest.fail(f"fetched {name}"))

@@ -678,7 +678,7 @@ def test_a_lambda_for_another_width_is_noted(words: str, has_note: bool) -> None
     assert "is large" not in describe(plan("--model", "350m", *OWN, *words.split(), machine=GPU), GPU, environ={})
 
 
-@pytest.mark.parametrize("flag", ["--sft", "--fim-data", "--spec"])
+@pytest.mark.parametrize("flag", ["--fim-data", "--spec"])
 def test_what_only_megatrons_own_script_reads_is_refused(flag: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=f"{flag} is read by .* pretrain_gpt.py alone: set MEGATRON_PATH"):
         plan(flag)

@@ -87,6 +87,7 @@ ONE = part("1 process")
 TP2 = part("TP2", "--tensor-model-parallel-size 2", 2)
 SP = part("SP", "--sequence-parallel")
 CP2 = part("CP2", "--context-parallel-size 2", 2)
+CP4 = part("CP4", "--context-parallel-size 4", 4)
 PP2 = part("PP2", "--pipeline-model-parallel-size 2", 2)
 PP4 = part("PP4", "--pipeline-model-parallel-size 4", 4)
 VPP2 = part("VPP2", "--num-virtual-stages-per-pipeline-rank 2")
@@ -153,6 +154,10 @@ def local(size: int) -> Part:
 MASKED = part("masked ends", "--eod-mask-loss")
 PER_TOKEN = part("per token, masked ends", "--calculate-per-token-loss --eod-mask-loss")
 DOCUMENTS = part("documents", "--eod-mask-loss --reset-position-ids --reset-attention-mask")
+CHATS = (  # with --sft, whose validation set is not to be empty
+    part("packed chats", "--eval-iters 1"),
+    part("packed chats per token", "--eval-iters 1 --calculate-per-token-loss"),
+)
 
 # Half precision rounds every activation to 8 (bf16) or 11 (fp16) bits and adds them up in another order in each layout,
 # Megatron's own loss alike. These rows hold the plumbing (loss scale, dtypes, casts): a factor of two still shows.
@@ -237,6 +242,19 @@ _DOCUMENTS = [
     Cell(layout, chunk(size, "--simreg-document-mask", "document mask"), mode=DOCUMENTS)
     for layout, size in ((TP2 + SP, 24), (TP2 + SP, 0), (PP2, 24), (DP2, 0))
 ]
+_PACKED = [  # each sample is padded to a multiple of twice four ranks, and cut over these by itself
+    *(
+        Cell(layout, chunk(size), mode=CHATS[1], setting="padded_samples", core=layout == CP2 and size > 0)
+        for layout, size in (
+            (CP2, 0), (CP2, 24), (CP4, 24), (CP2 + TP2, 0), (CP2 + TP2 + SP, 24), (PP2 + CP2, 24), (TP2 + SP, 24),
+            (DP2, 16),
+        )
+    ),
+    Cell(CP2, ACROSS, mode=CHATS[0], setting="padded_samples", oracle="context_ranks_of_samples"),
+    Cell(
+        CP2, ACROSS, mode=CHATS[1], oracle="padded_samples", breakage="samples_cut_as_one", must_fail="wrong on purpose"
+    ),
+]  # fmt: skip
 _PRECISION = [
     Cell(ONE + BF16, ACROSS, bound=_BF16_BOUND),
     Cell(TP2 + SP + BF16, ACROSS, bound=_BF16_BOUND),
@@ -446,7 +464,7 @@ _BROKEN = [
     LOCAL_MEANS,
 ]
 CELLS = (
-    *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PRECISION,
+    *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PACKED, *_PRECISION,
     *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_LAYERS, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
     *_TRUNCATED, *_NORMALIZERS, *_CONTROLS, *_BROKEN,
 )  # fmt: skip

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from tests.megatron import runs, text
-from tests.megatron.parity.cells import OFF, ONE, Bound, Cell, Part
+from tests.megatron.parity.cells import CHATS, OFF, ONE, Bound, Cell, Part
 from tests.megatron.runs import Difference, Recorded, ReplicasDifferError, RunError
 
 STEPS = 3
@@ -65,9 +66,17 @@ class Bench:
         self.compute = cache(self._compute)
 
     @cached_property
+    def corpus(self) -> BuiltinCorpus:
+        return text.make_corpus(self._folder / "corpus")
+
+    @cached_property
     def data_flags(self) -> tuple[str, ...]:
-        corpus = text.make_corpus(self._folder / "corpus")
-        return text.flags(corpus, self._folder / "cache", text.cut_into_phrases(corpus, self._folder / "phrases"))
+        phrases = text.cut_into_phrases(self.corpus, self._folder / "phrases")
+        return text.flags(self.corpus, self._folder / "cache", phrases)
+
+    @cached_property
+    def chat_flags(self) -> tuple[str, ...]:
+        return text.chats(self.corpus, self._folder / "chats")
 
     def _train_checkpoint(self, model: str) -> Path:
         """The model after ten steps of plain pretraining; every layout starts from it."""
@@ -78,7 +87,8 @@ class Bench:
 
     def _compute(self, model: str, layout: Part, objective: Part, mode: Part, patch: str = "") -> Recorded:
         """Three steps from the model's checkpoint."""
-        flags = (*self.data_flags, *_START, "--load", str(self.checkpoint(model)))
+        flags = (*self.data_flags, *(self.chat_flags if mode in CHATS else ()), *_START)
+        flags = (*flags, "--load", str(self.checkpoint(model)))
         self._num_runs += 1
         return runs.train(
             self._folder / f"run{self._num_runs}",
