@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SimReg costs, in ratios of one run on one machine: `python -m benchmarks`."""
+"""The cost of SimReg, in ratios of one run on one machine: `python -m benchmarks`."""

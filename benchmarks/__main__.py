@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks [--device cuda] [--output FOLDER]`: what the loss costs, beside other ways to compute it.
+"""`python -m benchmarks [--device cuda] [--output FOLDER]`: the cost of the loss, compared with other implementations.
 
 Every size is measured in a process of its own, in which the losses take turns: ratios within a size are of one run on
 one machine and can be compared; seconds of two sizes or two runs cannot. Writes DEVICE.csv, DEVICE.md and DEVICE.png.
@@ -88,7 +88,7 @@ def _table(rows: Iterable[Row], device: str, peak: float) -> Iterator[str]:
         yield tables.stamp("benchmarks")
     yield ""
     yield "Sequences x tokens x width, each sequence one chunk. Ratios are to tiled: more is slower, or takes more."
-    yield "MiB are beside the inputs, the gradient is among them. Errors are relative, to float64."
+    yield "MiB are without the inputs, the gradient is among them. Errors are relative, to float64."
     yield ""
     yield "| size | loss | ms | / tiled | MiB | / tiled | error of loss | of gradient | GFLOP | share |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"

@@ -90,7 +90,7 @@ SAME_FUNCTION = ("dense", "reference", "compiled", "tiled", "triton")
 
 
 def multiply_adds(name: str, size: Size, dtype: torch.dtype, device: str, *, backward: bool) -> int:
-    """Of the products of features, counted tile by tile; exponentials and masks are not in it."""
+    """Count the multiply-adds of the products of features, tile by tile, without exponentials and masks."""
     if name == "triton":
         from simreg_megatron.kernels import triton
 

@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _Context:
-    """What autograd hands to a function; on a device that is not here it refuses to run one itself."""
+    """Stand-in for autograd's context; torch refuses to run a function itself on a device that is not here."""
 
     needs_input_grad = (True,)
 
@@ -58,7 +58,7 @@ class _Context:
 def predicted_bytes(
     batch: int, length: int, width: int, *, chunk_size: int, dtype: torch.dtype, device: str, impl: str = "tiled"
 ) -> int:
-    """Most bytes beside the inputs and the gradient in a forward and backward of the loss, without computing it.
+    """Return the peak memory, without inputs and gradient, of a forward and backward of the loss, without computing it.
 
     Every tile is gone through with tensors that have no memory, so this counts what the code asks for. Chunks must
     divide the sequence.

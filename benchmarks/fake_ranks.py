@@ -102,7 +102,7 @@ class Call:
 
 
 class Collectives(TorchDispatchMode):
-    """Keeps every collective that is made inside, on whatever way it reaches torch."""
+    """Records every collective made inside, by any route into torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _in_bytes(tensor: Tensor, split_sizes: list[int]) -> tuple[int, ...]:
-    """Of each part of the rows."""
+    """Return the bytes of each part of the rows."""
     row = tensor[:1].nbytes if len(tensor) else 0
     return tuple(size * row for size in split_sizes)
 

@@ -77,7 +77,7 @@ def options_of(lines: Sequence[Record]) -> str:
 
 
 def run(script: str, words: Iterable[object], **environment: str) -> str:
-    """What `script` of the repository printed; it runs in the environment of this process and what is given.
+    """Run a script of the repository in this process's environment plus what is given, and return its output.
 
     Raises:
         SystemExit: it ended with another status than 0.

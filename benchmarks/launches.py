@@ -66,7 +66,7 @@ class Case:
     length: int
     width: int
     chunk: int
-    weights: int = 0  # that a token meets, where a preset has so many
+    weights: int = 0  # active per token, for a preset
     logs: bool = False
     form: str = "tiled"
 
@@ -128,7 +128,7 @@ def _reaches_the_device(func: Any, name: str) -> bool:
 
 
 def _flops_of_product(args: Any, name: str) -> int:
-    """Of a product into a given tensor, which torch's own table does not know."""
+    """Count the FLOPs of a product into a given tensor, which torch's own table does not know."""
     if not name.startswith(("aten.bmm", "aten.mm", "aten.baddbmm", "aten.addmm")):
         return 0
     left, right = [leaf for leaf in args if isinstance(leaf, Tensor)][-2:]
@@ -136,7 +136,7 @@ def _flops_of_product(args: Any, name: str) -> int:
 
 
 def _flops_of_kernel(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
-    """Of the two kernels that multiply."""
+    """Count the FLOPs of the two kernels that multiply."""
     given = dict(zip(kernel.arg_names, arguments, strict=False))
     if kernel is triton_kernels._pairs:
         height, breadth = given["last_i"] - given["first_i"], given["last_j"] - given["first_j"]
@@ -202,7 +202,7 @@ def cases() -> Iterator[Case]:
 
 
 def share(case: Case, seconds: float) -> float | None:
-    """Of the micro-batch's own time."""
+    """Return the share of the micro-batch's own time."""
     if not case.weights:
         return None
     return seconds * PEAK * SHARE_OF_PEAK / (6 * case.weights * case.batch * case.length)

@@ -28,7 +28,7 @@ class Row:
     """One line of the table; None where there is nothing to say.
 
     seconds: median of runs that take turns with those of the other losses. extra_bytes: most bytes of tensors that
-    live at once beside the inputs; the gradient of the embeddings is among them. The errors are to float64.
+    live at once without the inputs; the gradient of the embeddings is among them. The errors are to float64.
     """
 
     loss: str
@@ -131,7 +131,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def gemm_multiply_adds_per_second(dtype: torch.dtype, device: str, side: int) -> float:
-    """Of one square product, as the libraries of this machine do it at their best."""
+    """Measure one square product, by the fastest library of this machine."""
     left, right = torch.randn(2, side, side, device=device).to(dtype)
     seconds = min(_seconds(lambda: torch.mm(left, right), device) for _ in range(10))
     return side**3 / seconds
@@ -143,7 +143,7 @@ def synchronize(device: str) -> None:
 
 
 def peak_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
-    """Most bytes of tensors that live at once, beside those that lived before."""
+    """Return the peak of bytes of tensors, above those that lived before."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

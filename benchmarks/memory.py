@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.memory [--measure]`: bytes of the loss beside its inputs and the gradient.
+"""`python -m benchmarks.memory [--measure]`: bytes of the loss without its inputs and the gradient.
 
 Counted for both devices by going through every tile with tensors that have no memory (`benchmarks.emulation`), forward
 and backward; --measure adds what the CPU really took where that is a matter of minutes, as the check of the counting.

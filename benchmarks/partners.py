@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks that exchange something agree about it: by their plans, and by the collectives that they made.
+"""Check that ranks agree about what they exchange: by their plans, and by the collectives that they made.
 
 Positions are those of tokens on the sequence; a disagreement would hang a run, or mix up its tokens in silence.
 """
@@ -29,11 +29,11 @@ def disagreements(layout: ShardLayout, plans: Mapping[Rank, RowPlan]) -> Iterato
         at_hand = [run for runs in expected.values() for run in runs] if plan.travels else layout.held(receiver)
         missing = [need for need in plan.needs if not any(a <= need[0] and need[1] <= b for a, b in merged(at_hand))]
         if missing:
-            yield f"{receiver} needs {missing} and nobody brings them"
+            yield f"{receiver} needs {missing} and no rank sends them"
 
 
 def _positions(held: Sequence[Run], rows: Iterable[Run]) -> list[Run]:
-    """What lies in these ranges of a rank's rows, which are the runs `held`, one after the other."""
+    """Return the positions in these ranges of a rank's rows, which are the runs `held`, one after the other."""
     return _joined(found for first, last in rows for found in _slice(held, first, last))
 
 

@@ -40,7 +40,7 @@ def draw(rows: Iterable[Row], path: Path, *, title: str) -> Figure:
             _line(time, index, name, found, [1e6 * _seconds(row) / (row.size.batch * row.size.length) for row in found])
             _line(memory, index, name, found, [(row.extra_bytes or 0) / 2**20 for row in found])
     lengths = sorted({row.size.length for row in whole if row.seconds is not None})
-    for axes, what in ((time, "microseconds per token"), (memory, "MiB beside the inputs")):
+    for axes, what in ((time, "microseconds per token"), (memory, "MiB without the inputs")):
         _name_axes(axes, lengths, what)
     figure.suptitle(f"SimReg, forward and backward, width {width}: {title}", fontsize=12)
     if ends := list(_why_they_end(whole, lengths)):
@@ -88,7 +88,7 @@ def _why_they_end(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[str]:
 
 
 def rows_of(lines: Iterable[records.Record]) -> Iterator[Row]:
-    """What `python -m benchmarks --output` kept."""
+    """Yield the rows that `python -m benchmarks --output` wrote."""
     for line in lines:
         size = Size(int(line["batch"]), int(line["tokens"]), int(line["width"]))
         seconds = float(line["seconds"]) if line["seconds"] else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks keep: a line of CSV for each thing measured, and the table that is made of these lines alone."""
+"""Records of benchmarks: a line of CSV for each measurement, and the table that is made of these lines alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Record = dict[str, str]
 
 
 def surroundings(**more: Any) -> dict[str, Any]:
-    """Where and with what a line was measured."""
+    """Describe the machine and software of a measurement."""
     return {
         "date": datetime.date.today().isoformat(), "commit": _commit(), "machine": _machine(),
         "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__,
@@ -79,7 +79,7 @@ def finish(
     *,
     page: Path | None = None,
 ) -> None:
-    """Keep what is measured, if anything is, in `path`, and its table beside it; print the table.
+    """Keep what is measured, if anything is, in `path`, and its table next to it; print the table.
 
     A page of the documentation has the table of the file that is kept in `benchmarks/results`.
     """
@@ -130,7 +130,7 @@ def quote(path: Path, text: str, page: Path) -> None:
 
 
 def quoted(page: str, name: str) -> str:
-    """What stands in a page between the marks of the table `name`."""
+    """Return the text in a page between the marks of the table `name`."""
     return page.partition(_begins(name))[2].partition(_ENDS)[0]
 
 

@@ -4,8 +4,8 @@
 The plugin's own code runs a micro-batch forward and backward as every rank that shares its sequences, one after the
 other, on tensors that have a device (CUDA) and no memory, in process groups of up to 1024 ranks that move nothing.
 Every collective is kept with its bytes, and compared with those of its partners. Bytes received are those that come
-from other ranks where each part is sent once (a ring's); memory is the most that the step has allocated at once beside
-the model's own tensors, the gradient of the rank's rows with it, of the rank that receives most. Where a rank has more
+from other ranks if each part is sent once (as in a ring); memory is the peak of the step without the model's own
+tensors, with the gradient of the rank's rows, on the rank that receives most. Where a rank has more
 than MOST_PAIRS pairs its tiles are left out: launches are not counted, and memory lacks what tiles take, which the
 budget in simreg_megatron/kernels/torch.py bounds.
 """
@@ -96,7 +96,7 @@ class Sent(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What else SimReg does on one rank in a micro-batch."""
+    """Further costs of SimReg on one rank in a micro-batch."""
 
     memory: int  # bytes
     launches: int
@@ -146,7 +146,7 @@ def _micro_batch(case: Case, rank: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _model(case: Case, groups: SimpleNamespace) -> SimpleNamespace:
-    """What SimReg reads of a GPTModel."""
+    """Build the attributes of a GPTModel that SimReg reads."""
     head = torch.empty(VOCABULARY // case.layout.tensor, case.width, dtype=torch.bfloat16, device="cuda")
     return SimpleNamespace(
         config=SimpleNamespace(sequence_parallel=case.layout.sequence_parallel, hidden_size=case.width),
@@ -211,7 +211,7 @@ def described(case: Case, rank: Rank, calls: Iterable[Call], *, sizes: bool = Tr
 
 
 def row_of(case: Case) -> dict[str, Any]:
-    """Of the rank that receives most."""
+    """Measure the rank that receives most."""
     by_rank = sent_by_all(case)
     rank = max(by_rank, key=lambda each: by_rank[each].received)
     pairs = case.batch * case.shard.context_tokens // case.layout.tensor * (case.chunk or case.length)

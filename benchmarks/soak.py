@@ -7,7 +7,7 @@ files and threads of the process are read from the kernel. The slope is that of 
 all processes, each without its first 500 steps, with its 95 % interval; a sample hangs on the one before, so the
 interval is that of every tenth sample.
 
-OUTPUT has one line for each sample; the table beside it (.md) is made of them. Stopped at any time, it goes on where
+OUTPUT has one line for each sample; the table next to it (.md) is made of them. Stopped at any time, it goes on where
 the run's last checkpoint is.
 """
 

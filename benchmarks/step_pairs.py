@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.step_pairs [--steps 600]`: a step with SimReg beside its neighbour without, in one run.
+"""`python -m benchmarks.step_pairs [--steps 600]`: a step with SimReg next to its neighbour without, in one run.
 
 Real runs of launch/pretrain_llama.sh in which every other step is plain Megatron's, function for function: what else
 the machine does slows both. Windows of twenty steps hold ten of each kind, a log step among them; the ratio is that of

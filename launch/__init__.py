@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launch scripts share; `launch/pretrain_*.sh` are the commands."""
+"""Code shared by the launch scripts; `launch/pretrain_*.sh` are the commands."""

@@ -68,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would run: the script, its flags, its environment, and notes for the user."""
+    """A planned run: the script, its flags, its environment, and notes for the user."""
 
     family: str
     model: str

@@ -99,7 +99,7 @@ def check_layout(flags: Sequence[Flag], world_size: int, node: int = 0) -> None:
 
 
 class Answer(NamedTuple):
-    """What Megatron objects to, and its arguments if its validate_args has completed them."""
+    """Megatron's objections, and its arguments if its validate_args has completed them."""
 
     objection: str | None
     args: argparse.Namespace | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runs say of a claim: difference, 95 % interval and p-value after Welch, and what it is worth in tokens.
+"""Statistics of a claim: difference, 95 % interval and p-value after Welch, and its worth in tokens.
 
     difference = mean(arm) - times * mean(than)
     detectable = (t_.95 + t_.80) * error     (t_.975 where the claim has no direction)
@@ -191,7 +191,7 @@ def _values(rows: Sequence[Row], metric: str) -> list[float]:
 
 
 def _saved(name: str, tables: Mapping[str, Table], claim: Claim, place: tuple[str, str]) -> str:
-    """What a difference is worth in tokens, by the shortest baseline that ends higher for sure; "" where none is."""
+    """Describe the tokens that a difference saves, by the shortest baseline that surely ends higher; or return ""."""
     table = tables[name]
     arm, than = table.of(claim.arm, place), table.of(claim.than, place)
     baseline = table.plan.arms[claim.than]
@@ -226,13 +226,13 @@ def _is_comparable(other: Table, table: Table) -> bool:
 
 
 def _is_shortened(arm: Arm, baseline: Arm) -> bool:
-    """Whether an arm differs from the baseline in its length, and perhaps in a learning rate that suits it."""
+    """Return whether an arm differs from the baseline in its length, and perhaps in a learning rate that suits it."""
     alike = {**arm.flags, "lr": ""} == {**baseline.flags, "lr": ""} and arm.tuned_as == baseline.tuned_as
     return alike and arm.length < baseline.length
 
 
 def problems(name: str, tables: Mapping[str, Table]) -> Iterator[str]:
-    """What forbids a conclusion from a table: runs that are missing, added or other than planned; unequal machines."""
+    """Yield what forbids a conclusion from a table: runs missing, added or other than planned; unequal machines."""
     table = tables[name]
     plan: Plan = table.plan
     for column in ("data", "device", "number_type"):

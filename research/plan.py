@@ -198,7 +198,7 @@ def preset(family: str, name: str) -> Flags:
 
 
 def is_real(size: int | str) -> bool:
-    """Whether a size is a preset with the paper's settings."""
+    """Return whether a size is a preset with the paper's settings."""
     return isinstance(size, str) and size != "tiny"
 
 

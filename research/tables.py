@@ -162,7 +162,7 @@ def settings_of(plan: Plan, tables: Mapping[str, Table]) -> Settings:
 
 
 def searched_sizes(search: Table) -> list[int | str]:
-    """Where all trials of all arms of a search have ended."""
+    """Return the sizes at which all trials of all arms of a search have ended."""
     plan = search.plan
     ended = [(row["arm"], row["size"]) for row in search.rows]
     wanted = {size: len(next(iter(plan.arms.values())).trials_of(size)) * plan.seeds_at(size) for size in plan.sizes}

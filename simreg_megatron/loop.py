@@ -46,7 +46,7 @@ def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = N
 
     Args:
         iteration: number of the step, from 0; a resumed run continues the count.
-        measures: whether to measure cosines, angles and margins in this step for the log; steps for which nobody says
+        measures: whether to measure cosines, angles and margins in this step for the log; steps without this call
             so are not measured. With objective none, and after a schedule has switched the term off, these compute
             nothing.
         num_iterations: length of the whole training; required by a lambda schedule that depends on it.

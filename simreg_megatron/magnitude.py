@@ -31,7 +31,7 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 class NormSums(NamedTuple):
-    """Of the norms of some tokens, or [...] of several sets of them: float64 on the device of the embeddings."""
+    """Sums over the norms of a set of tokens, or [...] of several sets: float64 on the device of the embeddings."""
 
     number: Tensor
     total: Tensor

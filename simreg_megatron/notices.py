@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said once, by one rank."""
+"""Log messages once, on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def log_once(message: str) -> None:
 
 
 def forget() -> None:
-    """A run begins anew in this process, or SimReg is gone from it: what was said would be missed."""
+    """Forget what was logged, since a new run begins in this process, or SimReg was uninstalled."""
     _said.clear()
 
 

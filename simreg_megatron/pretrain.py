@@ -211,7 +211,7 @@ def check_document_masks(args: Any) -> None:
     if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
         raise ValueError(
             "--dataloader-inter-document-masking cannot be split by context parallelism: rows are cut as a whole, "
-            "while rotary embeddings and attention take every document to be cut by itself; "
+            "while rotary embeddings and attention expect each document to be cut separately; "
             "leave --context-parallel-size out"
         )
     if args.dataloader_inter_document_masking and stages > 1 and args.micro_batch_size > 1:

@@ -41,11 +41,11 @@ class Schedule:
 
     @property
     def needs_length(self) -> bool:
-        """Whether the factor depends on how long the training is."""
+        """Return whether the factor depends on how long the training is."""
         return self.shape != "constant" or self.off_after < 1
 
     def factor(self, iteration: int, num_iterations: int | None = None) -> float:
-        """What lambda is multiplied by in this iteration, counted from 0.
+        """Return the factor of lambda in this iteration, counted from 0.
 
         Args:
             num_iterations: of the whole training; needed where `needs_length`.
@@ -63,14 +63,14 @@ class Schedule:
         return rise * self._shape(min(1.0, elapsed / (self.end(num_iterations) - self.start_iter)))
 
     def is_off(self, iteration: int, num_iterations: int | None = None) -> bool:
-        """Whether the term has not begun in this iteration, or has ended."""
+        """Return whether the term has not begun in this iteration, or has ended."""
         if self.off_after == 1:
             return iteration < self.start_iter
         assert num_iterations is not None
         return not self.start_iter <= iteration < self.end(num_iterations)
 
     def end(self, num_iterations: int) -> int:
-        """The first iteration after the last one with the term, in a training of so many.
+        """Return the first iteration without the term after the last one with it, given the length of the training.
 
         Raises:
             ValueError: see `factor`.

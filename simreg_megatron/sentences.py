@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that the user reads as one sentence, whatever a file put into it."""
+"""Errors that stay one printable sentence, even with text from a file in them."""
 
 from __future__ import annotations
 

@@ -20,21 +20,21 @@ _NEEDS_LOOP = (
 
 
 class Strength:
-    """Of one run, from step to step."""
+    """The strength of the term in one run, from step to step."""
 
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config
         self.factor: Tensor | None = None  # of lambda, 0-d on the device; None while lambda is constant
         self.is_off = False  # in this step, as the settings say
         self.repeats = False  # one step is captured and replayed: none may leave anything out
-        self.follows_iterations = False  # set once a training loop tells the iteration
+        self.follows_iterations = False  # set once a training loop passes the iteration
         self.iteration = 0  # without one: micro-batches so far
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:
-        """Before step `iteration` (counted from 0) of a training of so many: set the factor of lambda.
+        """Set the factor of lambda for step `iteration`, counted from 0.
 
         Raises:
-            RuntimeError: the schedule needs to know how long the training is, and nobody says.
+            RuntimeError: the schedule needs the length of the training, and it is not given.
         """
         self.follows_iterations = True
         self.iteration = iteration
@@ -48,7 +48,7 @@ class Strength:
         if self.factor is None:
             self.factor = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
         self.factor.fill_(factor)
-        # Scalars of an objective's own need a gradient in every step, and be it zero: Megatron waits for it.
+        # Learned scalars need a (possibly zero) gradient in every step: Megatron's DDP waits for it.
         is_out = schedule.is_off(iteration, num_iterations) and not wanted(self.config)
         self.is_off = self.is_off or (is_out and not self.repeats)
 
@@ -60,7 +60,7 @@ class Strength:
         return {f"{part.objective} lambda": factor * part.weight(hidden_size) for part in self.config.parts}
 
     def weight(self, part: SimRegConfig, hidden_size: int) -> Any:
-        """Of one objective in this step."""
+        """Return the weight of one objective in this step."""
         weight = self.config.every * part.weight(hidden_size)
         if self.config.every > 1 and not self.follows_iterations:
             raise RuntimeError(_NEEDS_LOOP)
@@ -71,7 +71,7 @@ class Strength:
         return weight * self.factor
 
     def count_by_itself(self) -> None:
-        """A micro-batch, where no training loop tells the iteration."""
+        """Count a micro-batch, for loops that do not pass the iteration."""
         if self.follows_iterations:
             return
         self.iteration += 1

@@ -24,7 +24,7 @@ _FEW = 2048  # tokens of the chunk that two ranks share
 
 
 class Shape(NamedTuple):
-    """What a rank computes on: [length, batch, width] as Megatron has its hidden states."""
+    """Size of a rank's hidden states: [length, batch, width], as Megatron has them."""
 
     batch: int
     length: int

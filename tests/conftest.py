@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.offline import go_offline
 from tests.helpers.old_torch import OLD_TORCH
 
-go_offline()  # here, since whatever imports Hugging Face's libraries first decides for all
+go_offline()  # here, before anything imports Hugging Face's libraries
 HERE = Path(__file__).parent
 LONG = (
     "megatron/test_parity.py",
@@ -63,8 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for tests in files for item in tests]
 
 
-WITHOUT_A_GPU = "the Triton beside an older torch cannot be imported without a GPU, and Megatron imports it"
-TOLD = {
+WITHOUT_A_GPU = "the Triton of an older torch cannot be imported without a GPU, and Megatron imports it"
+REASONS = {
     "0 active drivers": WITHOUT_A_GPU,
     "ranks are forked with torch 2.8 or newer": "ranks that are forked with an older torch hang now and then",
     "_is_autocast_available": "an older torch.compile breaks the graph where autocast is left",
@@ -83,7 +83,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     try:
         return (yield)
     except Exception as error:
-        for words, reason in TOLD.items():
+        for words, reason in REASONS.items():
             if OLD_TORCH and words in str(error):
                 pytest.skip(reason)
         raise

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, BUDGET = ROOT / "simreg_megatron", ROOT / "tools" / "budget.csv"
 LONGEST_FILE = 300
 STEP = 50
-"""A budget is at least half of this above what is there, and a multiple of it: a mended line needs no word."""
+"""A budget is at least half of this above what is there, and a multiple of it: a small fix needs no explanation."""
 
 
 def counted(package: Path = PACKAGE) -> dict[str, int]:

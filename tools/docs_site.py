@@ -34,7 +34,7 @@ _PLACED: dict[str, str] = {}  # from the place in the site to the path in the re
 
 
 def place(path: str) -> str:
-    """Where the file or folder `path` of the repository is in the site, as mkdocs names sources."""
+    """Return the place of the repository's file or folder `path` in the site, as mkdocs names sources."""
     if path == "README.md":
         return "index.md"
     if path.startswith("docs/"):
@@ -48,7 +48,7 @@ def place(path: str) -> str:
 
 
 def targets(path: str, markdown: str) -> Iterator[str]:
-    """What the page `path` links to, as paths in the repository."""
+    """Yield the targets of the links of the page `path`, as paths in the repository."""
     for link in _LINK.finditer(markdown):
         yield posixpath.normpath(posixpath.join(posixpath.dirname(path), link["path"]))
 

@@ -24,7 +24,7 @@ def notes(tag: str, root: Path = ROOT) -> str:
     """The changelog's part on the version of the tag.
 
     Raises:
-        NotReady: the tag is no version, or one of the three places tells another.
+        NotReady: the tag is no version, or one of the three places has another.
     """
     found = _VERSION.fullmatch(tag)
     if found is None:

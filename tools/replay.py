@@ -31,7 +31,7 @@ _NOT_COMPUTED = "not computed: "
 
 
 def settings() -> Iterator[dict[str, Any]]:
-    """Of every case: each choice of each option by itself, on chunks that leave a ragged end."""
+    """Yield the settings of every case: each choice of each option alone, on chunks that leave a ragged end."""
     from simreg_megatron import objectives
     from simreg_megatron.config import simreg as config
 
@@ -147,7 +147,7 @@ def kernels() -> dict[str, str]:
 
 
 def at_commit(ref: str, cases: list[dict[str, Any]], *, with_kernels: bool) -> dict[str, str]:
-    """What this file finds in a worktree of the commit."""
+    """Run this file in a worktree of the commit, and return what it finds."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, ref], cwd=ROOT, check=True)

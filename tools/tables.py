@@ -83,7 +83,7 @@ TABLES = {
 
 
 class Stamp(NamedTuple):
-    """What a page says of its table: the commit, with +changes if the code had others, and the code's digest."""
+    """The stamp of a table: the commit, with +changes if the code had others, and the code's digest."""
 
     commit: str
     code: str
@@ -117,7 +117,7 @@ def _commit(code: Sequence[str], root: Path) -> str:
 
 
 def digest(code: Sequence[str], root: Path = ROOT) -> str:
-    """Of all files that the globs find, by name and content; twelve hexadecimal digits.
+    """Hash all files that the globs find, by name and content; twelve hexadecimal digits.
 
     Raises:
         FileNotFoundError: a glob finds nothing, so it is out of date itself.
@@ -184,7 +184,7 @@ def tolerances(root: Path = ROOT) -> list[Tolerance]:
 
 
 def why_stale(name: str, root: Path = ROOT) -> str:
-    """What is to be done about an old table; empty for one that is as good as new."""
+    """Explain what to do about an old table; empty for one that is current."""
     table = TABLES[name]
     again = f"make it again with `make tables ONLY={name}` ({table.minutes:g} minutes)"
     made, now = stamp_of(root / table.page), digest(table.code, root)

@@ -31,7 +31,7 @@ _ORDER = ("global", "install", ":env:")  # the later ones win
 
 
 class CannotFollow(ValueError):
-    """pip was told something that uv has no word for."""
+    """A setting of pip has no counterpart in uv."""
 
 
 def settings(lines: Iterable[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ _PACKAGES = ("triton", "transformer-engine", "apex")
 
 
 def facts() -> dict[str, Any]:
-    """What this machine has, by name; what can be imported of it, the part `doctor` says."""
+    """Describe this machine by name and value; `doctor` describes what can be imported."""
     installed = {found.name.replace("_", "-"): found.version for found in metadata.distributions()}
     query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     try:

@@ -82,7 +82,7 @@ def measured(seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def with_tile(kernel: str, tile: dict[str, int], run: Callable[[], Any]) -> Any:
-    """What `run` returns while the kernel computes such tiles."""
+    """Call `run` while the kernel computes such tiles."""
     tiles = {
         "_pairs": form.PAIRS[_BF16], "_product": form.PRODUCT[_BF16], "_weights": form.WEIGHTS,
         "_names_and_norms": form.NORMS,

@@ -33,7 +33,7 @@ _WATCH_SECONDS = 15
 _ATTEMPTS, _ATTEMPT_SECONDS = 3, 10  # a shared file system may be away for a moment
 _LOOKS = 12  # as long, for what has to be read before anything can be said
 _TELL_AGAIN_SECONDS = 120
-_UNTOLD = 3  # slices in a row
+_UNREPORTED = 3  # slices in a row
 _GO_ON, _FAILED, _CHAIN_ENDS = 0, 2, 3  # statuses; a job ends as failed unless its chain ends as it should
 
 
@@ -74,10 +74,10 @@ class Chain:
         if self._has_ended():
             return self._end_chain("the run has reached its end")
         iteration = self._iteration()
-        if self._untold(iteration) >= _UNTOLD:
+        if self._untold(iteration) >= _UNREPORTED:
             self.say(
-                f"error: {_UNTOLD} slices began at iteration {iteration} and none told its end, so the chain ends: "
-                "does the run hang, or is it ended by SLURM before it saves? Mend that, then submit again"
+                f"error: {_UNREPORTED} slices began at iteration {iteration} and none reported its end, so the chain ends: "
+                "does the run hang, or is it ended by SLURM before it saves? Fix that, then submit again"
             )
             return _FAILED
         self.say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))

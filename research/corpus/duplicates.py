@@ -23,7 +23,7 @@ _WORD = re.compile(r"[a-z]+")
 
 
 class SeenBlocks:
-    """Tells a block that was there before, whatever its case, numbers and punctuation."""
+    """Recognises repeated blocks, ignoring case, numbers and punctuation."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
@@ -37,7 +37,7 @@ class SeenBlocks:
 
 
 class SeenPages:
-    """Tells a page that is nearly one that was kept before."""
+    """Recognises a page that is nearly one that was kept before."""
 
     def __init__(self) -> None:
         draw = np.random.Generator(np.random.PCG64(0))

@@ -45,7 +45,7 @@ def make_pages(files: Iterable[tuple[str, list[Block]]], counts: Counter[str]) -
 
     Args:
         files: name, which begins with the package's, and blocks.
-        counts: told how many blocks there were, and how many blocks and pages were left out, and why.
+        counts: updated with the numbers of blocks, and of blocks and pages left out, with the reasons.
     """
     seen_blocks, seen_pages = SeenBlocks(), SeenPages()
     for name, blocks in files:

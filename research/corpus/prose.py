@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a page is running English text.
+"""Selection of running English text from a page.
 
 A reader takes the markup off a file and gives its pieces: headings, and paragraphs of any kind. What is kept is decided
 by a piece's words alone: listings, tables of an interface, menus and other languages hold too few of the short words
@@ -35,7 +35,7 @@ _TYPOGRAPHY = str.maketrans(
 
 @dataclass(frozen=True)
 class Piece:
-    """What a reader gives: the text between two breaks, with any white space."""
+    """One piece of a page: the text between two breaks, with any white space."""
 
     text: str
     is_heading: bool = False
@@ -68,12 +68,12 @@ def keep_prose(pieces: Iterable[Piece], *, entries: bool = False) -> Iterator[Bl
 
 
 def is_english(text: str) -> bool:
-    """Whether a paragraph is a sentence or more of English."""
+    """Return whether a paragraph is a sentence or more of English."""
     return _has_words(text, letters=0.65, common=0.2) and bool(_SENTENCE_END.search(text))
 
 
 def is_entry(text: str) -> bool:
-    """Whether a paragraph explains something in English, if not in sentences."""
+    """Return whether a paragraph explains something in English, if not in sentences."""
     return _has_words(text, letters=0.6, common=0.12)
 
 

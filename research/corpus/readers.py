@@ -28,7 +28,7 @@ def read_page(name: str, data: bytes) -> list[Block]:
 
 
 def is_collection(name: str) -> bool:
-    """Whether a file is no page but thousands of short entries."""
+    """Return whether a file is no page but thousands of short entries."""
     return _reader_of(name) in (read_dictionary, read_wordnet)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the large corpus is made of: Debian packages (bookworm, made for all machines) and which of their files.
+"""Sources of the large corpus: Debian packages (bookworm, made for all machines), and which of their files.
 
 Where a package has its documentation in several forms, the form with the least markup is taken.
 """

@@ -23,7 +23,7 @@ _UNSEEN = torch.inf  # the gamma of a parameter that had no gradient yet: the fi
 
 
 class Clipped(NamedTuple):
-    """What one step did."""
+    """Result of clipping one step."""
 
     coefficients: Tensor  # [N], each at most 1
     global_norm: Tensor  # 0-d, before clipping

@@ -216,7 +216,7 @@ class Clipping:
     # The log
 
     def means(self, *, reset: bool) -> dict[str, Tensor]:
-        """Of the steps since the last reset; the same on every rank."""
+        """Return means over the steps since the last reset, the same on every rank."""
         return self._metrics.means(reset=reset)
 
 

@@ -97,7 +97,7 @@ def _is_expert(parameter: Any) -> bool:
 
 
 def _is_first_rank(parameter: Any) -> bool:
-    """Whether this rank counts what all tensor-parallel ranks hold."""
+    """Return whether this rank counts what all tensor-parallel ranks hold."""
     from megatron.core import parallel_state
 
     if _is_expert(parameter):
@@ -171,7 +171,7 @@ def _refuse_among(named: Sequence[Named], group: dist.ProcessGroup) -> None:
 
 
 def wrong_mark(numbers: Tensor, *, is_cut: bool) -> str | None:
-    """What is wrong with the mark of a parameter whose first numbers on each rank are [ranks, numbers], or None."""
+    """Explain what is wrong with a parameter's mark, from its first numbers on each rank [ranks, numbers], or None."""
     first, others = numbers[0], numbers[1:]
     if is_cut:
         is_constant = bool((first == first[0]).all())  # as a bias or a norm begins

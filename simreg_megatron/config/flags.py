@@ -33,7 +33,7 @@ def _one_of(values: tuple[str, ...]) -> str:
 
 
 OF_SIMREG = (
-    Flag("--simreg-lambda", "lambda_", str, "weight of the term beside the next-token loss: a number, or auto for "
+    Flag("--simreg-lambda", "lambda_", str, "weight of the term relative to the next-token loss: a number, or auto for "
           "10*sqrt(hidden/1024); 0 is plain Megatron (default 0)"),
     Flag("--simreg-temperature", "temperature", float, "temperature tau, which divides the similarities (default "
           "0.01; other objectives have their own)"),
@@ -94,7 +94,7 @@ def config_from_args(args: Any) -> SimRegConfig:
 
 
 def refuse_idle_flags(args: Any, config: SimRegConfig) -> None:
-    """Raise ValueError for settings beside a lambda of 0: the run would be plain Megatron's, without a word."""
+    """Raise ValueError for SimReg settings with a lambda of 0, which would be silently ignored."""
     idle = [flag.name for flag in OF_SIMREG[1:] if getattr(args, flag.dest, None) is not None]
     if idle and not config.active:
         raise ValueError(

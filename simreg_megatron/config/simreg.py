@@ -32,7 +32,7 @@ class SimRegConfig:
     """Settings of one run.
 
     Attributes:
-        lambda_: weight of the term beside the next-token loss; "auto" is 10 * sqrt(hidden_size / 1024); 0 is off.
+        lambda_: weight of the term relative to the next-token loss; "auto" is 10 * sqrt(hidden_size / 1024); 0 is off.
         temperature: tau, the divisor of the cosine; None is the objective's own, 0.01 for SimReg.
         chunk_size: tokens per chunk; 0 compares within the whole sequence.
         scope: "exact" cuts chunks on the sequence, "local" on what one rank holds.
@@ -170,17 +170,17 @@ class SimRegConfig:
 
     @property
     def idle_settings(self) -> list[str]:
-        """What has no effect on the objective, whatever it is set to."""
+        """Settings that have no effect on the objective."""
         return self.record.idle_settings(self.options)
 
     @functools.cached_property
     def has_chunks(self) -> bool:
-        """Whether the objective compares the tokens of a chunk."""
+        """Return whether the objective compares the tokens of a chunk."""
         return self.record.compares_in_chunks(self.options)
 
     @functools.cached_property
     def combines(self) -> bool:
-        """Whether the objective names several ones with their weights; then `parts` are what is computed."""
+        """Return whether the objective names several ones with their weights; then `parts` are what is computed."""
         return ":" in self.objective or "," in self.objective
 
     @functools.cached_property
@@ -190,7 +190,7 @@ class SimRegConfig:
 
     @functools.cached_property
     def record(self) -> Objective:
-        """What is known of the objective, of which there is one."""
+        """The record of the (single) objective."""
         return objectives.find(self.objective)
 
     @functools.cached_property
@@ -199,32 +199,32 @@ class SimRegConfig:
 
     @functools.cached_property
     def is_simreg(self) -> bool:
-        """Whether the term is SimReg's, whatever its labels, and even if it is only measured."""
+        """Return whether the term is SimReg's, with any labels, and also if it is only measured."""
         return self._kind is Kind.SIMREG
 
     @property
     def by_sequence(self) -> bool:
-        """Whether whole sequences of a micro-batch are compared: then no chunks, labels or documents are known."""
+        """Return whether whole sequences are compared, which have no chunks, labels or documents."""
         return self._kind is Kind.SEQUENCES
 
     @property
     def sums_up(self) -> bool:
-        """Whether tokens meet only in sums over a sample, so that sums travel and hidden states never do."""
+        """Return whether tokens meet only in sums over a sample, so that sums travel and hidden states never do."""
         return self._kind is Kind.SUMS
 
     @property
     def through_head(self) -> bool:
-        """Whether each token has a term by itself, through the output layer: then that layer is trained, too."""
+        """Return whether each token has its own term, through the output layer: then that layer is trained, too."""
         return self._kind is Kind.HEAD
 
     @functools.cached_property
     def sends_no_rows(self) -> bool:
-        """Whether hidden states stay where they are, however chunks lie over the ranks."""
+        """Return whether hidden states stay where they are, however chunks lie over the ranks."""
         return self._kind in STAY
 
     @functools.cached_property
     def meets_heads(self) -> bool:
-        """Whether hidden states are compared with rows of the output layer."""
+        """Return whether hidden states are compared with rows of the output layer."""
         return self.record.meets_heads(self.options)
 
     @property
@@ -239,23 +239,23 @@ class SimRegConfig:
 
     @functools.cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """How many of the first features count, each number by itself, ascending; empty: the objective's default."""
+        """Prefix lengths, in features, ascending; empty: the objective's default."""
         text = str(self.options.get("prefixes", ""))
         return tuple(sorted({int(number) for number in text.split("/") if number.isdecimal()}))
 
     @property
     def trains_scalars(self) -> bool:
-        """Whether the objective has parameters of its own."""
+        """Return whether the objective has parameters of its own."""
         return self.similarity == "learnable" or bool(self.record.scalars(self))
 
     @functools.cached_property
     def trains(self) -> bool:
-        """Whether the term adds to the gradient."""
+        """Return whether the term adds to the gradient."""
         return self.combines or (self.record.trains and self.lambda_ != 0)
 
     @functools.cached_property
     def active(self) -> bool:
-        """Whether anything is computed at all. False means plain Megatron, bit for bit."""
+        """Return whether anything is computed at all. False means plain Megatron, bit for bit."""
         return self.trains or not self.record.trains
 
     @functools.cached_property
@@ -270,7 +270,7 @@ class SimRegConfig:
 
     @functools.cached_property
     def looks_inside(self) -> bool:
-        """Whether states inside the decoder are needed, beside what it returns."""
+        """Return whether states inside the decoder are needed, in addition to its output."""
         return bool(self.layer_numbers) or self.placement == "pre-norm"
 
     def weight(self, hidden_size: int) -> float:

@@ -36,5 +36,5 @@ def refuse_unknown(words: Iterable[str], known: Iterable[str]) -> None:
 
 
 def _tail(name: str) -> str:
-    """What tells our flags apart."""
+    """Return the part of a flag after its common prefix."""
     return name.removeprefix("--simreg-").removeprefix("--adagc-")

@@ -6,7 +6,7 @@ itself rather than offering a layer spec, because every local layer is built fro
 multi-token-prediction layers of any script then run without a `--spec` flag of ours.
 
 It is meant to be plainly right, not fast: keys and values of the whole sequence are gathered on every rank and the
-score matrix is masked. The order of blocks is derived here anew, and not taken from `simreg_megatron.parallel`, so
+score matrix is masked. The order of blocks is derived here and not taken from `simreg_megatron.parallel`, so
 that a mistake in the one cannot hide behind the same mistake in the other.
 
 Shapes: S tokens of this context rank, T tokens of the whole sequence, B micro-batch, H heads, D of a head.

@@ -39,7 +39,7 @@ _state = {"active": False}
 
 
 def is_active() -> bool:
-    """Whether Megatron runs on the stand-ins in this process."""
+    """Return whether Megatron runs on the stand-ins in this process."""
     return _state["active"]
 
 
@@ -53,7 +53,7 @@ def requested(argv: list[str]) -> str | None:
 
 
 def require_gpu() -> None:
-    """Where nobody asked for the CPU: say that a GPU is missing before Megatron's long way to its own assertion.
+    """Fail early, with a clear message, if no GPU is visible and the CPU was not requested.
 
     Raises:
         CpuBackendError: torch sees no GPU.
@@ -138,7 +138,7 @@ def activate(mode: str = "on") -> None:
     _state["active"] = True
     # Megatron takes its norms and its Adam from Transformer Engine wherever that can be imported; they need a GPU.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    # Nobody on a CPU misses the fused layers whose absence Megatron reports once a module.
+    # Fused layers are not needed on a CPU; Megatron warns about each one that is missing.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine|transformer-engine)")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     stand_ins.replace(torch)

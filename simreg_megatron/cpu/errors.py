@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training on a CPU cannot do."""
+"""Errors for what training on a CPU cannot do."""
 
 
 class CpuBackendError(RuntimeError):

@@ -29,7 +29,7 @@ def settle() -> None:
 
 
 def _at_work() -> bool:
-    """Whether a thread of gloo runs or could run; elsewhere than on Linux nobody can tell, and one pause must do."""
+    """Return whether a gloo thread runs or could run; unknown except on Linux, where one pause must do."""
     return any(_state(task) == "R" for task in os.listdir(_TASKS)) if _TASKS.is_dir() else False
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch answers when Megatron names a CUDA device, stream, generator, tensor type or mesh: the CPU's own.
+"""CPU replacements for the CUDA devices, streams, generators, tensor types and meshes that Megatron names.
 
 Each function replaces one family of names, for the rest of the process; `backend.activate()` alone calls `replace`.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every fast form of SimReg offers, and the forms by name.
+"""The interface of the fast forms of SimReg, and the forms by name.
 
 Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk.
 """
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the gradient needs in addition to the rows."""
+    """Tensors that the gradient needs in addition to the rows."""
 
     documents: Tensor | None  # [b, c, k], or None
     names: Tensor  # [b, c, k]: equal where labels are, -1 where not usable
@@ -85,7 +85,7 @@ class Form(ABC):
 
     @abstractmethod
     def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
-        """Whether the exponentials of `num_pairs` pairs, in chunks of `chunk` tokens, stay for the backward.
+        """Return whether the exponentials of `num_pairs` pairs, in chunks of `chunk` tokens, stay for the backward.
 
         Args:
             rows: [..., d] of the type and device of the rows.

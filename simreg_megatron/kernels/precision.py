@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of float32 numbers in float32, whatever the process or its environment allows elsewhere.
+"""Products of float32 numbers in float32, even if the process or its environment allows TensorFloat-32.
 
 TensorFloat-32 rounds the factors to 10 bits: at tau 0.01 an error of 1e-3 in a cosine is a tenth of its exponential.
 NVIDIA's containers switch it on for all of torch (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and many scripts do, too.
@@ -28,7 +28,7 @@ def full_float32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_half_sums() -> Iterator[None]:
-    """Where float16 may add up in float16 (from torch 2.7 on), a product of such rows into float32 is refused."""
+    """Disallow float16 accumulation (torch 2.7 and newer), with which torch refuses a float16 product into float32."""
     settings = torch.backends.cuda.matmul
     if not getattr(settings, "allow_fp16_accumulation", False):
         yield
@@ -48,7 +48,7 @@ def _without_rounding() -> Iterator[None]:
         return
     settings, coarse = torch.backends.cuda.matmul, None
     before, exact = getattr(settings, allowed_by), {"allow_tf32": False, "fp32_precision": "ieee"}[allowed_by]
-    if allowed_by == "allow_tf32":  # which also is what this tells, but for one of its three values
+    if allowed_by == "allow_tf32":  # which reports the same, but for one of its three values
         coarse = torch.get_float32_matmul_precision()
     setattr(settings, allowed_by, exact)
     try:

@@ -32,7 +32,7 @@ from simreg_megatron.kernels.precision import full_float32
 
 
 class Limits(NamedTuple):
-    """Of one kind of device; bytes in addition to the rows, their gradient and some numbers a token."""
+    """Memory limits of one kind of device, in bytes beyond the rows, their gradient and a few numbers per token."""
 
     side: int  # of a tile: on a CPU near its cache, on a GPU so large that it fills the device
     kept: int  # bytes of P, from the forward to the backward
@@ -149,7 +149,7 @@ class _Chunks:
         return rows.mul_(scale) if rows.dtype == scale.dtype else rows * scale  # which widens
 
     def sums(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Of P over positives and over negatives, j != i: of the tile's rows [2, m, r], of its columns [2, m, s]."""
+        """Sum P over positives and negatives, j != i: for the tile's rows [2, m, r] and its columns [2, m, s]."""
         both = self._matrices(tile, 0, 2)
         exponentials = self._exponentials(tile, both[0] if tile.kept is None else tile.kept)
         negative = self._differs(tile, both[1]).mul_(exponentials)

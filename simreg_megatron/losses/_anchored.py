@@ -45,7 +45,7 @@ def anchored_terms(
     parts = []
     with no_autocast(embeddings.device.type):
         for block in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
-            # As in SimReg, a row that is not finite must show even where it meets nobody.
+            # As in SimReg, a row that is not finite must show even if it is compared with no other.
             doubt = block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
             terms = block_terms(block)
             if terms.shape != doubt.shape:

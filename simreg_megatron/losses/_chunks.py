@@ -130,7 +130,7 @@ class Stretch(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def stretches(num_tokens: int, chunk_size: int, anchors: Span) -> tuple[Stretch, ...]:
-    """At most four: all full chunks that hold nothing but anchors together, and every other chunk by itself."""
+    """At most four: all full chunks that hold nothing but anchors together, and every other chunk separately."""
     length = chunk_length(num_tokens, chunk_size)
     position, last = anchors
     found = []

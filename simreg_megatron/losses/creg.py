@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CReg: a baseline that contrasts every positive by itself. Shapes: as in `_anchored`."""
+"""CReg: a baseline that contrasts every positive separately. Shapes: as in `_anchored`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def creg_loss(
     """L_i = mean_{p in P_i} -log( exp(s_ip) / ( exp(s_ip) + sum_{q in N_i} exp(s_iq) ) ), s = cos / tau.
 
     P_i are the other tokens of the chunk with the label of token i, N_i those with another label. Unlike SimReg, which
-    compares the two sums, every positive must win by itself, and the loss has no upper bound as tau goes to 0.
+    compares the two sums, every positive must win on its own, and the loss has no upper bound as tau goes to 0.
 
     Args:
         embeddings, labels, valid, documents, chunk_size: as in `simreg_loss`.

@@ -142,7 +142,7 @@ def mic_value(
 
 
 def pools_tokens(options: MICOptions, num_sequences: int, length: int, chunk_size: int) -> bool:
-    """Whether tokens stand by themselves: asked for, or because one mean alone has nobody to be compared with."""
+    """Return whether each token is its own sample: if asked for, or if there would be only one mean to compare."""
     means = num_sequences * (-(-length // chunk_length(length, chunk_size)) if options.pool == "chunk" else 1)
     return options.pool == "token" or means < 2
 
@@ -235,7 +235,7 @@ class _Units:
 
 
 def _kernel_sum(own: _Units, everyone: _Units, t: float) -> Tensor:
-    """sum_i sum_{j != i} exp(-2t (1 - cos)) over own rows i and all rows j; slabs are computed anew in the backward."""
+    """sum_i sum_{j != i} exp(-2t (1 - cos)) over own rows i and all rows j; slabs are recomputed in the backward."""
     step = max(1, _SLAB // max(1, len(everyone.rows) * own.rows.element_size()))
     total = own.rows.new_zeros(())
     for first in range(0, len(own.rows), step):

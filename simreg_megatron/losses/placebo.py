@@ -31,7 +31,7 @@ def permuted_labels(
     """Labels [b, n] of whole chunks, those of the usable tokens moved around inside each: no token keeps its own.
 
     They go round in one cycle through all usable tokens of the chunk, so each chunk has the same labels as before,
-    equally often. The cycle is drawn anew in each iteration, and depends on positions in the chunk alone: all ranks
+    equally often. The cycle is drawn again in each iteration, and depends on positions in the chunk alone: all ranks
     that see a chunk move its labels alike, and a run that is resumed goes on as if it had never stopped. Nothing is
     read on the host.
 

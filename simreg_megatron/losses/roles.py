@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the labels alone decide about each token's term: whether it has one, its offset, and its weight.
+"""Token roles, decided by the labels alone: whether a token has a term, its offset, and its weight.
 
     term_i = weight_i * softplus( LSE_{N_i} - LSE_{P_i} + offset_i )
 
@@ -127,7 +127,7 @@ def _occurrences(values: Tensor) -> Tensor:
 
 
 def _log(count: Tensor) -> Tensor:
-    """log(count), and 0 for an empty group, whose sum decides the term by itself."""
+    """Return log(count), and 0 for an empty group, whose (empty) sum decides the term."""
     return count.clamp(min=1.0).log()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sigmoid loss: every pair of tokens by itself is alike or not, by a threshold. Shapes: as in `_anchored`."""
+"""The sigmoid loss: each pair of tokens is classified as alike or not, by a threshold. Shapes: as in `_anchored`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def sigmoid_loss(
     Raises:
         ValueError: an argument is out of range, or shapes, types or devices do not fit.
 
-    Memory beside the embeddings is O(n) for each slab of anchors; slabs are computed anew in the backward.
+    Additional memory is O(n) for each slab of anchors; slabs are recomputed in the backward.
 
     Source: Bangachev, Bresler, Noman and Polyanskiy 2025, for pairs of two modalities; pairs from labels inside one,
     and both means, are our choices. The sign of b is theirs: that of SigLIP's code is minus t b.
@@ -96,7 +96,7 @@ def sigmoid_loss(
                 f"heads must have the shape {list(embeddings.shape)} of embeddings, got {list(heads.shape)}."
             )
         check_device("heads are", heads, "embeddings", embeddings)
-        # Each by itself: side by side, one that is zero would hide behind the other.
+        # Checked separately: in one tensor, one that is zero would hide behind the other.
         valid = with_direction(heads.to(embeddings.dtype), usable_tokens(embeddings, labels, valid))
         embeddings = with_heads(embeddings, heads)
     return reduced(

@@ -124,7 +124,7 @@ def normalized(embeddings: Tensor, usable: Tensor, normalize: str) -> Tensor:
 def wave_sums(rows: Tensor, members: Tensor, directions: Tensor, estimator: str) -> Tensor:
     """sum_n cos(t <a_k, z_n>) and sum_n sin(t <a_k, z_n>) over each sample, [b, s, 2, t, K].
 
-    Token tile by token tile, forward and backward: beside the rows, only `members` grows with the tokens.
+    Token tile by token tile, forward and backward: apart from the rows, only `members` grows with the tokens.
 
     Args:
         rows: z [b, n, d], float32 or float64.

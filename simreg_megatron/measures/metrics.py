@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg's values beside "lm loss": summed on the device, reduced once per log interval."""
+"""SimReg's values next to "lm loss": summed on the device, reduced once per log interval."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Metrics:
             self._sums[slots.ZERO_NORM].add_(own_valid.sum() - sum(of_view.sum() for of_view in usable))
 
     def _add_moments(self, hidden_states: Tensor, valid: Tensor, shard: SequenceShard) -> None:
-        """Of every k-th position of the sequence, so that the sample is the same however the sequence is cut."""
+        """Add the moments of every k-th position of the sequence: the same sample in every parallel layout."""
         num_sequences, width = len(hidden_states), hidden_states.shape[-1]
         if width > _WIDEST:
             log_once(f"SimReg: isotropy is not logged for states wider than {_WIDEST}, as it needs width^2 numbers")
@@ -191,7 +191,7 @@ class Metrics:
         return named | naming.margins(sums) | quantiles if quantiles else named
 
     def _shows_geometry(self) -> bool:
-        """Whether it was measured since the last report; where nobody asked for it, say so once."""
+        """Return whether the geometry was measured since the last report; log once if no loop asks for it."""
         has_measured, self._has_measured = self._has_measured, False
         if self.has_geometry and not has_measured:
             log_once(

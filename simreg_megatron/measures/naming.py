@@ -33,7 +33,7 @@ def _mean(sums: Tensor, numerator: int, denominator: int) -> Tensor:
 
 
 def losses(sums: Tensor, objectives: Mapping[str, int]) -> dict[str, Tensor]:
-    """Of each objective, whose terms are in the slot that is given for it."""
+    """Name each objective's mean term, found in the given slot."""
     shown = {"simreg" if name == "none" else name: slot for name, slot in objectives.items()}
     return {f"{name} loss": _mean(sums, slot, slots.TOKENS) for name, slot in shown.items()}
 
@@ -67,7 +67,7 @@ def margins(sums: Tensor) -> dict[str, Tensor]:
 
 
 def isotropy(moments: list[Tensor]) -> dict[str, Tensor]:
-    """Of all directions of the states, and of their mean; nothing where no moments were measured."""
+    """Name the isotropy of the states and the norm of their mean; empty if no moments were measured."""
     if not moments:
         return {}
     found = geometry.isotropy(geometry.Moments._make(moments))

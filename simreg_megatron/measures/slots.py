@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each sum of a log interval lies in the one tensor that ranks add up. Behind them: terms of more objectives."""
+"""Layout of the one tensor of a log interval's sums, which ranks add up. Terms of further objectives come last."""
 
 TERM, TOKENS, ALL_MASKED, ZERO_NORM, ONE_LABEL = range(5)
 ODDITIES = {

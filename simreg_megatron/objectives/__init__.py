@@ -57,7 +57,7 @@ def _refuse_namesakes(name: str) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Of all objectives; "none" comes last."""
+    """Return the names of all objectives; "none" comes last."""
     return (*(name for name in BUILT_IN if name != "none"), *sorted(_brought().keys() - BUILT_IN.keys()), "none")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CReg: every positive by itself against all negatives, a baseline."""
+"""CReg: each positive separately against all negatives, a baseline."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of each token by itself, through the output layer, which is then trained by them, too."""
+"""Losses of single tokens through the output layer, which they train, too."""
 
 from simreg_megatron.objectives.record import Felt, Kind, Objective
 

@@ -84,5 +84,5 @@ def _checked_prefixes(name: str, default: str, value: object) -> str:
 
 
 def counts_from_one(text: str) -> bool:
-    """Whether it is a whole number above 0, of no more digits than a layer or a feature can have."""
+    """Return whether the text is a whole number above 0, with no more digits than a layer or feature can have."""
     return text.isdecimal() and len(text) < 10 and int(text) > 0

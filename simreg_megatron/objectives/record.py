@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an objective is: one record of all that the flags, the refusals, the log, the pages and the tests must know."""
+"""The record of an objective: all that the flags, the refusals, the log, the docs and the tests need to know."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Options = Mapping[str, str | float | bool]
 
 
 class Settings(Protocol):
-    """What a record may ask of the settings of its run, a `SimRegConfig`."""
+    """The settings of a run (a `SimRegConfig`) that a record may read."""
 
     @property
     def lambda_(self) -> float | str: ...
@@ -36,7 +36,7 @@ class Settings(Protocol):
 
 
 class Kind(enum.Enum):
-    """What tokens are compared with: decides what ranks exchange, which settings apply, and how `terms` is called.
+    """The things that an objective compares: decides what ranks exchange, which settings apply, how to call `terms`.
 
     The signature of `terms` is given below each kind; B micro-batch, A anchors of this rank:
     """
@@ -150,12 +150,12 @@ class Objective:
         return next(iter(self.ways)) if self.kind_of is None else self.kind_of(options)
 
     def compares_in_chunks(self, options: Options) -> bool:
-        """Whether it compares the tokens of a chunk, so that their length has an effect."""
+        """Return whether tokens of a chunk are compared, so that the chunk size has an effect."""
         kind = self.kind(options)
         return kind is Kind.SIMREG or (kind not in (Kind.SEQUENCES, Kind.HEAD) and self.has_chunks(options))
 
     def idle_settings(self, options: Options) -> list[str]:
-        """Names of the settings that have no effect on it, whatever they are set to."""
+        """Names of the settings that have no effect on the objective."""
         kind = self.kind(options)
         if kind is Kind.SIMREG:
             return []
@@ -182,7 +182,7 @@ class Objective:
                 raise ValueError(f"{path} does not take {', '.join(sorted(given - taken.keys()))}")
 
     def terms(self, options: Options) -> Callable[..., Any]:
-        """What computes them, imported."""
+        """Import the function that computes the terms."""
         return resolved(self.ways[self.kind(options)])
 
 

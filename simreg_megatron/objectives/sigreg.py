@@ -7,8 +7,8 @@ from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Se
 
 _MOST_DIRECTIONS = 65_536
 UNSCALED = (
-    "normalize=unit leaves projections of variance 1/d, whose characteristic function is near 1 whatever the states "
-    "do: the loss hardly tells an even spread from a collapse, and descends towards the latter; use sqrt-d"
+    "normalize=unit leaves projections of variance 1/d, whose characteristic function is near 1 for all states "
+    "do: the loss hardly separates an even spread from a collapse, and descends towards the latter; use sqrt-d"
 )
 
 

@@ -29,7 +29,7 @@ class _AddGradient(torch.autograd.Function):
 def add_gradient(loss_BS: Tensor, term_BS: Tensor, *, start: int = 0) -> Tensor:
     """Value of `loss`, gradient of `loss + term`.
 
-    Whatever Megatron multiplies the per-token loss with afterwards (mask, 1/tokens, 1/micro-batches, context
+    All that Megatron multiplies the per-token loss with afterwards (mask, 1/tokens, 1/micro-batches, context
     parallel factor, fp16 loss scale) reaches the term in the same measure, while the logged loss, the NaN checks
     and the rerun machine see the language-model loss alone.
 

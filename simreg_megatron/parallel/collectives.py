@@ -53,7 +53,7 @@ class _ExchangeRows(torch.autograd.Function):
         dist.all_to_all_single(returned, to_owners, list(plan.send_sizes), list(plan.receive_sizes), group=ctx.group)
         grad_SBD = grad_NBD.new_zeros(ctx.shape)
         position = 0
-        for ranges in plan.send:  # in the order of ranks, whoever answered first
+        for ranges in plan.send:  # in the order of ranks, not of arrival
             for first, last in ranges:
                 grad_SBD[first:last] += returned[position : position + last - first]
                 position += last - first
@@ -132,7 +132,7 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What all ranks have, one after the other: [S, ...] of each rank, S the same on all -> [ranks * S, ...]."""
+    """Concatenate the tensors of all ranks: [S, ...] of each rank, S the same on all -> [ranks * S, ...]."""
     gathered = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
     dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
     return gathered

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tokens of one sequence lie, who computes whose term, and which rows must travel for it. Integers only.
+"""Layout of a sequence over ranks: where tokens lie, which rank computes which term, which rows travel. Integers only.
 
 Context parallelism cuts a sequence into 2*cp blocks and gives context rank r the blocks r and 2*cp-1-r (zigzag). In a
 row that packs documents it cuts each document so, and a rank's blocks lie in the order of the documents.
@@ -110,7 +110,7 @@ class ShardLayout:
 
     @cached_property
     def _blocks(self) -> Ints:
-        """What each context rank has, [context ranks, blocks, 2] in the order of its rows."""
+        """The blocks of each context rank, [context ranks, blocks, 2] in the order of its rows."""
         if self.context_size == 1:
             return np.array([[[0, self.length]]])
         number, ranks = 2 * self.context_size, np.arange(self.context_size)
@@ -122,7 +122,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Cutting:
-    """Where chunks begin and end.
+    """Rules for where chunks begin and end.
 
     Attributes:
         chunk_size: tokens in a chunk; 0 is the whole domain.
@@ -165,7 +165,7 @@ def _windows(layout: ShardLayout, cutting: Cutting) -> tuple[Ints, Ints, Ints, I
 
 @dataclass(frozen=True)
 class RowPlan:
-    """What one rank computes, and the exchange of rows before it.
+    """The work of one rank, and the exchange of rows before it.
 
     Attributes:
         windows: what the rank must see to compute its terms, in the order of its rows.
@@ -253,7 +253,7 @@ def _merged(runs: Ints, owners: Ints) -> tuple[Ints, Ints]:
 
 
 def _overlaps(runs: Ints, others: Ints) -> tuple[Ints, Ints, Ints]:
-    """Where runs, in any order, meet others, which ascend: the index of each, and what both have."""
+    """Intersect runs, in any order, with others, which ascend: the index of each, and the common part."""
     first = np.searchsorted(others[:, 1], runs[:, 0], side="right")
     counts = np.searchsorted(others[:, 0], runs[:, 1], side="left") - first
     run = np.arange(len(runs)).repeat(counts)

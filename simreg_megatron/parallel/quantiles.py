@@ -2,7 +2,7 @@
 """Quantiles of numbers that lie on several ranks, exact: counts travel, the numbers stay where they are.
 
 A float32 is an integer of 32 bits in the same order. Its digits are found from the highest on: a table of how many
-numbers have each digit, added up over the ranks, tells which one the wanted number has.
+numbers have each digit, added up over the ranks, shows which one the wanted number has.
 
 Shapes: n numbers of this rank, q shares.
 """

@@ -57,7 +57,7 @@ class SequenceShard:
 
     @cached_property
     def stretches(self) -> tuple[Run, ...]:
-        """What this rank holds, adjacent runs as one."""
+        """The runs of this rank, with adjacent ones joined."""
         return merged(self.layout.held(self.rank))
 
     @cached_property
@@ -106,7 +106,7 @@ class SequenceShard:
         return Located(rows.transpose(0, 1), runs)
 
     def from_all_anchors(self, of_anchors: Tensor) -> Tensor:
-        """What each rank found for its anchors [A, B, ...], for all rows that are held here [S, B, ...].
+        """Collect the results of all ranks' anchors [A, B, ...] for the rows that this rank holds [S, B, ...].
 
         Ranks that hold the same rows get the same bits.
         """

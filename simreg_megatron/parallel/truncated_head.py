@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-entropy of every token through the first features of the output layer, over ranks that split the vocabulary.
 
-Beside the model's own logits no others stay alive: tiles of tokens are computed, used and dropped, and computed anew in
+Only the model's own logits stay alive: tiles of tokens are computed, used and dropped, and recomputed in
 the backward from the normalizers alone.
 
 Shapes: N tokens, D features, V this rank's part of the vocabulary, K prefixes, P features of the largest of them.

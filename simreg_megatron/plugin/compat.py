@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each Megatron keeps the functions that the plugin wraps, its groups and its globals: alone knows releases."""
+"""The functions to wrap, process groups and globals of each Megatron release. No other module knows releases."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def built(model: Seam) -> Seam:
 
 
 def logs_first_step() -> bool:
-    """Whether Megatron prints a line after the first step of a process, too; from 0.16 on."""
+    """Return whether Megatron prints a line after the first step of a process, too; from 0.16 on."""
     log = inspect.unwrap(getattr(LOG_SEAM.holder(), LOG_SEAM.name))
     return "is_first_iteration" in inspect.signature(log).parameters
 
@@ -162,13 +162,13 @@ def megatron_version() -> str:
 
 
 def is_untried_release() -> bool:
-    """Whether this Megatron is newer than any that the plugin was run with."""
+    """Return whether this Megatron is newer than any that the plugin was run with."""
     numbers = re.match(r"(\d+)\.(\d+)", megatron_version())
     return numbers is not None and tuple(map(int, numbers.groups())) > NEWEST_TRIED
 
 
 def has_training_loop() -> bool:
-    """Whether `megatron.training` can be found (megatron-core's wheels have it from 0.17 on)."""
+    """Return whether `megatron.training` can be found (megatron-core's wheels have it from 0.17 on)."""
     with suppress(ModuleNotFoundError):
         return importlib.util.find_spec("megatron.training") is not None
     return False
@@ -180,7 +180,7 @@ def training_loop() -> ModuleType | None:
 
 
 def has_parsed_arguments() -> bool:
-    """Whether Megatron's training loop has read its command line in this process."""
+    """Return whether Megatron's training loop has read its command line in this process."""
     return training_loop() is not None and _global("_GLOBAL_ARGS") is not None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrapped in this process, and with which settings: the state that all wrappers share."""
+"""The state that all wrappers share: what is wrapped in this process, and with which settings."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ State = int | str  # a layer number, "final", or BEFORE_NORM
 
 
 class InnerStates:
-    """What was caught in each decoder since its loss was last computed."""
+    """States caught in each decoder since its loss was last computed."""
 
     def __init__(self, config: SimRegConfig) -> None:
         self.config = config

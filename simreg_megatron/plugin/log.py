@@ -56,7 +56,7 @@ def described(config: SimRegConfig, model: Any, hidden_size: int) -> str:
 
 
 def is_log_step(iteration: int) -> bool:
-    """Whether SimReg's values are logged after this many iterations."""
+    """Return whether SimReg's values are logged after this many iterations."""
     return iteration % _interval() == 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrapped around Megatron's training loop: flags, set-up, the step's number, checkpoints; and what any loop
+"""Wrappers around Megatron's training loop: flags, set-up, the step's number, checkpoints; and what any loop
 does before its first step and before each one."""
 
 from __future__ import annotations

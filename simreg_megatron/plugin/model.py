@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrapped around the model: its loss, its constructor, its decoder; and the check that none goes past these.
+"""Wrappers around the model: its loss, constructor and decoder; and the check that no model bypasses them.
 
 A model whose class overrides or replaces the wrapped functions would train without SimReg and say nothing. Megatron's
 own loop is checked for that after each step; each model is, at the end of its forward pass.

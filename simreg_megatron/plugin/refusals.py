@@ -31,7 +31,7 @@ _SCATTERING = {"FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDat
 
 
 def is_whole_graph(settings: Any) -> bool:
-    """Whether Megatron captures all micro-batches of a step in one CUDA graph, and replays it in the steps after it.
+    """Return whether Megatron captures a whole step in one CUDA graph, and replays it in later steps.
 
     Python runs in the capture alone: what changes from step to step must lie in tensors that were there before it, as
     the factor of lambda and the sums of the log do. What the host decides in each step is refused.
@@ -165,7 +165,7 @@ def refuse_cut(packing: Any, sample_length: int | None) -> None:
 
 
 def packs_pretraining(sample_length: int | None) -> bool:
-    """Whether a packed row is the sequence of a pretraining run, which Megatron cuts over context ranks as a whole.
+    """Return whether a packed row is a pretraining sequence, which Megatron cuts over context ranks as a whole.
 
     Megatron's scripts give the length of their samples, for fine-tuning too; other loops do not.
     """

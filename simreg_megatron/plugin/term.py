@@ -66,12 +66,12 @@ class Regularizer:
 
     @property
     def trains(self) -> bool:
-        """Whether this step's term adds to the gradient."""
+        """Return whether this step's term adds to the gradient."""
         return self.config.trains and not self.strength.is_off
 
     @property
     def computes(self) -> bool:
-        """Whether this step computes terms: every step that trains on them, log steps where SimReg only measures."""
+        """Return whether this step computes terms: if it trains on them, or if it is a log step."""
         return self.trains or self.metrics.wants_geometry
 
     def set_iteration(self, iteration: int, num_iterations: int | None = None) -> None:

@@ -66,7 +66,7 @@ def _by_sequence(
 
 
 def _pooled(config: SimRegConfig, view: str, views: list[View], shard: SequenceShard) -> Pooled:
-    """Of whole sequences, from the parts of the ranks that share them."""
+    """Pool whole sequences from the parts of the ranks that share them."""
     embeddings, labels, usable, positions = own_tokens(views, shard)
     in_second = positions >= first_part(shard.layout.length, view)
     last = None
@@ -81,7 +81,7 @@ def _pooled(config: SimRegConfig, view: str, views: list[View], shard: SequenceS
 def _of_all_replicas(
     first: Tensor, second: Tensor, takes_part: Tensor, group: dist.ProcessGroup
 ) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
-    """Where this rank's sequences lie among those of all data-parallel ranks, and all of them [s, ...].
+    """Gather the sequences of all data-parallel ranks [s, ...], and return where this rank's begin among them.
 
     Backward: every replica's loss reaches the sequences of every other.
     """

@@ -28,7 +28,7 @@ class EveryKth:
         return cls(shard, -(-num_sequences * shard.layout.length // number))
 
     def taken(self, per_row: Tensor) -> Tensor:
-        """Of [B, S, ...] this rank's own tokens that are in the sample."""
+        """Select from [B, S, ...] this rank's own tokens that are in the sample."""
         own = self.shard.own_columns(per_row)
         return torch.cat([own[:, part] for part in self._slices(self.shard.rank)], dim=1)
 

@@ -36,7 +36,7 @@ def objective_terms(
     Args:
         learned: the scalars that the settings train, by name.
         iteration: of the training loop, from 0.
-        replicas: who tells the ranks with other sequences.
+        replicas: returns the group of the ranks with other sequences.
     """
     terms = config.record.terms(config.options)
     found: Tensor

@@ -83,7 +83,7 @@ class _RatiosOverRanks(torch.autograd.Function):
 
 
 def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
-    """Of this rank's rows."""
+    """Compute the gradient of this rank's rows."""
     hidden_states, *saved = ctx.saved_tensors
     parts, shard, plan, pairs = ctx.rest
     form, size = pairs.form, len(Kept._fields)
@@ -112,7 +112,7 @@ def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
 
 
 def _keeps(hidden_states: Tensor, shard: SequenceShard, pairs: Pairs) -> bool:
-    """Whether the exponentials stay between forward and backward: by what all ranks know, so that all agree."""
+    """Return whether the exponentials stay between forward and backward: by what all ranks know, so that all agree."""
     layout = shard.layout
     chunk = min(pairs.chunk_size or layout.length, layout.length)
     num_pairs = hidden_states.shape[1] * layout.length * chunk

@@ -106,7 +106,7 @@ def chunk_views(
         hidden_states: [S, B, D] of this rank.
         labels: [B, S] of the same tokens.
         valid: bool [B, S]; none with a label below 0.
-        documents: who tells the borders of documents; None where tokens of all documents meet.
+        documents: source of document borders; None if tokens of all documents meet.
         sample_length: tokens in a sample, where a row packs several.
         heads: [S, B, D], the output layer's row for each label, where states meet these.
         iteration: of the training loop, from 0.
@@ -153,7 +153,7 @@ def _say_if_weightless(config: SimRegConfig, plan: RowPlan) -> None:
 
 
 class _Names(NamedTuple):
-    """What the tokens of one stretch of the sequence are called, [B, tokens]."""
+    """Labels, domains and documents of the tokens of one stretch of the sequence, [B, tokens]."""
 
     stretch: Run
     labels: Tensor
@@ -167,7 +167,7 @@ class _Names(NamedTuple):
 
 
 class _Relabelling(NamedTuple):
-    """Other labels in the place of the tokens' own, anew in each iteration."""
+    """Replace the tokens' labels by others, drawn again in each iteration."""
 
     config: SimRegConfig
     length: int  # of the sequence
@@ -200,7 +200,7 @@ def _roles(config: SimRegConfig, dtype: torch.dtype, names: _Names) -> TokenRole
 
 
 def _view(window: Window, names: _Names, roles: TokenRoles, rows: Located, head_rows: Located | None) -> View:
-    """What the anchors of one window meet; their roles may need the names of more tokens than the window's."""
+    """Build the view of one window's anchors; their roles may need the names of more tokens than the window's."""
     inside = slice(*_relative(window.tokens, names.stretch))
     return View(
         run=window.tokens,
@@ -215,7 +215,7 @@ def _view(window: Window, names: _Names, roles: TokenRoles, rows: Located, head_
 
 
 def _gathered(labels: Tensor, usable: Tensor, shard: SequenceShard) -> tuple[Located, Located]:
-    """Of all tokens of the sequence, in one collective."""
+    """Gather labels and usability of all tokens of the sequence, in one collective."""
     both = shard.whole(torch.stack([labels.long(), usable.long()], dim=-1))
     all_labels, all_usable = both.values.unbind(dim=-1)
     return Located(all_labels, both.runs), Located(all_usable.bool(), both.runs)

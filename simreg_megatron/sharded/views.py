@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What some anchors of a rank meet.
+"""The tokens that some anchors of a rank are compared with.
 
 Shapes: B micro-batch, D hidden, K tokens in a view, A anchors.
 """

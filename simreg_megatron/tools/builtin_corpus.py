@@ -112,7 +112,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _is_whole(directory: Path, fingerprint: str) -> bool:
-    """Whether the corpus that would be built now is there."""
+    """Return whether the corpus that would be built now is there."""
     manifest = _read_manifest(directory)
     return manifest.get("fingerprint") == fingerprint and find_changed(directory, manifest) is None
 
@@ -207,7 +207,7 @@ def _docstrings(path: Path) -> list[str]:
 
 
 def _is_english(text: str) -> bool:
-    """Whether a docstring is prose in ASCII: long enough, mostly letters in words, few symbols."""
+    """Return whether a docstring is prose in ASCII: long enough, mostly letters in words, few symbols."""
     if len(text) < _SHORTEST or not text.isascii():
         return False
     return sum(map(len, _WORD.findall(text))) > 0.55 * len(text)

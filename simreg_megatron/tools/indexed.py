@@ -78,7 +78,7 @@ class PairWriter:
 
 
 class Index(NamedTuple):
-    """What PREFIX.idx says: numpy's name of the ids' type, and how many sequences, documents and tokens there are."""
+    """Contents of PREFIX.idx: the ids' numpy type, and the numbers of sequences, documents and tokens."""
 
     dtype: str
     sequences: int

@@ -19,7 +19,7 @@ from simreg_megatron.parallel.collectives import gather, gather_rows, share_work
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 
-_STATES_AT_ONCE = 512  # so that their logits, over a large vocabulary, stay small beside those of a training step
+_STATES_AT_ONCE = 512  # so that their logits, over a large vocabulary, stay small next to those of a training step
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def label_rows(model: Any, labels: Tensor, tensor_group: dist.ProcessGroup | Non
 
 
 def has_whole_head(model: Any) -> bool:
-    """Whether the output layer's rows are here: FSDP scatters them between uses, other models may have none."""
+    """Return whether the output layer's rows are here: FSDP scatters them between uses, other models may have none."""
     if getattr(model, "output_layer", None) is None or is_cut_up(model):
         return False
     weight = _weight(model)
@@ -46,7 +46,7 @@ def has_whole_head(model: Any) -> bool:
 
 
 def is_cut_up(model: Any) -> bool:
-    """Whether what looks like the weight is a part of it, which Megatron makes whole inside its own product alone."""
+    """Return whether the weight is only a shard, which Megatron gathers inside its own matrix product alone."""
     weight = None if getattr(model, "output_layer", None) is None else _weight(model)
     return bool(getattr(weight, "is_gtp_weight_remat", False))
 
@@ -54,7 +54,7 @@ def is_cut_up(model: Any) -> bool:
 def head_terms(
     config: SimRegConfig, model: Any, hidden_states: Tensor, labels: Tensor, valid: Tensor, shard: SequenceShard
 ) -> Tensor:
-    """What the objective asks of each anchor's logits, [B, A]; 0 where a token does not count.
+    """Compute the objective's term of each anchor from its logits, [B, A]; 0 where a token does not count.
 
     Its terms are made of each token's cross-entropy through the output layer, truncated to prefixes where it has these;
     or of the normalizer log sum_j exp z_ij, where it uses no labels.
@@ -165,7 +165,7 @@ def _of_label_and_other(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tenso
 
 
 def _logit_scale(model: Any) -> float:
-    """What the model multiplies its logits with."""
+    """Return the factor by which the model multiplies its logits."""
     settings: Any = getattr(model, "config", None)
     return float(settings.mup_output_mult) if getattr(settings, "use_mup", False) else 1.0
 
@@ -178,7 +178,7 @@ def _in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | 
 
 
 def _bias(model: Any) -> Tensor | None:
-    """What the layer itself adds to its logits, [V]; Megatron's own models have none."""
+    """Return the bias of the output layer, [V]; Megatron's own models have none."""
     layer = getattr(model, "output_layer", None)
     return None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
 

@@ -51,7 +51,7 @@ class Scalars(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Where they start: Megatron's FSDP asks for it after `--init-model-with-meta-device`."""
+        """Set the initial values; Megatron's FSDP calls this after `--init-model-with-meta-device`."""
         for name, value in self._start.items():
             self.get_parameter(name).fill_(value)
 
@@ -89,7 +89,7 @@ def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.Process
 
 
 def as_logged(parts: tuple[SimRegConfig, ...], learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the scalars stand for, under the names of the log: gammas of the norms, scale and bias of the cosines."""
+    """Name the quantities that the scalars parametrise: gammas of the norms, scale and bias of the cosines."""
     found = {f"simreg gamma {name}": torch.sigmoid(learned[name]) for name in _SIMILARITY if name in learned}
     for part in parts:
         scalars = {name: scalar for name, scalar in part.record.scalars(part).items() if name in learned}
@@ -102,12 +102,12 @@ def _shown(scalar: Scalar, value: Tensor) -> Tensor:
 
 
 def names(config: SimRegConfig) -> list[str]:
-    """Of the parameters that the settings train, as a model has them."""
+    """Return the names of the parameters that the settings train, as a model has them."""
     return [f"{PREFIX}{module}.{name}" for module, start in wanted(config).items() for name in start]
 
 
 def may_be_of_scalars(error: BaseException) -> bool:
-    """Whether Megatron's words may stand for averages of other scalars: they name none."""
+    """Return whether Megatron's error may be about the moments of such scalars, which it does not name."""
     return any(words in str(error) for words in _OTHER_SIZE)
 
 
@@ -125,10 +125,10 @@ def explain(
     """
     now, said = names(config), str(error)
     if any(name in said for name in now):
-        anew = f"--dist-ckpt-strictness log_all{' --no-load-optim' if is_distributed else ''}"
+        remedy = f"--dist-ckpt-strictness log_all{' --no-load-optim' if is_distributed else ''}"
         raise RuntimeError(
             f"the checkpoint was written without {' and '.join(now)}, which these settings train: initialize "
-            f"{'them' if len(now) > 1 else 'it'} with {anew}, or choose settings that train no scalars"
+            f"{'them' if len(now) > 1 else 'it'} with {remedy}, or choose settings that train no scalars"
         ) from error
     then = now if before is None else names(before)
     if then != now and may_be_of_scalars(error):

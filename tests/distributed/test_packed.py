@@ -59,8 +59,8 @@ def check_rank(number: int, context_size: int, tensor_size: int, rows_split: boo
             own = part["position_ids"][0]
             anchors = own.view(tensor_size, -1)[tp.rank()]
             held = anchors if rows_split else own
-            told = padded[[0, -1]] if mistaken else padded
-            packing = SimpleNamespace(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_q_padded=told)
+            given = padded[[0, -1]] if mistaken else padded
+            packing = SimpleNamespace(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_q_padded=given)
             hidden, loss = rows[held].requires_grad_(), torch.zeros(1, len(own), requires_grad=True)
             found = regularizer.terms(model, hidden, part["labels"], part["loss_mask"], packing)
             (regularizer.add_to(loss, found) * weights[:, own]).sum().backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels as sums, and labels that ranks move alike: over ranks that share sequences it is as in the whole, in
+"""Objectives that send sums, and labels that ranks permute alike: over ranks that share sequences it is as in the whole, in
 values and gradients."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_replicas_are_one_sample(tmp_path: Path) -> None:
 
 
 def check_isotropy(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
-    """What all ranks found of their tokens adds up to what one process finds of the sampled positions."""
+    """The sums of all ranks add up to those of one process over the sampled positions."""
     metrics._SAMPLED_TOKENS = 30  # every fourth of the 96
     rank = divmod(number, layout.tensor_size)
     shard = SequenceShard(layout, rank, *groups(rank, layout))

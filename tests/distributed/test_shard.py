@@ -123,7 +123,7 @@ def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, samp
 
 
 def _foreign(layout: ShardLayout, rank: Rank, views: list[View], shard: SequenceShard) -> bool:
-    """Whether any rank's anchors meet tokens of another rank's anchors."""
+    """Return whether any rank's anchors meet tokens of another rank's anchors."""
     seen = sum(view.labels.shape[1] for view in views)
     own = sum(last - first for first, last in layout.anchors(rank))
     beyond = torch.tensor([float(seen > own)])
@@ -254,13 +254,13 @@ def test_weights_and_documents_are_those_of_the_whole_sequence(
 @pytest.mark.parametrize("layout", [SP2, TP3], ids=["sp2", "tp3"])
 @pytest.mark.parametrize("chunk_weight", ["token", "uniform"])
 def test_packed_samples_never_meet(tmp_path: Path, layout: ShardLayout, chunk_weight: str) -> None:
-    """Two samples of 16 tokens in one row; chunks of 6 start anew in each."""
+    """Two samples of 16 tokens in one row; chunks of 6 start again in each."""
     config = replace(BASE, chunk_size=6, chunk_weight=chunk_weight)
     run_processes(check_rank, layout.tensor_size, tmp_path, layout, config, 16)
 
 
 def check_local_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig) -> None:
-    """Scope local: each run that a rank holds is a sequence by itself, whoever computes it; nothing travels."""
+    """Scope local: each run that a rank holds is its own sequence; nothing travels."""
     rank = divmod(rank_number, layout.tensor_size)
     row_group, tensor_group = groups(rank, layout)
     dist.all_to_all_single = dist.all_gather_into_tensor = None  # would fail if called

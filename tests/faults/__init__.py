@@ -3,5 +3,5 @@
 
 `layouts` says which runs there are, `faults` which faults, `strike` is what happens inside a rank, `starts` begins a
 run, `disks` has disks that fill up, `life` takes one run through its faults, `judge` says whether that was right,
-`campaign` does so many times, and `table` is what the page shows.
+`campaign` does that many times, and `table` is what the page shows.
 """

@@ -40,7 +40,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of their order (default: 0)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="those with such a word in their name")
     parser.add_argument("--table", action="store_true", help="run nothing: make the table of the results")
-    parser.add_argument("--again", action="store_true", help="also those whose row tells of something wrong")
+    parser.add_argument("--again", action="store_true", help="also those whose row shows something wrong")
     parser.add_argument("--quick", action="store_true", help=f"the first {QUICK} alone")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--keep", action="store_true", help="leave the folders of all runs, not of failed ones alone")

@@ -80,12 +80,12 @@ class Campaign:
             return list(pool.map(lambda fault: self._one(fault, text), waiting))
 
     def forget_wrong(self) -> None:
-        """Take the rows that tell of something wrong out of the results, into a file beside them: they run again."""
+        """Take the rows that tell of something wrong out of the results, into a file next to them: they run again."""
         rows = read(self.results)
         wrong = [row for row in rows if row["wrong"]]
         if wrong:
-            beside = self.results.with_suffix(".wrong.csv")
-            records.write(beside, [*read(beside), *wrong])
+            wrong_path = self.results.with_suffix(".wrong.csv")
+            records.write(wrong_path, [*read(wrong_path), *wrong])
             self.results.unlink()
             for row in rows:
                 if not row["wrong"]:
@@ -121,7 +121,7 @@ class Campaign:
                 break
         row = self.judged(fault, life)
         append(self.results, asdict(row))
-        print(told(row), flush=True)
+        print(as_line(row), flush=True)
         if not row.wrong and not self.keep:
             shutil.rmtree(folder, ignore_errors=True)
         return row
@@ -158,7 +158,7 @@ class Campaign:
 
 
 def complaints(fault: Fault, life: Life, loss: judge.Loss) -> list[str]:
-    """What must not be, beside the weights."""
+    """List further violations, apart from the weights."""
     wrong = []
     if not life.struck:
         wrong.append("nothing struck")
@@ -174,17 +174,17 @@ def complaints(fault: Fault, life: Life, loss: judge.Loss) -> list[str]:
 
 
 def _silence(fault: Fault, life: Life) -> str:
-    """Whether nothing was said where somebody could: not a node that is gone, nor one process that hangs alone."""
+    """Return whether a rank that could have logged an error did not: not a lost node, nor a single hanging process."""
     hangs, alone = fault.kind in HANGS, LAYOUTS[fault.layout].processes == 1
     if not life.starts or fault.kind in FROM_OUTSIDE or (hangs and alone):
         return ""
     blow = life.starts[life.blow]
     if hangs and not _TIMEOUT.search(blow.said):
         return "no timeout spoke"
-    return "nobody said a word" if blow.status and not blow.said else ""
+    return "no error was logged" if blow.status and not blow.said else ""
 
 
-def told(row: Row) -> str:
+def as_line(row: Row) -> str:
     verdict = row.wrong or f"equal {row.equal}, {row.lost} steps lost, {row.seconds:.0f} s"
     return f"{name_of(asdict(row)):60} {verdict}"
 
@@ -198,7 +198,7 @@ def read(results: Path) -> list[dict[str, str]]:
 
 
 def append(results: Path, row: dict[str, Any]) -> None:
-    """One line, whole, whoever else writes."""
+    """Append one whole line, also if other processes write."""
     results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("a", newline="") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

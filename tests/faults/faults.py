@@ -84,7 +84,7 @@ def _rounds() -> Iterator[Fault]:
 
 
 def strikes(fault: Fault, output: str, notes: str, attempt: int = 0) -> list[Strike]:
-    """What strikes each start in turn; at a later attempt earlier, where the moment did not come."""
+    """Return the strike of each start in turn; at a later attempt earlier, where the moment did not come."""
     dice = random.Random(f"{fault.name} {attempt}")
     rank = dice.choice((0, 0, LAYOUTS[fault.layout].processes - 1))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run that was struck lost no more than it may: from its logs, and from its last checkpoint bit by bit."""
+"""Judge whether a run that was struck lost no more than it may: from its logs, and its last checkpoint bit by bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers import stored
 ROUNDING = 2e-3
 """How far the weights may be from the undisturbed run's, relative to their norm, where the layout was changed.
 
-Nearly all are some 1e-6 apart. But Adam's first steps for an element go by the sign of its gradient, whatever its size:
+Nearly all are some 1e-6 apart. But Adam's first steps for an element go by the sign of its gradient, not its size:
 where that is as small as its rounding, the element ends up to a few learning rates away. One of 32,768 did so in
 one run and made 3.6e-4 of its matrix; this is room for thirty.
 """
@@ -40,8 +40,8 @@ _IN_USE = "is in use by another run"
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the log of one start tells."""
+class StartLog:
+    """Facts from the log of one start."""
 
     began: float
     status: int
@@ -53,10 +53,10 @@ class Told:
     refused: bool  # another run, or what is left of one, holds the folder
 
 
-def told(log: str, *, began: float, status: int) -> Told:
+def read_log(log: str, *, began: float, status: int) -> StartLog:
     steps, saved, resumed = _STEP.findall(log), _SAVED.findall(log), _RESUMED.findall(log)
     first = datetime.fromisoformat(steps[0][0][:26]).timestamp() if steps else None
-    return Told(
+    return StartLog(
         began=began,
         status=status,
         reached=int(steps[-1][1]) if steps else None,
@@ -86,7 +86,7 @@ class Loss:
     wrong: tuple[str, ...]
 
 
-def losses(starts: Sequence[Told]) -> Loss:
+def losses(starts: Sequence[StartLog]) -> Loss:
     """The loss of the worst restart, and every restart that lost more than the steps since the last whole save."""
     saved = 0
     worst = Loss(0, 0, 0, -1, ())
@@ -106,7 +106,7 @@ def losses(starts: Sequence[Told]) -> Loss:
     return replace(worst, lost=max(0, worst.lost), wrong=tuple(wrong))
 
 
-def seconds_to_go_on(starts: Sequence[Told]) -> float:
+def seconds_to_go_on(starts: Sequence[StartLog]) -> float:
     """From the beginning of the first start that got so far to the end of its first step; 0 where no step was left."""
     return next((start.first_step - start.began for start in starts if start.first_step), 0.0)
 

@@ -16,14 +16,14 @@ _MODEL = (
     *("--global-batch-size", "4", "--log-interval", "1", "--eval-iters", "1", "--eval-interval", "1000"),
     *("--simreg-lambda", "1", "--simreg-chunk-size", "24"),
 )
-# A minute is the shortest that Megatron can be told to wait for a rank that hangs.
+# A minute is the shortest timeout for a hanging rank that Megatron accepts.
 _PATIENCE = ("--distributed-timeout-minutes", "1")
 _ADAGC = ("--adagc", "--adagc-lambda-rel", "0.95", "--adagc-beta", "0.8", "--adagc-warmup-iters", "2")
 _RAMP = ("--simreg-warmup-iters", "7", "--simreg-lambda-schedule", "cosine:0.1")
 _EXPONENTS = ("--simreg-similarity", "learnable")
 _SIGMOID = ("--simreg-objective", "sigmoid")
 _DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-_EXPERTS_ALIKE = ("--moe-router-load-balancing-type", "none")  # that loss would depend on the layout by itself
+_EXPERTS_ALIKE = ("--moe-router-load-balancing-type", "none")  # that loss would depend on the layout
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Layout:
         return f"launch/pretrain_{self.family}.sh"
 
     def words(self, text: Path, output: Path, among: Layout | None = None) -> list[str]:
-        """What follows the script's name; `among` is the layout that the run goes on in."""
+        """Return the arguments of the script; `among` is the layout that the run goes on in."""
         data = ["--data", str(text / "train"), "--valid-data", str(text / "valid")]
         data += ["--tokenizer", str(text / "tokenizer.model"), "--data-cache-path", str(output / "cache")]
         flags = [*_LENGTH, *_MODEL, *_PATIENCE, *self.states, *(among or self).split]

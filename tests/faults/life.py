@@ -17,7 +17,7 @@ from tests.faults import disks, judge
 from tests.faults import strike as strikes
 from tests.faults.faults import HANGS, OF_A_DISK, SAVE, START, Fault
 from tests.faults.faults import strikes as drawn_strikes
-from tests.faults.judge import Told
+from tests.faults.judge import StartLog
 from tests.faults.layouts import LAYOUTS, TARGETS
 from tests.faults.starts import Start, send
 from tests.faults.strike import NONE, SIGNALS, Strike
@@ -25,7 +25,7 @@ from tests.faults.strike import NONE, SIGNALS, Strike
 MOST_STARTS = 6
 LIMIT = 900.0
 """Seconds of a start on a machine that does much else: imports, Megatron's minute of patience, torchrun's half."""
-_SILENCE = 20.0  # one process alone waits for nobody: its operator ends it
+_SILENCE = 20.0  # one process alone has no peer to notice: its operator ends it
 _LENGTH = {"command": 40.0, "shared": 8.0}  # seconds of an undisturbed start on an idle core, about
 _CHECKPOINT = 2 << 20
 _TIMED_OUT = 124
@@ -33,10 +33,10 @@ _TIMED_OUT = 124
 
 @dataclass
 class Life:
-    """What came of one run.
+    """The outcome of one run.
 
     Attributes:
-        starts: what each start told.
+        starts: facts from the log of each start.
         struck: the marks of the strikes that happened.
         left: processes that outlived the run.
         blow: the number of the start that the fault itself struck, from 0.
@@ -44,7 +44,7 @@ class Life:
     """
 
     output: Path
-    starts: list[Told] = field(default_factory=list)
+    starts: list[StartLog] = field(default_factory=list)
     struck: list[str] = field(default_factory=list)
     left: int = 0
     passes: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class Runner:
         follow = self._blow(start, strike) if strike else nullcontext
         status = self._follow(start, follow)
         text = log.read_text(errors="replace") if log.exists() else ""
-        self.life.starts.append(judge.told(text, began=start.began, status=status))
+        self.life.starts.append(judge.read_log(text, began=start.began, status=status))
         mark = self.notes / strikes.FIRED
         if mark.exists():
             self.life.struck.append(mark.read_text())
@@ -134,7 +134,7 @@ class Runner:
         return status
 
     def _blow(self, start: Start, strike: Strike) -> Callable[[], object]:
-        """What a strike from outside does while the run goes on: nothing before its time, and nothing twice."""
+        """Return the action of a strike from outside: nothing before its time, and nothing twice."""
         if strike.when != "clock" and strike.kind not in ("node", "torchrun"):
             return lambda: None
         at = start.began + strike.delay * _LENGTH[self.fault.way] * (1 if strike.when == "clock" else 0)

@@ -3,7 +3,7 @@
 
 Importing torch and Megatron in every process takes ten times as long as the run. A shared start is the same torchrun,
 through our `launch/agent.py`, and the same launch script; only its processes are forked from one that has imported
-everything, in the place of starting Python anew. Processes, signals, exit statuses and files are real in both.
+everything, instead of a new Python. Processes, signals, exit statuses and files are real in both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Start:
         self.pid: int = self._job.pid
 
     def poll(self) -> int | None:
-        """The status, as a shell tells it; None while it runs."""
+        """Return the status, as a shell reports it; None while it runs."""
         if isinstance(self._job, subprocess.Popen):
             status = self._job.poll()
         else:
@@ -77,7 +77,7 @@ class Start:
 
 
 def send(pid: int | None, number: signal.Signals) -> bool:
-    """Whether there was such a process."""
+    """Return whether there was such a process."""
     if not pid:
         return False
     try:
@@ -121,7 +121,7 @@ def _by_command(words: Sequence[str], environment: Mapping[str, str], log: Path)
 
 @cache
 def _server() -> Any:
-    """Where ranks are forked from: it has imported what they need, and has one thread and no process group."""
+    """Return the process that ranks are forked from, which has their imports, one thread and no process group."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.megatron.preload"])
     return context
@@ -174,7 +174,7 @@ def _rank(script: str, words: list[str], environment: dict[str, str], log: str) 
 
 
 def _own_group() -> None:
-    """As torchrun starts Python: what a rank leaves behind can be told by its group."""
+    """As torchrun starts Python: what a rank leaves behind can be recognised by its group."""
     os.setpgid(0, 0)
 
 
@@ -189,7 +189,7 @@ def _settle_in(environment: dict[str, str], log: str) -> None:
 
 
 def _share_the_manager() -> None:
-    """The process through which Megatron's writer of checkpoints answers: forked, in the place of all imports anew."""
+    """The process through which Megatron's writer of checkpoints answers: forked, which saves the imports."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     spawned = filesystem_async.get_write_results_queue

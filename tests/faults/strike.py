@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What strikes a rank from inside, at a chosen moment; nothing of it is in the package.
+"""Faults that strike a rank from inside, at a chosen moment; nothing of it is in the package.
 
 A rank that starts with `VARIABLE` in its environment arms the strike named there. The moments are Megatron's steps and
 what Python's audit hooks report of files: the n-th change beneath the checkpoints, the n-th beneath the rest of the
-output, the n-th read of a checkpoint. A mark in the fault's folder tells that it happened, and keeps it from happening
+output, the n-th read of a checkpoint. A mark in the fault's folder shows that it happened, and keeps it from happening
 twice.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 VARIABLE = "SIMREG_TEST_STRIKE"
 FIRED, EVENTS, PASSES = "fired.json", "events.txt", "passes.txt"
 SIGNALS = {"sigkill": signal.SIGKILL, "sigterm": signal.SIGTERM, "sigint": signal.SIGINT, "sigstop": signal.SIGSTOP}
-FROM_OUTSIDE = ("node", "torchrun")  # whoever follows the run waits for the mark, and does it
+FROM_OUTSIDE = ("node", "torchrun")  # the process that follows the run waits for the mark, and does it
 _CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.link"}
 _LOOP = "megatron.training.training"
 _FOR_EVER = 1_000_000
@@ -62,7 +62,7 @@ class Strike:
 
 
 def install() -> None:
-    """Arm what the environment names, in the rank that it names; every rank tells its process id."""
+    """Arm what the environment names, in the rank that it names; every rank writes its process id."""
     text, rank = os.environ.get(VARIABLE), os.environ.get("RANK")
     if not text or rank is None or "--multiprocessing-fork" in sys.orig_argv:
         return

@@ -48,7 +48,7 @@ def _lost(rows: Iterable[Record]) -> int:
 
 
 def _seconds(rows: Iterable[Record]) -> str:
-    """Of those that were started by the command: shared imports make the others quicker than a user's."""
+    """Summarise the runs that were started by the command: shared imports make the others quicker than a user's."""
     found = [float(row["seconds"]) for row in rows if row["way"] == COMMAND and float(row["seconds"])]
     return f"{median(found):.0f}" if found else ""
 
@@ -59,7 +59,7 @@ def _said(rows: Iterable[Record]) -> str:
 
 
 def publish(rows: Sequence[Record], results: Path) -> None:
-    """The table beside the rows, and in the page where the rows are the kept ones."""
+    """Write the table next to the rows, and in the page where the rows are the kept ones."""
     text = "\n".join(table(rows)) + "\n"
     results.with_suffix(".md").write_text(text, encoding="utf-8")
     records.quote(results, text, PAGE)

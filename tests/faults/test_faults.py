@@ -40,7 +40,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(fault: Fault, bench: Campaign) -> 
         pytest.skip("only root may mount a small disk here")
     (found,) = bench.run([fault])
     assert not found.wrong, (found, bench.work)
-    if fault.then:  # a step less, and it would be told
+    if fault.then:  # a step less, and it would be reported
         digests = json.loads((bench.work / "undisturbed" / fault.layout / campaign._DIGESTS).read_text())
         output = bench.work / "runs" / fault.name / "output"
         before = output / "checkpoints" / f"iter_{STEPS - 1:07d}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the campaigns found, and what was mended: a test for each that fails without it."""
+"""Regression tests for what the campaigns found, each of which fails without its fix."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_killed_rank_leaves_no_helper(how: str) -> None:
     while how == "bound" and is_alive(helper) and time.monotonic() < end:
         time.sleep(0.01)
     try:
-        assert is_alive(helper) == (how == "left alone"), "else there would be nothing to mend"
+        assert is_alive(helper) == (how == "left alone"), "else there would be nothing to fix"
     finally:
         if is_alive(helper):
             os.kill(helper, signal.SIGKILL)
@@ -68,7 +68,7 @@ def test_reading_data_on_the_cpu_draws_no_random_number(monkeypatch: pytest.Monk
         iter(DataLoader([0, 1]))
         return not torch.equal(before, torch.get_rng_state())
 
-    assert moves(), "else there would be nothing to mend"
+    assert moves(), "else there would be nothing to fix"
     monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)
     stand_ins._give_loaders_a_generator(torch)
     assert not moves()

@@ -20,12 +20,12 @@ _BATCHES = "batches"
 
 
 class Row(NamedTuple):
-    """What some combinations came to alike.
+    """A verdict that some combinations share.
 
     Attributes:
         kind, what: of the verdict.
         combinations: how many.
-        compared: how many of these were also run without us, and were what they should be beside that.
+        compared: how many of these were also run without us, and were as they should be next to those.
         detail: words for a reader.
         flags: the shortest of them; of a wrong one reduced to what is needed for it.
     """
@@ -92,12 +92,12 @@ def shown(combination: Combination) -> str:
 
 
 def is_compared(index: int, combination: Combination) -> bool:
-    """Whether the one of this place in its batch is; a run that goes on has its first loss from what it learned."""
+    """Return whether the combination at this place in its batch is; a resumed run's losses depend on the first one."""
     return index % COMPARED_EVERY == 0 and not combination.resumes
 
 
 def verdict_on(combination: Combination, folder: Path, *, compared: bool) -> Verdict:
-    """Run it and judge it; `compared`: beside plain Megatron also if it trains."""
+    """Run it and judge it; `compared`: against plain Megatron also if it trains."""
     plain = functools.cache(functools.partial(live, folder=folder, plain=True))
     found = live(combination, folder)
     verdict = judged(combination, found, plain)
@@ -107,7 +107,7 @@ def verdict_on(combination: Combination, folder: Path, *, compared: bool) -> Ver
 
 
 def smaller(combination: Combination, verdict: Verdict, folder: Path, *, compared: bool) -> Combination:
-    """What is left of it without flags that the verdict does not need."""
+    """Remove the flags that the verdict does not need."""
     for candidate in _without_one(combination):
         if verdict_on(candidate, folder, compared=compared)[:2] == verdict[:2]:
             return smaller(candidate, verdict, folder, compared=compared)
@@ -144,7 +144,7 @@ def run_batch(table: Table, combinations: list[Combination], folder: Path) -> It
             kept = smaller(combination, verdict, folder, compared=compared)
         rows.append((verdict, kept, compared and verdict.kind == RAN))
         yield verdict
-    for verdict, kept, beside in rows:
-        table.add(verdict, kept, compared=beside)
+    for verdict, kept, compared in rows:
+        table.add(verdict, kept, compared=compared)
     table.batches += 1
     table.keep()

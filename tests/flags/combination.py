@@ -50,7 +50,7 @@ class Combination:
 
     @property
     def resumes(self) -> bool:
-        """Whether it is started twice: the second run goes on from the first one's checkpoint."""
+        """Return whether it is started twice: the second run goes on from the first one's checkpoint."""
         return any("--load={out}/saved" in group for group in self.groups) and "--train-samples" not in str(self)
 
     @property
@@ -70,6 +70,6 @@ class Combination:
         return [word.replace("{out}", str(out)) for word in given] + ([] if plain else list(self.ours))
 
     def __str__(self) -> str:
-        """What is not in every run, as one would type it."""
+        """Format the flags that are not in every run, as one would type them."""
         split = (f"({self.processes} processes)",) if self.processes > 1 else ()
         return " ".join((*map(shlex.quote, self.ours), *(word for group in self.groups for word in group), *split))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one combination may come to: it trains, one sentence of ours refuses it, or Megatron fails without us, too."""
+"""Verdicts on one combination: it trains, one sentence of ours refuses it, or Megatron fails without us, too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOST = 1e-4  # the gradient of smaller terms may change no bit
 
 
 class Verdict(NamedTuple):
-    """The kind, what tells it from others of its kind, and words for a reader."""
+    """The kind, a key within its kind, and words for a reader."""
 
     kind: str
     what: str
@@ -47,7 +47,7 @@ def judged(combination: Combination, found: list[Outcome], plain: Callable[[Comb
 
 
 def apart(combination: Combination, found: list[Outcome], plain: list[Outcome]) -> Verdict | None:
-    """What is wrong with a run that trained, beside the same run without us; None if nothing is.
+    """Compare a run that trained with the same run without us, and return what is wrong; None if nothing is.
 
     The value of the first loss is Megatron's in any case; the parameters are if and only if nothing of ours trains.
     """
@@ -70,7 +70,7 @@ def apart(combination: Combination, found: list[Outcome], plain: list[Outcome]) 
 
 
 def _is_felt(combination: Combination, found: list[Outcome]) -> bool:
-    """Whether some bit must change: SimReg of a strong weight alone, and not so near 0 that float32 loses it."""
+    """Return whether some bit must change: SimReg of a strong weight alone, and not so near 0 that float32 loses it."""
     given = _given(combination)
     strong = ":" in given.get("--simreg-objective", "") or given.get("--simreg-lambda") in (
         "auto",
@@ -91,7 +91,7 @@ def _given(combination: Combination) -> dict[str, str]:
 
 
 def _first_failure(found: list[Outcome]) -> Outcome | None:
-    """Of several ranks the one that raised an error of ours, else the first one of another kind than a lost peer."""
+    """Return the rank that raised an error of ours, else the first that failed otherwise than by a lost peer."""
     failed = [outcome for outcome in found if outcome.error and outcome.error != "exit 0"]
     for is_wanted in (_is_our_sentence, lambda outcome: "gloo" not in outcome.said and "peer" not in outcome.said):
         for outcome in failed:
@@ -158,7 +158,7 @@ def _silent(combination: Combination, found: list[Outcome]) -> str:
 
 
 def _is_on(combination: Combination) -> bool:
-    """Whether SimReg is asked for at all: with a lambda, several objectives with weights, or to measure."""
+    """Return whether SimReg is asked for at all: with a lambda, several objectives with weights, or to measure."""
     given = _given(combination)
     objective, weight = given.get("--simreg-objective", "simreg"), given.get("--simreg-lambda", "0")
     return objective == "none" or ":" in objective or weight == "auto" or bool(float(weight))

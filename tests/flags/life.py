@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One combination from its command line to its last step, on forked ranks, and what can be told of it afterwards.
+"""One combination from its command line to its last step, on forked ranks, and its outcome.
 
 Everything is Megatron's own: its parser, its checks, its model, its loop. Changed are two things: the made-up text has
 a few short documents in the place of 100,000 long ones, which would take most of the time; and steps leave notes.
@@ -36,7 +36,7 @@ _TAIL = 500  # characters of a log
 
 @dataclass
 class Outcome:
-    """What one rank noted.
+    """The outcome that one rank noted.
 
     Attributes:
         losses: the language-model loss of each step; empty on ranks that do not compute it.
@@ -45,7 +45,7 @@ class Outcome:
         terms: for each micro-batch on which SimReg computed for training, whether all weighted terms are finite.
         digest: of the parameters that plain Megatron has, too, after the last step.
         strength: iterations of the run in which the settings let SimReg train.
-        error: its type, or "exit" with its status; empty where the run ended by itself.
+        error: its type, or "exit" with its status; empty if the run ended normally.
         said: the error's words.
         place: file:function that raised it, and whether that is ours.
     """
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def live(combination: Combination, folder: Path, *, plain: bool = False, timeout: float = TIMEOUT) -> list[Outcome]:
-    """What each rank came to, of the last start; `plain` leaves the plugin and our flags out."""
+    """Run a combination and return each rank's outcome of the last start; `plain` leaves the plugin and our flags out."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         out = Path(place)
         flags = combination.flags(out, plain=plain)
@@ -91,7 +91,7 @@ def _start_once(out: Path, flags: list[str], processes: int, plain: bool, timeou
 
 
 def _printed_error(printed: str) -> str:
-    """What a program that ends itself says in the end; with a word about a page of usage before it."""
+    """Return the last words of a program that ends itself; with a word about a page of usage before it."""
     usage = "usage: ... " if re.search("^usage: ", printed, re.MULTILINE) else ""
     return usage + "".join(printed.rpartition("error: ")[1:]).strip()[:_TAIL] if "error: " in printed else ""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our flags: values that make sense, and values that nobody should give."""
+"""Our flags: values that make sense, and values that do not."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def values(draw: st.DrawFn, table: dict[str, tuple[Words, Words]], flag: str, od
 
 
 def _choices(record: Objective, name: str, odd: bool) -> tuple[str, ...]:
-    """Of one option of an objective's own."""
+    """Return the values of one option of an objective's own."""
     known = record.options[name]
     odd_ones = ("", "x", "nan", "inf", "-1", "1.5", "1e30", "9" * 30, "4/4", "64/", "0/8", "999")
     if isinstance(known, tuple):
@@ -161,7 +161,7 @@ def settings(draw: st.DrawFn) -> Words:
 
 
 def go_together(given: list[str]) -> bool:
-    """Whether the parser takes them, before Megatron's own flags are known."""
+    """Return whether the parser takes them, before Megatron's own flags are known."""
     parser = add_simreg_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
     try:
         with contextlib.redirect_stderr(io.StringIO()):

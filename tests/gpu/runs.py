@@ -87,7 +87,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Observed:
-    """What one run computed.
+    """The results of one run.
 
     Attributes:
         losses: language-model loss of every step.

@@ -47,7 +47,7 @@ def beyond_rounding(grad: Tensor, exact: Tensor) -> float:
 
 
 def gradient_bound(rows: Tensor, impl: str) -> float:
-    """Of impl triton, that of one bfloat16 number a weight: benchmarks/results/bf16_weights.csv."""
+    """Return the bound; for triton, that of one bfloat16 number per weight: benchmarks/results/bf16_weights.csv."""
     rounding = 2.5e-3 if impl == "triton" and rows.dtype == torch.bfloat16 else 3e-4
     return rounding + error_of_sums(rows.dtype, rows.shape[-1], 0.01)
 
@@ -145,7 +145,7 @@ def test_the_same_bits_twice(impl: str) -> None:
 
 @pytest.mark.parametrize("allowed", ["setting", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"])
 def test_float32_stays_float32(impl: str, allowed: str) -> None:
-    """Whatever allows TensorFloat-32 to the rest of the process."""
+    """With TensorFloat-32 allowed elsewhere in the process."""
     words = ("--setting",) if allowed == "setting" else ()
     environment = os.environ | ({} if words else {allowed: "1"})
     command = [sys.executable, "-m", "tests.gpu.tf32", impl, *words]

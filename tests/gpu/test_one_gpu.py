@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On one GPU, whatever computes the layers, SimReg's gradient is the reference's, and lambda 0 is plain Megatron.
+"""On one GPU, with all implementations of layers, SimReg's gradient is the reference's, and lambda 0 is plain Megatron.
 
 bf16 has 8 bits: a gradient that is the difference of two has some 1e-3 of noise, and steps of two kernels that round
 otherwise drift by some 1e-3 of the loss. A forgotten or doubled SimReg changes both by more than a tenth.
@@ -106,7 +106,7 @@ def test_the_log_is_the_cpus(observed, checkpoints) -> None:
     assert len(here.logged[0]) > 15 and here.logged[0].keys() == on_cpu.logged[0].keys()
     assert not unlike(here.logged[0], on_cpu.logged[0])
     assert not unlike(here.logged[1], on_cpu.logged[1])
-    assert len(unlike(here.logged[0], on_cpu.logged[1])) > 10, "one step further they are told apart"
+    assert len(unlike(here.logged[0], on_cpu.logged[1])) > 10, "one step further they differ"
 
 
 def unlike(values: Mapping[str, float], expected: Mapping[str, float]) -> dict[str, tuple[float, float]]:

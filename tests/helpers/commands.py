@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands as the pages print them, beside what exists: make's targets, modules, scripts, and the flags of each.
+"""Commands as the pages print them, compared with what exists: make's targets, modules, scripts, and the flags of each.
 
 `complaints(words, megatron)` is a sentence for each thing that a command names and that is not there. Placeholders such
 as `...`, `PATH` and `<your flags>` are no flags, and values are not looked at.
@@ -41,7 +41,7 @@ def commands(text: str) -> Iterator[Words]:
 
 
 def complaints(words: Sequence[str], megatron: Collection[str]) -> Iterator[str]:
-    """What a command names that is not there; `megatron` are the flags of Megatron's own parser and of SimReg's."""
+    """Yield what a command names in vain; `megatron` are the flags of Megatron's own parser and of SimReg's."""
     words = list(words)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # NAME=value command
         del words[0]
@@ -177,7 +177,7 @@ def _exists(name: str) -> bool:
 
 
 class _Parsed(Exception):
-    """What a parser throws instead of parsing."""
+    """Raised instead of parsing."""
 
 
 @cache

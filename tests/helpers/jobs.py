@@ -51,7 +51,7 @@ def run(
     Raises:
         HungError: it took longer than `timeout` seconds.
     """
-    # Files: a pipe that nobody reads holds up who prints, and one that somebody keeps open holds up who reads.
+    # Files: an unread pipe blocks the writer, and one that is kept open blocks the reader.
     with contextlib.ExitStack() as files:
         given, output, errors = (
             files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in range(3)

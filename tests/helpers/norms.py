@@ -9,5 +9,5 @@ from simreg_megatron.magnitude import NormSums, norm_table
 
 
 def norm_sums(embeddings: Tensor, weights: Tensor) -> NormSums:
-    """Of embeddings [n..., d] with weights [..., n...], as `norm_table`."""
+    """Compute the sums of embeddings [n..., d] with weights [..., n...], as `norm_table`."""
     return NormSums._make(norm_table(embeddings, weights).unbind(dim=-1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether torch is older than 2.8, which Megatron's tests and the form in Triton need."""
+"""Return whether torch is older than 2.8, which Megatron's tests and the form in Triton need."""
 
 import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the project's Markdown pages hold, as GitHub reads them: links, headings, blocks of code."""
+"""Contents of the project's Markdown pages, as GitHub reads them: links, headings, blocks of code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def links(page: Path) -> list[Link]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may name after #: GitHub's slug of each heading, numbered where it repeats, and explicit ids."""
+    """Return what links may name after #: GitHub's slug of each heading, numbered where it repeats, and explicit ids."""
     text = _FENCE.sub(_blanked, page.read_text(encoding="utf-8"))
     found = set(re.findall(r"<\w+[^>]*\b(?:id|name)=[\"']([^\"']+)[\"']", text))
     seen: dict[str, int] = {}

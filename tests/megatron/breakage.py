@@ -2,7 +2,7 @@
 """Things to break on purpose inside a run, each a function to call before it starts.
 
 Where only SimReg's part is to be wrong, the difference of two calls is used: Megatron's loss with SimReg minus the
-same loss without it has value zero and SimReg's gradient, whatever labels, mask or shape both were given.
+same loss without it has value zero and SimReg's gradient, for any labels, mask or shape that both were given.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def adagc_local_norms() -> None:
 
 
 def adagc_replicas_counted_twice() -> None:
-    """What all tensor-parallel ranks hold counts once for each of them, and the check at the start does not look."""
+    """Count parameters replicated over tensor ranks once per rank, with the check at the start disabled."""
     from simreg_megatron.adagc import clipping
 
     adagc_replicas_counted_twice_and_checked()
@@ -216,7 +216,7 @@ def adagc_replicas_counted_twice_and_checked() -> None:
 
 
 def adagc_instances_counted_twice() -> None:
-    """What every instance of the distributed optimizer holds counts once for each of them."""
+    """Count parameters held by every instance of the distributed optimizer once per instance."""
     from simreg_megatron.adagc import clipping
     from tests.megatron import watch
 

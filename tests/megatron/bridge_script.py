@@ -87,7 +87,7 @@ def main() -> None:
     except RuntimeError as error:
         assert "needs Megatron's training loop, or one that" in str(error)
     else:
-        raise AssertionError("a ramp that nobody moves must be refused")
+        raise AssertionError("a ramp that is never moved must be refused")
     steps, scalars, said = train(model, tokens, labels, WARMUP + 1, 2)
     for name, full in steps[-1].items():
         for step, got in enumerate(steps):

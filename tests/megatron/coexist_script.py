@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin beside other wrappers of the same function, in either order, and beside subclasses."""
+"""The plugin with other wrappers of the same function, in either order, and with subclasses."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def activate() -> None:
     random.initialize_rng_tracker = lambda *args, **_: initialize(args[0], args[1])
     random.CudaRNGStatesTracker.fork = lambda *args, **given: nullcontext() if _capturing else fork(*args, **given)
     wait = Work.wait
-    Work.wait = lambda *args: _unseen(wait, *args)  # gloo copies then what it will have received anew in a replay
+    Work.wait = lambda *args: _unseen(wait, *args)  # gloo copies then what it will have received again in a replay
     torch.cuda.CUDAGraph = Graph
     torch.cuda.graph = _capture
 

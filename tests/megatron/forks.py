@@ -29,7 +29,7 @@ from tests.helpers.old_torch import OLD_TORCH
 
 @cache
 def fork_server() -> Any:
-    """Where ranks are forked from: a process that has imported what they need and run nothing.
+    """Return the process that ranks are forked from, a process that has imported what they need and run nothing.
 
     A fork of the process that runs the tests would inherit the threads that other tests have started, and autograd
     refuses to work in it. There is one such server for all tests of a process, so it is the same for all of them.
@@ -117,7 +117,7 @@ def _rank(
 
 
 def quick_save() -> None:
-    """On a rank that will save: the queue of Megatron's checkpoint writer, by a fork and not by importing all anew."""
+    """On a rank that will save: the queue of Megatron's checkpoint writer, by a fork, which saves the imports."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def in_main_grad() -> None:
-    """What autograd brings for such a weight is ignored from then on, as on GPUs."""
+    """Ignore autograd's gradient of such a weight from then on, as on GPUs."""
     from megatron.core.tensor_parallel import layers
 
     def accumulate(rows: Tensor, grad: Tensor, main_grad: Tensor) -> None:

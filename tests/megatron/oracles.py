@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process must be told to be comparable.
+"""Changes that make a single process comparable with many.
 
 `data_ranks` and `context_ranks` let one process average as Megatron's default mode does over many: a mean of every
 rank's own mean. Without --calculate-per-token-loss Megatron divides by the valid tokens N_r of each rank r and then

@@ -3,7 +3,7 @@
 
 RECORD_OUT/plan.json has the rank and, for each step after the first, where the number goes and which it is. Each rank
 writes RECORD_OUT/planted<rank>.json: what every step changed, whether Megatron says that it was skipped, and in which
-steps an optimizer stepped. Whatever was planted in a weight is taken out again after the step.
+steps an optimizer stepped. A number planted in a weight is taken out again after the step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def numbers() -> None:
 
     def stepping(*_: Any) -> None:
         report[-1]["stepped"] = True
-        _write(out, rank, report)  # at once: a rank that another one's failure ends tells it no more
+        _write(out, rank, report)  # at once: a rank that another one's failure ends writes nothing later
 
     register_optimizer_step_pre_hook(stepping)
     training.train_step = planted
@@ -139,7 +139,7 @@ def _in_gradient(chunk: Any, number: float) -> Iterator[None]:
 
 @contextmanager
 def _in_term(chunk: Any, number: float) -> Iterator[None]:
-    """In one element of the terms of the first micro-batch, whatever the objective."""
+    """Plant in one element of the terms of the first micro-batch, for any objective."""
     from simreg_megatron.plugin.term import Regularizer
 
     parts, done = Regularizer._parts, list[None]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank needs in memory: imported once, by the fork server, before any rank is forked.
+"""Imports that every rank needs in memory: imported once, by the fork server, before any rank is forked.
 
 It starts no thread and makes no process group, which is what keeps forking sound, and it attaches nothing of SimReg to
 Megatron, so that a plain rank stays plain.
@@ -36,7 +36,7 @@ with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
     for module in _MODULES:
         importlib.import_module(module)
 
-# Megatron reads the help of its flags out of its own source, anew for every parser: half of what a tiny run computes.
+# Megatron reads the help of its flags out of its own source, again for every parser: half of what a tiny run computes.
 from megatron.training import arguments  # noqa: E402
 from megatron.training.argument_utils import ArgumentGroupFactory  # noqa: E402
 

@@ -44,7 +44,7 @@ _BASE = (
     "--lr", "1e-3", "--eval-iters", "1", "--eval-interval", "1000", "--log-interval", "1", "--seed", "7",
 )  # fmt: skip
 _UNTIED = ("--untie-embeddings-and-output-weights",)
-# No load-balancing loss: Megatron takes it over each rank's own tokens, so it would depend on the layout by itself.
+# No load-balancing loss: Megatron takes it over each rank's own tokens, so it depends on the layout.
 _EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none")
 MODELS = {
     "dense": _UNTIED,
@@ -148,7 +148,7 @@ def train(out: Path, flags: Sequence[str], **options: Any) -> Recorded:
     """The same for a run that must succeed: what it computed.
 
     A run that glibc ends over a damaged heap gets a second chance, and a warning in pytest's summary: no code of ours
-    can damage it, and torch 2.13 over gloo did (seen once, with Megatron-FSDP). One that saves would not begin anew.
+    can damage it, and torch 2.13 over gloo did (seen once, with Megatron-FSDP). One that saves would not begin again.
 
     Raises:
         RunError: it failed.
@@ -165,7 +165,7 @@ def train(out: Path, flags: Sequence[str], **options: Any) -> Recorded:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one run computed, put together from its ranks."""
+    """Results of one run, put together from its ranks."""
 
     losses: list[float]
     norms: list[float]
@@ -215,7 +215,7 @@ def _joined(ranks: list[dict], kind: str) -> dict[str, Tensor]:
 
 
 def _whole(name: str, parts: dict[int, Tensor], shard: Shard) -> Tensor:
-    """Concatenate the shards; the two halves of a gated layer each by itself."""
+    """Concatenate the shards; the two halves of a gated layer separately."""
     dimension, _, count = shard
     ordered = [parts[index] for index in range(count)]
     if "linear_fc1" in name and count > 1:
@@ -285,7 +285,7 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
 
 
 def same_bits(one: Recorded, other: Recorded) -> bool:
-    """Whether two runs ended with exactly the same parameters."""
+    """Return whether two runs ended with exactly the same parameters."""
     return one.params.keys() == other.params.keys() and all(
         torch.equal(tensor, other.params[name]) for name, tensor in one.params.items()
     )

@@ -51,7 +51,7 @@ LAYOUTS = {
 
 
 class Ran:
-    """What a run computed, and what AdaGC did in each of its steps, by parameter name."""
+    """Results of a run, and AdaGC's work in each of its steps, by parameter name."""
 
     def __init__(self, out: Path) -> None:
         self.recorded = runs.read(out)
@@ -208,8 +208,8 @@ BETWEEN = {  # the layout that saves, and the one that goes on
     "to dp2": (("", 1), ("", 2)),
     "to pp2": (("", 1), ("--pipeline-model-parallel-size 2", 2)),
     "tp2 to pp2": ((TP2, 2), ("--pipeline-model-parallel-size 2", 2)),
-    "optimizer sharded anew": ((RESHARDABLE, 2), (RESHARDABLE, 1)),
-    "optimizer sharded anew, bucket by bucket": ((BUCKETS, 2), (BUCKETS, 1)),
+    "optimizer resharded": ((RESHARDABLE, 2), (RESHARDABLE, 1)),
+    "optimizer resharded, bucket by bucket": ((BUCKETS, 2), (BUCKETS, 1)),
     "older format": (("--ckpt-format torch", 1), ("--ckpt-format torch", 1)),
 }
 
@@ -262,7 +262,7 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(model: str, whose: str,
 
 
 def routing(out: Path) -> list[dict[int, list[int]]]:
-    """Of every step, by layer: how many tokens each expert got, over all ranks. Empty without experts."""
+    """Return for every step, by layer, the tokens of each expert over all ranks. Empty without experts."""
     ranks = [torch.load(path, weights_only=True) for path in sorted(out.glob("routing*.pt"))]
     return [
         {layer: sum(rank[layer] for rank in step).tolist() for layer in step[0]} for step in zip(*ranks, strict=True)

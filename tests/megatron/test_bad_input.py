@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a whole run does with settings that cannot work, a forgetful resume, and values that are not finite."""
+"""Whole runs with settings that cannot work, a forgetful resume, and values that are not finite."""
 
 from __future__ import annotations
 

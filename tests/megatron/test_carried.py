@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds of the plugin, whatever saved it and whatever goes on: carried over, or said by name.
+"""The plugin's state in a checkpoint, for any pair of settings before and after: carried over, or named in an error.
 
 Each kind of training goes on as each other one, on another number of ranks. Weights and Adam's averages are compared
 bit for bit, and so are trained scalars and AdaGC's averages where both sides have them.
@@ -46,7 +46,7 @@ MOVES = {  # the layout that saves, and the one that goes on
     "older format": (("--ckpt-format torch", 1), ("--ckpt-format torch", 1)),
 }
 ALL = " and ".join(SCALARS)
-ANEW, WITHOUT_AVERAGES = "--dist-ckpt-strictness log_all", "--no-load-optim"
+FROM_START, WITHOUT_AVERAGES = "--dist-ckpt-strictness log_all", "--no-load-optim"
 NAMELESS = {  # where averages have no names, and what Megatron says of others without the plugin
     "older format": "parameter group that doesn't match",
     "distributed dp2": "Global shape mismatch for loaded",
@@ -132,11 +132,11 @@ def test_it_is_carried_over_or_said(case: tuple[str, str, str], saves: Saves, tm
 
 
 def refusal(move: str, before: str, now: str) -> tuple[str, str]:
-    """What is said of scalars that only one side has, where Megatron cannot load the rest, and what mends it."""
+    """Return the error for scalars that only one side has, which Megatron cannot load, and its remedy."""
     if (before == "scalars") == (now == "scalars"):
         return "", ""
     if now == "scalars" and move != "older format":
-        return MISSING, f"{ANEW} {WITHOUT_AVERAGES}" if "distributed" in move else ANEW
+        return MISSING, f"{FROM_START} {WITHOUT_AVERAGES}" if "distributed" in move else FROM_START
     if move not in NAMELESS:
         return "", ""
     return NAMELESS[move] if now == "without the plugin" else OTHER[now == "scalars"], WITHOUT_AVERAGES

@@ -35,7 +35,7 @@ class Trained(Ran):
         self.weights: list[dict[str, torch.Tensor]] = torch.load(out / "weights0.pt", weights_only=True)
         self.skipped = [math.isnan(norm) for norm in self.recorded.norms]
         after = [float(scale) for scale in re.findall(r"loss scale: (\S+)", self.log)]
-        self.scales = [float(FIRST_SCALE), *after][:-1]  # of each step; the log tells what it left
+        self.scales = [float(FIRST_SCALE), *after][:-1]  # of each step; the log has the value after it
 
 
 def train(out: Path, flags: tuple[str, ...], processes: int, patch: str = "adagc_and_weights") -> Trained:

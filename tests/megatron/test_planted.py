@@ -69,14 +69,14 @@ def flags_of(name: str) -> tuple[str, ...]:
 def planted(
     out: Path, bench: Bench, layout: str, objective: str, guard: str, steps: list[tuple[str, str]]
 ) -> tuple[runs.Finished, list[list[dict[str, Any]]]]:
-    """The run, and what each rank told of each step."""
+    """Return the run, and each rank's report of each step."""
     model, split, processes, rank = LAYOUTS[layout]
     out.mkdir(parents=True)
     (out / "plan.json").write_text(json.dumps({"rank": rank, "steps": steps}))
     flags = (*start(bench, model, len(steps)), *flags_of(objective), *GUARDS[guard], *split.split())
     done = runs.attempt(out, flags, model=model, processes=processes, patch="plant:numbers")
-    told = [json.loads(path.read_text()) for path in sorted(out.glob("planted*.json"))]
-    return done, told
+    reports = [json.loads(path.read_text()) for path in sorted(out.glob("planted*.json"))]
+    return done, reports
 
 
 ACROSS_REPLICAS = ("dp2-distributed", GATHERED)
@@ -95,7 +95,7 @@ def places_of(layout: str) -> list[str]:
 
 
 def is_thorough(case: tuple[str, str]) -> bool:
-    """Where each plant ends a run of its own, most objectives have all of them on one process alone."""
+    """Return whether all plants run in every layout; most objectives have them on one process alone."""
     layout, objective = case
     return layout == "one" or objective in (*AT_EVERY_PLACE, GATHERED)
 
@@ -117,8 +117,8 @@ def test_the_step_is_left_out_on_every_rank(given: tuple[str, str, str], bench: 
     done, ranks = planted(tmp_path / "run", bench, layout, objective, guard, [SOUND, *plants, SOUND])
     assert done.status == 0, done.output[-3000:]
     assert len(ranks) == LAYOUTS[layout][2]
-    for told in ranks:
-        first, *struck, last = told
+    for report in ranks:
+        first, *struck, last = report
         assert [step["skipped"] for step in (first, last)] == [0, 0] and first["changed"] and last["changed"]
         for step in struck:
             assert (step["changed"], step["stepped"], step["skipped"]) == ([], False, 1), step
@@ -159,7 +159,7 @@ def test_a_term_alone_ends_it_with_ours(given: tuple[str, str, str], bench: Benc
 
 
 def ended(out: Path, bench: Bench, case: tuple[str, str], guard: str, plant: tuple[str, str]) -> str:
-    """What the run printed; it ended in the struck step, and no rank took that."""
+    """Return what the run printed; it ended in the struck step, and no rank took that."""
     done, ranks = planted(out, bench, *case, guard, [SOUND, plant, SOUND])
     assert done.status != 0, f"{plant}: it went on"
     assert len(ranks) == LAYOUTS[case[0]][2]
@@ -170,7 +170,7 @@ def ended(out: Path, bench: Bench, case: tuple[str, str], guard: str, plant: tup
 
 
 def test_without_a_guard_the_step_is_taken(bench: Bench, tmp_path: Path) -> None:
-    """What is planted arrives."""
+    """The planted number arrives."""
     plan = [SOUND, ("states", "nan")]
     done, ((_, struck),) = planted(tmp_path / "run", bench, "one", "simreg", "none", plan)
     assert done.status == 0 and struck["stepped"] and len(struck["changed"]) > 10, done.output[-3000:]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that an earlier version of the plugin saved go on today, with every piece of their state.
 
-tests/fixtures/README.md tells where they come from, and when the next release renews them.
+tests/fixtures/README.md says where they come from, and when the next release renews them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_all_state_is_carried_over(case: str, text: Path, tmp_path: Path) -> Non
     flags = (*KEPT[name].all_flags(text, tmp_path / "index"), "--load", str(saved))
     done = runs.forked(_train, tmp_path / "out", flags, folder=tmp_path, processes=processes)
     assert done.status == 0, done.output[-3000:]
-    started = make.told(snapshot.read(tmp_path / "out", "start"))
+    started = make.summary(snapshot.read(tmp_path / "out", "start"))
     assert started["scheduler"] == expected["state"]["scheduler"], "AdaGC's averages among it"
     assert started["tensors"] == expected["state"]["tensors"], "trained scalars and Adam's averages among it"
     assert "when the checkpoint was written" not in done.output and "the checkpoint has no state" not in done.output
@@ -89,7 +89,7 @@ def test_what_is_not_loaded_is_missed(text: Path, tmp_path: Path) -> None:
     expected, saved = values_of("one")["state"], unpacked("one", tmp_path / "saved")
     flags = (*KEPT["one"].all_flags(text, tmp_path / "index"), "--load", str(saved), "--no-load-optim")
     assert runs.forked(_train, tmp_path / "out", flags, folder=tmp_path).status == 0
-    started = make.told(snapshot.read(tmp_path / "out", "start"))
+    started = make.summary(snapshot.read(tmp_path / "out", "start"))
     assert started["scheduler"]["simreg_adagc"]["steps"] == 0 < expected["scheduler"]["simreg_adagc"]["steps"]
     weights = {name for name in expected["tensors"] if name.startswith("weight ")}
     same = {name for name, value in started["tensors"].items() if value == expected["tensors"][name]}

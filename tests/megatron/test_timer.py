@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a user asks for Megatron's timers, SimReg's time is among them; where nobody asks, nobody waits for the GPU."""
+"""With Megatron's timers on, SimReg's time is among them; without them nothing waits for the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE = re.compile(r"simreg-forward \.*: \(([\d.]+), ([\d.]+)\)")
 
 
 def test_its_time_is_in_the_log_and_in_tensorboard(data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Of two stages the last computes SimReg, so one rank has the shortest time and the longest."""
+    """The last of two stages computes SimReg, so one rank has the shortest time and the longest."""
     asked = ("--timing-log-level", "2", "--log-timers-to-tensorboard", "--tensorboard-dir", str(tmp_path / "events"))
     done = runs.attempt(tmp_path / "run", (*data_flags, *PP2, *runs.SIMREG, *asked), processes=2)
     assert done.status == 0, done.output[-2000:]

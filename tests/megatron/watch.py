@@ -63,7 +63,7 @@ def adagc() -> None:
 def adagc_and_layout() -> None:
     """As `adagc`, with the layer-wise optimizer that Megatron makes where a script brings a model provider.
 
-    It takes Muon's matrices alone, in buffers laid out for it; a distributed optimizer beside it takes the others.
+    It takes Muon's matrices alone, in buffers laid out for it; a distributed optimizer takes the others.
     """
     from megatron.core.optimizer.layer_wise_optimizer import (
         LayerWiseDistributedOptimizer,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every objective must keep, generated from its record: `pytest tests/objectives --objective NAME` for one."""
+"""Tests of every objective, generated from its record: `pytest tests/objectives --objective NAME` for one."""

@@ -38,7 +38,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """Of Python, in an environment that has the package."""
+    """Run Python in an environment that has the package, and return its output."""
     done = jobs.run(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path(folder, ROOT)}, merged=True
     )

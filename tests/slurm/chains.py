@@ -38,7 +38,7 @@ _MODEL = (
 
 
 def words(text: Any, iterations: int) -> list[str]:
-    """The run's own options: the same function whoever starts it, two ranks that share four sequences."""
+    """The run's own options: the same function for every caller, two ranks that share four sequences."""
     data = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model)]
     return [*data, *_MODEL, "--train-iters", str(iterations)]
 

@@ -23,7 +23,7 @@ _PATIENCE = 60  # seconds for a daemon to answer
 
 
 def missing() -> str:
-    """What is not here to run SLURM with, in one sentence; empty if all is."""
+    """Return what is missing to run SLURM, in one sentence; empty if nothing is."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"no {', '.join(absent)} on this machine: apt-get install slurmctld slurmd slurm-client munge"
@@ -128,7 +128,7 @@ PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
             time.sleep(0.2)
 
     def ask(self, *command: str, environment: Mapping[str, str] | None = None) -> str:
-        """What a command of SLURM prints; an error is its text."""
+        """Return what a command of SLURM prints; an error is its text."""
         done = subprocess.run(
             command, text=True, env={**self.environment, **(environment or {})},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -50,7 +50,7 @@ def test_what_is_submitted_is_what_the_dry_run_printed(cluster, text, tmp_path: 
 
 
 def test_time_limit_save_exit_next_slice_end(cluster, text, whole, tmp_path: Path) -> None:
-    """Slices of two minutes: the run is made to last longer, whatever this machine's speed."""
+    """Slices of two minutes: the run is made to last longer, on machines of any speed."""
     rehearsal, step = chains.whole_run(text, SHORT, tmp_path / "rehearsal")
     assert rehearsal == whole, "the same run twice must be the same numbers"
     iterations = math.ceil(90 / step)  # of which a slice has less than one minute
@@ -98,7 +98,7 @@ def test_the_stop_file_saves_first(cluster, text, whole, tmp_path: Path) -> None
 
 
 def test_the_signal_at_the_end_of_a_slice(cluster, text, whole, tmp_path: Path) -> None:
-    """Where the duration comes too late, SLURM's signal saves: here it is sent as SLURM sends it."""
+    """If the duration comes too late, SLURM's signal saves: here it is sent as SLURM sends it."""
     chain = submit(cluster, tmp_path / "run", words(text, SHORT))
     chain.until_saved(SAVE_INTERVAL)
     assert "#SBATCH --signal=URG@15" in (chain.output / "slurm" / "job.sbatch").read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.stress --small CASES --large CASES [--record [FILE]]`: go on until so many cases are in the table.
+"""`python -m tests.stress --small CASES --large CASES [--record [FILE]]`: go on until the table has these numbers.
 
 Exit status 1 if an error is above its bound, or a number is not finite. With `--record` the table is
 benchmarks/results/stress.csv, and a run goes on where the last one ended, after a kill, too.

@@ -22,7 +22,7 @@ class Exact(NamedTuple):
 
 
 def simreg(rows: Tensor, labels: Tensor, usable: Tensor, anchors: Tensor, weights: Tensor, tau: float) -> Exact:
-    """Of the anchors [b, p], each with its weight [b, p] in the loss.
+    """Compute the terms of the anchors [b, p], each with its weight [b, p] in the loss.
 
     s_ij = cos(e_i, e_j) / tau; L_i = log(1 + sum_N exp s / sum_P exp s), where P has i itself.
     """

@@ -6,7 +6,7 @@
 
     delta = eps ( (8 + sqrt(D) / 4) / tau + log2(n) + 4 ),    floor = 2 n exp(-80)
 
-eps is float32's 2^-23, in which all forms compute, whatever the type of the states; * is float64. The factor
+eps is float32's 2^-23, in which all forms compute, for states of any type; * is float64. The factor
 1 - exp(-L) says that small terms keep their digits: an error of delta in the ratio of sums is an error of
 delta (1 - exp(-L)) in its logarithm. `reach` is the sum of |dL / d cos| over the pairs of a state: the gradient
 of a state that is surrounded by equal ones is a difference of numbers of that size. The fast forms take weights
@@ -30,7 +30,7 @@ SMALLEST = 2 * math.exp(-80)
 
 
 def delta(tau: float, length: int, width: int) -> float:
-    """Of the logarithm of the ratio of both sums."""
+    """Return the bound of the logarithm of the ratio of both sums."""
     return EPS * ((8 + math.sqrt(width) / 4) / tau + math.log2(length) + 4)
 
 
@@ -43,7 +43,7 @@ class Judged(NamedTuple):
 
 
 def judge(case: Case, impl: str, anchors: Tensor) -> Judged:
-    """Of the terms and gradients of these anchors [b, p] of each sequence, each with a weight of its own."""
+    """Judge the terms and gradients of these anchors [b, p] of each sequence, each with a weight of its own."""
     rows = case.rows.clone().requires_grad_()
     terms = simreg_loss(
         rows, case.labels, valid=case.valid, temperature=case.tau, chunk_size=0, impl=impl, reduction="none"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks with Transformer Engine are forked from: Megatron that has imported the real one, without our stand-ins.
+"""The parent of ranks with Transformer Engine: Megatron that has imported the real one, without our stand-ins.
 
 While models are made, saved and loaded, CUDA is asked four things, which are answered here: Transformer Engine's layers
 ask whether it is there, Megatron's parser which generation of GPU it is, and the writer of checkpoints waits for it and

@@ -17,7 +17,7 @@ NUMBER = r"([-+.\dE]+)"
 
 @pytest.fixture(scope="module")
 def logs() -> dict[str, str]:
-    """What both runs printed."""
+    """Return what both runs printed."""
     found = {}
     for kind in ("plain", "simreg"):
         command = [sys.executable, "-m", "tests.te.bridge_run", kind]
@@ -42,7 +42,7 @@ def test_the_loop_is_bridges_and_trains_both(logs: dict[str, str]) -> None:
 
 
 def test_the_callback_announces_and_logs(logs: dict[str, str]) -> None:
-    assert "SimReg" not in logs["plain"].split("\n", 1)[1]  # its first line tells of the CPU backend
+    assert "SimReg" not in logs["plain"].split("\n", 1)[1]  # its first line is about the CPU backend
     assert "> SimReg: lambda 1, temperature 0.5, chunks of 16 tokens" in logs["simreg"]
     losses = series(logs["simreg"], "simreg loss")
     assert len(losses) == 2 and losses[1] < losses[0]

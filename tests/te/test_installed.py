@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beside a Transformer Engine that can be imported: what is told, what is installed, and runs that do without it."""
+"""With a Transformer Engine that can be imported: what is logged, what is installed, and runs that do without it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = (
 
 
 def run(*command: object, **env: str) -> str:
-    """What the command printed; it must succeed."""
+    """Return what the command printed; it must succeed."""
     done = jobs.run([str(word) for word in command], cwd=ROOT, env={**os.environ, **env}, merged=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
@@ -62,7 +62,7 @@ def test_doctor_tells_of_it() -> None:
 
 
 def test_a_real_one_that_cannot_be_loaded_is_explained() -> None:
-    """Its library misses a symbol, as beside an older cuBLAS; the rest of the package is as installed."""
+    """Its library misses a symbol, as with an older cuBLAS; the rest of the package is as installed."""
     said = python(
         "import ctypes\n"
         "from simreg_megatron import installed\n"
@@ -79,7 +79,7 @@ def test_a_real_one_that_cannot_be_loaded_is_explained() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny LLaMA of the launch script, which has chosen the CPU by itself; its output folder."""
+    """The tiny LLaMA of the launch script, which has chosen the CPU; its output folder."""
     out = tmp_path_factory.mktemp("run") / "out"
     said = run("bash", "launch/pretrain_llama.sh", *TINY, "--simreg-cpu", "--save-interval", 2, "--output", out)
     (out / "said").write_text(said)

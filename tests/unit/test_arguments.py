@@ -146,7 +146,7 @@ def test_a_percent_sign_in_a_help_text_is_printed() -> None:
 
 
 class TestOnTheCpu:
-    """What the launch scripts choose where no GPU is follows for a script of one's own, too."""
+    """Without a GPU, a script of one's own gets the settings that the launch scripts choose."""
 
     def parsed(self, line: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
         monkeypatch.setattr(cpu_backend, "is_active", lambda: True)
@@ -210,7 +210,7 @@ def test_a_resume_tells_what_changed_of_adagc(before: str, now: str, line: str) 
 
 
 class TestAnUnreadableRecord:
-    """Of a newer version, or damaged: what the checkpoint says of our settings."""
+    """SimReg's settings in a checkpoint, from a newer version, or damaged."""
 
     RECORDS = (
         ({"simreg_objective": "of-the-future"}, "SimReg", "--simreg-lambda 1"),
@@ -227,9 +227,11 @@ class TestAnUnreadableRecord:
 
     @pytest.mark.parametrize(("record", "name", "_"), RECORDS)
     def test_a_run_without_such_settings_resumes(self, record, name, _, monkeypatch) -> None:
-        with pytest.warns(UserWarning, match=f"settings of {name} cannot be read .*: the run resumes without") as told:
+        with pytest.warns(
+            UserWarning, match=f"settings of {name} cannot be read .*: the run resumes without"
+        ) as caught:
             assert self.resume(record, "", monkeypatch) == "goes on"
-        assert len(told) == 1 and str(told[0].message).isprintable()
+        assert len(caught) == 1 and str(caught[0].message).isprintable()
 
     @pytest.mark.parametrize(("record", "name", "line"), RECORDS)
     def test_a_run_with_such_settings_is_refused(self, record, name, line, monkeypatch) -> None:

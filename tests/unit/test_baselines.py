@@ -74,7 +74,7 @@ def test_cp1(options: dict, printed: str) -> None:
 def test_sc1() -> None:
     rows, _ = fixture_f1()
     assert_prints(simcse_loss(rows.view(3, 4, 6)), "5.132981")
-    assert simcse_loss(rows.view(1, 12, 6)) == 0, "one sequence has nobody to be compared with"
+    assert simcse_loss(rows.view(1, 12, 6)) == 0, "one sequence has none to be compared with"
     usable = torch.ones(3, 4, dtype=torch.bool)
     first, second, _ = whole_sequences(rows.view(3, 4, 6), usable.long(), usable, view="halves", pooling="mean")
     printed = [-0.224565, -0.113581, 0.347719, 0.495845, 0.544834, 0.699358, 0.209763, 0.675987, 0.665640]
@@ -235,7 +235,7 @@ def test_a_small_loss_of_sequences_is_not_lost() -> None:
 
 
 def test_dropout_that_leaves_nothing_leaves_the_sequence_out() -> None:
-    """Of two features both are dropped now and then: such a sequence is nobody's partner either."""
+    """Sometimes both of two features are dropped: such a sequence is no partner either."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(0, 100, (200, 3), generator=generator)
     rows = torch.randn(200, 3, 2, generator=generator, dtype=torch.float64)

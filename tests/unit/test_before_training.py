@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is called before the first step, by Megatron's loop and by any other, and with what."""
+"""Calls before the first step, by Megatron's loop and by any other, and their arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What was called, in order; the model has no decoder that could be refused."""
+    """Record the calls, in order; the model has no decoder that could be refused."""
     made: list[tuple] = []
     for module, name in ((loop, "choose_form"), (loop, "open_row_group"), (Clipping, "attach")):
         monkeypatch.setattr(module, name, lambda *given, name=name: made.append((name, *given)))
@@ -54,9 +54,9 @@ def test_megatrons_loop_does_so_too(calls: list[tuple], monkeypatch: pytest.Monk
 @pytest.mark.parametrize("every", [1, 2])
 def test_adagc_that_clips_most_of_the_term_away_is_told(every: int, calls: list, monkeypatch) -> None:
     megatrons(monkeypatch, "--simreg-lambda", "1", "--adagc", "--simreg-every", str(every))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop.set_up(lambda: ([Model()], "optimizer", "scheduler"))()
     assert calls[-1][0] == "attach" and calls[-1][2] == "optimizer"
     sentence = "with --simreg-every 2 it clips most of the term away in the steps with it: drop one of the two"
-    assert [sentence in str(each.message) for each in told if "AdaGC" in str(each.message)] == [True] * (every == 2)
+    assert [sentence in str(each.message) for each in caught if "AdaGC" in str(each.message)] == [True] * (every == 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`simreg-megatron doctor` tells the truth about this machine, and about a Megatron without a seam."""
+"""`simreg-megatron doctor` reports the truth about this machine, and about a Megatron without a seam."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_doctor_reads_the_script(text: str, sentences: list[str], tmp_path, monk
     _, *said = doctor._look_at_script(script)
     assert len(said) == len(sentences), said
     assert all(got.startswith(wanted) for got, wanted in zip(said, sentences, strict=True))
-    assert sys.path[0] == str(tmp_path), "the Megatron beside the script comes first"
+    assert sys.path[0] == str(tmp_path), "the Megatron next to the script comes first"
 
 
 def test_the_page_of_flags_is_the_parsers() -> None:

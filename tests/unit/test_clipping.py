@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where AdaGC would not know the gradients, it is refused by name; what a checkpoint holds is put in place by name."""
+"""AdaGC is refused by name if it could not know the gradients; a checkpoint's state is restored by name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_precision_aware_optimizer_steps_on_the_models_own_type() -> None:
 
 @pytest.mark.parametrize("name", ["weight1", "linear_fc1.weight", "linear_fc2.bias"])
 def test_experts_in_one_tensor_are_refused(name: str) -> None:
-    """Of --moe-grouped-gemm up to 0.17, and of --moe-single-grouped-weight."""
+    """Those of --moe-grouped-gemm up to 0.17, and of --moe-single-grouped-weight."""
     with pytest.raises(NotImplementedError, match="holds all of a rank's experts in one tensor"):
         _counted_experts(f"decoder.layers.0.mlp.experts.{name}", SimpleNamespace())
 
@@ -127,7 +127,7 @@ def attached(names: list[str], **settings: Any) -> Clipping:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What is installed, as far as the scheduler's wrappers look at it."""
+    """Install the attributes that the scheduler's wrappers read."""
     made = SimpleNamespace(clipping=None)
     monkeypatch.setattr(installation, "_installation", made)
     return made

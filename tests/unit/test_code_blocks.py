@@ -28,9 +28,9 @@ NOT_RUN = {
         "docs/existing-pipeline.md",
         "from megatron.bridge",
     ): "needs Megatron-Bridge, which make test-te has; tests/megatron runs the callback's protocol",
-    ("docs/ecosystem.md", "from mcore_bridge"): "test_ecosystem.py runs it beside stand-ins for ms-swift",
+    ("docs/ecosystem.md", "from mcore_bridge"): "test_ecosystem.py runs it with stand-ins for ms-swift",
     ("docs/ecosystem.md", "# my_configs.py"): "needs torchtitan; test_titan.py trains with such a config",
-    ("docs/ecosystem.md", "import torch"): "test_ecosystem.py runs it beside stand-ins for slime",
+    ("docs/ecosystem.md", "import torch"): "test_ecosystem.py runs it with stand-ins for slime",
 }
 """Blocks of Python that are only compiled: page and first words, and why."""
 ALONE = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "SIMREG_CPU": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
@@ -70,7 +70,7 @@ def execute(given: list[Block]) -> None:
 
 
 def run(given: list[Block], folder: Path) -> list[str]:
-    """Of each block the traceback, or nothing: in one process without a GPU, each in a namespace of its own."""
+    """Return the traceback of each block, or "": in one process without a GPU, each in a namespace of its own."""
     done = runs.forked(execute, given, folder=folder)
     assert done.status == 0, done.output
     return json.loads(done.output.splitlines()[-1])
@@ -165,7 +165,7 @@ def sessions(block: Block) -> Iterator[tuple[str, str]]:
 
 
 def is_shown(shown: str, printed: str) -> bool:
-    """Whether the page's lines are the printed ones, a line of ... standing for any number of them."""
+    """Return whether the page's lines are the printed ones, a line of ... standing for any number of them."""
     rest, lines = [line.rstrip() for line in printed.strip("\n").splitlines()], shown.rstrip("\n").splitlines()
     pieces = "\n".join(lines).split("\n...\n") if "..." in lines else ["\n".join(lines)]
     text, place = "\n".join(rest), 0

@@ -19,7 +19,7 @@ APPTAINER = (ROOT / "launch" / "simreg.def").read_text(encoding="utf-8")
 
 
 def copies(recipe: str) -> dict[str, str]:
-    """What is copied, and where to in the project's folder of the image."""
+    """Return what is copied, and where to in the project's folder of the image."""
     if recipe is DOCKER:
         lines = [line.split() for line in re.findall(r"^COPY (.*)$", DOCKER, flags=re.MULTILINE)]
         return {source: source if target == "./" else target for *sources, target in lines for source in sources}
@@ -39,7 +39,7 @@ def test_both_recipes_are_the_same() -> None:
 
 @pytest.mark.slow
 def test_what_is_copied_is_enough_to_build_and_to_launch(tmp_path: Path) -> None:
-    """Of the Dockerfile: the other one copies and runs the same."""
+    """Test the Dockerfile: the other recipe copies and runs the same."""
     for source, target in copies(DOCKER).items():
         (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, tmp_path / target)
     for command in commands(DOCKER):

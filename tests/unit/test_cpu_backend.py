@@ -104,7 +104,7 @@ adaptations._build_for_this_python(lambda: sys.exit(1))
 
 @pytest.mark.megatron
 def test_megatron_on_the_stand_ins(tmp_path: Path) -> None:
-    """Tensors of CUDA lie on the CPU, also beside a Transformer Engine that cannot be imported; tensor ranks draw
+    """Tensors of CUDA lie on the CPU, also with a Transformer Engine that cannot be imported; tensor ranks draw
     weights of their own, and one rank what it always has; helpers are built by this Python, or a sentence says why not.
     """
     (tmp_path / "transformer_engine").mkdir()

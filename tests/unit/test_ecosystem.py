@@ -99,7 +99,7 @@ def gradients(model: Any, loss: Tensor) -> Gradients:
 
 
 class Sought(NamedTuple):
-    """Of share * (language-model loss + 10 * SimReg), written out."""
+    """Values and gradients of share * (language-model loss + 10 * SimReg), written out."""
 
     loss: Tensor
     simreg: Tensor
@@ -108,7 +108,7 @@ class Sought(NamedTuple):
 
 
 def sought(model: Any, counted: Tensor, share: Tensor | float = 1.0) -> Sought:
-    """Of the tokens [1, T] whose label in `counted` is not -100; no hook of SimReg is met."""
+    """Compute them over the tokens [1, T] whose label in `counted` is not -100, without SimReg's hooks."""
     found = []
     for weight in (0.0, 10.0):
         hidden, losses = _states_and_losses(model, counted.clamp(min=0))
@@ -152,7 +152,7 @@ def file_of(framework: str, **modules: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask(models: list[Any], forward_backward: Callable[[], Any]) -> None:
-    """Of the page."""
+    """The page's function."""
     file_of("simreg_megatron.contract")["ask"](models, forward_backward)
 
 
@@ -297,7 +297,7 @@ def a_class_that_calls_megatrons_and_is_wrapped_twice_gets_one_term() -> None:
 
 @contract(ranks=1)
 def a_class_of_its_own_that_is_wrapped_is_known() -> None:
-    """Beside GPTModel, not below it: whoever wraps it can log and check, too."""
+    """A class of its own, not a subclass of GPTModel: a wrapper of it can log and check, too."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import GPTModel
 

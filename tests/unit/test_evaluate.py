@@ -61,7 +61,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
 
 
 def right_by_hand(folder: Path, questions: list[dict], *, bos: bool = False) -> list[bool]:
-    """Of each question, whether the right choice is the likeliest."""
+    """Return for each question whether the right choice is the likeliest."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     right = []

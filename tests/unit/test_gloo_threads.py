@@ -56,6 +56,6 @@ def test_a_run_that_did_its_work_ends_well(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_it_the_process_aborts(tmp_path: Path) -> None:
-    """If this fails, torch has mended it, and the module can go. A race: a busy machine may win it many times."""
+    """If this fails, torch has fixed it, and the module can go. A race: a busy machine may win it many times."""
     tries = (_run(tmp_path / str(number), "plain") for number in range(40))
     assert any(done.returncode == -signal.SIGABRT for done in tries)

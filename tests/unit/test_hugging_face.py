@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture
 def names() -> dict[str, Any]:
-    """Of the page, up to the training."""
+    """Run the page's code up to the training, and return its names."""
     (block,) = [block for block in blocks(ROOT / "docs/hugging-face.md") if block.language == "python"]
     found: dict[str, Any] = {}
     exec(block.text.split("text = ")[0], found)

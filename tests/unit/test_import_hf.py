@@ -26,7 +26,7 @@ pytest.importorskip("megatron")  # the name alone: importing its core takes seco
 
 
 def imported(model: Path, save: Path) -> str:
-    """What the command prints, on a forked rank that has Megatron and its CPU backend in memory already."""
+    """Return what the command prints, on a forked rank that has Megatron and its CPU backend in memory already."""
     done = runs.forked(_run, ["import-hf", "--model", str(model), "--save", str(save)], folder=save.parent)
     assert done.status == 0, done.output
     return done.output

@@ -22,7 +22,7 @@ TOP = "__init__"  # the room of names taken from the package itself: install, un
 
 @dataclass(frozen=True)
 class Room:
-    rooms: frozenset[str]  # of ours, beside itself
+    rooms: frozenset[str]  # of ours, except itself
     packages: frozenset[str]  # of others; the standard library is open to all
 
 
@@ -90,7 +90,7 @@ def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
 
 
 def offences(source: str, path: str) -> list[str]:
-    """What the module at `path`, such as "losses/simreg.py" in the package, imports against the law."""
+    """List the forbidden imports of the module at `path`, such as "losses/simreg.py" in the package."""
     parts = Path(path).with_suffix("").parts
     own = parts[0]
     if own not in LAW:
@@ -139,7 +139,7 @@ def module_imports(path: str) -> set[str]:
 
 
 def circles(below: dict[str, set[str]]) -> set[str]:
-    """What is left when everything that uses nothing left is taken away, again and again."""
+    """Return the modules that import each other in a circle."""
     while True:
         leaves = {name for name, uses in below.items() if not uses & below.keys()}
         if not leaves:

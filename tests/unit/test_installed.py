@@ -14,7 +14,7 @@ from simreg_megatron.installed import broken_transformer_engine
 
 @pytest.fixture
 def not_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test imports under these names is forgotten again."""
+    """Forget again what a test imports under these names."""
     names = ("transformer_engine", "transformer_engine.pytorch")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)

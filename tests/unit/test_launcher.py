@@ -275,7 +275,7 @@ def test_bash_starts_torchrun_from_any_folder(tmp_path: Path) -> None:
 
 
 def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None:
-    # A PATH with what the script needs except a Python, and a copy of it beside no .venv.
+    # A PATH with what the script needs except a Python, and a copy of it without a .venv next to it.
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "dirname"):
@@ -481,7 +481,7 @@ class TestGoingOn:
         return plan("--auto-resume", "--save-interval", "5", "--output", "out", *words)
 
     def test_what_a_start_needs_is_dropped_where_a_run_goes_on(self) -> None:
-        """Otherwise each slice would begin its optimizer anew, and say nothing."""
+        """Otherwise each slice would silently reset its optimizer."""
         start = ("--load", "other", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "7")
         first = self.asked(*start)
         assert values(first, "--load") == ["other"] and values(first, "--finetune") == [""]
@@ -509,7 +509,7 @@ class TestGoingOn:
                 progress.has_ended(self.asked(*words, *other))
 
     def test_a_dry_run_goes_on_where_the_run_would(self, tmp_path: Path, monkeypatch, capsys) -> None:
-        """What it printed once began at step 0, over the checkpoints that are there."""
+        """It once printed a command that began at step 0, over the checkpoints that are there."""
         monkeypatch.setattr(launcher.preflight, "check_with_megatron", lambda *_: None)
         monkeypatch.setenv("RANK", "0")
         words = ("--auto-resume", "--save-interval", "5", "--output", str(tmp_path), "--train-iters", "9")
@@ -517,9 +517,11 @@ class TestGoingOn:
         made = build_plan("llama", options, rest, CPU, environ={})
         for is_there in (False, True):
             launcher._preview(made, options, CPU)
-            told = capsys.readouterr().out
-            assert ("# resumes   from iteration 5" in told) == is_there == (f"--load {tmp_path}/checkpoints" in told)
-            assert "would do nothing" not in told
+            printed = capsys.readouterr().out
+            assert (
+                ("# resumes   from iteration 5" in printed) == is_there == (f"--load {tmp_path}/checkpoints" in printed)
+            )
+            assert "would do nothing" not in printed
             checkpoint = tmp_path / "checkpoints" / "iter_0000005"
             checkpoint.mkdir(parents=True, exist_ok=True)
             for name in ("metadata.json", ".metadata"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SimReg launches on a GPU is counted rightly, and does not grow unseen."""
+"""SimReg's launches on a GPU are counted rightly, and do not grow unseen."""
 
 from __future__ import annotations
 

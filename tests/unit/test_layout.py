@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens lie and what travels, by plain arithmetic: every token once, every plan with its counterpart."""
+"""Positions of tokens and exchanges, by plain arithmetic: every token once, every plan with its counterpart."""
 
 from __future__ import annotations
 

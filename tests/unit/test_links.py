@@ -20,7 +20,7 @@ _OUTSIDE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)")
 
 
 def broken(page: Path, root: Path = ROOT) -> Iterator[str]:
-    """What is wrong with the page's relative links, a sentence each."""
+    """Yield what is wrong with the page's relative links, a sentence each."""
     for link in links(page):
         if _OUTSIDE.match(link.target):
             continue

@@ -85,7 +85,7 @@ def test_a_holder_elsewhere_lives_while_its_file_is_touched(tmp_path: Path) -> N
     ids=["elsewhere", "of a machine without a name", "empty", "torn"],
 )
 def test_a_holder_elsewhere_whose_file_stands_still_is_gone(holder: Holder | str, tmp_path: Path, capsys) -> None:
-    """A requeued job, or the next of a chain, goes on by itself, whatever host was killed."""
+    """A requeued job, or the next of a chain, goes on without help, no matter which host was killed."""
     put(tmp_path, holder)
     waited: list[float] = []
     with held(tmp_path, wait=waited.append):
@@ -106,7 +106,7 @@ def test_a_later_slice_waits_for_a_process_on_a_lost_node(variable: str, tmp_pat
         return wait
 
     with pytest.raises(LaunchError, match="in use by another run"), held(tmp_path, wait=touched_for(300)):
-        pytest.fail("the first slice of a chain waits for nobody")
+        pytest.fail("the first slice of a chain does not wait")
     assert sum(waited) < 60
     monkeypatch.setenv(variable, "2")
     waited.clear()

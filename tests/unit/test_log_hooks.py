@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written around Megatron's own `training_log`: the timer's share of one step, and numbers below 0."""
+"""Wrappers around Megatron's own `training_log`: the timer's share of one step, and numbers below 0."""
 
 from __future__ import annotations
 

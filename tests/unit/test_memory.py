@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At most 256 MiB beside the inputs and the gradient, up to 131,072 tokens: tensors are counted, not computed."""
+"""At most 256 MiB without the inputs and the gradient, up to 131,072 tokens: tensors are counted, not computed."""
 
 from __future__ import annotations
 

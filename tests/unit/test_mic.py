@@ -29,7 +29,7 @@ def sequences(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def part(rows: Tensor, valid: Tensor | None = None, chunk_size: int = 0, **options: object) -> Tensor:
-    """One of the four parts by itself."""
+    """One of the four parts alone."""
     return mic_loss(rows, options=replace(NOTHING, **options), valid=valid, chunk_size=chunk_size)
 
 
@@ -91,7 +91,7 @@ def test_mi3(
 
 
 def uniformity(rows: Tensor) -> float:
-    """Of tokens as they are, in one sequence."""
+    """Compute the uniformity of tokens as they are, in one sequence."""
     return part(rows, pool="token", prefixes=(rows.shape[-1] - 1,), uniformity=1).item()
 
 
@@ -197,7 +197,7 @@ def test_a_mean_alone_makes_way_for_tokens() -> None:
     rows, _ = fixture_f1()
     alone, tokens = (part(rows, pool=pool, uniformity=1) for pool in ("sequence", "token"))
     assert alone == tokens and pools_tokens(MICOptions(), 1, 12, 0) and not pools_tokens(MICOptions(), 1, 12, 6)
-    assert part(rows[:1], pool="token", uniformity=1, balance=1) == 0, "one token has nobody either"
+    assert part(rows[:1], pool="token", uniformity=1, balance=1) == 0, "one token has none either"
     empty = mic_loss(rows.view(3, 4, 6), options=MICOptions(prefixes=(2,)), valid=torch.zeros(3, 4, dtype=torch.bool))
     assert empty.isfinite()
 

@@ -25,7 +25,7 @@ fixtures = settings(max_examples=300, deadline=None, suppress_health_check=[Heal
 
 
 def edits(words: tuple[bytes, ...]) -> st.SearchStrategy[list[tuple[float, int, bytes]]]:
-    """Where (a share of the file), how many bytes go, and what takes their place."""
+    """Draw edits: place (a share of the file), number of bytes removed, and their replacement."""
     inserted = st.sampled_from(words) | st.binary(max_size=4)
     return st.lists(st.tuples(st.floats(0, 1), st.integers(0, 6), inserted), min_size=1, max_size=5)
 

@@ -154,7 +154,7 @@ class FullyShardedDataParallel(nn.Module):
 
 
 class FSDPModule:
-    """What torch's `fully_shard` adds to the class of a model."""
+    """The mixin that torch's `fully_shard` adds to the class of a model."""
 
 
 class ShardedModel(FSDPModule, Model):
@@ -176,7 +176,7 @@ def test_rows_of_the_output_layer_that_lie_elsewhere_are_refused(sharded: Any) -
     [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}],
 )
 def test_a_step_that_is_captured_measures_nothing(graphs: dict) -> None:
-    """As in Megatron's own loop: what the host decides anew for each step cannot change the graph."""
+    """As in Megatron's own loop: what the host decides in each step cannot change the graph."""
     installed()
     loop.begin_run(Model(**graphs))
     loop.begin_step(0, measures=True)

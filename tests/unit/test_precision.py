@@ -20,7 +20,7 @@ PRODUCTS = ("mm", "bmm", "addmm", "addbmm", "baddbmm", "baddbmm_", "matmul")
 
 
 class Settings(TorchDispatchMode):
-    """Whether each product of floats found TensorFloat-32 allowed."""
+    """Return whether each product of floats found TensorFloat-32 allowed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ WAYS = [allow, allow_more, *([allow_by_new_name] if HAS_NEW_NAME else [])]
 
 
 def settings_of_products() -> list[Any]:
-    """What the process can read of them; an error where the old name and the new disagree."""
+    """Return the settings as the process reads them; an error if the old name and the new disagree."""
     found: list[Any] = []
     matmul = torch.backends.cuda.matmul
     names = [lambda: matmul.allow_tf32, torch.get_float32_matmul_precision]
@@ -119,14 +119,14 @@ def test_the_tiled_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """It multiplies into memory of its own, which `Settings` does not look at: the products themselves tell."""
     met: list[str] = []
 
-    def told(name: str, product: Any) -> Any:
+    def noted(name: str, product: Any) -> Any:
         def telling(*args: Any, **kwargs: Any) -> Any:
             met.append(f"{name} {precision._allows_rounding()}")
             return product(*args, **kwargs)
 
         return telling
 
-    monkeypatch.setattr(torch.Tensor, "baddbmm_", told("product", torch.Tensor.baddbmm_))
+    monkeypatch.setattr(torch.Tensor, "baddbmm_", noted("product", torch.Tensor.baddbmm_))
     rows, labels = rows_and_labels()
     loss = simreg_loss(rows, labels, impl="tiled")
     assert {*met} == {"product None"}

@@ -246,7 +246,7 @@ def test_it_joins_the_loss_like_any_other_objective(mup: bool) -> None:
 
 
 def test_the_squared_normalizer() -> None:
-    """z-loss: the mean over tokens of (log sum exp)^2 of Megatron's own logits, whatever the labels are."""
+    """z-loss: the mean over tokens of (log sum exp)^2 of Megatron's own logits, for any labels."""
     hidden, labels, mask, loss = micro_batch()
     labels[0, 2] = -100
     layer = nn.Parameter(given()["weight"].detach().clone())

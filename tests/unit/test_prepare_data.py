@@ -99,8 +99,8 @@ def test_megatrons_builder_writes_the_same(tmp_path: Path, vocab_size: int) -> N
 
 
 def test_a_stopped_run_continues_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was tokenized before is not tokenized again, and the number of workers changes nothing."""
-    monkeypatch.setattr(text_sources, "_GROUP_BYTES", 1)  # each file by itself
+    """Tokenized text is not tokenized again, and the number of workers changes nothing."""
+    monkeypatch.setattr(text_sources, "_GROUP_BYTES", 1)  # each file alone
     monkeypatch.setattr(prepare_data.shutil, "rmtree", lambda path: None)  # keep OUT/cache
     first = write_source(tmp_path / "a", "jsonl", LINES)
     second = tmp_path / "b.jsonl"

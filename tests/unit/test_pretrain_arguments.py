@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pretraining script itself decides: layouts that it refuses, and which stages hold the embeddings."""
+"""Decisions of the pretraining script itself: layouts that it refuses, and which stages hold the embeddings."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_loss_that_weighs_megatrons_is_refused(flags: dict) -> None:
 
 
 def test_rows_of_a_part_of_the_output_layer_are_refused() -> None:
-    """What --tensor-parallel-num-weight-shards leaves on a rank is whole by its storage, and not the rank's rows."""
+    """With --tensor-parallel-num-weight-shards a rank's storage looks whole, and is not the rank's rows."""
     layer = torch.nn.Linear(4, 8)
     part = SimpleNamespace(output_layer=layer, pg_collection=None, share_embeddings_and_output_weights=False)
     assert heads.has_whole_head(part) and not heads.is_cut_up(part)
@@ -111,7 +111,7 @@ def test_sequences_that_cannot_be_compared_are_refused(flags: dict, sentence: st
         ({"objective": "sigreg:1,mic:0.1", "objective_options": "mic.prefixes=8/64"}, "mic", 65),
         ({"objective": "sigreg:1,simreg:1", "objective_options": "simreg.prefixes=8/64"}, "simreg", 64),
     ],
-    ids=["simreg", "mic, which has a rest", "mic beside another", "simreg beside another"],
+    ids=["simreg", "mic, which has a rest", "mic with another", "simreg with another"],
 )
 def test_prefixes_wider_than_the_states_are_refused(settings: dict, name: str, enough: int) -> None:
     config, args = SimRegConfig(**settings), SimpleNamespace(log_interval=1, hidden_size=enough)

@@ -77,7 +77,7 @@ def test_value_of_the_loss_gradient_of_both(weight) -> None:
 
 
 def test_a_loop_that_names_no_steps_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be in every micro-batch, for a log that nobody may ask for; the term itself is in the log."""
+    """It would be in every micro-batch, for a log that may never be read; the term itself is in the log."""
     found: list[object] = []
     monkeypatch.setattr(metrics.Metrics, "_add_pairs", lambda self, view: found.append(view))
     said: list[str] = []
@@ -265,7 +265,7 @@ def test_a_document_mask_needs_someone_who_knows_the_borders() -> None:
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None:
-    """Two samples of 12 tokens packed into one row, the second of two documents: chunks start anew in each sample."""
+    """Two samples of 12 tokens packed into one row, the second of two documents: chunks start again in each sample."""
     config = SimRegConfig(lambda_=1, temperature=0.1, chunk_size=5, document_mask=document_mask)
     hidden, labels, mask, loss = micro_batch()
     flat = hidden.detach().transpose(0, 1).reshape(BATCH * LENGTH, 1, WIDTH).requires_grad_()
@@ -337,7 +337,7 @@ def test_norms_of_labels_that_come_once() -> None:
 
 
 def test_margins_of_predictions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the states that enter the output layer; for a model whose rows are elsewhere the log says so."""
+    """Margins are of the states that enter the output layer; for a model whose rows are elsewhere the log says so."""
     hidden, labels, mask, loss = micro_batch()
     table = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     model = SimpleNamespace(**vars(MODEL), output_layer=SimpleNamespace(weight=table))

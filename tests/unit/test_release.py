@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is released: one version in three places, and a wheel that holds the package and works without the clone."""
+"""The release: one version in three places, and a wheel that holds the package and works without the clone."""
 
 from __future__ import annotations
 

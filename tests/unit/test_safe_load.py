@@ -96,7 +96,7 @@ def test_an_object_that_looks_like_a_tensor(checkpoint: Path, sprung: Path, caps
 
 
 def test_a_tensor(checkpoint: Path, sprung: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of tensors, torch itself refuses code."""
+    """In files of tensors, torch itself refuses code."""
     replaced(checkpoint, "output_layer.weight", touches(sprung))
     assert cli.main(["export-hf", "--load", str(checkpoint), "--save", str(checkpoint.parent / "model")]) == 2
     assert "cannot be read" in capsys.readouterr().err and not sprung.exists()

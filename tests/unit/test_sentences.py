@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file puts into an error stays one printable line."""
+"""An error with text from a file stays one printable line."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_chunks_masks_documents_and_slabs(
 
 
 def test_no_matrix_of_all_pairs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What autograd keeps grows with the tokens, not with their square."""
+    """Autograd's memory grows with the tokens, not with their square."""
 
     def kept(tokens: int) -> int:
         rows, labels = random_tokens((1, tokens, 8), num_labels=50, dtype=torch.float32)
@@ -311,7 +311,7 @@ def test_an_adapter_turns_states_and_rows_apart(param: str) -> None:
 
 @pytest.mark.parametrize("which", ["state", "head", "cast head"])
 def test_a_zero_row_is_as_if_masked_however_its_partner_is(which: str) -> None:
-    """A state beside its head, or a head beside its state: neither hides that the other has no direction."""
+    """A state and its head: neither hides that the other has no direction."""
     rows, labels = random_tokens((2, 7, 6), num_labels=3)
     heads = torch.randn(rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     (rows if which == "state" else heads)[0, 2] = 1e-60 if which == "cast head" else 0.0

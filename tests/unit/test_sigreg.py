@@ -38,7 +38,7 @@ def fixture_directions(dtype: torch.dtype = torch.float64) -> Tensor:
     ("width", "fourth", "sixth"), [(768, 2.992207792, 14.883520624), (1024, 2.994152047, 14.912508249)]
 )
 def test_sg2_moments_of_scaled_rows(width: int, fourth: float, sixth: float) -> None:
-    """Of our own scaled rows, over directions: a sample of 2^18 projections."""
+    """Moments of our own scaled rows, over directions: a sample of 2^18 projections."""
     assert 3 * width / (width + 2) == pytest.approx(fourth, abs=6e-10)
     assert 15 * width**2 / ((width + 2) * (width + 4)) == pytest.approx(sixth, abs=6e-10)
     rows = torch.randn(1, 512, width, generator=torch.Generator().manual_seed(1))
@@ -216,7 +216,7 @@ def test_directions_follow_from_seed_and_iteration_alone() -> None:
     assert all((first * other).sum(-1).abs().mean() < 0.6 for other in others)
     assert first.mean(0).abs().max() < 0.15, "even"
     again = drawn(0, 5)
-    assert again is not first and torch.equal(first, again), "drawn anew: the others have taken its place"
+    assert again is not first and torch.equal(first, again), "drawn again: the others have taken its place"
 
 
 def test_members_are_kept_as_bits_not_as_numbers() -> None:
@@ -246,7 +246,7 @@ def test_what_cannot_be_is_refused() -> None:
     for name in ("estimator", "normalize", "reduction"):
         with pytest.raises(ValueError, match=f"{name} 'other' is not available"):
             sigreg_loss(rows, directions=fixture_directions(), **{name: "other"})
-    with pytest.warns(UserWarning, match="hardly tells an even spread from a collapse"):
+    with pytest.warns(UserWarning, match="hardly separates an even spread from a collapse"):
         sigreg_loss(rows, directions=fixture_directions(), normalize="unit")
 
 

@@ -31,7 +31,7 @@ def f1(request: pytest.FixtureRequest) -> Tokens:
 def assert_prints(value: Tensor | float, printed: str, *, size: float | None = None) -> None:
     """The value rounds to the printed digits: it lies within half a unit of the last one.
 
-    A float32 may be off by 2e-5 of itself beside, or of `size`: a cosine is good to some 1e-7, an exponent at
+    A float32 may also be off by 2e-5 of itself, or of `size`: a cosine is good to some 1e-7, an exponent at
     tau 0.01 therefore to 1e-5.
     """
     unit = 10.0 ** Decimal(printed).as_tuple().exponent
@@ -206,7 +206,7 @@ def test_sr6_gradient_rows(f1: Tokens) -> None:
 
 @pytest.mark.parametrize(("temperature", "norm"), [(1.0, "0.0765548"), (0.1, "0.112563"), (0.01, "3.984167e-3")])
 def test_sr6_the_gradient_reaches_keys_too(temperature: float, norm: str, f1: Tokens) -> None:
-    """With keys held fixed, which is not offered, it would be half as long, and is told."""
+    """With keys held fixed, which is not offered, it would be half as long."""
     rows, labels = f1
     anchors = rows.clone().requires_grad_()
     logits = F.normalize(anchors, dim=1) @ F.normalize(rows, dim=1).T / temperature

@@ -113,7 +113,7 @@ def test_count_correction_stays_inside_the_document() -> None:
 def test_a_chunk_weight_that_weighs_nothing_is_told(
     chunk_size: int, scope: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a sequence, or in scope local a rank's block of it, is one chunk."""
+    """If a sequence, or in scope local a rank's block of it, is one chunk."""
     heard: list[str] = []
     monkeypatch.setattr(sequence, "log_once", heard.append)
     config = SimRegConfig(lambda_=1, chunk_weight="uniform", chunk_size=chunk_size, scope=scope)
@@ -149,7 +149,7 @@ def test_bad_documents_are_refused(documents: Tensor, message: str) -> None:
 
 
 def test_tokens_without_a_name_are_minus_one_in_every_type() -> None:
-    """Of bytes, -1 was 255, which is a label."""
+    """In bytes, -1 was 255, which is a label."""
     labels, usable = torch.tensor([[3, 255, 3, 0]]), torch.tensor([[True, True, False, False]])
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
         names = token_names(labels.to(dtype), usable)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold for every input: invariances, bounds, and that masked tokens do not exist."""
+"""Properties of every input: invariances, bounds, and that masked tokens do not exist."""
 
 import math
 

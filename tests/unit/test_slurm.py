@@ -28,7 +28,7 @@ CPU_SITE = "GPUS_PER_NODE=0\nTIME=60\n"
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Words for text that nobody looks at here."""
+    """Arguments that name a text, which is not read here."""
     monkeypatch.setattr(submit, "_check_data", lambda *_, **__: None)
     return ["--data", "text", "--tokenizer", "tokenizer.model", "--output", str(tmp_path / "run")]
 
@@ -45,7 +45,7 @@ def text_of(*argv: str) -> str:
 
 
 def value_of(text: str, name: str) -> list[str]:
-    """What bash makes of an array or a variable of the rendered text."""
+    """Return bash's value of an array or variable of the rendered text."""
     head = text[: text.index("cd ")]
     script = f'{head}\nfor word in "${{{name}[@]}}"; do printf "%s\\0" "$word"; done'
     done = jobs.run(["bash", "-c", script], check=True)
@@ -215,7 +215,7 @@ def test_a_mistake_in_the_clusters_file_is_named(text: str, error: str, tmp_path
 
 
 def test_a_job_has_the_tree_of_megatron_that_it_was_checked_with(data: list[str], tmp_path: Path) -> None:
-    """sbatch may be told to pass nothing on (SBATCH_EXPORT=NONE): the installed Megatron ran then, without a word."""
+    """sbatch may pass nothing on (SBATCH_EXPORT=NONE): then the installed Megatron ran, silently."""
     tree = tmp_path / "it's a tree"
     tree.mkdir()
     (tree / "pretrain_gpt.py").touch()
@@ -230,7 +230,7 @@ def test_a_job_has_the_tree_of_megatron_that_it_was_checked_with(data: list[str]
 
 
 class TestWhatMegatronSays:
-    """Of its own flags, before a job is queued; where nobody can ask it, that is said."""
+    """Megatron checks its own flags before a job is queued; if it cannot be asked, that is logged."""
 
     def notes(self, site: Site) -> list[str]:
         words = ["--save-interval", "5", "--output", "out", "--weight-decayy", "1"]
@@ -336,7 +336,7 @@ def test_a_submission_needs_nothing_of_the_repository_but_launch() -> None:
 
 
 class TestBooks:
-    """What `chain.py` decides, from the books alone."""
+    """Decisions of `chain.py`, from the books alone."""
 
     @pytest.fixture
     def books(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> chain.Chain:
@@ -383,7 +383,7 @@ class TestBooks:
             self.slice(books, 20, 20, 2, monkeypatch)
         assert pruned == [books.save]
         self.slice(books, 20, 30, 0, monkeypatch)
-        assert pruned == [books.save] * 2, "nobody holds it"
+        assert pruned == [books.save] * 2, "no process holds it"
 
     def test_nothing_progress_nothing_goes_on(self, books, monkeypatch) -> None:
         slices = ((10, 10, 1), (10, 20, 0), (20, 20, 1))
@@ -410,7 +410,7 @@ class TestBooks:
         """A run that hangs until its time limit, whose job is ended before it can write."""
         self.at(books, 10, monkeypatch)
         assert [books.begin() for _ in range(4)] == [0, 0, 0, 2]
-        assert "3 slices began at iteration 10 and none told its end" in capsys.readouterr().out
+        assert "3 slices began at iteration 10 and none reported its end" in capsys.readouterr().out
         self.at(books, 20, monkeypatch)
         assert books.begin() == 0, "progress"
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "6")
@@ -487,7 +487,7 @@ class TestBooks:
 
     def test_books_that_cannot_be_kept_end_the_chain(self, books, monkeypatch, capsys) -> None:
         monkeypatch.setattr(chain, "_ATTEMPT_SECONDS", 0)
-        books.book.mkdir()  # nobody can append to a folder
+        books.book.mkdir()  # a folder cannot be appended to
         assert books.begin() != 0
         assert "cannot be written" in capsys.readouterr().out
 
@@ -581,7 +581,7 @@ class TestWhatARunTakes:
         assert re.fullmatch(r"disk +87\.9 GiB a checkpoint, 351\.4 GiB for 3 and one being written; .* are free", says)
 
     def test_a_checkpoint_has_the_vocabulary_of_its_text(self, data: list[str], tmp_path: Path) -> None:
-        """Half of the 32,000 where nobody says: 2 x 4096 x 16,000 x 14 bytes, 1.7 GiB, less."""
+        """Half of the 32,000 that are assumed: 2 x 4096 x 16,000 x 14 bytes, 1.7 GiB, less."""
         _write_text(tmp_path / "text")
         files = {"text.bin": {"bytes": 4000}}
         (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 16_000, "files": files}))
@@ -590,7 +590,7 @@ class TestWhatARunTakes:
     @pytest.mark.slow
     @pytest.mark.megatron
     def test_what_exceeds_the_card_or_the_disk_is_refused_unless_forced(self, tmp_path: Path) -> None:
-        """Of a 7B that is previewed before its text is there, on a disk that every machine here is smaller than."""
+        """A 7B that is previewed before its text is there, on a disk that every machine here is smaller than."""
         run = [LLAMA, "--model", "7b", "--recipe", "paper", "--data", "PREFIX", "--tokenizer", "PATH"]
         run += ["--output", str(tmp_path / "run")]
         large = [*run, "--micro-batch-size", "16"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated tables are as new as the code under them, and the digest that tells so counts what matters alone."""
+"""Generated tables are as new as the code under them, and the digest that shows it counts only what matters."""
 
 from __future__ import annotations
 

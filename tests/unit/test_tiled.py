@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiled form promises beyond the reference's values: memory, numerics in half precision, the same bits twice.
+"""Promises of the tiled form beyond the reference's values: memory, numerics in half precision, the same bits twice.
 
 That its values and gradients are the reference's is held by the tests of SimReg itself, which run on both.
 """
@@ -212,7 +212,7 @@ def _together(rows: Tensor, work: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_new_memory_holds_nan() -> None:
-    """What the fixture of all unit tests promises, in the forms that kernels, collectives and export use."""
+    """The fixture of all unit tests holds, in the forms that kernels, collectives and export use."""
     like = torch.ones(3)
     for made in (torch.empty(3), like.new_empty(3), torch.empty_like(like), torch.empty(3, dtype=torch.bfloat16)):
         assert made.isnan().all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `auto` stands for on a GPU: triton where it is right, tiled where it is wrong or broken."""
+"""The choice of `auto` on a GPU: triton if it is right, tiled if it is wrong or broken."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_equals_float64(options: dict[str, Any], way: str) -> None:
     quick_rows(itertools.product((0.01, 0.05, 0.1, 0.5, 1.0), (0, 4, 5)), only((0.01, 0), (0.01, 5), (1.0, 4))),
 )
 def test_the_fixture_of_the_printed_facts(temperature: float, chunk_size: int) -> None:
-    """What test_simreg_facts holds the reference to, here in float32."""
+    """The same facts as in test_simreg_facts, here in float32."""
     rows, labels = fixture_f1()
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8))  # triton reads units of 16 bytes
     options = {"temperature": temperature, "chunk_size": chunk_size}
@@ -212,7 +212,7 @@ def test_a_usable_row_that_is_not_finite_shows() -> None:
     assert loss.isnan()
     infinite = torch.full((1, 16), torch.inf)
     alone = simreg_loss(infinite, torch.zeros(1, dtype=torch.long), impl="triton")
-    assert alone.isnan(), "nor one that meets nobody, whose norm is infinite"
+    assert alone.isnan(), "nor one without partners, whose norm is infinite"
 
 
 @interpreted

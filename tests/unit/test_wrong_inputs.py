@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a newcomer gets wrong in the first hour: command, exit status and the first line that is printed."""
+"""Mistakes of a newcomer's first hour: command, exit status and the first line that is printed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             said, erred = capsys.readouterr()
         else:
             ranks = "1"
-            if program.isdecimal():  # so many ranks
+            if program.isdecimal():  # the number of ranks
                 ranks, (program, *words) = program, words
             monkeypatch.setenv("WORLD_SIZE", ranks)
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
@@ -334,7 +334,7 @@ def test_values_of_simreg(words: str, sentence: str, ask: Ask) -> None:
 
 @pytest.mark.parametrize(("command", "sentence"), rows(COMMANDS))
 def test_commands(command: str, sentence: str, ask: Ask, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong use of a command's options is told behind its usage, within a frame."""
+    """A wrong use of a command's options is printed after its usage, in a frame."""
     cut = gzip.compress(b'{"text": "abc"}\n' * 100)[:40]
     for name, content in (("broken.parquet", b"PAR1abc"), ("cut.jsonl.gz", cut)):
         (place / name).write_bytes(content)

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """What was run, with folders by their last name: where they lie says nothing to others."""
+    """Return the command that was run, with folders by their last name."""
     given = [("--only", args.only), ("--output", args.output)]
     given += [(f"--{name}", path and Path("..") / path.name) for name, path in (("sources", args.sources),)]
     given += [("--python", f"python{releases.python_version(os.path.abspath(python))}") for python in args.python]

@@ -77,7 +77,7 @@ def _pretend_grouped_gemm() -> None:
 
 
 def _let_old_writers_write() -> None:
-    """Newer releases of torch want their writer of one item to be told the format; Megatron 0.12 does not tell it."""
+    """Newer releases of torch need the format for their writer of one item; Megatron 0.12 does not pass it."""
     import functools
     import inspect
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of one run computed, joined to the whole model, and how far it is from the reference."""
+"""Results of one run's ranks, joined to the whole model, and how far it is from the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = 2e-5
 
 
 class RunError(RuntimeError):
-    """A run told nothing to compare; the message says why."""
+    """A run has nothing to compare; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def read(folder: Path, processes: int) -> Outcome:
 
 
 def _one(losses: list[list[float]]) -> list[float]:
-    told = [values for values in losses if values]
-    if not told or any(values != told[0] for values in told):
+    known = [values for values in losses if values]
+    if not known or any(values != known[0] for values in known):
         raise RunError(f"losses differ between ranks: {losses}")
-    return told[0]
+    return known[0]
 
 
 def _joined(ranks: list[dict[str, Any]], run: str) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def _joined(ranks: list[dict[str, Any]], run: str) -> dict[str, Tensor]:
 
 
 def same_bits(one: Outcome, other: str, another: str) -> bool:
-    """Whether two variants of a run are equal bit for bit, in both modes."""
+    """Return whether two variants of a run are equal bit for bit, in both modes."""
     for mode in MODES:
         first, second = f"{mode} {other}", f"{mode} {another}"
         grads = zip(one.grads[first].items(), one.grads[second].items(), strict=True)
@@ -105,7 +105,7 @@ def difference(reference: Outcome, other: Outcome, variant: str = "on") -> Diffe
 
 
 def settings_apart(reference: Outcome, theirs: str, other: Outcome, ours: str) -> Difference:
-    """Of runs with some settings, which are in the first mode alone; likewise."""
+    """Compare runs with some settings, which are in the first mode alone; likewise."""
     return _run_apart(reference, f"{MODES[0]} {theirs}", other, f"{MODES[0]} {ours}")
 
 

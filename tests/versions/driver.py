@@ -35,7 +35,7 @@ def use_only(core: Path) -> None:
 
 
 def configurations(chunk: int) -> dict[str, Any]:
-    """What each variant and setting is installed with; nothing is installed for None."""
+    """Return the settings that each variant is installed with; None: nothing is installed."""
     from simreg_megatron import SimRegConfig
 
     felt: dict[str, Any] = {"temperature": TEMPERATURE, "chunk_size": chunk}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run must have come to, by formula, from what it was seen to do: nothing of the plugin is used.
+"""Expected results of a run, by formula, from its recorded inputs: nothing of the plugin is used.
 
 Norms are of the whole model's gradients, by parameter name.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every release is given alike: `python -m tests.versions.inputs CORE CORPUS OUT`, run once, by the reference.
+"""Inputs that every release shares: `python -m tests.versions.inputs CORE CORPUS OUT`, run once, by the reference.
 
 Plain weights, real text and a mask that leaves every micro-batch another number of tokens.
 """

@@ -58,7 +58,7 @@ class Loop(NamedTuple):
         return self.out / f"{layout} {variant}"
 
     def read(self, layout: str, variant: str) -> Record:
-        """What a run saw, joined to the whole model's; RunError if it failed."""
+        """Join the record of a run to the whole model's; RunError if it failed."""
         return read(self.place(layout, variant), tiny.LAYOUTS[layout].processes)
 
 
@@ -98,7 +98,7 @@ def _runs(loop: Loop, layout: str) -> Iterator[record.Run]:
 
 
 def read(folder: Path, count: int) -> Record:
-    """What the ranks of one run saw, joined to the whole model's.
+    """Join the records of one run's ranks to the whole model's.
 
     Raises:
         RunError: a rank wrote nothing; the message is the last error of the run's log.
@@ -142,19 +142,19 @@ def logged(log: Path) -> list[float]:
 def cells(bench: Bench, version: str) -> dict[str, Cell]:
     """All columns of one release."""
     ran: dict[str, Loop] = {}
-    told: dict[str, Cell] = {}
+    failed: dict[str, Cell] = {}
     for kind, start in (("wheel", wheel_loop), ("tree", tree_loop)):
         try:
             found = start(bench, version)
         except (RunError, releases.ReleaseError) as error:
             found = Cell(False, str(error))
-        (ran if isinstance(found, Loop) else told)[kind] = found  # type: ignore[index]
+        (ran if isinstance(found, Loop) else failed)[kind] = found  # type: ignore[index]
     return {
-        "loop of the wheel": told.get("wheel") or _judged(lambda: wheel(bench, ran["wheel"])),
-        "loop of the source tree": told.get("tree") or _judged(lambda: tree(bench, ran["tree"])),
-        "AdaGC": _judged(lambda: _of_each(ran, adagc)) if ran else told["tree"],
-        "resume": _judged(lambda: _of_each(ran, resume)) if ran else told["tree"],
-        "patch": told.get("tree") or _judged(lambda: patch(bench, ran["tree"], version)),
+        "loop of the wheel": failed.get("wheel") or _judged(lambda: wheel(bench, ran["wheel"])),
+        "loop of the source tree": failed.get("tree") or _judged(lambda: tree(bench, ran["tree"])),
+        "AdaGC": _judged(lambda: _of_each(ran, adagc)) if ran else failed["tree"],
+        "resume": _judged(lambda: _of_each(ran, resume)) if ran else failed["tree"],
+        "patch": failed.get("tree") or _judged(lambda: patch(bench, ran["tree"], version)),
     }
 
 
@@ -171,7 +171,7 @@ def _of_each(ran: Mapping[str, Loop], check: Callable[[Loop], str]) -> str:
 
 
 def has_loop(version: str) -> bool:
-    """Whether the wheel of this release carries megatron.training."""
+    """Return whether the wheel of this release carries megatron.training."""
     return version != "main" and tuple(map(int, version.split(".")[:2])) >= (0, 17)
 
 
@@ -275,7 +275,7 @@ def _require(apart: float, what: str) -> None:
 
 
 def adagc(loop: Loop) -> str:
-    """What became of every gradient between its preparation and the step, by AdaGC's formula."""
+    """Compare every gradient between its preparation and the step with AdaGC's formula."""
     differences = []
     for layout in _LAYOUTS:
         steps = loop.read(layout, "saving")["clipped"]

@@ -42,7 +42,7 @@ class Bench:
         self.loops: dict[str, Loop] = {}  # that have run, by name
 
     def core(self, version: str, python: str = sys.executable) -> Path:
-        """Where this release's megatron.core lies: its package; for main, which has none, the tree."""
+        """Return the folder of this release's megatron.core: its package; for main, which has none, the tree."""
         tree = self.tree(version) if version == "main" else None
         return tree or releases.installed(version, self.cache, python)
 
@@ -108,7 +108,7 @@ class Bench:
 
 
 def run_core(bench: Bench, version: str, python: str = sys.executable) -> dict[str, compare.Outcome | str]:
-    """What each layout computed, or why it did not."""
+    """Return the result of each layout, or why there is none."""
     by_count: dict[int, list[str]] = {}
     for name, layout in tiny.LAYOUTS.items():
         by_count.setdefault(layout.processes, []).append(name)

@@ -95,7 +95,7 @@ class Recorder:
         optimizer.prepare_grads, optimizer.step_with_ready_grads = prepared, stepped
 
     def norms(self) -> dict[str, float]:
-        """Of this rank's part of every parameter's gradient."""
+        """Return the norm of this rank's part of every parameter's gradient."""
         parameters = tiny.named_parameters(self.chunks)
         return {name: float(torch.linalg.vector_norm(p.main_grad, dtype=torch.float64)) for name, p in parameters}
 
@@ -143,7 +143,7 @@ def main() -> None:
         importlib.import_module(module)
     for words in json.loads(Path(runs).read_text()):
         run = Run(*words)
-        with contextlib.suppress(HungError):  # its log tells
+        with contextlib.suppress(HungError):  # its log says so
             forks.run_ranks(
                 _record,
                 run,

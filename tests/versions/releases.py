@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases of megatron-core beside one another: each in a folder of its own, torch shared with this interpreter."""
+"""Releases of megatron-core next to one another: each in a folder of its own, torch shared with this interpreter."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _is_tree(place: Path) -> bool:
 
 
 def tree_line(tree: Path) -> str:
-    """The release line that the tree itself names; main is whatever is newer than the last release."""
+    """The release line that the tree itself names; main is any tree newer than the last release."""
     text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
     parts = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)", text, flags=re.MULTILINE))
     line = (int(parts["MAJOR"]), int(parts["MINOR"]))

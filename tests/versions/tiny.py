@@ -131,7 +131,7 @@ def build_chunk(config: Any, vocabulary: int, ends: tuple[bool, bool], virtual: 
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
-    if "vp_stage" in inspect.signature(GPTModel).parameters:  # before 0.13 a global variable alone tells the chunk
+    if "vp_stage" in inspect.signature(GPTModel).parameters:  # before 0.13 only a global variable holds the chunk
         options["vp_stage"] = virtual
     return GPTModel(**options)
 
@@ -228,7 +228,7 @@ def _forward_step(data_iterator: Iterator[tuple[Tensor, Tensor]], model: Any) ->
 def forward(
     model: Any, tokens: Tensor, labels: Tensor, mask: Tensor, *, name: str
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """What Megatron wants of a forward step: the model's output, and the function that makes a loss of it."""
+    """Make a forward step for Megatron: the model's output, and the function that makes a loss of it."""
     positions = torch.arange(LENGTH).expand_as(labels)
     future = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
     output = model(tokens, positions, future, labels=labels, loss_mask=mask)

@@ -242,7 +242,7 @@ _DOCUMENTS = [
     Cell(layout, chunk(size, "--simreg-document-mask", "document mask"), mode=DOCUMENTS)
     for layout, size in ((TP2 + SP, 24), (TP2 + SP, 0), (PP2, 24), (DP2, 0))
 ]
-_PACKED = [  # each sample is padded to a multiple of twice four ranks, and cut over these by itself
+_PACKED = [  # each sample is padded to a multiple of twice four ranks, and cut over them separately
     *(
         Cell(layout, chunk(size), mode=CHATS[1], setting="padded_samples", core=layout == CP2 and size > 0)
         for layout, size in (
@@ -414,7 +414,7 @@ _NORMALIZERS = [
 
 
 def cells_of(objective: Objective) -> tuple[Cell, ...]:
-    """Of an objective that comes with its record alone, as it is felt."""
+    """Return cells for an objective that comes with its record alone, with its test settings."""
     felt = objective.felt
     made = neighbour(objective.name, f"{felt.weight:g}", felt.chunk_size, felt.options)
     return tuple(

@@ -20,7 +20,7 @@ _START = ("--finetune", "--no-load-optim", "--no-load-rng", "--eval-iters", "0",
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a cell."""
+    """The result of a cell."""
 
     cell: Cell
     seconds: float
