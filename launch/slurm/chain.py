@@ -76,7 +76,7 @@ class Chain:
         iteration = self._iteration()
         if self._untold(iteration) >= _UNREPORTED:
             self.say(
-                f"error: {_UNREPORTED} slices began at iteration {iteration} and none reported its end, so the chain ends: "
+                f"error: {_UNREPORTED} slices began at iteration {iteration}, and none reported its end. The chain stops: "
                 "does the run hang, or is it ended by SLURM before it saves? Fix that, then submit again"
             )
             return _FAILED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives that send sums, and labels that ranks permute alike: over ranks that share sequences it is as in the whole, in
+"""Objectives that send sums, and labels that ranks permute alike: ranks that share sequences equal one process, in
 values and gradients."""
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Outcome:
 
 
 def live(combination: Combination, folder: Path, *, plain: bool = False, timeout: float = TIMEOUT) -> list[Outcome]:
-    """Run a combination and return each rank's outcome of the last start; `plain` leaves the plugin and our flags out."""
+    """Run a combination and return each rank's outcome of the last start; `plain`: without the plugin and our flags."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         out = Path(place)
         flags = combination.flags(out, plain=plain)

@@ -73,7 +73,7 @@ def links(page: Path) -> list[Link]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what links may name after #: GitHub's slug of each heading, numbered where it repeats, and explicit ids."""
+    """Return what links may name after #: GitHub's slug of each heading, numbered if repeated, and explicit ids."""
     text = _FENCE.sub(_blanked, page.read_text(encoding="utf-8"))
     found = set(re.findall(r"<\w+[^>]*\b(?:id|name)=[\"']([^\"']+)[\"']", text))
     seen: dict[str, int] = {}

@@ -410,7 +410,7 @@ class TestBooks:
         """A run that hangs until its time limit, whose job is ended before it can write."""
         self.at(books, 10, monkeypatch)
         assert [books.begin() for _ in range(4)] == [0, 0, 0, 2]
-        assert "3 slices began at iteration 10 and none reported its end" in capsys.readouterr().out
+        assert "3 slices began at iteration 10, and none reported its end" in capsys.readouterr().out
         self.at(books, 20, monkeypatch)
         assert books.begin() == 0, "progress"
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "6")
