@@ -19,7 +19,7 @@ from simreg_megatron import loop
 
 
 class SimRegCallback:
-    """To be passed in `pretrain(..., callbacks=[SimRegCallback()])`, after `install(config=...)`."""
+    """Callback for `pretrain(..., callbacks=[SimRegCallback()])`, after `install(config=...)`."""
 
     def on_train_start(self, context: Any) -> None:
         """Check that SimReg supports the models, and log its settings.

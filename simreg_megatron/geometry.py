@@ -182,8 +182,8 @@ class Moments(NamedTuple):
 
 
 class Isotropy(NamedTuple):
-    """How evenly hidden states fill their space; NaN of fewer than two tokens. Score and rank are NaN, too, where all
-    variance is lost in the rounding of the sums, as that of tokens that are all the same."""
+    """Measures of how evenly hidden states fill their space; NaN for fewer than two tokens. Score and rank are also NaN
+    if all variance is lost in the rounding of the sums, as for identical tokens."""
 
     score: Tensor  # IsoScore: 0 where all variance lies along one direction, 1 where it is the same along all
     effective_rank: Tensor  # participation ratio (tr C)^2 / tr C^2 of the covariance C, from 1 to d

@@ -24,7 +24,7 @@ def forget() -> None:
 
 
 def say(message: str) -> None:
-    """On the rank whose console Megatron's training log uses."""
+    """Log on the rank whose console Megatron's training log uses."""
     ready = dist.is_available() and dist.is_initialized()
     if not ready or dist.get_rank() == dist.get_world_size() - 1:
         print(f"> {message}", flush=True)

@@ -170,7 +170,7 @@ def _validate(loss: Tensor) -> None:
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-    """One micro-batch through the model, and the function that turns its output into a loss."""
+    """Run a micro-batch through the model; return its output and the function that makes a loss of it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))

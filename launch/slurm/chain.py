@@ -74,10 +74,10 @@ class Chain:
         if self._has_ended():
             return self._end_chain("the run has reached its end")
         iteration = self._iteration()
-        if self._untold(iteration) >= _UNREPORTED:
+        if self._unreported(iteration) >= _UNREPORTED:
             self.say(
-                f"error: {_UNREPORTED} slices began at iteration {iteration}, and none reported its end. The chain stops: "
-                "does the run hang, or is it ended by SLURM before it saves? Fix that, then submit again"
+                f"error: {_UNREPORTED} slices began at iteration {iteration}, and none reported its end. "
+                "Does the run hang, or does SLURM end it before it saves? Fix that, then submit again"
             )
             return _FAILED
         self.say(f"begins at iteration {iteration}" + (", restarted by SLURM" if self.place["restart"] else ""))
@@ -132,7 +132,7 @@ class Chain:
             self.say(f"warning: no checkpoint was deleted this time: {error}")
             return []
 
-    def _untold(self, iteration: int) -> int:
+    def _unreported(self, iteration: int) -> int:
         """Count the slices of this chain that began there in a row without noting their end."""
         count = 0
         for event in reversed(self.events()):

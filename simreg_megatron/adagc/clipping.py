@@ -261,7 +261,7 @@ def _names_of_all_ranks(own: list[str]) -> list[str]:
 
 
 def refuse_miscounted(names: list[str], held: list[Held], whole: dict[int, int], device: torch.device) -> None:
-    """Every element of every parameter counts on exactly one rank, or its norm would be wrong. A collective."""
+    """Check that every element of every parameter counts on exactly one rank, else its norm is wrong. A collective."""
     counted, expected = torch.zeros(2, len(names), dtype=torch.int64)
     for piece in held:
         counted[piece.slot] += piece.tensor.numel() if piece.contributes else 0

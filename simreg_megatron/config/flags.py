@@ -132,7 +132,7 @@ def adagc_from_args(args: Any) -> AdaGCConfig | None:
 
 
 def differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str]:
-    """One line for every setting of SimReg that differs between this run and the run that wrote the checkpoint.
+    """Return a line for every setting of SimReg that differs between this run and the run that wrote the checkpoint.
 
     Raises:
         ValueError, TypeError: the checkpoint's are none that this version knows.

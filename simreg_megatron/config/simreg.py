@@ -234,7 +234,7 @@ class SimRegConfig:
 
     @functools.cached_property
     def options(self) -> dict[str, str | float | bool]:
-        """Every option of the objective's own, by name."""
+        """The objective's own options, by name."""
         return dict(self.objective_options)
 
     @functools.cached_property
@@ -260,7 +260,7 @@ class SimRegConfig:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """How lambda, or the weight of each objective, changes over the training."""
+        """The schedule of lambda, or of the weight of each objective, over the training."""
         return parsed(self.lambda_schedule, self.warmup_iters, self.off_after, self.start_iter)
 
     @functools.cached_property

@@ -44,7 +44,7 @@ class Kept(NamedTuple):
 
 
 class Form(ABC):
-    """One implementation of the sums over pairs and of their gradient; see `contrast` for the equations."""
+    """Interface: the sums over pairs and their gradient; see `contrast` for the equations."""
 
     @abstractmethod
     def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:

@@ -48,7 +48,7 @@ Step = tuple[Span, Sequence[Span]]  # rows of tiles, and the columns of each
 
 
 class Given(NamedTuple):
-    """All that the pairs are computed from."""
+    """The inputs of the pairs."""
 
     rows: Tensor  # [b, c, k, d], of any strides; those that are not usable may hold anything
     c: float
@@ -66,7 +66,7 @@ class Given(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the work is divided."""
+    """The division of the work into tiles."""
 
     side: int  # of a tile, at most
     region: int  # anchors whose gradient is added up at a time

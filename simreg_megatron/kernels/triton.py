@@ -429,7 +429,7 @@ def _run_pairs(
 
 
 def _finished(sums: Tensor, part: Kept, first: int) -> Kept:
-    """With S_pos and S_neg / S_pos [b, c, p] from sums [2, b, c, tiles, p]."""
+    """Add S_pos and S_neg / S_pos [b, c, p], computed from sums [2, b, c, tiles, p]."""
     num_sequences, num_chunks, tiles, height = sums.shape[1:]
     total, ratio = [part.scale.new_empty(num_sequences, num_chunks, height) for _ in range(2)]
     if total.numel():

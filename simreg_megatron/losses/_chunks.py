@@ -84,7 +84,7 @@ def is_number(value: object, kind: type = numbers.Real) -> bool:
 
 
 def as_batch(embeddings: Tensor, *per_token: Tensor | None) -> tuple[Any, ...]:
-    """One sequence [n, d], [n], ... becomes a batch of one; a batch stays as it is."""
+    """Make one sequence [n, d], [n], ... a batch of one; return a batch as it is."""
     if embeddings.dim() == 3:
         return (embeddings, *per_token)
     return tuple(None if part is None else part.unsqueeze(0) for part in (embeddings, *per_token))
@@ -102,7 +102,7 @@ def usable_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> T
 
 
 def with_direction(embeddings: Tensor, wanted: Tensor) -> Tensor:
-    """Those of the wanted tokens [b, n] whose row is not exactly zero."""
+    """Return which of the wanted tokens [b, n] have a row that is not exactly zero."""
     return torch.logical_and(wanted, _largest_numbers(embeddings))  # a NaN counts as true, as any number but 0
 
 
@@ -205,7 +205,7 @@ def by_sequence(values: Tensor, num_sequences: int) -> Tensor:
 
 
 def label_pairs(block: Block) -> tuple[Tensor, Tensor]:
-    """Two bool [m, p, k], anchor and key both usable: labels equal (the anchor itself included), or different."""
+    """Return two bool [m, p, k], anchor and key both usable: labels equal (also anchor and itself), or different."""
     anchors = slice(*block.anchors)
     meet = block.usable[:, anchors].unsqueeze(-1) & block.usable.unsqueeze(-2)
     if block.documents is not None:

@@ -24,7 +24,7 @@ DROPOUT = 0.1
 
 
 class Pooled(NamedTuple):
-    """Two parts of each sequence; sums and counts of ranks add up, and so do fingerprints."""
+    """Sums over two parts of each sequence; those of ranks add up, and so do counts and fingerprints."""
 
     sums: Tensor  # [b, 2, d]
     counts: Tensor  # [b, 2]
@@ -103,12 +103,12 @@ def whole_sequences(
 
 
 def first_part(length: int, view: str) -> int:
-    """How many tokens of a sequence belong to the first part."""
+    """Return the number of tokens in the first part of a sequence."""
     return (length + 1) // 2 if view == "halves" else length
 
 
 def _dropout_masks(fingerprints: Tensor, width: int) -> Tensor:
-    """Two masks for each sequence, [b, 2, d]: 0 with probability DROPOUT, else 1 / (1 - DROPOUT)."""
+    """Draw two masks for each sequence, [b, 2, d]: 0 with probability DROPOUT, else 1 / (1 - DROPOUT)."""
     numbers = torch.arange(2 * width, device=fingerprints.device).view(2, width)
     mixed = _mixed(_mixed(fingerprints)[:, None, None] + numbers)
     uniform = ((mixed >> 20) & 0xFFFFFF).double() / 2**24
@@ -116,7 +116,7 @@ def _dropout_masks(fingerprints: Tensor, width: int) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Each int64 to one that looks random (the finalizer of MurmurHash3; products wrap around)."""
+    """Hash each int64 to one that looks random (the finalizer of MurmurHash3; products wrap around)."""
     for factor in (-49064778989728563, -4265267296055464877):
         numbers = (numbers ^ ((numbers >> 33) & 0x7FFFFFFF)) * factor
     return numbers ^ ((numbers >> 33) & 0x7FFFFFFF)

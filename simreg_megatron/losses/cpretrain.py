@@ -124,7 +124,7 @@ def cpretrain_terms(
 
 
 def _neighbours(block: Block) -> tuple[Tensor, Tensor]:
-    """Two bool [m, k, k]: where column j is the next occurrence of row i's label, and where it is the one before."""
+    """Return two bool [m, k, k]: whether column j is the next occurrence of row i's label, and the one before."""
     same, _ = label_pairs(block._replace(anchors=(0, block.labels.shape[-1])))
     later = same.triu(1)
     follower = later & (later.cumsum(dim=-1, dtype=torch.int32) == 1)

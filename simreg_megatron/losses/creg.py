@@ -89,7 +89,7 @@ def creg_terms(*, temperature: float = 0.1, form: str = "per_positive", self_pos
 
 
 def _num_anchors(block: Block, self_positive: str) -> Tensor:
-    """How many tokens of each chunk have a loss, [m], anchors of this rank or not."""
+    """Count the tokens of each chunk that have a loss, [m], anchors of this rank or not."""
     if self_positive == "always":
         return block.usable.sum(dim=-1)
     others_of_label, _ = pair_counts(block.labels, block.usable, documents=block.documents)

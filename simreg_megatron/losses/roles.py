@@ -77,8 +77,8 @@ def token_roles(
 def pair_counts(
     labels: Tensor, usable: Tensor, *, documents: Tensor | None = None, chunk_size: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """How many other tokens of its label, and of other labels, each token meets: two float64 [b, n]; arguments as in
-    `token_roles`. 0 where a token is not usable."""
+    """Count the other tokens of its label, and of other labels, that each token meets: two float64 [b, n], 0 for
+    unusable tokens; arguments as in `token_roles`."""
     num_sequences, num_tokens = labels.shape
     length = chunk_length(num_tokens, chunk_size)
     chunks = _Counts.of(
@@ -92,7 +92,7 @@ def pair_counts(
 
 
 class _Counts(NamedTuple):
-    """How many tokens of its row each token meets, [rows, length]."""
+    """Counts of the tokens of its row that each token meets, [rows, length]."""
 
     anchor: Tensor  # bool
     positive: Tensor
@@ -112,7 +112,7 @@ class _Counts(NamedTuple):
 
 
 def names_of(labels: Tensor, usable: Tensor, documents: Tensor | None) -> Tensor:
-    """One number for each (document, label); NO_LABEL for tokens left out."""
+    """Return one number for each (document, label); NO_LABEL for tokens left out."""
     names = labels.long()
     if documents is not None:
         names = names + (documents.long() << 32)  # token ids stay far below 2^32
@@ -120,7 +120,7 @@ def names_of(labels: Tensor, usable: Tensor, documents: Tensor | None) -> Tensor
 
 
 def _occurrences(values: Tensor) -> Tensor:
-    """How often each value [r, k] occurs in its row."""
+    """Count how often each value [r, k] occurs in its row."""
     values = values.contiguous()
     ordered = values.sort(dim=-1).values
     return torch.searchsorted(ordered, values, right=True) - torch.searchsorted(ordered, values)
@@ -152,7 +152,7 @@ def _count_correction(
 
 
 def _chunk_weights(kind: str, chunks: _Counts, num_sequences: int) -> Tensor:
-    """One factor per chunk, spread over its tokens [m, k]: sum(terms) / anchors is the weighted mean of chunks."""
+    """Compute one factor per chunk, spread over its tokens [m, k]: sum(terms) / anchors is their weighted mean."""
     anchors = by_sequence(chunks.anchor.sum(dim=-1).to(chunks.positive.dtype), num_sequences)
     positive = by_sequence(chunks.positive.sum(dim=-1), num_sequences)
     negative = by_sequence(chunks.negative.sum(dim=-1), num_sequences)

@@ -159,7 +159,7 @@ def sigmoid_terms(
 
 
 def with_heads(embeddings: Tensor, heads: Tensor) -> Tensor:
-    """Each state and the row that others meet in its place, side by side: [..., 2 d]. The latter get no gradient."""
+    """Concatenate each state and the row that others meet in its place: [..., 2 d]. The latter get no gradient."""
     return torch.cat([embeddings, heads.detach().to(embeddings.dtype)], dim=-1)
 
 
@@ -178,7 +178,7 @@ def _slabs(block: Block, units: Tensor) -> Iterator[Span]:
 
 
 def _computed_twice(*given: object) -> Tensor:
-    """Nothing of size p x k is kept for the backward."""
+    """Recompute in the backward, so that nothing of size p x k is kept."""
     return checkpoint(_pair_sums, *given, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -90,6 +90,6 @@ def add_to_console(means: dict[str, Tensor], total_loss_dict: dict[str, Any], *,
 
 
 def left_out_of_console(means: Mapping[str, Tensor]) -> str:
-    """Those of the same values that `training_log` does not print, as it prints numbers of 0 and more alone."""
+    """Select the values that `training_log` does not print, as it prints only numbers of 0 and more."""
     values = {name: float(value) for name, value in means.items() if name not in _NOT_IN_CONSOLE}
     return " | ".join(f"{name}: {value:.6E}" for name, value in values.items() if not value >= 0)

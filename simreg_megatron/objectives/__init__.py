@@ -38,7 +38,7 @@ BUILT_IN = {
 
 @functools.cache
 def _brought() -> dict[str, list[importlib.metadata.EntryPoint]]:
-    """By name; several packages may bring one of the same name, or of a name of this package."""
+    """Return entry points by name; packages may share a name, or use one of this package."""
     found: dict[str, list[importlib.metadata.EntryPoint]] = {}
     for point in importlib.metadata.entry_points(group=GROUP):
         found.setdefault(point.name, []).append(point)
@@ -46,7 +46,7 @@ def _brought() -> dict[str, list[importlib.metadata.EntryPoint]]:
 
 
 def _refuse_namesakes(name: str) -> None:
-    """Which of two packages would be meant depends on the import path."""
+    """Refuse a name of two packages: the import path would decide between them."""
     points = _brought().get(name, [])
     if len({point.value for point in points}) + (name in BUILT_IN) > 1:
         packages = " and ".join(point.dist.name if point.dist else point.value for point in points)

@@ -40,7 +40,7 @@ def _name(word: str) -> str:
 
 
 def checked_options(objective: Objective, value: object) -> Pairs:
-    """All options of the objective, those not given at their defaults; its own name may stand before each."""
+    """Return all options of the objective, with defaults for those not given; its own name may stand before each."""
     own = f"{objective.name}."
     known, given = objective.options, {name.removeprefix(own): setting for name, setting in words(value)}
     for name, setting in given.items():
@@ -54,7 +54,7 @@ def checked_options(objective: Objective, value: object) -> Pairs:
 
 
 def checked_option(name: str, known: OptionKind, value: object) -> str | float:
-    """One of them; None is its default."""
+    """Check one of them; None is its default."""
     if isinstance(known, str):
         return _checked_prefixes(name, known, value)
     if isinstance(known, tuple):

@@ -92,7 +92,7 @@ def _never(options: Options) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """One objective.
+    """The record of an objective.
 
     Attributes:
         name: in `--simreg-objective`, and before " loss" in the log.

@@ -126,7 +126,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' rows, one after the other, at least float32. Backward: each rank has its rows' gradients, summed."""
+    """Concatenate all ranks' rows, at least float32. Backward: each rank gets its rows' gradients, summed."""
     return _GatherRows.apply(own, group)
 
 

@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]  # runs are [R, 2]
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How one sequence of `length` tokens lies over context ranks and tensor ranks.
+    """Layout of one sequence of `length` tokens over context ranks and tensor ranks.
 
     Attributes:
         length: tokens in the whole sequence (in a packed batch: in the whole pack).
@@ -223,7 +223,7 @@ def row_plan(layout: ShardLayout, rank: Rank, cutting: Cutting) -> RowPlan:
 
 
 def shared_pairs(chunk: Run, own: Run, all_anchors: Iterable[Run]) -> list[tuple[Run, Run]]:
-    """Which pairs with anchors of other runs the owner of `own` computes for both: (rows, columns), inside `chunk`.
+    """Choose the pairs with anchors of other runs that the owner of `own` computes for both: (rows, columns).
 
     Of two runs, the pairs of the first half of the earlier one are its owner's, those of the second half the later
     one's: every pair is computed once, and every rank has half of each block that it takes part in.

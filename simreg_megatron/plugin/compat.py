@@ -192,7 +192,7 @@ def arguments() -> Any:
 
 
 def timers() -> Any:
-    """Those of Megatron's training loop; None where another one runs."""
+    """Return the timers of Megatron's training loop; None if another loop runs."""
     return _global("_GLOBAL_TIMERS")
 
 
@@ -218,7 +218,7 @@ def timed() -> Iterator[None]:
 
 
 def wrappers(model: Any) -> list[Any]:
-    """From the outermost one to the model itself, which is the last."""
+    """Yield the wrappers from the outermost one to the model itself, which is the last."""
     found = [model]
     while hasattr(found[-1], "module"):
         found.append(found[-1].module)

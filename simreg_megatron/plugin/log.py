@@ -119,7 +119,7 @@ def write_scalars(means: dict[str, Tensor], iteration: int) -> None:
 
 
 def charts_of(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    """As `SummaryWriter.add_custom_scalars` takes it, each name a regular expression; language-model loss included."""
+    """Return charts for `SummaryWriter.add_custom_scalars`, each name a regular expression, with the LM loss."""
     found = {chart: [f"^{name}$" for name in names if belongs(name)] for chart, belongs in _CHARTS.items()}
     if found["losses"]:
         found["losses"].insert(0, "^lm loss$")

@@ -117,7 +117,7 @@ def end_of_document() -> int:
 
 
 def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: int | None = None) -> None:
-    """In other loops than Megatron's; see `simreg_megatron.loop.begin_run`."""
+    """Implement `simreg_megatron.loop.begin_run`, for other loops than Megatron's."""
     here = installation.current()
     regularizer = here.begin_run()
     config = regularizer.config
@@ -189,12 +189,12 @@ def choose_form(config: SimRegConfig, models: list[Any], micro_batch_size: int, 
 
 
 def _is_worth_trying(device: torch.device) -> bool:
-    """On a CPU there is one fast form."""
+    """Return whether there is a choice: on a CPU there is one fast form."""
     return device.type == "cuda"
 
 
 def begin_step(iteration: int, *, measures: bool, num_iterations: int | None = None) -> None:
-    """In any loop; see `simreg_megatron.loop.begin_step`."""
+    """Implement `simreg_megatron.loop.begin_step`, for any loop."""
     regularizer = installation.regularizer()
     regularizer.set_iteration(iteration, num_iterations)
     regularizer.metrics.wants_geometry = measures and regularizer.metrics.has_geometry

@@ -150,7 +150,7 @@ def main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
 
 
 def valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-    """Which tokens count, bool like the labels."""
+    """Return which tokens count, bool like the labels."""
     valid = labels >= 0
     if loss_mask is None:
         log_once("SimReg: no loss mask reaches the model, so every token with a label counts (pass loss_mask=)")

@@ -31,7 +31,7 @@ from simreg_megatron.sharded.views import View
 def simcse_terms(
     config: SimRegConfig, views: list[View], shard: SequenceShard, learned: Mapping[str, Tensor], replicas: Replicas
 ) -> Tensor:
-    """Every usable token carries the loss of its sequence, [B, A], so a sequence weighs as much as it has tokens."""
+    """Give every usable token the loss of its sequence, [B, A]: a sequence weighs as much as it has tokens."""
     return _by_sequence(config, views, shard, None, replicas, symmetric=False)
 
 

@@ -50,7 +50,7 @@ def objective_terms(
 
 
 def _options(config: SimRegConfig) -> dict[str, Any]:
-    """Those that the terms of pairs are given."""
+    """Return the options that the terms of pairs take."""
     options: dict[str, Any] = {
         name: _SWITCH.get(str(value), value) if _is_switch(config.record.options[name]) else value
         for name, value in config.options.items()

@@ -30,7 +30,7 @@ from simreg_megatron.sharded.views import View
 
 
 class Pairs(NamedTuple):
-    """How anchors and tokens become chunks, and which form computes them."""
+    """Chunk size and temperature, and the form that computes the pairs."""
 
     chunk_size: int
     temperature: float
@@ -127,7 +127,7 @@ def _tokens(view: View, stretch: Stretch) -> Tokens:
 def _measured_together(
     parts: Sequence[tuple[View, Stretch]], shard: SequenceShard, plan: RowPlan, pairs: Pairs
 ) -> Iterator[Kept]:
-    """As `measure` of every part, but each pair is computed on one rank alone. A collective."""
+    """Measure every part, with each pair computed on one rank alone. A collective."""
     measured, form, labels = [], pairs.form, parts[0][0].labels
     totals = torch.zeros(2, labels.shape[0], shard.layout.length, dtype=torch.float64, device=labels.device)
     for view, stretch in parts:

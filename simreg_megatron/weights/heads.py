@@ -171,7 +171,7 @@ def _logit_scale(model: Any) -> float:
 
 
 def _in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Each label's row of this rank's part of the vocabulary, and whether it is there: a label below 0 nowhere."""
+    """Return each label's row in this rank's shard of the vocabulary, and whether it is there (never below 0)."""
     first = 0 if tensor_group is None else tensor_group.rank() * weight.shape[0]
     local = labels - first
     return local, (labels >= 0) & (local >= 0) & (local < weight.shape[0])

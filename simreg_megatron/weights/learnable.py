@@ -77,7 +77,7 @@ def refuse_without(config: SimRegConfig, model: Any) -> None:
 
 
 def learned_scalars(config: SimRegConfig, model: Any, tensor_group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """By name, in float32. Tensor-parallel ranks compute different anchors, so their gradients are summed."""
+    """Return the scalars by name, in float32. Gradients are summed over tensor ranks, whose anchors differ."""
     refuse_without(config, model)
     found = {}
     for module, start in wanted(config).items():
