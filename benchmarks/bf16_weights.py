@@ -103,7 +103,7 @@ def _cell(line: Record | None) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    records.command("bf16_weights", __doc__, grid, table, page="performance.md")
+    records.command("bf16_weights", __doc__, grid, table)
 
 
 if __name__ == "__main__":

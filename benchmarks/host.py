@@ -112,4 +112,4 @@ def _package_calls(step: Callable[[], None]) -> Counter[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    records.command("host", __doc__, rows, table, page="performance.md")
+    records.command("host", __doc__, rows, table)

@@ -238,7 +238,7 @@ def table(lines: list[Record]) -> Iterator[str]:
 
 
 def main() -> None:
-    records.command("launches", __doc__, rows, table, page="performance.md")
+    records.command("launches", __doc__, rows, table)
 
 
 if __name__ == "__main__":

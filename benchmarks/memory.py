@@ -19,7 +19,7 @@ from benchmarks import records
 from benchmarks.cases import hidden_states
 from benchmarks.emulation import predicted_bytes
 from benchmarks.measure import peak_bytes
-from benchmarks.records import RESULTS, ROOT, Record
+from benchmarks.records import RESULTS, Record
 from simreg_megatron.losses import simreg_loss
 
 LENGTHS, WIDTHS, CHUNKS = (8192, 32768, 131072), (512, 4096), (1024, 0)
@@ -80,10 +80,7 @@ def main() -> None:
     torch.set_num_threads(1)
     where = records.surroundings(threads=1)
     measured = ({**row, **where} for device in DTYPES for row in rows_of(device, options.measure))
-    records.finish(
-        options.source or options.output, None if options.source else measured, table,
-        page=ROOT / "docs" / "performance.md",
-    )  # fmt: skip
+    records.finish(options.source or options.output, None if options.source else measured, table)
 
 
 if __name__ == "__main__":

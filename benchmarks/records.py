@@ -76,19 +76,12 @@ def finish(
     path: Path,
     measured: Iterable[dict[str, Any]] | None,
     table: Callable[[list[Record]], Iterable[str]],
-    *,
-    page: Path | None = None,
 ) -> None:
-    """Keep what is measured, if anything is, in `path`, and its table next to it; print the table.
-
-    A page of the documentation has the table of the file that is kept in `benchmarks/results`.
-    """
+    """Keep what is measured, if anything is, in `path`, and its table next to it; print the table."""
     if measured is not None:
         write(path, measured)
     text = "\n".join(table(read(path))) + "\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    if page is not None:
-        quote(path, text, page)
     print(text)
 
 
@@ -97,14 +90,8 @@ def command(
     description: str | None,
     rows: Callable[[], Iterable[dict[str, Any]]],
     table: Callable[[list[Record]], Iterable[str]],
-    page: str,
 ) -> None:
-    """`python -m benchmarks.NAME` of a benchmark on one thread that has no options of its own.
-
-    Args:
-        rows: measures, line by line.
-        page: of docs, which has the table.
-    """
+    """`python -m benchmarks.NAME` of a benchmark on one thread that has no options of its own; `rows` measures."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -114,38 +101,7 @@ def command(
     options = parser.parse_args()
     where = surroundings(threads=1)
     measured = None if options.source else ({**row, **where} for row in rows())
-    finish(options.source or options.output, measured, table, page=ROOT / "docs" / page)
-
-
-def quote(path: Path, text: str, page: Path) -> None:
-    """Put the table of a file that is kept below `benchmarks/results` into a page of the documentation.
-
-    Raises:
-        ValueError: the page has no place for it; one of a folder below may have none.
-    """
-    path, before = path.resolve(), page.read_text(encoding="utf-8")
-    name = path.relative_to(RESULTS).with_suffix("").as_posix() if path.is_relative_to(RESULTS) else ""
-    if name and (path.parent == RESULTS or _begins(name) in before):
-        page.write_text(_with_quote(before, name, text), encoding="utf-8")
-
-
-def quoted(page: str, name: str) -> str:
-    """Return the text in a page between the marks of the table `name`."""
-    return page.partition(_begins(name))[2].partition(_ENDS)[0]
-
-
-def _with_quote(page: str, name: str, text: str) -> str:
-    before, mark, rest = page.partition(_begins(name))
-    if not mark:
-        raise ValueError(f"the page has no line {_begins(name).strip()!r}: put it where the table belongs")
-    return f"{before}{mark}{text}{_ENDS}{rest.partition(_ENDS)[2]}"
-
-
-def _begins(name: str) -> str:
-    return f"<!-- table {name} -->\n"
-
-
-_ENDS = "<!-- end of table -->\n"
+    finish(options.source or options.output, measured, table)
 
 
 def described(records: Sequence[Record]) -> str:

@@ -267,7 +267,7 @@ def _cells(line: Record) -> tuple[str, ...]:
 
 
 def main() -> None:
-    records.command("scale", __doc__, rows, table, page="scale.md")
+    records.command("scale", __doc__, rows, table)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks import launched, records
 from benchmarks.alternating_run import LOG_INTERVAL, PROFILED
-from benchmarks.records import RESULTS, ROOT, Record
+from benchmarks.records import RESULTS, Record
 from benchmarks.timing import overhead
 from benchmarks.train import PROFILE, TIMES
 
@@ -47,7 +47,7 @@ def main() -> None:
     records.add_options(parser, RESULTS / "step_pairs.csv")
     options = parser.parse_args()
     measured = None if options.source else _measured(options)
-    records.finish(options.source or options.output, measured, table, page=ROOT / "docs" / "performance.md")
+    records.finish(options.source or options.output, measured, table)
 
 
 def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks import launched, records
 from benchmarks.alternating_run import LOG_INTERVAL
-from benchmarks.records import RESULTS, ROOT, Record
+from benchmarks.records import RESULTS, Record
 from benchmarks.timing import overhead
 
 PLAIN = "plain Megatron"
@@ -36,7 +36,6 @@ KINDS = {
 NOT_TINY = ("SimReg, impl triton", "plain Megatron, FFN of the preset")
 PAPER = "the paper's Table 3: 7B on H800"
 OF_PAPER = {PLAIN: (2295, 373450), "SimReg, chunks of 1024": (2295, 373840), "SimReg, whole sequences": (2296, 375280)}
-PAGE, OF_PAGE = ROOT / "docs" / "performance.md", "tiny"
 _MEMORY = re.compile(r"max allocated: ([\d.]+)")
 _STEP_TIME = re.compile(r"\] iteration +\d+/.*?elapsed time per iteration \(ms\): ([\d.]+)")
 
@@ -50,7 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     measured = None if options.source else _measured(options)
     output = options.source or options.output or RESULTS / f"steps-{options.model}.csv"
-    records.finish(output, measured, table, page=PAGE if output.stem == f"steps-{OF_PAGE}" else None)
+    records.finish(output, measured, table)
 
 
 def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

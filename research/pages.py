@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/evidence.md, made of benchmarks/results/evidence alone: claims, search, neighbours."""
+"""The tables behind docs/evidence.md, made of benchmarks/results/evidence alone: claims, search, neighbours."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from benchmarks.records import RESULTS, ROOT, quote
+from benchmarks.records import RESULTS
 from research.analyse import HELD, NOT_SHOWN, OPPOSITE, Verdict, holm, judge, problems, welch
 from research.tables import KEPT, Row, Table, read_tables
-
-PAGE = ROOT / "docs" / "evidence.md"
 
 
 class Claimed(NamedTuple):
@@ -86,7 +84,7 @@ _REFUTED = {HELD: OPPOSITE, OPPOSITE: HELD, NOT_SHOWN: "Not refuted"}
 
 
 def write_tables() -> None:
-    """Write the three tables to benchmarks/results, the first of them into docs/evidence.md as well."""
+    """Write the three tables to benchmarks/results."""
     tables = read_tables(KEPT)
     for name, lines in (
         ("claims", claims_table(tables)),
@@ -95,8 +93,6 @@ def write_tables() -> None:
     ):
         text = "\n".join(lines) + "\n"
         (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
-        if name == "claims":
-            quote(RESULTS / f"{name}.md", text, PAGE)
 
 
 def claims_table(tables: Mapping[str, Table]) -> Iterator[str]:

@@ -157,7 +157,7 @@ make_venv() {
   if is_ours; then return 0; fi
   if [ -e "$venv" ] && [ ! -e "$origin" ]; then
     fail "$venv was not made by this script, and will not be overwritten: move it away, or remove it with" \
-      "'make distclean', and run this again."
+      "'rm -rf .venv', and run this again."
   fi
   say "making $venv with $found"
   rm -rf "$venv"

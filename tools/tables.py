@@ -59,14 +59,14 @@ TABLES = {
          "launch/models/*.args"),
     ),
     "parity": Table(
-        "docs/parity.md",
-        "tests.megatron.parity --output docs/parity.md",
+        "benchmarks/results/parity.md",
+        "tests.megatron.parity --output benchmarks/results/parity.md",
         5,
         (*_PLUGIN, "simreg_megatron/pretrain.py", "tests/megatron/parity/cells.py", "tests/megatron/parity/run.py"),
     ),
     "versions": Table(
-        "docs/versions.md",
-        "tests.versions --output docs/versions.md",
+        "benchmarks/results/versions.md",
+        "tests.versions --output benchmarks/results/versions.md",
         30,
         (*_PLUGIN, "simreg_megatron/__main__.py", "patches/*.patch",
          *(f"tests/versions/{name}.py" for name in _MODULES)),
@@ -94,7 +94,7 @@ def stamp(name: str, root: Path = ROOT) -> str:
     return f"At commit {_commit(TABLES[name].code, root)}, code {digest(TABLES[name].code, root)} ({_WHY})."
 
 
-_WHY = "the commit that brought this page comes after the one it names; `make stale` compares the code"
+_WHY = "the commit that brought this page comes after the one it names; `python -m tools.tables` compares the code"
 
 
 def stamp_of(page: Path) -> Stamp | None:
@@ -186,7 +186,7 @@ def tolerances(root: Path = ROOT) -> list[Tolerance]:
 def why_stale(name: str, root: Path = ROOT) -> str:
     """Explain what to do about an old table; empty for one that is current."""
     table = TABLES[name]
-    again = f"make it again with `make tables ONLY={name}` ({table.minutes:g} minutes)"
+    again = f"make it again with `python -m tools.tables --make {name}` ({table.minutes:g} minutes)"
     made, now = stamp_of(root / table.page), digest(table.code, root)
     if made is None:
         return f"{table.page} does not say which code it was made from: {again}"

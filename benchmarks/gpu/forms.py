@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import records
 from benchmarks.cases import Size, hidden_states
 from benchmarks.measure import _errors, in_turns, peak_bytes
-from benchmarks.records import ROOT, Record
+from benchmarks.records import Record
 from simreg_megatron.kernels.form import MODULES
 from simreg_megatron.losses import simreg_loss
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--from", dest="source", action="store_true", help="measure nothing: make the file's table")
     options = parser.parse_args()
     found = None if options.source else measured(options.impl, "cuda" if torch.cuda.is_available() else "cpu")
-    records.finish(options.output, found, table, page=ROOT / "docs" / "performance.md")
+    records.finish(options.output, found, table)
     failed = [line["size"] for line in records.read(options.output) if line["remark"].startswith("failed")]
     if failed and options.impl != "reference":
         raise SystemExit(f"{options.impl} failed at {', '.join(failed)}")

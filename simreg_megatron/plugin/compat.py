@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-NEWEST_TRIED = (0, 19)  # docs/versions.md
+NEWEST_TRIED = (0, 19)  # benchmarks/results/versions.md
 TIMER = "simreg-forward"
 _USE_ANOTHER = "use megatron-core 0.12 or newer"
 _GPT = "megatron.core.models.gpt.gpt_model"

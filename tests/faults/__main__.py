@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.faults` (`make faults`): a campaign of faults; those that have a row already are not run again."""
+"""`python -m tests.faults`: a campaign of faults; those that have a row already are not run again."""
 
 from __future__ import annotations
 

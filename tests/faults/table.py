@@ -9,13 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks import records
 from benchmarks.records import Record
 from tests.faults.faults import MOMENTS
 from tests.faults.layouts import LAYOUTS
-from tests.faults.starts import COMMAND, ROOT
+from tests.faults.starts import COMMAND
 
-PAGE = ROOT / "docs" / "reliability.md"
 _PATH = re.compile(r"/\S*/")
 _LONGEST = 110
 
@@ -59,7 +57,5 @@ def _said(rows: Iterable[Record]) -> str:
 
 
 def publish(rows: Sequence[Record], results: Path) -> None:
-    """Write the table next to the rows, and in the page where the rows are the kept ones."""
-    text = "\n".join(table(rows)) + "\n"
-    results.with_suffix(".md").write_text(text, encoding="utf-8")
-    records.quote(results, text, PAGE)
+    """Write the table next to the rows."""
+    results.with_suffix(".md").write_text("\n".join(table(rows)) + "\n", encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.flags` (`make flags`): combinations of flags until the given number is in the table.
+"""`python -m tests.flags`: combinations of flags until the given number is in the table.
 
 Exit status 1 if something is wrong that neither a sentence of ours nor Megatron itself explains. A run goes on where
 the last one ended, after a kill, too; `--record` keeps the table in benchmarks/results/flags.csv. To run one command

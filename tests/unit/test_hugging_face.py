@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function of docs/hugging-face.md adds SimReg to transformers' own loss, and nothing else."""
+"""The function of docs/ecosystem.md adds SimReg to transformers' own loss, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture
 def names() -> dict[str, Any]:
     """Run the page's code up to the training, and return its names."""
-    (block,) = [block for block in blocks(ROOT / "docs/hugging-face.md") if block.language == "python"]
+    (block,) = [block for block in blocks(ROOT / "docs/ecosystem.md") if block.language == "python"]
     found: dict[str, Any] = {}
     exec(block.text.split("text = ")[0], found)
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.records import RESULTS, quoted
+from benchmarks.records import RESULTS
 from research import pages, run
 from research.analyse import HELD, fieller, holm, judge, problems, welch
 from research.plan import ResearchError, Run, entries_of, plan_names, plan_of, read_plan
@@ -83,7 +83,6 @@ def test_the_runs_that_are_kept_are_those_of_their_plan(name: str) -> None:
 
 
 def test_the_pages_tables_follow_from_the_results() -> None:
-    page = pages.PAGE.read_text(encoding="utf-8")
     for name, lines in (
         ("claims", pages.claims_table(TABLES)),
         ("search", pages.search_table(TABLES["tuning"].rows)),
@@ -91,7 +90,6 @@ def test_the_pages_tables_follow_from_the_results() -> None:
     ):
         text = "\n".join(lines) + "\n"
         assert (RESULTS / f"{name}.md").read_text() == text, "python -m research keep"
-        assert name != "claims" or quoted(page, name) == text
 
 
 def _without(table: Table, **changes: str) -> Table:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large layouts without their machines: all ranks agree about what travels, and it is what docs/scale.md prints."""
+"""Large layouts without their machines: all ranks agree about what travels, and equals benchmarks/results/scale.csv."""
 
 from __future__ import annotations
 

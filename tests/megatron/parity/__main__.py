@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.megatron.parity [--only REGEX] [--output docs/parity.md]`: print the parity table.
+"""`python -m tests.megatron.parity [--only REGEX] [--output benchmarks/results/parity.md]`: print the parity table.
 
 With `--objective NAME`: of an objective that an installed package brings, in seven layouts.
 
