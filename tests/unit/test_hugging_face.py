@@ -18,7 +18,11 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture
 def names() -> dict[str, Any]:
     """Run the page's code up to the training, and return its names."""
-    (block,) = [block for block in blocks(ROOT / "docs/ecosystem.md") if block.language == "python"]
+    (block,) = [
+        block
+        for block in blocks(ROOT / "docs/ecosystem.md")
+        if block.language == "python" and "TrainingArguments" in block.text
+    ]
     found: dict[str, Any] = {}
     exec(block.text.split("text = ")[0], found)
     return found
