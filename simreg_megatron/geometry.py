@@ -14,18 +14,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast, product
-from simreg_megatron.losses._chunks import (
-    Block,
-    Span,
-    Stretch,
-    as_batch,
-    by_sequence,
-    check_tokens,
-    chunk_length,
-    joined,
-    stretches,
-    usable_tokens,
-)
+from simreg_megatron.losses._chunks import Block, Span, Stretch, by_sequence, checked, chunk_length, joined, stretches
 from simreg_megatron.losses.roles import names_of, pair_counts
 from simreg_megatron.magnitude import AT_ONCE, row_norms
 
@@ -75,10 +64,8 @@ def pair_cosines(
     Raises:
         ValueError: shapes, types or devices do not fit, or chunk_size is 1 or negative.
     """
-    check_tokens(embeddings, labels, valid, documents, chunk_size)
-    embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
+    embeddings, labels, usable, documents = checked(embeddings, labels, valid, documents, chunk_size)
     anchors = (0, labels.shape[1]) if anchors is None else anchors
-    usable = usable_tokens(embeddings, labels, valid)
     met: dict[str, Any] = {"documents": documents, "chunk_size": chunk_size}
     same, different = (count[:, slice(*anchors)] for count in pair_counts(labels, usable, **met))
     sums = pair_sums(row_cosines(embeddings, labels, usable, anchors=anchors, **met), same, different)

@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast
-from simreg_megatron.losses._chunks import (
-    Block,
-    Span,
-    as_batch,
-    blocks,
-    by_sequence,
-    check_tokens,
-    is_number,
-    self_pairs,
-    usable_tokens,
-)
+from simreg_megatron.losses._chunks import Block, Span, blocks, by_sequence, checked, is_number, self_pairs
 from simreg_megatron.losses.similarity import get_similarity
 
 BlockTerms = Callable[[Block], Tensor]  # [m, p]: the chunk's mean loss, spread over its tokens (see `spread`)
@@ -45,15 +35,14 @@ def anchored_terms(
     parts = []
     with no_autocast(embeddings.device.type):
         for block in blocks(embeddings, labels, usable, documents, chunk_size=chunk_size, anchors=anchors):
-            # As in SimReg, a row that is not finite must show even if it is compared with no other.
-            doubt = block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
+            unsure = doubt(block.rows[:, slice(*block.anchors)])
             terms = block_terms(block)
-            if terms.shape != doubt.shape:
+            if terms.shape != unsure.shape:
                 raise ValueError(
-                    f"the terms of a block must be one for each anchor, {list(doubt.shape)}, not {list(terms.shape)}: "
+                    f"the terms of a block must be one for each anchor, {list(unsure.shape)}, not {list(terms.shape)}: "
                     "spread a chunk's loss over its tokens"
                 )
-            parts.append(by_sequence(terms + doubt, labels.shape[0]))
+            parts.append(by_sequence(terms + unsure, labels.shape[0]))
     if not parts:
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
     return torch.cat(parts, dim=1)
@@ -63,21 +52,17 @@ def reduced(
     block_terms: BlockTerms,
     embeddings: Tensor,
     labels: Tensor,
-    *,
     valid: Tensor | None,
     documents: Tensor | None,
     chunk_size: int,
     reduction: str,
 ) -> Tensor:
     """Check the tokens of a public loss, compute its terms, and reduce them over the tokens that take part."""
-    check_tokens(embeddings, labels, valid, documents, chunk_size)
+    rows, names, usable, documents = checked(embeddings, labels, valid, documents, chunk_size)
     check_choice("reduction", reduction, REDUCTIONS)
-    shape = labels.shape
-    embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
-    usable = usable_tokens(embeddings, labels, valid)
-    terms = anchored_terms(block_terms, embeddings, labels, usable, documents=documents, chunk_size=chunk_size)
+    terms = anchored_terms(block_terms, rows, names, usable, documents=documents, chunk_size=chunk_size)
     if reduction == "none":
-        return terms.reshape(shape)
+        return terms.reshape(labels.shape)
     return terms.sum() if reduction == "sum" else terms.sum() / usable.sum().clamp(min=1)
 
 
@@ -96,6 +81,11 @@ def spread(losses: Tensor, counted: Tensor, total: Tensor, usable: Tensor) -> Te
     return torch.where(counted, losses, 0.0) * factor.unsqueeze(-1)
 
 
+def doubt(rows: Tensor) -> Tensor:
+    """0, but NaN for a row [..., d] that is not finite, so that it shows even where it meets nobody."""
+    return rows.detach().abs().amax(dim=-1) * 0.0
+
+
 def cosine_logits(block: Block, temperature: float | Tensor) -> Tensor:
     """(cos(e_i, e_j) - 1) / tau [m, p, k]; exactly 0 with itself. The shift cancels in every softmax of an anchor."""
     anchors = block.rows[:, slice(*block.anchors)]
@@ -103,7 +93,10 @@ def cosine_logits(block: Block, temperature: float | Tensor) -> Tensor:
 
 
 def log_sum(logits: Tensor, members: Tensor) -> Tensor:
-    """log sum exp over the members [m, p]; hugely negative, and without gradient, where there are none."""
+    """log sum exp over the members [m, p]; hugely negative, and without gradient, where there are none.
+
+    The filling is finite, so that inf - inf never arises; a quarter of the range, so that a difference is finite, too.
+    """
     return logits.masked_fill(~members, torch.finfo(logits.dtype).min / 4).logsumexp(dim=-1)
 
 

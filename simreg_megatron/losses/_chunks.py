@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # 
 NO_LABEL = -1  # of filling and of tokens left out; no usable token has it
 
 Span = tuple[int, int]  # first position and one past the last
+Add = Callable[[Tensor], Tensor]  # the sum over the ranks that hold other tokens, and of their gradients
 
 
 class Block(NamedTuple):
@@ -104,6 +105,21 @@ def usable_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> T
 def with_direction(embeddings: Tensor, wanted: Tensor) -> Tensor:
     """Return which of the wanted tokens [b, n] have a row that is not exactly zero."""
     return torch.logical_and(wanted, _largest_numbers(embeddings))  # a NaN counts as true, as any number but 0
+
+
+def checked(
+    embeddings: Tensor,
+    labels: Tensor | None,
+    valid: Tensor | None,
+    documents: Tensor | None = None,
+    chunk_size: int = 0,
+) -> tuple[Any, ...]:
+    """Check the tokens of a public loss; return its embeddings, labels (None: zeros), usable and documents, batched."""
+    if labels is None:
+        labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
+    check_tokens(embeddings, labels, valid, documents, chunk_size)
+    embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
+    return embeddings, labels, usable_tokens(embeddings, labels, valid), documents
 
 
 def chunk_length(num_tokens: int, chunk_size: int) -> int:

@@ -18,7 +18,7 @@ from simreg_megatron.losses._anchored import (
     reduced,
     spread,
 )
-from simreg_megatron.losses._chunks import Block, as_batch, check_tokens, label_pairs, usable_tokens
+from simreg_megatron.losses._chunks import Block, checked, label_pairs
 from simreg_megatron.losses._sequences import sequence_losses, whole_sequences
 from simreg_megatron.objectives.cpretrain import LARGEST_SCALE
 
@@ -66,21 +66,12 @@ def cpretrain_loss(
     check_choice("same_label", same_label, SAME_LABEL if level == "token" else ("masked",))
     if level == "sequence":
         return _of_sequences(embeddings, labels, valid, scaled(temperature, log_scale))
-    return reduced(
-        cpretrain_terms(temperature=temperature, same_label=same_label, log_scale=log_scale),
-        embeddings,
-        labels,
-        valid=valid,
-        documents=documents,
-        chunk_size=chunk_size,
-        reduction=reduction,
-    )
+    block_terms = cpretrain_terms(temperature=temperature, same_label=same_label, log_scale=log_scale)
+    return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
 
 
 def _of_sequences(embeddings: Tensor, labels: Tensor, valid: Tensor | None, temperature: float | Tensor) -> Tensor:
-    check_tokens(embeddings, labels, valid, None, 0)
-    embeddings, labels, valid = as_batch(embeddings, labels, valid)
-    usable = usable_tokens(embeddings, labels, valid)
+    embeddings, labels, usable, _ = checked(embeddings, labels, valid)
     first, second, takes_part = whole_sequences(embeddings, labels, usable, view="halves", pooling="mean")
     there = sequence_losses(first, second, takes_part, takes_part, 0, temperature)
     back = sequence_losses(second, first, takes_part, takes_part, 0, temperature)

@@ -62,15 +62,7 @@ def creg_loss(
     dropout on the hidden states alone would cost two more products with the output layer, the largest of the model.
     """
     block_terms = creg_terms(temperature=temperature, form=form, self_positive=self_positive)
-    return reduced(
-        block_terms,
-        embeddings,
-        labels,
-        valid=valid,
-        documents=documents,
-        chunk_size=chunk_size,
-        reduction=reduction,
-    )
+    return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
 
 
 def creg_terms(*, temperature: float = 0.1, form: str = "per_positive", self_positive: str = "never") -> BlockTerms:

@@ -9,7 +9,6 @@ Shapes: b sequences, n tokens, d features of which p are the prefix; r pooled ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import check_choice
-from simreg_megatron.losses._chunks import as_batch, check_tokens, chunk_length, usable_tokens
+from simreg_megatron.losses._chunks import Add, checked, chunk_length
 from simreg_megatron.losses.prefixes_ce import default_prefixes
 from simreg_megatron.losses.sigreg import in_samples
 from simreg_megatron.losses.similarity import unit_rows
@@ -28,8 +27,6 @@ NORM_SCOPES = ("sequence", "batch")
 EPSILON = 1e-6
 _LOST = 16  # units of rounding, of the mean: what deviation a feature that never changes seems to have, with some room
 _SLAB = 16 << 20  # bytes of the similarities of some rows with all
-
-Add = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -96,11 +93,7 @@ def mic_loss(
     Source: arXiv 2605.29987, from secondary sources; tau, t, the weights and where L_var is taken are our choices.
     """
     options = options or MICOptions()
-    if labels is None:
-        labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
-    check_tokens(embeddings, labels, valid, None, chunk_size)
-    embeddings, labels, valid = as_batch(embeddings, labels, valid)
-    usable = usable_tokens(embeddings, labels, valid)
+    embeddings, labels, usable, _ = checked(embeddings, labels, valid, chunk_size=chunk_size)
     length = labels.shape[1]
     return mic_value(
         embeddings, usable, torch.arange(length, device=labels.device), length, options=options, chunk_size=chunk_size

@@ -43,7 +43,7 @@ def permuted_labels(
     length = chunk_length(num_tokens, chunk_size)
     own = fold(labels, length, NO_LABEL)
     takes_part = fold(usable.long(), length, 0) > 0
-    draw = _random(longest, seed=seed, iteration=iteration, device=labels.device)[:length]
+    draw = random_numbers(longest, seed=seed, iteration=iteration, device=labels.device)[:length]
     order = torch.where(takes_part, draw, math.inf).argsort(dim=-1, stable=True)  # of the cycle; the others behind it
     number, place = takes_part.sum(dim=-1, keepdim=True), torch.arange(length, device=labels.device)
     following = torch.where(place < number, (place + 1) % number.clamp(min=1), place)
@@ -51,9 +51,12 @@ def permuted_labels(
     return unfold(moved, num_sequences, num_tokens)
 
 
-def _random(number: int, *, seed: int, iteration: int, device: torch.device) -> Tensor:
+def random_numbers(number: int, *, seed: int, iteration: int, device: torch.device) -> Tensor:
     """Even numbers [number] from 0 to 1, the same for equal seeds and iterations on all devices of one kind."""
-    digest = hashlib.blake2b(f"placebo {seed} {iteration}".encode(), digest_size=8).digest()
-    generator = torch.Generator(device)
-    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.rand(number, generator=generator, device=device)
+    return torch.rand(number, generator=seeded_generator(f"placebo {seed} {iteration}", device), device=device)
+
+
+def seeded_generator(text: str, device: torch.device) -> torch.Generator:
+    """Random numbers that follow from the text alone, the same on all devices of one kind."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()  # the CPU looks at 32 bits of a seed only
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

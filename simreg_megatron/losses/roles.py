@@ -18,6 +18,8 @@ from torch import Tensor
 
 from simreg_megatron.losses._chunks import NO_LABEL, by_sequence, chunk_length, fold, unfold
 
+_Tokens = tuple[Tensor, Tensor, Tensor | None]  # labels, usable, documents, each [b, n]
+
 
 class TokenRoles(NamedTuple):
     """Per token [b, n]."""
@@ -57,17 +59,13 @@ def token_roles(
         return TokenRoles(usable, None, None)  # nothing to count
     num_sequences, num_tokens = labels.shape
     length = chunk_length(num_tokens, chunk_size)
-    chunks = _Counts.of(
-        fold(names_of(labels, usable, documents), length, NO_LABEL),
-        None if documents is None else fold(torch.where(usable, documents, NO_LABEL), length, NO_LABEL),
-        self_positive,
-        dtype,
-    )
+    tokens = labels, usable, documents
+    chunks = _Counts.of(tokens, length, self_positive, dtype)
     offset = weight = None
     if group_reduce == "mean":
         offset = _log(chunks.positive) - _log(chunks.negative)
     elif chunk_weight == "count-corrected":
-        offset = _count_correction(chunks, labels, usable, documents, length, self_positive, dtype)
+        offset = _count_correction(chunks, tokens, length, self_positive, dtype)
     if chunk_weight in ("uniform", "pos-neg-ratio", "neg-pos-ratio"):
         weight = _chunk_weights(chunk_weight, chunks, num_sequences)
     offset, weight = (None if part is None else unfold(part, num_sequences, num_tokens) for part in (offset, weight))
@@ -81,12 +79,7 @@ def pair_counts(
     unusable tokens; arguments as in `token_roles`."""
     num_sequences, num_tokens = labels.shape
     length = chunk_length(num_tokens, chunk_size)
-    chunks = _Counts.of(
-        fold(names_of(labels, usable, documents), length, NO_LABEL),
-        None if documents is None else fold(torch.where(usable, documents, NO_LABEL), length, NO_LABEL),
-        "always",
-        torch.float64,
-    )
+    chunks = _Counts.of((labels, usable, documents), length, "always", torch.float64)
     same, different = (unfold(count, num_sequences, num_tokens) for count in (chunks.positive, chunks.negative))
     return same - usable.double(), different
 
@@ -99,10 +92,15 @@ class _Counts(NamedTuple):
     negative: Tensor  # 0 for a token that is no anchor
 
     @classmethod
-    def of(cls, names: Tensor, documents: Tensor | None, self_positive: str, dtype: torch.dtype) -> _Counts:
+    def of(cls, tokens: _Tokens, length: int, self_positive: str, dtype: torch.dtype) -> _Counts:
+        """Count in rows of `length` tokens."""
+        labels, usable, documents = tokens
+        names = fold(names_of(labels, usable, documents), length, NO_LABEL)
         anchor = names != NO_LABEL
         same = _occurrences(names)
-        meets = anchor.sum(dim=-1, keepdim=True) if documents is None else _occurrences(documents)
+        meets = anchor.sum(dim=-1, keepdim=True)
+        if documents is not None:
+            meets = _occurrences(fold(torch.where(usable, documents, NO_LABEL), length, NO_LABEL))
         positive = same
         if self_positive == "never":
             anchor, positive = anchor & (same > 1), same - 1
@@ -131,22 +129,9 @@ def _log(count: Tensor) -> Tensor:
     return count.clamp(min=1.0).log()
 
 
-def _count_correction(
-    chunks: _Counts,
-    labels: Tensor,
-    usable: Tensor,
-    documents: Tensor | None,
-    length: int,
-    self_positive: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def _count_correction(chunks: _Counts, tokens: _Tokens, length: int, self_positive: str, dtype: torch.dtype) -> Tensor:
     """log(N_i in the sequence / N_i in the chunk) - log(P_i in the sequence / P_i in the chunk), [m, k]."""
-    whole = _Counts.of(
-        names_of(labels, usable, documents),
-        None if documents is None else torch.where(usable, documents, NO_LABEL),
-        self_positive,
-        dtype,
-    )
+    whole = _Counts.of(tokens, tokens[0].shape[1], self_positive, dtype)
     negative, positive = fold(whole.negative, length, 0.0), fold(whole.positive, length, 0.0)
     return (_log(negative) - _log(chunks.negative)) - (_log(positive) - _log(chunks.positive))
 

@@ -54,15 +54,7 @@ def sce_loss(
         target=target,
         exclude_self=exclude_self,
     )
-    return reduced(
-        block_terms,
-        embeddings,
-        labels,
-        valid=valid,
-        documents=documents,
-        chunk_size=chunk_size,
-        reduction=reduction,
-    )
+    return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
 
 
 def sce_terms(

@@ -99,15 +99,7 @@ def sigmoid_loss(
         # Checked separately: in one tensor, one that is zero would hide behind the other.
         valid = with_direction(heads.to(embeddings.dtype), usable_tokens(embeddings, labels, valid))
         embeddings = with_heads(embeddings, heads)
-    return reduced(
-        block_terms,
-        embeddings,
-        labels,
-        valid=valid,
-        documents=documents,
-        chunk_size=chunk_size,
-        reduction=reduction,
-    )
+    return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
 
 
 def sigmoid_terms(

@@ -8,7 +8,6 @@ Shapes: b sequences, n tokens, d features; s samples in each sequence, K directi
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from functools import lru_cache
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from simreg_megatron.kernels.precision import no_autocast, product
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice
-from simreg_megatron.losses._chunks import as_batch, check_device, check_tokens, chunk_length, usable_tokens
+from simreg_megatron.losses._chunks import check_device, checked, chunk_length
+from simreg_megatron.losses.placebo import seeded_generator
 from simreg_megatron.losses.similarity import unit_rows
 from simreg_megatron.objectives.sigreg import UNSCALED
 
@@ -65,17 +65,13 @@ def sigreg_loss(
     sqrt(d) without which unit vectors project to variance 1/d). Tokens of a chunk as the sample are our choice.
     """
     check_choice("reduction", reduction, REDUCTIONS)
-    if labels is None:
-        labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
-    check_tokens(embeddings, labels, valid, None, chunk_size)
+    tokens, shape = checked(embeddings, labels, valid, chunk_size=chunk_size), embeddings.shape[:-1]
+    embeddings, labels, usable, _ = tokens
     if directions.dim() != 2 or directions.shape[1] != embeddings.shape[-1] or not len(directions):
         raise ValueError(f"directions must be [K > 0, {embeddings.shape[-1]}], got {list(directions.shape)}.")
     check_device("directions are", directions, "embeddings", embeddings)
     if normalize == "unit":
         warnings.warn(UNSCALED, stacklevel=2)
-    shape = labels.shape
-    embeddings, labels, valid = as_batch(embeddings, labels, valid)
-    usable = usable_tokens(embeddings, labels, valid)
     chunks = torch.arange(labels.shape[1], device=labels.device) // chunk_length(labels.shape[1], chunk_size)
     members = in_samples(usable, chunks, -(-labels.shape[1] // chunk_length(labels.shape[1], chunk_size)))
     sums = wave_sums(normalized(embeddings, usable, normalize), members, directions, estimator)
@@ -99,9 +95,7 @@ def random_directions(number: int, width: int, *, seed: int, iteration: int, dev
 
 @lru_cache(maxsize=2)
 def _drawn(number: int, width: int, seed: int, iteration: int, device: torch.device) -> Tensor:
-    digest = hashlib.blake2b(f"{seed} {iteration}".encode(), digest_size=8).digest()
-    generator = torch.Generator(device)  # the CPU's looks at 32 bits of its seed only: hence the digest
-    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = seeded_generator(f"{seed} {iteration}", device)
     return unit_rows(torch.randn(number, width, generator=generator, device=device))
 
 

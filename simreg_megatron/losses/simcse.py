@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from simreg_megatron.losses._anchored import check_choice, check_temperature
-from simreg_megatron.losses._chunks import as_batch, check_tokens, usable_tokens
+from simreg_megatron.losses._chunks import checked
 from simreg_megatron.losses._sequences import POOLINGS, VIEWS, sequence_losses, whole_sequences
 
 
@@ -42,11 +41,7 @@ def simcse_loss(
     check_temperature("temperature", temperature)
     check_choice("view", view, VIEWS)
     check_choice("pooling", pooling, POOLINGS)
-    if labels is None:
-        labels = torch.zeros(embeddings.shape[:-1], dtype=torch.long, device=embeddings.device)
-    check_tokens(embeddings, labels, valid, None, 0)
-    embeddings, labels, valid = as_batch(embeddings, labels, valid)
-    usable = usable_tokens(embeddings, labels, valid)
+    embeddings, labels, usable, _ = checked(embeddings, labels, valid)
     first, second, takes_part = whole_sequences(embeddings, labels, usable, view=view, pooling=pooling)
     losses = sequence_losses(first, second, takes_part, takes_part, 0, temperature)
     return losses.sum() / takes_part.sum().clamp(min=1)

@@ -14,19 +14,8 @@ from torch import Tensor
 from simreg_megatron.kernels.contrast import contrast_ratio
 from simreg_megatron.kernels.form import MODULES, Tokens
 from simreg_megatron.kernels.precision import no_autocast
-from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature
-from simreg_megatron.losses._chunks import (
-    Block,
-    Span,
-    as_batch,
-    block_of,
-    check_tokens,
-    joined,
-    label_pairs,
-    self_pairs,
-    stretches,
-    usable_tokens,
-)
+from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature, doubt, log_sum
+from simreg_megatron.losses._chunks import Block, Span, block_of, checked, joined, label_pairs, self_pairs, stretches
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.similarity import Similarity, check_exponents, get_similarity
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
@@ -96,12 +85,10 @@ def simreg_loss(
 
     Source: arXiv 2605.08809, Eq 3; chunks: its section on chunk-wise SimReg.
     """
-    check_tokens(embeddings, labels, valid, documents, chunk_size)
+    tokens, shape = checked(embeddings, labels, valid, documents, chunk_size), labels.shape
+    embeddings, labels, usable, documents = tokens
     _check_options(temperature, group_reduce, self_positive, chunk_weight, reduction, impl)
     check_exponents(similarity, exponents)  # here, for the fast forms do not look at them
-    shape = labels.shape
-    embeddings, labels, valid, documents = as_batch(embeddings, labels, valid, documents)
-    usable = usable_tokens(embeddings, labels, valid)
     roles = token_roles(
         labels,
         usable,
@@ -173,7 +160,9 @@ def simreg_terms(
             else:
                 block = block_of(stretch, embeddings, labels, usable, documents)
                 logits_of = get_similarity(similarity, exponents)
-                contrast = _contrast(block, logits_of, temperature, self_positive) + _doubt(block)
+                contrast = _contrast(block, logits_of, temperature, self_positive) + doubt(
+                    block.rows[:, slice(*block.anchors)]
+                )
                 parts.append(_terms(contrast.reshape(own.anchor.shape), own))
     if not parts:  # no tokens, but still a place in the graph
         return embeddings[:, :0, 0].to(torch.promote_types(embeddings.dtype, torch.float32))
@@ -223,26 +212,14 @@ def _logits(block: Block, logits_of: Similarity, temperature: float) -> Tensor:
 
 
 def _contrast(block: Block, logits_of: Similarity, temperature: float, self_positive: str) -> Tensor:
-    """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, p]; hugely negative where N_i is empty.
-
-    A finite filling in place of -inf: over an empty group it leaves a number whose softplus and gradient are
-    exactly 0, and inf - inf never arises, forward or backward. A quarter of the range, so that L_i is finite.
-    """
+    """L_i = LSE_{N_i}(s) - LSE_{P_i}(s), [m, p]; hugely negative where N_i is empty."""
     logits = _logits(block, logits_of, temperature)
     positive, negative = label_pairs(block)
     if self_positive != "always":
         others = positive & ~self_pairs(block)
         alone = ~others.any(dim=-1, keepdim=True)
         positive = others if self_positive == "never" else torch.where(alone, positive, others)
-    nothing = torch.finfo(logits.dtype).min / 4
-    negatives = logits.masked_fill(~negative, nothing).logsumexp(dim=-1)
-    positives = logits.masked_fill(~positive, nothing).logsumexp(dim=-1)
-    return negatives - positives
-
-
-def _doubt(block: Block) -> Tensor:
-    """0, but NaN for a row that is not finite, [m, p]: one alone in its chunk would otherwise pass as a 0."""
-    return block.rows[:, slice(*block.anchors)].detach().abs().amax(dim=-1) * 0.0
+    return log_sum(logits, negative) - log_sum(logits, positive)
 
 
 def terms_of_ratio(ratio: Tensor, roles: TokenRoles) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: B micro-batch, A anchors of this rank, D hidden; s sequences, B or those
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -13,14 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.losses._sequences import (
-    Pooled,
-    first_part,
-    last_positions,
-    pooled,
-    sequence_losses,
-    two_views,
-)
+from simreg_megatron.losses._sequences import Pooled, first_part, last_positions, pooled, sequence_losses, two_views
 from simreg_megatron.losses.cpretrain import scaled
 from simreg_megatron.parallel.collectives import sum_over
 from simreg_megatron.parallel.shard import SequenceShard
@@ -29,31 +23,17 @@ from simreg_megatron.sharded.views import View
 
 
 def simcse_terms(
-    config: SimRegConfig, views: list[View], shard: SequenceShard, learned: Mapping[str, Tensor], replicas: Replicas
-) -> Tensor:
-    """Give every usable token the loss of its sequence, [B, A]: a sequence weighs as much as it has tokens."""
-    return _by_sequence(config, views, shard, None, replicas, symmetric=False)
-
-
-def cpretrain_terms(
-    config: SimRegConfig, views: list[View], shard: SequenceShard, learned: Mapping[str, Tensor], replicas: Replicas
-) -> Tensor:
-    """The same, with the mean of both directions."""
-    return _by_sequence(config, views, shard, learned.get("log_scale"), replicas, symmetric=True)
-
-
-def _by_sequence(
     config: SimRegConfig,
     views: list[View],
     shard: SequenceShard,
-    log_scale: Tensor | None,
+    learned: Mapping[str, Tensor],
     replicas: Replicas,
-    *,
-    symmetric: bool,
+    symmetric: bool = False,
 ) -> Tensor:
+    """Every usable token carries the loss of its sequence, [B, A], so a sequence weighs as much as it has tokens."""
     view = str(config.options.get("view", "halves"))
     first, second, takes_part = two_views(_pooled(config, view, views, shard), view)
-    temperature = scaled(config.tau, log_scale)
+    temperature = scaled(config.tau, learned.get("log_scale"))
     place, others = 0, (first, second, takes_part)
     if config.options.get("gather") == "yes":
         place, others = _of_all_replicas(first, second, takes_part, replicas())
@@ -63,6 +43,10 @@ def _by_sequence(
         losses = (losses + back) / 2
     usable = torch.cat([view.usable[:, slice(*view.anchors)] for view in views], dim=1)
     return torch.where(usable, losses.unsqueeze(-1), 0.0)
+
+
+cpretrain_terms = functools.partial(simcse_terms, symmetric=True)
+"""The same, with the mean of both directions."""
 
 
 def _pooled(config: SimRegConfig, view: str, views: list[View], shard: SequenceShard) -> Pooled:

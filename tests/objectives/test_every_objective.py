@@ -142,7 +142,7 @@ def test_what_changes_it_and_what_does_not(objective: Objective, config: SimRegC
 def test_masked_tokens_are_not_seen(objective: Objective, config: SimRegConfig) -> None:
     rows, labels, valid = given()
     before = terms(config, rows, labels, valid)
-    other = torch.where(valid.unsqueeze(-1), rows, torch.randn_like(rows))
+    other = rows.masked_fill(~valid.unsqueeze(-1), torch.nan)
     after = terms(config, other, torch.where(valid, labels, 2), valid)
     torch.testing.assert_close(after, before)
     assert not before[~valid].any(), "nor have they a term"
