@@ -78,5 +78,5 @@ class Strength:
         if any(part.record.draws for part in self.config.parts):
             log_once(
                 "SimReg: nothing passes the step's number (simreg_megatron.loop.begin_step), so each micro-batch draws "
-                "its own random directions or permutations, and a resumed run repeats the first ones"
+                "its own random directions, samples or permutations, and a resumed run repeats the first ones"
             )

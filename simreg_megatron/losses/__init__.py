@@ -9,6 +9,7 @@ from simreg_megatron.losses._anchored import BlockTerms, cosine_logits, log_sum,
 from simreg_megatron.losses._chunks import Block, label_pairs, self_pairs
 from simreg_megatron.losses.cpretrain import cpretrain_loss
 from simreg_megatron.losses.creg import creg_loss
+from simreg_megatron.losses.dispersion import dispersion_loss
 from simreg_megatron.losses.mic import mic_loss
 from simreg_megatron.losses.prefixes_ce import prefixes_ce_loss
 from simreg_megatron.losses.sce import sce_loss
@@ -23,6 +24,7 @@ __all__ = [
     "cosine_logits",
     "cpretrain_loss",
     "creg_loss",
+    "dispersion_loss",
     "label_pairs",
     "log_sum",
     "mean_over",

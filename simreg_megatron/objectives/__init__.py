@@ -16,6 +16,7 @@ import importlib.metadata
 
 from simreg_megatron.objectives.cpretrain import CPRETRAIN
 from simreg_megatron.objectives.creg import CREG
+from simreg_megatron.objectives.dispersion import DISPERSION
 from simreg_megatron.objectives.head import PREFIXES_CE, Z_LOSS
 from simreg_megatron.objectives.mic import MIC
 from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar, Settings
@@ -31,7 +32,7 @@ GROUP = "simreg_megatron.objectives"
 BUILT_IN = {
     each.name: each
     for each in (
-        SIMREG, SIMCSE, CPRETRAIN, CREG, SCE, SIGREG, SIGMOID, MIC, PREFIXES_CE, Z_LOSS, PLACEBO, NONE,
+        SIMREG, SIMCSE, CPRETRAIN, CREG, SCE, SIGREG, SIGMOID, MIC, DISPERSION, PREFIXES_CE, Z_LOSS, PLACEBO, NONE,
     )
 }  # fmt: skip
 

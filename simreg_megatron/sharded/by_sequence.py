@@ -30,7 +30,7 @@ def simcse_terms(
     replicas: Replicas,
     symmetric: bool = False,
 ) -> Tensor:
-    """Every usable token carries the loss of its sequence, [B, A], so a sequence weighs as much as it has tokens."""
+    """Give every usable token the loss of its sequence, [B, A]: a sequence weighs as much as it has tokens."""
     view = str(config.options.get("view", "halves"))
     first, second, takes_part = two_views(_pooled(config, view, views, shard), view)
     temperature = scaled(config.tau, learned.get("log_scale"))

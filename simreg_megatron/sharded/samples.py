@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.losses._anchored import doubt
 from simreg_megatron.losses._chunks import chunk_length
+from simreg_megatron.losses.dispersion import dispersion_value
 from simreg_megatron.losses.mic import MICOptions, mic_value, pools_tokens
+from simreg_megatron.losses.placebo import random_numbers
 from simreg_megatron.losses.sigreg import (
     NUM_DIRECTIONS,
     in_samples,
@@ -114,3 +117,17 @@ def mic_terms(
 
 def mic_options(config: SimRegConfig) -> MICOptions:
     return MICOptions(**{**config.options, "prefixes": config.prefixes})  # type: ignore[arg-type]
+
+
+def dispersion_terms(
+    config: SimRegConfig, views: list[View], shard: SequenceShard, iteration: int, replicas: Replicas
+) -> Tensor:
+    """L of each anchor's sequence, [B, A]; 0 where a token does not count. A collective, of the sampled states.
+
+    All micro-batches of a step draw the same positions. Other replicas change nothing here.
+    """
+    options, (rows, _, usable, positions) = config.options, own_tokens(views, shard)
+    order = random_numbers(shard.layout.length, seed=int(options["seed"]), iteration=iteration, device=rows.device)
+    given = config.tau, int(options["tokens"]), float(options["clamp"])
+    values = dispersion_value(rows, usable, positions, order, *given, lambda part: sum_over_sequence(part, shard))
+    return torch.where(usable, values.unsqueeze(-1) + doubt(rows), 0.0)

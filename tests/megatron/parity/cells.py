@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from simreg_megatron.objectives import Objective
+from simreg_megatron.objectives import BUILT_IN, Objective
 from tests.megatron.runs import SIMREG
 
 
@@ -431,6 +431,10 @@ def cells_of(objective: Objective) -> tuple[Cell, ...]:
     )
 
 
+_SAMPLED = (
+    *cells_of(BUILT_IN["dispersion"]),
+    Cell(CP2, neighbour("dispersion", "10", options="clamp=0.1") + part("layers 1,final", "--simreg-layers 1,final")),
+)
 LOCAL_MEANS = Cell(CP2, ACROSS, mode=PER_TOKEN, breakage="local_means_logged", must_fail="wrong on purpose")
 TRUNCATED = neighbour("prefixes-ce", "0.5", options="prefixes=8/32")
 _TRUNCATED = [
@@ -466,5 +470,5 @@ _BROKEN = [
 CELLS = (
     *_CHUNKS, *_OPTIMIZERS, *_SCOPES, *_OBJECTIVES, *_WEIGHTS, *_COUNTS, *_SAMPLES, *_DOCUMENTS, *_PACKED, *_PRECISION,
     *_RECOMPUTE, *_MODELS, *_EXPERTS, *_INNER, *_LAYERS, *_BASELINES, *_SUMS, *_MOMENTS, *_PAIRS, *_COMBINATIONS,
-    *_TRUNCATED, *_NORMALIZERS, *_CONTROLS, *_BROKEN,
+    *_SAMPLED, *_TRUNCATED, *_NORMALIZERS, *_CONTROLS, *_BROKEN,
 )  # fmt: skip

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispersion: turn the hidden states of a sequence away from each other.
+
+Shapes: b sequences, n tokens of this rank, N of the sequence, k of them in the sample, d features.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from simreg_megatron.kernels.precision import product
+from simreg_megatron.losses._anchored import check_temperature, log_sum
+from simreg_megatron.losses._chunks import Add, checked, is_number
+from simreg_megatron.losses.placebo import random_numbers
+from simreg_megatron.losses.similarity import unit_rows
+
+_PARALLEL = 32  # units of rounding: below this sin^2 of an angle, its direction is lost
+
+
+def dispersion_loss(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    tokens: int = 256,
+    clamp: float = 0.0,
+    seed: int = 0,
+    iteration: int = 0,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """L = log mean_{i != j} exp(-D_ij / tau),  D_ij = arccos(cos(e_i, e_j)) / pi, i and j of a sample of a sequence.
+
+    L is from -1 / tau (all pairs opposite, which only two rows can be) to 0 (all parallel). Rows that are parallel up
+    to rounding do not move each other: the angle has no derivative there, and 0 is the mean of its sides.
+
+    Args:
+        embeddings: [b, n, d] or [n, d]; computed in float32 (float64 for float64).
+        labels: integer [b, n]; only looked at for labels below 0, which make a token invalid.
+        temperature: tau, above 0.
+        tokens: k, at least 2; drawn from the valid tokens of each sequence, all of them where there are fewer.
+        clamp: arccos and its derivative are taken at a cosine of at most 1 - clamp (at least -1 + clamp).
+        seed, iteration: of the draw, which follows from these and the positions alone.
+        valid: bool [b, n]; a sequence with fewer than two valid tokens has loss 0.
+
+    Returns:
+        The mean over the valid tokens, each with the L of its sequence.
+
+    Raises:
+        ValueError: an argument is out of range, or shapes, types or devices do not fit.
+
+    Source: arXiv 2602.00217 ("angular spread", the one of its losses that it trains with). Its code has 256 tokens,
+    tau = 1, a clamp of 0.1 or 0.25, and the mean over layers. Leaving out invalid tokens and clamp 0 are our choices.
+    """
+    check_temperature("temperature", temperature)
+    if not is_number(tokens, int) or tokens < 2:
+        raise ValueError(f"tokens must be an integer of at least 2, which make a pair, got {tokens!r}.")
+    if not is_number(clamp) or not 0 <= clamp < 1:
+        raise ValueError(f"clamp must be from 0 to below 1, got {clamp!r}.")
+    embeddings, labels, usable, _ = checked(embeddings, labels, valid)
+    order = random_numbers(labels.shape[1], seed=seed, iteration=iteration, device=labels.device)
+    positions = torch.arange(len(order), device=order.device)
+    losses = dispersion_value(embeddings, usable, positions, order, temperature, tokens, clamp, lambda part: part)
+    return (losses * usable.sum(dim=1)).sum() / usable.sum().clamp(min=1)
+
+
+def dispersion_value(
+    embeddings: Tensor,
+    usable: Tensor,
+    positions: Tensor,
+    order: Tensor,
+    tau: float,
+    tokens: int,
+    clamp: float,
+    add: Add,
+) -> Tensor:
+    """L of each sequence, [b], the same on all ranks that share it.
+
+    Args:
+        embeddings: [b, n, d], this rank's tokens.
+        usable: bool [b, n].
+        positions: int64 [n], on the sequence.
+        order: random numbers [N], of which the smallest choose the sample.
+        add: the sum over the ranks that hold the other tokens, and of their gradients in the backward.
+    """
+    everyone = add(positions.new_zeros(len(usable), len(order)).index_copy(1, positions, usable.long())) > 0
+    drawn = torch.where(everyone, order, math.inf).argsort(dim=-1, stable=True)[:, :tokens]
+    there = everyone.gather(1, drawn).unsqueeze(-1)
+    own = torch.arange(len(positions), device=order.device)
+    places = torch.full_like(order, -1, dtype=torch.long).index_copy(0, positions, own)
+    places = places[drawn].unsqueeze(-1)  # of the sample, among this rank's tokens
+    rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+    rows = rows.gather(1, places.clamp(min=0).expand(-1, -1, rows.shape[-1]))
+    rows = torch.where(there, add(torch.where(there & (places >= 0), rows, 0.0)), 1.0)
+    pairs = (there & there.mT & ~torch.eye(there.shape[1], dtype=torch.bool, device=there.device)).flatten(1)
+    number = pairs.sum(dim=-1)
+    total = log_sum(-_distances(rows, clamp).flatten(1) / tau, pairs)
+    return torch.where(number > 0, total - number.clamp(min=1).log(), 0.0)
+
+
+def _distances(rows: Tensor, clamp: float) -> Tensor:
+    """arccos(cos) / pi of all pairs, [b, k, k], at the clamped cosine; the derivative is finite also at 1 and -1."""
+    units = unit_rows(rows)
+    cosines = product(units, units.mT)
+    at = cosines.detach().clamp(clamp - 1, 1 - clamp)
+    slopes = ((1 - at) * (1 + at)).clamp(min=_PARALLEL * torch.finfo(at.dtype).eps).rsqrt()
+    return (at.acos() - slopes * (cosines - cosines.detach())) / math.pi
