@@ -30,6 +30,7 @@ NOT_RUN = {
     ): "needs Megatron-Bridge, which make test-te has; tests/megatron runs the callback's protocol",
     ("docs/ecosystem.md", "from mcore_bridge"): "test_ecosystem.py runs it with stand-ins for ms-swift",
     ("docs/ecosystem.md", "# my_configs.py"): "needs torchtitan; test_titan.py trains with such a config",
+    ("docs/ecosystem.md", "# simreg_in_automodel.py"): "needs Automodel, and test_ecosystem.py runs it with it",
     ("docs/ecosystem.md", "import torch"): "test_ecosystem.py runs it with stand-ins for slime",
 }
 """Blocks of Python that are only compiled: page and first words, and why."""

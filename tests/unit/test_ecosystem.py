@@ -62,7 +62,7 @@ def start() -> None:
     model_parallel_cuda_manual_seed(1)
 
 
-def build(model_class: type | None = None) -> Any:
+def build(model_class: type | None = None, **others: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -71,10 +71,11 @@ def build(model_class: type | None = None) -> Any:
     config = TransformerConfig(
         num_layers=2, hidden_size=WIDTH, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
         attention_dropout=0.0, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False, persist_layer_norm=False,
+        bias_dropout_fusion=False, persist_layer_norm=False, **others,
     )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization=others.get("normalization"))
     return (model_class or GPTModel)(
-        config, get_gpt_layer_local_spec(), WORDS, TOTAL, share_embeddings_and_output_weights=False,
+        config, spec, WORDS, TOTAL, share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
     ).train()  # fmt: skip
 
@@ -568,6 +569,86 @@ def broken_loops_are_told_apart() -> None:
         ask([model], lambda: labelled_step(model))
 
 
+# ---- Liger's patches of Megatron -----------------------------------------------------------------------------------
+
+
+def train_with_liger(*, installs_first: bool) -> None:
+    """Both patches, in this order; Liger's kernels, which need a GPU, are torch's functions and are counted."""
+    from liger_kernel.megatron import apply_liger_kernel_to_megatron, rms_norm
+    from liger_kernel.transformers import vocab_parallel_cross_entropy
+    from megatron.core.fusions import fused_cross_entropy
+    from megatron.core.models.common.language_module import language_module
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy as megatrons
+
+    from simreg_megatron.contract import check
+
+    used: list[str] = []
+
+    def norm(x: Tensor, weight: Tensor, eps: float, *others: Any) -> Tensor:
+        used.append("norm")
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    def cross_entropy(logits: Tensor, labels: Tensor, *others: Any) -> Tensor:
+        used.append("cross-entropy")
+        return megatrons(logits, labels)
+
+    rms_norm.LigerRMSNormFunction = SimpleNamespace(apply=norm)
+    vocab_parallel_cross_entropy.LigerVocabParallelCEFunction = SimpleNamespace(apply=cross_entropy)
+    if installs_first:
+        install(config=CONFIG)
+    apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True)
+    language_module.fused_vocab_parallel_cross_entropy = fused_cross_entropy.fused_vocab_parallel_cross_entropy
+    if not installs_first:
+        install(config=CONFIG)
+    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+    model = build(normalization="RMSNorm", **fused)
+    assert check(model, lambda: labelled_step(model)).change > 0.1
+    assert used.count("norm") == 5 * used.count("cross-entropy") == 5 * 3, "two layers and the last norm, in 3 passes"
+
+
+@contract(ranks=1)
+def liger_before_simreg() -> None:
+    train_with_liger(installs_first=False)
+
+
+@contract(ranks=1)
+def liger_after_simreg() -> None:
+    train_with_liger(installs_first=True)
+
+
+# ---- NeMo Automodel ------------------------------------------------------------------------------------------------
+
+
+def test_automodel_trains_with_simreg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through Automodel's own call of a loss; its kernel needs a GPU."""
+    name = "nemo_automodel.components.loss.linear_ce"
+    linear_ce = pytest.importorskip(name, reason="nemo_automodel is not installed")
+    from nemo_automodel.components.loss.utils import calculate_loss
+
+    def cross_entropy(states: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, **others: Any) -> Tensor:
+        logits = (states @ weight.T).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction="sum")
+
+    monkeypatch.setattr(linear_ce, "HAVE_CUT_CROSS_ENTROPY", True)
+    monkeypatch.setattr(linear_ce, "linear_cross_entropy", cross_entropy, raising=False)
+    loss_class = file_of("simreg_in_automodel")["SimRegCrossEntropy"]
+    (_, labels, _), weight = row(), torch.randn(WORDS, WIDTH)
+    states, number = torch.randn(1, TOTAL, WIDTH, requires_grad=True), int((labels >= 0).sum())
+
+    def gradient(loss_fn: Any) -> tuple[Tensor, Tensor]:
+        given = {"hidden_states": states, "labels": labels, "lm_weight": weight, "num_label_tokens": number}
+        loss = calculate_loss(loss_fn, model=None, logits=None, **given)
+        return loss.detach(), torch.autograd.grad(loss, states)[0]
+
+    plain = gradient(linear_ce.FusedLinearCrossEntropy())
+    found = gradient(loss_class(simreg_lambda=30.0, simreg_chunk_size=16, simreg_temperature=0.5))
+    term = simreg_loss(states, labels, chunk_size=16, temperature=0.5, reduction="sum") / number
+    (wanted,) = torch.autograd.grad(30 * term, states)
+    assert found[0] == plain[0], "the logged loss is the cross-entropy alone"
+    torch.testing.assert_close(found[1] - plain[1], wanted)
+    assert wanted.norm() > 0.1 * plain[1].norm()
+
+
 # ---- each in a process of its own ----------------------------------------------------------------------------------
 
 
@@ -580,6 +661,8 @@ def run(check: str) -> None:
 @pytest.mark.megatron
 @pytest.mark.parametrize("check", CONTRACTS)
 def test_contract(check: str, tmp_path: Path) -> None:
+    if check.startswith("liger"):
+        pytest.importorskip("liger_kernel.megatron", reason="Liger's adapter for Megatron is not installed")
     log, ranks = tmp_path / "log", CONTRACTS[check]
     status = forks.run_ranks(run, check, processes=ranks, log=log, timeout=runs.TIMEOUT)
     said = log.read_text()
