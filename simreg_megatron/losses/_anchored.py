@@ -82,7 +82,7 @@ def spread(losses: Tensor, counted: Tensor, total: Tensor, usable: Tensor) -> Te
 
 
 def doubt(rows: Tensor) -> Tensor:
-    """0, but NaN for a row [..., d] that is not finite, so that it shows even where it meets nobody."""
+    """Return 0, but NaN for a row [..., d] that is not finite, so that it shows even without partners."""
     return rows.detach().abs().amax(dim=-1) * 0.0
 
 

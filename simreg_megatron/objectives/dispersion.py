@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispersion: pairs of tokens at wide angles, whatever their labels; the rival of 2026."""
+"""Dispersion: pairs of tokens at wide angles, without labels (arXiv 2602.00217)."""
 
 from __future__ import annotations
 
