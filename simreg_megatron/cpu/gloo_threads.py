@@ -24,11 +24,11 @@ def settle() -> None:
     """Wait until gloo's threads have freed what they hold, `_LIMIT` seconds at most: for `atexit`."""
     end = time.monotonic() + _LIMIT
     time.sleep(_PAUSE)
-    while _at_work() and time.monotonic() < end:
+    while _is_busy() and time.monotonic() < end:
         time.sleep(_PAUSE)
 
 
-def _at_work() -> bool:
+def _is_busy() -> bool:
     """Return whether a gloo thread runs or could run; unknown except on Linux, where one pause must do."""
     return any(_state(task) == "R" for task in os.listdir(_TASKS)) if _TASKS.is_dir() else False
 

@@ -265,7 +265,7 @@ def cdiv(count: int, size: int) -> int:
     return -(-count // size)  # triton.cdiv costs the host 10 us a call
 
 
-def _with_room(launch: Callable[..., Any]) -> Callable[..., Any]:
+def _with_allocator(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Give the kernels that `launch` starts memory for the descriptors that they make.
 
     Triton takes its allocator from the context, and autograd's threads have contexts of their own: so it is set in each
@@ -284,7 +284,7 @@ def _with_room(launch: Callable[..., Any]) -> Callable[..., Any]:
 class TritonForm(Form):
     """Launches the kernels above."""
 
-    @_with_room
+    @_with_allocator
     def measure(self, tokens: Tokens, anchors: Span, temperature: float, *, keep: bool) -> Kept:
         rows, part = _prepared(tokens)
         (first, last), length = anchors, rows.shape[2]
@@ -296,7 +296,7 @@ class TritonForm(Form):
         sums, _ = _run_pairs(rows, part, anchors, (0, length), temperature, pairs)
         return _finished(sums, part._replace(pairs=pairs), first)
 
-    @_with_room
+    @_with_allocator
     def measure_part(
         self, tokens: Tokens, anchors: Span, rectangles: Sequence[tuple[Span, Span]], temperature: float
     ) -> tuple[Kept, Tensor]:
@@ -313,7 +313,7 @@ class TritonForm(Form):
             run(_pull, (cdiv(count, _TOKENS),), *given, temperature, pull, count, SIZE=_TOKENS)
         return pull
 
-    @_with_room
+    @_with_allocator
     def pull_back(
         self, rows: Tensor, kept: Kept, pull: Tensor, anchors: Span, temperature: float, grad: Tensor
     ) -> None:

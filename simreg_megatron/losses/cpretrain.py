@@ -65,12 +65,12 @@ def cpretrain_loss(
     check_choice("reduction", reduction, REDUCTIONS if level == "token" else ("mean",))
     check_choice("same_label", same_label, SAME_LABEL if level == "token" else ("masked",))
     if level == "sequence":
-        return _of_sequences(embeddings, labels, valid, scaled(temperature, log_scale))
+        return _sequence_loss(embeddings, labels, valid, scaled(temperature, log_scale))
     block_terms = cpretrain_terms(temperature=temperature, same_label=same_label, log_scale=log_scale)
     return reduced(block_terms, embeddings, labels, valid, documents, chunk_size, reduction)
 
 
-def _of_sequences(embeddings: Tensor, labels: Tensor, valid: Tensor | None, temperature: float | Tensor) -> Tensor:
+def _sequence_loss(embeddings: Tensor, labels: Tensor, valid: Tensor | None, temperature: float | Tensor) -> Tensor:
     embeddings, labels, usable, _ = checked(embeddings, labels, valid)
     first, second, takes_part = whole_sequences(embeddings, labels, usable, view="halves", pooling="mean")
     there = sequence_losses(first, second, takes_part, takes_part, 0, temperature)

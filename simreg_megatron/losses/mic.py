@@ -52,7 +52,7 @@ class MICOptions:
     balance: float = 1.0
     uniformity: float = 1.0
 
-    def of_width(self, width: int) -> tuple[int, ...]:
+    def prefixes_for(self, width: int) -> tuple[int, ...]:
         """The prefixes of states of this width.
 
         Raises:
@@ -123,7 +123,7 @@ def mic_value(
     check_choice("norm_scope", options.norm_scope, NORM_SCOPES)
     rows = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
     rows = torch.where(usable.unsqueeze(-1), rows, 0.0)
-    prefixes = options.of_width(rows.shape[-1])
+    prefixes = options.prefixes_for(rows.shape[-1])
     with no_autocast(rows.device.type):
         correlations, deviations = _correlations(rows, usable, max(prefixes), options.norm_scope, add)
         own, pooled = _pooled(rows[..., : max(prefixes)], usable, positions, length, options, chunk_size, add)

@@ -36,7 +36,7 @@ def simcse_terms(
     temperature = scaled(config.tau, learned.get("log_scale"))
     place, others = 0, (first, second, takes_part)
     if config.options.get("gather") == "yes":
-        place, others = _of_all_replicas(first, second, takes_part, replicas())
+        place, others = _gather_replicas(first, second, takes_part, replicas())
     losses = sequence_losses(first, others[1], takes_part, others[2], place, temperature)
     if symmetric:
         back = sequence_losses(second, others[0], takes_part, others[2], place, temperature)
@@ -62,7 +62,7 @@ def _pooled(config: SimRegConfig, view: str, views: list[View], shard: SequenceS
     return Pooled._make(sum_over_sequence(part, shard) for part in parts)
 
 
-def _of_all_replicas(
+def _gather_replicas(
     first: Tensor, second: Tensor, takes_part: Tensor, group: dist.ProcessGroup
 ) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
     """Gather the sequences of all data-parallel ranks [s, ...], and return where this rank's begin among them.

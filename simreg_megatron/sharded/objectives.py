@@ -45,7 +45,7 @@ def objective_terms(
     elif config.by_sequence:
         found = terms(config, views, shard, learned, replicas)
     else:
-        found = _of_pairs(config, views, terms(**(_options(config) | dict(learned))))
+        found = _pair_terms(config, views, terms(**(_options(config) | dict(learned))))
     return found
 
 
@@ -67,7 +67,7 @@ def _is_switch(known: OptionKind) -> bool:
     return isinstance(known, tuple) and set(known) == set(_SWITCH)
 
 
-def _of_pairs(config: SimRegConfig, views: list[View], block_terms: Any) -> Tensor:
+def _pair_terms(config: SimRegConfig, views: list[View], block_terms: Any) -> Tensor:
     return torch.cat(
         [
             anchored_terms(

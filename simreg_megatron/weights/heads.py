@@ -29,7 +29,7 @@ def label_rows(model: Any, labels: Tensor, tensor_group: dist.ProcessGroup | Non
     Each tensor-parallel rank holds a part of the vocabulary and gives the rows that it has: a collective over them.
     """
     weight = _weight(model).detach()
-    local, here = _in_shard(labels.transpose(0, 1), weight, tensor_group)
+    local, here = _rows_in_shard(labels.transpose(0, 1), weight, tensor_group)
     rows = weight[torch.where(here, local, 0)].masked_fill(~here.unsqueeze(-1), 0.0)
     if tensor_group is not None:
         dist.all_reduce(rows, group=tensor_group)  # one number plus zeros: exact in any type and order
@@ -74,7 +74,7 @@ def head_terms(
         rows = wide(rows)
     else:
         rows = gather_rows(rows, group) if shard.layout.rows_split else share_work(rows, group)
-    local, here = _in_shard(labels.transpose(0, 1), head.weight, group)
+    local, here = _rows_in_shard(labels.transpose(0, 1), head.weight, group)
     if config.record.labels == "no":
         here = torch.zeros_like(here)  # without a label the cross-entropy is the normalizer
     losses = truncated_head_losses(rows.flatten(0, 1), local.flatten(), here.flatten(), head)
@@ -138,9 +138,9 @@ def margins(model: Any, states: Tensor, labels: Tensor, tensor_group: dist.Proce
     if tensor_group is not None:
         states, labels = (gather(part, tensor_group) for part in (states, labels))
     tiles = zip(
-        *(part.split(_STATES_AT_ONCE) for part in (states, *_in_shard(labels, weight, tensor_group))), strict=True
+        *(part.split(_STATES_AT_ONCE) for part in (states, *_rows_in_shard(labels, weight, tensor_group))), strict=True
     )
-    logits = torch.cat([_of_label_and_other(_logits(part, weight, bias), *place) for part, *place in tiles], dim=1)
+    logits = torch.cat([_label_and_largest_other(_logits(part, weight, bias), *place) for part, *place in tiles], dim=1)
     if tensor_group is not None:
         dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=tensor_group)
     of_label, other = logits
@@ -153,7 +153,7 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits + bias
 
 
-def _of_label_and_other(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tensor:
+def _label_and_largest_other(logits_NV: Tensor, local: Tensor, here: Tensor) -> Tensor:
     """[2, N]: the label's logit, or -inf where its row is on another rank, and the largest other one here.
 
     Overwrites the logits.
@@ -170,7 +170,7 @@ def _logit_scale(model: Any) -> float:
     return float(settings.mup_output_mult) if getattr(settings, "use_mup", False) else 1.0
 
 
-def _in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _rows_in_shard(labels: Tensor, weight: Tensor, tensor_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Return each label's row in this rank's shard of the vocabulary, and whether it is there (never below 0)."""
     first = 0 if tensor_group is None else tensor_group.rank() * weight.shape[0]
     local = labels - first

@@ -203,9 +203,9 @@ def test_a_mean_alone_makes_way_for_tokens() -> None:
 
 
 def test_prefixes_follow_the_width() -> None:
-    assert MICOptions().of_width(192) == (16, 32, 64) and MICOptions().of_width(6) == (3,)
+    assert MICOptions().prefixes_for(192) == (16, 32, 64) and MICOptions().prefixes_for(6) == (3,)
     with pytest.raises(ValueError, match="from 1 to 5 features of 6, got 6"):
-        MICOptions(prefixes=(2, 6)).of_width(6)
+        MICOptions(prefixes=(2, 6)).prefixes_for(6)
 
 
 @pytest.mark.parametrize(("prefix", "printed"), [(2, "1.047967"), (4, "0.466405"), (6, "0.200631")])
