@@ -131,7 +131,7 @@ def _log(count: Tensor) -> Tensor:
 
 def _count_correction(chunks: _Counts, tokens: _Tokens, length: int, self_positive: str, dtype: torch.dtype) -> Tensor:
     """log(N_i in the sequence / N_i in the chunk) - log(P_i in the sequence / P_i in the chunk), [m, k]."""
-    whole = _Counts.of(tokens, tokens[0].shape[1], self_positive, dtype)
+    whole = _Counts.of(tokens, chunk_length(tokens[0].shape[1], 0), self_positive, dtype)
     negative, positive = fold(whole.negative, length, 0.0), fold(whole.positive, length, 0.0)
     return (_log(negative) - _log(chunks.negative)) - (_log(positive) - _log(chunks.positive))
 

@@ -264,17 +264,9 @@ def test_dropout_views_drop_a_tenth_and_belong_to_the_sequence() -> None:
     assert ((first[0] == 0) & (first[1] == 0)).double().mean() == pytest.approx(0.01, abs=0.01), "and so are sequences"
     again, _, _ = whole_sequences(rows[2:], labels[2:], usable[2:], view="dropout", pooling="mean")
     assert torch.equal(again, first[2:]), "wherever the sequence is"
-    parts = [
-        pooled(
-            rows[:, cut],
-            labels[:, cut],
-            usable[:, cut],
-            torch.arange(7)[cut],
-            torch.zeros(7, dtype=torch.bool)[cut],
-            None,
-        )
-        for cut in (slice(3), slice(3, 7))
-    ]
+    cuts, of_second = (slice(3), slice(3, 7)), torch.zeros(7, dtype=torch.bool)
+    given = [[part[:, cut] for part in (rows, labels, usable)] + [torch.arange(7)[cut], of_second[cut]] for cut in cuts]
+    parts = [pooled(*each, None) for each in given]
     summed = Pooled(*(one + other for one, other in zip(*parts, strict=True)))
     assert torch.equal(two_views(summed, "dropout")[1], second), "and however it is cut"
 
