@@ -22,7 +22,6 @@ from simreg_megatron import loop
 from simreg_megatron.plugin import compat, installation
 
 _ENDLESS = 10**12  # iterations
-_AT_ONCE = 1 << 26  # numbers whose copies in float64 are made at a time
 
 
 class ContractError(RuntimeError):
@@ -78,17 +77,16 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
 
 def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     with _paused():
-        loss_without = _run(models, forward_backward)
-    # The only copy, as large as the gradients are: the others are compared where they lie.
-    without = [gradient.detach().clone() for gradient in _gradients(models)]
-    loss_with = _run(models, forward_backward)
-    num_with = _num(models)
-    pairs = zip(without, _gradients(models), strict=True) if num_with == len(without) else ()
-    moved = [_distance(*pair) for pair in pairs]
+        loss_without, gradients = _run(models, forward_backward)
+        without = [gradient.clone() for gradient in gradients]  # the only copy: the others are compared where they lie
+    loss_with, gradients = _run(models, forward_backward)
+    num_with = len(gradients)
+    pairs = zip(gradients, without, strict=True) if num_with == len(without) else ()
+    moved = [float((new.float() - old.float()).norm()) for new, old in pairs]
     with _paused():
-        loss_again = _run(models, forward_backward)
-    repeats = _num(models) == len(without) and all(map(torch.equal, without, _gradients(models)))
-    if not _is_finite(loss_without):
+        loss_again, gradients = _run(models, forward_backward)
+    repeats = len(gradients) == len(without) and all(map(torch.equal, without, gradients))
+    if not all(bool(torch.as_tensor(number).isfinite().all()) for number in _numbers(loss_without)):
         raise ContractError(
             f"the loop reports {loss_without} without SimReg, so nothing can be compared: fix that first"
         )
@@ -112,7 +110,7 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
             "no gradient changes with SimReg: this loop does not train on the loss that the model returns; pass labels "
             "to the model, and call backward on the loss that it returns"
         )
-    size = math.hypot(*map(_norm, without))
+    size = math.hypot(*(float(gradient.float().norm()) for gradient in without))
     return Found(math.hypot(*moved) / (size or math.nan), sum(map(bool, moved)), len(without))
 
 
@@ -143,25 +141,18 @@ def _repeated_random_numbers() -> Iterator[None]:
         get_cuda_rng_tracker().set_states(of_megatron)
 
 
-def _run(models: Any, forward_backward: Callable[[], Any]) -> Any:
-    """Run one step's passes; return a copy of the loss that the loop reports."""
+def _run(models: Any, forward_backward: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+    """Run one step's passes; return a copy of the loss that the loop reports, and all gradients.
+
+    Megatron's data parallelism has these in `main_grad`, and leaves `grad` empty.
+    """
     _clear(models)
     with _repeated_random_numbers():
-        return _kept(forward_backward())
-
-
-def _gradients(models: Any) -> Iterator[Tensor]:
-    """Yield all gradients; Megatron's data parallelism has them in `main_grad` and leaves `grad` empty."""
-    for model in compat.unwrapped(models):
-        for parameter in model.parameters():
-            gradient = getattr(parameter, "main_grad", None)
-            gradient = parameter.grad if gradient is None else gradient
-            if gradient is not None:
-                yield gradient
-
-
-def _num(models: Any) -> int:
-    return sum(1 for _ in _gradients(models))
+        loss = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), forward_backward())
+    parameters = [parameter for model in compat.unwrapped(models) for parameter in model.parameters()]
+    found = [getattr(parameter, "main_grad", None) for parameter in parameters]
+    found = [one.grad if grad is None else grad for one, grad in zip(parameters, found, strict=True)]
+    return loss, [gradient.detach() for gradient in found if gradient is not None]
 
 
 def _clear(models: Any) -> None:
@@ -171,23 +162,8 @@ def _clear(models: Any) -> None:
         model.zero_grad(set_to_none=True)
 
 
-def _distance(before: Tensor, after: Tensor) -> float:
-    parts = zip(before.flatten().split(_AT_ONCE), after.flatten().split(_AT_ONCE), strict=True)
-    return math.sqrt(sum(float((new.double() - old.double()).square().sum()) for old, new in parts))
-
-
-def _norm(tensor: Tensor) -> float:
-    return math.sqrt(sum(float(part.double().square().sum()) for part in tensor.flatten().split(_AT_ONCE)))
-
-
-def _kept(loss: Any) -> Any:
-    """Copy what the loop reports: a number, a tensor, None, or any of these in lists and dictionaries."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), loss)
-
-
-def _is_finite(loss: Any) -> bool:
-    numbers = (part for part in tree_leaves(loss) if isinstance(part, Tensor | int | float))
-    return all(bool(torch.as_tensor(number).isfinite().all()) for number in numbers)
+def _numbers(loss: Any) -> list[Any]:
+    return [part for part in tree_leaves(loss) if isinstance(part, Tensor | int | float)]
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -97,15 +97,14 @@ def _compared(form: Form, shape: Shape, device: torch.device) -> Iterator[tuple[
         ):
             two = Tokens(tokens.rows[:2].float(), tokens.labels[:2], tokens.usable[:2], None)
             exact = terms_and_gradient(form_named("tiled"), two, [(0, two.rows.shape[2])], tau)
-            factor = 2.0 ** -math.frexp(exact[1].abs().max().item())[1]  # a loss scale: float16 has no number of 1e-10
-            found = terms_and_gradient(form, tokens, spans, tau, factor=factor, is_shared=is_shared)
-            yield how, [_apart(found[0][:2], exact[0]), _apart(found[1][:2], exact[1] * factor)], bounds
+            found = terms_and_gradient(form, tokens, spans, tau, is_shared=is_shared)
+            yield how, [_apart(mine[:2], right) for mine, right in zip(found, exact, strict=True)], bounds
 
 
 def terms_and_gradient(
-    form: Form, tokens: Tokens, spans: list[Span], tau: float, *, factor: float = 1.0, is_shared: bool = False
+    form: Form, tokens: Tokens, spans: list[Span], tau: float, *, is_shared: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute SimReg's terms, and the gradient of `factor` times their sum, as ranks do that hold a span of each chunk.
+    """Compute SimReg's terms, and the gradient of their sum, as ranks do that hold a span of each chunk.
 
     Args:
         is_shared: each pair is computed on one of two ranks, for both; else all pairs of its anchors on each.
@@ -118,7 +117,7 @@ def terms_and_gradient(
         kept = [form.finish(each[0], sums[..., slice(*span)], span) for each, span in zip(measured, spans, strict=True)]
     else:
         kept = [form.measure(tokens, span, tau, keep=True) for span in spans]
-    pull = torch.cat([form.anchor_pull(factor / (1 + each.ratio), each, tau) for each in kept], dim=-1)
+    pull = torch.cat([form.anchor_pull(1 / (1 + each.ratio), each, tau) for each in kept], dim=-1)
     grad = torch.empty_like(tokens.rows)
     for span, each in zip(spans, kept, strict=True):
         form.pull_back(tokens.rows, each, pull, span, tau, grad[:, :, slice(*span)])
