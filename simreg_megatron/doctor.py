@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _look_at_script(script: Path) -> Iterator[str]:
     """Yield what the names in the script mean for SimReg; put the Megatron next to it first, as running it would."""
+    from simreg_megatron.plugin import compat
+
     try:
         with tokenize.open(script) as stream:
             names = {token.string for token in tokenize.generate_tokens(stream.readline) if token.type == tokenize.NAME}
@@ -80,6 +82,8 @@ def _look_at_script(script: Path) -> Iterator[str]:
         yield "It does not mention SimReg: start it with `-m simreg_megatron` before it, or call install() in it."
     if not names & {"pretrain", "initialize_megatron", "parse_args", "parse_and_validate_args"}:
         yield _PARSES_NOTHING
+    if models := sorted(names & {seam.owner for seam in (*compat.FORWARD_SEAMS, *compat.MASK_SEAMS)}):
+        yield f"It names {' and '.join(models)}: SimReg regularises the loss of that model."
     if "output_processor" in names:
         yield "It passes an output processor, which replaces the per-token loss: SimReg refuses such a forward pass."
 
@@ -199,7 +203,7 @@ def _print_seams() -> bool:
         models = (compat.MODEL_SEAM,)
     constructors = [compat.built(seam) for seam in models]
     of_the_loop = compat.TRAINING_SEAMS if _has_loop() else ()
-    for seam in (*models, *constructors, *of_the_loop, *compat.SCHEDULER_SEAMS):
+    for seam in (*models, *constructors, *compat.mask_seams(), *of_the_loop, *compat.SCHEDULER_SEAMS):
         try:
             seam.holder()
             found = "found"

@@ -70,7 +70,7 @@ def end_step(models: Any, *, reduces: bool) -> dict[str, Any]:
     if not regularizer.config.active:
         return {}
     regularizer.refuse_silence(models)
-    return log.reduced_means(compat.unwrapped(models)[0]) if reduces else {}
+    return log.reduced_means(compat.language_models(models)[0]) if reduces else {}
 
 
 def wrap_model(model_class: type) -> None:

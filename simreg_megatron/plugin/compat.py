@@ -9,9 +9,10 @@ import importlib.util
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -78,12 +79,21 @@ class Seam:
 
 _GIVEN = frozenset({"hidden_states", "labels", "loss_mask", "packed_seq_params", "inference_context"})
 MODEL_SEAM = Seam(_GPT, "GPTModel", "_postprocess", "final hidden states and labels meet here", _GIVEN, True)
-FORWARD_SEAMS = tuple(  # models that compute their loss inside `forward`: the output of their decoder is caught
+FORWARD_SEAMS = tuple(  # of models without a `_postprocess` of their own: the output of their decoder is caught
     Seam(module, owner, "forward", "it computes the loss", frozenset({"labels"}))
     for module, owner in (
         (_GPT, "GPTModel"),
         ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
         ("megatron.core.models.mamba.mamba_model", "MambaModel"),
+    )
+)
+_LLAVA = "megatron.core.models.multimodal.llava_model", "LLaVAModel"
+MASK_SEAMS = tuple(
+    Seam(*owner, name, "it makes the loss mask, which the language model inside is not given")
+    for owner, name in (
+        (_LLAVA, "_preprocess_data"),
+        (_LLAVA, "_process_embedding_token_parallel"),
+        (("megatron.core.models.mimo.model.base", "MimoModel"), "_shard_language_inputs"),
     )
 )
 DECODER_SEAM = Seam(
@@ -128,13 +138,32 @@ def model_seams() -> tuple[Seam, ...]:
     Raises:
         MegatronSeamError: GPTModel has neither form, or one of other parameters.
     """
-    gpt, *others = FORWARD_SEAMS
-    found = [MODEL_SEAM if hasattr(gpt.holder(), MODEL_SEAM.name) else gpt]
-    found[0].holder()
-    for seam in others:  # not in every release, and MambaModel may inherit HybridModel's
+    first, *others = FORWARD_SEAMS
+    found = _own_seam(first)
+    for forward in others:  # not in every release
         with suppress(MegatronSeamError):
-            found += [seam] if seam.name in vars(seam.holder()) else []
+            found += _own_seam(forward)
     return tuple(found)
+
+
+def _own_seam(forward: Seam) -> list[Seam]:
+    """`_postprocess`, which schedule plans call without `forward`, or else `forward`; MambaModel may inherit both."""
+    own = vars(forward.holder())
+    has_postprocess = MODEL_SEAM.name in own
+    seam = replace(MODEL_SEAM, module=forward.module, owner=forward.owner) if has_postprocess else forward
+    seam.holder()
+    return [seam] if seam.name in own else []
+
+
+def mask_seams() -> list[Seam]:
+    """Those of MASK_SEAMS that this Megatron has; importing them warns that they are experimental."""
+    found = []
+    for seam in MASK_SEAMS:
+        with suppress(MegatronSeamError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seam.holder()
+            found.append(seam)
+    return found
 
 
 def built(model: Seam) -> Seam:
@@ -232,6 +261,12 @@ def unwrapped(model_chunks: Any) -> list[Any]:
     """
     chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
     return [wrappers(chunk)[-1] for chunk in chunks]
+
+
+def language_models(model_chunks: Any) -> list[Any]:
+    """The models, or the `language_model` inside one that holds it (LLaVA, MIMO); such a one itself without any."""
+    found = [(model, getattr(model, "language_model", None)) for model in unwrapped(model_chunks)]
+    return [model if inner is None else wrappers(inner)[-1] for model, inner in found]
 
 
 def tensor_group(model: Any) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from simreg_megatron import notices
@@ -63,11 +64,12 @@ def _install(config: SimRegConfig | None) -> None:
     models = compat.model_seams()
     wrappers: list[tuple[compat.Seam, Wrapper]] = []
     for seam in models:
-        in_forward = seam is not compat.MODEL_SEAM
+        in_forward = seam in compat.FORWARD_SEAMS
         wrappers.append((seam, model.regularize_forward if in_forward else model.regularize))
         wrappers.append((compat.built(seam), model.prepare))
         if not in_forward:
-            wrappers.append((compat.FORWARD_SEAMS[0], model.check_forward))
+            wrappers.append((replace(seam, name="forward", parameters=frozenset()), model.check_forward))
+    wrappers += [(seam, model.keep_loss_mask) for seam in compat.mask_seams()]
     if has_loop:
         wrappers += _AROUND_LOOP if config is not None else (*_AROUND_LOOP, *_WITH_FLAGS)
     model_classes = tuple(seam.holder() for seam in models)

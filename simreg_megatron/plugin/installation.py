@@ -35,6 +35,8 @@ class Installation:
         self.met: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have computed a loss with labels
         self.passed: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward pass called a wrapped function
         self.entered: weakref.WeakSet[Any] = weakref.WeakSet()  # that are inside a wrapped function now
+        self.loss_masks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """By language model inside another model, which may keep the mask to itself; None once it is used."""
         self.watches: list[Any] = []  # handles of the hooks on models
         self._decoder_wrapper = decoder_wrapper
         self._regularizer: Regularizer | None = None

@@ -125,13 +125,13 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
         return
     chunks = models if isinstance(models, list) else [models]
     refuse_models(config, chunks, here.model_classes)
-    for model in compat.unwrapped(chunks):
+    for model in compat.language_models(chunks):
         refuse_settings(model.config, config)
         num_data_ranks = functools.partial(compat.num_data_ranks, model)
         refuse_rows(config, model.config.hidden_size, micro_batch_size, num_data_ranks, packed=False)
         learnable.refuse_without(config, model)
         watch(model)
-    make_ready(regularizer, chunks, compat.unwrapped(chunks)[0].config, micro_batch_size, seq_length)
+    make_ready(regularizer, chunks, compat.language_models(chunks)[0].config, micro_batch_size, seq_length)
 
 
 def make_ready(
@@ -143,7 +143,9 @@ def make_ready(
     """
     from megatron.core.utils import get_model_config
 
-    config, models = regularizer.config, compat.unwrapped(model_chunks)
+    config, models = regularizer.config, compat.language_models(model_chunks)
+    inside = set(models) - set(compat.unwrapped(model_chunks))
+    installation.current().loss_masks |= dict.fromkeys(inside)  # such a one may count labels of images without a mask
     if is_whole_graph(settings):
         regularizer.strength.repeats, regularizer.metrics.has_geometry = True, False
         log_once(f"SimReg: no geometry is measured with {WHOLE_GRAPH}; the log has its loss and lambda")
@@ -152,6 +154,7 @@ def make_ready(
     for model in models:
         if _computes_loss(model):
             open_row_group(model)
+    log_once(f"SimReg: regularises {type(models[0]).__name__}")
     for part in config.parts:
         if warning := part.record.warning(part):
             warn(f"SimReg objective {part.objective}: {warning}")

@@ -142,7 +142,28 @@ def _terms(
     here.met.add(model)
     if given.get("output_processor") is not None:
         raise NotImplementedError(OTHER_LOSS)
-    return regularizer.terms(model, hidden_states, labels, given.get("loss_mask"), given.get("packed_seq_params"))
+    loss_mask = given.get("loss_mask")
+    if model in here.loss_masks:
+        kept, here.loss_masks[model] = here.loss_masks[model], None
+        loss_mask = kept if loss_mask is None else loss_mask
+        if loss_mask is None:  # its labels alone do not say: LLaVA's last position of an image has one
+            raise NotImplementedError(
+                f"this {type(model).__name__} lies inside a multimodal model and is given no loss mask, so SimReg "
+                f"would count positions of images: pass loss_mask to the language model, {WAY_OUT}"
+            )
+    return regularizer.terms(model, hidden_states, labels, loss_mask, given.get("packed_seq_params"))
+
+
+def keep_loss_mask(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what makes (states, labels, loss mask, ...) for a language model, which is then given no mask."""
+
+    def keeping(model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = function(model, *args, **kwargs)
+        if model.language_model is not None:
+            installation.current().loss_masks[compat.language_models(model)[0]] = made[2]
+        return made
+
+    return keeping
 
 
 def catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -228,13 +228,14 @@ def refuse_models(config: SimRegConfig, model_chunks: Any, model_classes: tuple[
     for wrapper in (wrapper for chunk in chunks for wrapper in compat.wrappers(chunk)):
         for name in _SCATTERING & {kind.__name__ for kind in type(wrapper).__mro__}:
             _refuse_scattered(config, name)
-    for model in compat.unwrapped(model_chunks):
+    for model in compat.language_models(model_chunks):
         if not getattr(model, "post_process", True):
             continue
         if not isinstance(model, model_classes):
-            known = " and ".join(known.__name__ for known in model_classes)
+            known, built = " and ".join(known.__name__ for known in model_classes), type(model).__name__
+            lacks = " without a language model on this rank" if hasattr(model, "language_model") else ""
             raise NotImplementedError(
-                f"SimReg supports only {known}, and this run builds {type(model).__name__}: set --simreg-lambda 0"
+                f"SimReg supports only {known}, and this run builds {built}{lacks}: set --simreg-lambda 0"
             )
         if config.looks_inside:
             refuse_decoder(config, model.decoder)

@@ -137,7 +137,7 @@ class Regularizer:
                 "SimReg trained nothing in this step: no gradient came back to the per-token loss that the model "
                 "returned. Let the loss function compute what it trains on from that loss, or set --simreg-lambda 0"
             )
-        for model in () if self.has_met_model else compat.unwrapped(model_chunks):
+        for model in () if self.has_met_model else compat.language_models(model_chunks):
             if getattr(model, "post_process", True):
                 raise compat.MegatronSeamError(
                     f"SimReg is on, but {type(model).__name__} computed its loss without calling the function that "

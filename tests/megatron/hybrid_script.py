@@ -90,10 +90,27 @@ def check(model, device: str) -> None:
     assert torch.equal(gradients(model, tokens, labels)[0], plain_loss)
 
 
+def compute_in_postprocess(model) -> None:
+    """Call a `_postprocess` of the class past its `forward`, as the schedule plan of Megatron's request 4942 does."""
+
+    def postprocess(model, hidden_states, labels, loss_mask, packed_seq_params, inference_context):
+        return model.compute_language_model_loss(labels, model.output_layer(hidden_states)[0])
+
+    def plan(tokens, positions, mask, labels):
+        states = model.decoder(hidden_states=model.embedding(tokens, positions), attention_mask=mask)
+        return model._postprocess(states, labels, None, None, None)
+
+    type(model)._postprocess, model.forward = postprocess, plan
+
+
 def main() -> None:
     cpu_backend.activate()
     start()
-    check(build_model(), "cpu")
+    model = build_model()
+    check(model, "cpu")
+    if not hasattr(model, "_postprocess"):
+        compute_in_postprocess(model)
+        check(model, "cpu")
     print("hybrid script: all as expected")
 
 

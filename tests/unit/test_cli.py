@@ -90,7 +90,7 @@ def test_doctor_of_wheels_without_a_training_loop(tmp_path: Path) -> None:
         ("from simreg_megatron import install\ninstall()\nparse_args()", ["It installs SimReg itself."]),
         ("from megatron.training import pretrain\npretrain()", ["It does not mention SimReg: start it with"]),
         ("model(x)", ["It does not mention SimReg", "It never parses Megatron's flags"]),
-        ("pretrain(); model(x, output_processor=p)", ["It does not mention", "It passes an output processor"]),
+        ("pretrain(); GPTModel(x, output_processor=p)", ["It does not", "It names GPTModel", "It passes an output"]),
     ],
 )
 def test_doctor_reads_the_script(text: str, sentences: list[str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
