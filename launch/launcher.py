@@ -43,7 +43,7 @@ _EPILOG = """Without --data the tiny model trains on a corpus that is built here
 Any other flag goes to Megatron and overrides the preset (launch/models/).
 The bash form also takes torchrun's --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port and
 --rdzv-*, or NPROC_PER_NODE (default: the GPUs, or 1), NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT from the
-environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs."""
+environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs, or pretrain_hybrid.py."""
 
 
 def make_parser(family: str) -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRESETS = Path(__file__).resolve().parent / "models"
 LAYOUTS = Path(__file__).resolve().parent / "layouts"
 TINY = "tiny"
+PATTERN = "--hybrid-layer-pattern"  # Megatron's: then it builds a HybridModel, a GPTModel otherwise
 _OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
 _OWN_DATA = {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"}
@@ -139,7 +140,7 @@ def build_plan(
     """Choose every flag of the run; the user's own come last and replace the preset's.
 
     Args:
-        family: "llama" or "mixtral".
+        family: "llama", "mixtral" or "hybrid".
         options: what `make_parser(family)` read.
         user_words: what it did not know: flags for Megatron.
         machine: the hardware and the number of ranks.
@@ -180,7 +181,7 @@ def build_plan(
         )
     preflight.check_own_flags(flags)
     return Plan(
-        family=family, model=model, script=_choose_script(environ, user), flags=flags, on_cpu=on_cpu,
+        family=family, model=model, script=_choose_script(environ, user, flags), flags=flags, on_cpu=on_cpu,
         environment=_environment(flags, on_cpu=on_cpu), builtin_corpus=builtin, output=output,
         notes=tuple(notes), plain=options.plain,
     )  # fmt: skip
@@ -293,14 +294,22 @@ _LOCAL_LAYERS = (  # their kernels for these are in Apex or Transformer Engine o
     ("--transformer-impl", "local"), ("--no-persist-layer-norm",), ("--no-masked-softmax-fusion",),
     ("--no-rope-fusion",),
 )  # fmt: skip
+_LOCAL_STACK = ("--spec", "simreg_megatron.cpu.hybrid", "LOCAL")
 
 
 def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, large: bool) -> list[Flag]:
     names = flag_names(flags)
+    pattern = flag_value(flags, PATTERN) or ""
+    local_stack = [_LOCAL_STACK] if pattern else []
+    if (on_cpu or not machine.transformer_engine) and set(pattern) - set("*-|"):
+        raise LaunchError(
+            f"{PATTERN} {pattern} has other layers than attention (*) and MLP (-), which need a GPU, Transformer "
+            f"Engine ({_TE}) and, for Mamba (M), mamba-ssm and causal-conv1d: give a pattern of * and -"
+        )
     if on_cpu:
         from simreg_megatron.cpu.backend import MEGATRON_FLAGS
 
-        return group_flags(MEGATRON_FLAGS)
+        return [*group_flags(MEGATRON_FLAGS), *local_stack]
     chosen: list[Flag] = [] if names & {"--bf16", "--fp16"} else [("--bf16",)]
     if not machine.apex_gradient_kernel:
         chosen.append(("--no-gradient-accumulation-fusion",))
@@ -312,7 +321,7 @@ def _hardware_flags(flags: Sequence[Flag], machine: Machine, *, on_cpu: bool, la
     elif "--sequence-parallel" in names:
         raise LaunchError(f"--sequence-parallel on GPUs needs Transformer Engine, which is not installed: {_TE}")
     else:
-        chosen += _LOCAL_LAYERS
+        chosen += [*_LOCAL_LAYERS, *local_stack]
     if large:
         chosen += _OF_LONG_RUNS
     if large and not names & _FSDP:
@@ -362,7 +371,7 @@ def _default_output(family: str, model: str, user: Sequence[Flag], stamp: str) -
     return output / stamp if model == TINY else output
 
 
-def _choose_script(environ: Mapping[str, str], user: Sequence[Flag]) -> Path:
+def _choose_script(environ: Mapping[str, str], user: Sequence[Flag], flags: Sequence[Flag]) -> Path:
     tree = environ.get("MEGATRON_PATH")
     if not tree:
         if unread := sorted(flag_names(user) & _READ_BY_PRETRAIN_GPT):
@@ -371,9 +380,9 @@ def _choose_script(environ: Mapping[str, str], user: Sequence[Flag]) -> Path:
                 "tree, or start `torchrun -m simreg_megatron pretrain_gpt.py` with your flags"
             )
         return _OWN_SCRIPT
-    script = Path(tree).absolute() / "pretrain_gpt.py"
+    script = Path(tree).absolute() / f"pretrain_{'hybrid' if PATTERN in flag_names(flags) else 'gpt'}.py"
     if not script.is_file():
-        raise LaunchError(f"MEGATRON_PATH={tree} has no pretrain_gpt.py: name a Megatron-LM source tree or unset it")
+        raise LaunchError(f"MEGATRON_PATH={tree} has no {script.name}: name a Megatron-LM source tree or unset it")
     return script
 
 

@@ -237,7 +237,7 @@ def main(words: Sequence[str]) -> int:
     from launch.launcher import make_parser
 
     try:
-        _, rest = make_parser("mixtral" if "mixtral" in Path(words[0]).name else "llama").parse_known_args(words[1:])
+        _, rest = make_parser(Path(words[0]).stem.removeprefix("pretrain_")).parse_known_args(words[1:])
         check_own_flags([flag for flag in group_flags(rest) if _is_own(flag)])
     except (LaunchError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)

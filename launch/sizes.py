@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
-from launch.flags import Flag, LaunchError, flag_names, flag_number
+from launch.flags import Flag, LaunchError, flag_names, flag_number, flag_value
 
 PEAK = 989e12  # bf16 FLOP/s of an H800, dense
 SHARE_OF_PEAK = 0.4  # that a run is assumed to reach
@@ -56,12 +57,13 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def count_parameters(flags: Sequence[Flag], *, vocabulary: int, active: bool = False) -> int:
-    """Count the weights of a LLaMA or Mixtral model: attention, SwiGLU (times experts), RMSNorm, embedding and head.
+    """Count the weights: attention, SwiGLU (times experts) and Mamba's layers, their RMSNorms, embedding and head.
 
     `active` counts those that one token meets: of the experts only the chosen ones, and no embedding table.
     """
     given = flag_names(flags)
-    hidden, layers = flag_number(flags, "--hidden-size", 1), flag_number(flags, "--num-layers", 1)
+    hidden, pattern = flag_number(flags, "--hidden-size", 1), flag_value(flags, "--hybrid-layer-pattern")
+    layers = Counter(pattern or "*-" * flag_number(flags, "--num-layers", 1))
     heads = flag_number(flags, "--num-attention-heads", 1)
     head_size = flag_number(flags, "--kv-channels", hidden // heads)
     groups = flag_number(flags, "--num-query-groups", heads) if "--group-query-attention" in given else heads
@@ -72,9 +74,13 @@ def count_parameters(flags: Sequence[Flag], *, vocabulary: int, active: bool = F
     used = min(experts, flag_number(flags, "--moe-router-topk", 2)) if active else experts
     attention = 2 * hidden * head_size * (heads + groups)
     feed_forward = 3 * hidden * ffn * max(used, 1) + hidden * experts  # the last term is the router
-    block = attention + feed_forward + 2 * hidden
+    inner, size = 2 * hidden, flag_number(flags, "--mamba-head-dim", 64)
+    mixed = 2 * flag_number(flags, "--mamba-num-groups", 8) * flag_number(flags, "--mamba-state-dim", 128)
+    mamba = hidden * (3 * inner + mixed + inner // size) + 5 * (inner + mixed) + 3 * inner // size + inner
+    kinds = {"*": attention, "-": feed_forward, "M": mamba}
+    blocks = sum(layers[kind] * (weights + hidden) for kind, weights in kinds.items())
     tables = 2 if "--untie-embeddings-and-output-weights" in given and not active else 1
-    return layers * block + hidden + tables * vocabulary * hidden
+    return blocks + hidden + tables * vocabulary * hidden
 
 
 _ADAM = 8  # bytes of a weight: its two averages in float32

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT and MoE pretraining and fine-tuning (--sft) over `megatron.training`: datasets, forward step, loss.
+"""GPT, MoE and hybrid pretraining, and fine-tuning (--sft), over `megatron.training`: datasets, forward step, loss.
 
 Only what every Megatron pretraining script must say itself is here; model, schedule, optimizer, checkpoints and log
 are Megatron's (0.19). It knows nothing of SimReg: `python -m simreg_megatron simreg_megatron/pretrain.py ...`
@@ -28,7 +28,11 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
@@ -263,7 +267,8 @@ def main() -> None:
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)  # as it is without --inprocess-restart
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "HuggingFaceTokenizer"})
     check_document_masks(args)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+    config = pretrain_cfg_container_from_args(args, model_config(args))
     run(
         config,
         datasets_provider,

@@ -36,7 +36,7 @@ def make_submit_parser() -> argparse.ArgumentParser:
     """Make the parser of the options that go before the script."""
     parser = argparse.ArgumentParser(
         prog="launch/slurm/submit.sh",
-        usage="bash launch/slurm/submit.sh [options] launch/pretrain_{llama|mixtral}.sh [options of that script]",
+        usage="bash launch/slurm/submit.sh [options] launch/pretrain_{llama|mixtral|hybrid}.sh [its options]",
         description="Submit a run to SLURM as a chain of jobs, each of which resumes, until the run is done.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -173,9 +173,11 @@ def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
     if {"-h", "--help"} & set(argv[:1]):
         make_submit_parser().parse_args(["--help"])
     for place, word in enumerate(argv):
-        if match := re.search(r"pretrain_(llama|mixtral)\.sh$", word):
+        if match := re.search(r"pretrain_(llama|mixtral|hybrid)\.sh$", word):
             return list(argv[:place]), match[1], list(argv[place + 1 :])
-    raise LaunchError("name what to run: launch/pretrain_llama.sh or launch/pretrain_mixtral.sh, then its options")
+    raise LaunchError(
+        "name what to run: launch/pretrain_llama.sh, pretrain_mixtral.sh or pretrain_hybrid.sh, then its options"
+    )
 
 
 def _nodes_of(layout: str | None, family: str, model: str) -> int:

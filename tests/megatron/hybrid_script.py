@@ -7,7 +7,6 @@ Mamba layers need kernels of a GPU; SimReg meets them no differently, for it loo
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import torch
 
@@ -17,16 +16,10 @@ from tests.megatron.own_script import CONFIG, LENGTH, VOCABULARY, WIDTH, expecte
 
 
 def build_model():
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer import ModuleSpec, TransformerConfig
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer import TransformerConfig
+
+    from simreg_megatron.cpu.hybrid import LOCAL
 
     torch.manual_seed(0)
     config = TransformerConfig(
@@ -34,28 +27,7 @@ def build_model():
         attention_dropout=0.0, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
         bias_dropout_fusion=False, persist_layer_norm=False, is_hybrid_model=True,
     )  # fmt: skip
-    local = get_gpt_layer_local_spec().submodules
-    attention = TransformerLayerSubmodules(
-        input_layernorm=local.input_layernorm, self_attention=local.self_attention, self_attn_bda=get_bias_dropout_add
-    )
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=local.pre_mlp_layernorm,
-        mlp=partial(MLP.as_mlp_submodule, submodules=linears),
-        mlp_bda=get_bias_dropout_add,
-    )
-    stack = hybrid_block.HybridStackSubmodules(
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
-    )
-    hybrid_block.TENorm = WrappedTorchNorm  # the stack names Transformer Engine's norm itself
-    return HybridModel(
-        config,
-        ModuleSpec(module=hybrid_block.HybridStack, submodules=stack),
-        VOCABULARY,
-        LENGTH,
-        hybrid_layer_pattern="*-*-",
-    ).train()
+    return HybridModel(config, LOCAL, VOCABULARY, LENGTH, hybrid_layer_pattern="*-*-").train()
 
 
 def start() -> None:

@@ -33,7 +33,7 @@ from tests.helpers import jobs
 from tests.megatron import runs
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh")]
+SCRIPTS = [ROOT / "launch" / name for name in ("pretrain_llama.sh", "pretrain_mixtral.sh", "pretrain_hybrid.sh")]
 CPU = Machine()
 GPU = Machine(gpus=8, transformer_engine=True, world_size=8, local_world_size=8)
 WHOLE_NODES = replace(GPU, world_size=48)
@@ -50,7 +50,7 @@ PAPER = {
     ("llama", "7b"): (32, 32, 4096, 11008, 2048, 3e-4, 3e-5, 12500, None, 6738),
     ("mixtral", "8x1b"): (24, 32, 2048, 5632, 512, 3e-4, 3e-5, 50000, 8, 7178),
 }
-ALL = [*PAPER, ("llama", "tiny"), ("mixtral", "tiny")]
+ALL = [*PAPER, ("llama", "tiny"), ("mixtral", "tiny"), ("hybrid", "tiny"), ("hybrid", "350m")]
 
 
 def plan(*words: str, family: str = "llama", machine: Machine = CPU, environ: dict[str, str] | None = None) -> Plan:
@@ -91,10 +91,27 @@ def test_presets_hold_the_papers_table(family: str, model: str) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in PRESETS.glob("*.args")))
 def test_real_presets_say_of_every_line_whose_choice_it_is(name: str) -> None:
     lines = [line for line in (PRESETS / name).read_text().splitlines() if line.startswith("--")]
-    marked = [line for line in lines if "# paper" in line or "# chosen" in line]
+    marked = [line for line in lines if any(f"# {who}" in line for who in ("paper", "chosen", "granite"))]
     assert marked == lines or "tiny" in name
     text = (PRESETS / name).read_text()
     assert "tiny" not in name or "Every number here is chosen" in text
+
+
+def test_hybrid_models() -> None:
+    """A pattern is all that makes one; on the CPU and without Transformer Engine its layers are ours."""
+    llama, tiny = (read_preset(PRESETS / f"{name}-tiny.args") for name in ("llama", "hybrid"))
+    assert tiny == [("--hybrid-layer-pattern", "*-*-*-*-"), *llama[1:]]
+    granite = plan("--model", "350m", *OWN, family="hybrid", machine=GPU)
+    assert sizes.count_parameters(granite.flags, vocabulary=100352) == 340_332_224, "340M, says its card"
+    assert sizes.count_parameters(tiny, vocabulary=9) == sizes.count_parameters(llama, vocabulary=9)
+    specs = [
+        values(made, "--spec") for made in (granite, plan(family="hybrid"), plan(*tiny[0], machine=Machine(gpus=1)))
+    ]
+    assert specs == [[], *[["simreg_megatron.cpu.hybrid LOCAL"]] * 2]
+    with pytest.raises(
+        LaunchError, match=r"M-\* has other layers than attention \(\*\) and MLP \(-\), which need a GPU"
+    ):
+        plan("--hybrid-layer-pattern", "M-*")
 
 
 def test_tiny_shares_its_batch_over_the_ranks() -> None:
@@ -187,6 +204,9 @@ def test_megatron_path(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").touch()
     made = plan(environ={"MEGATRON_PATH": str(tmp_path)})
     assert made.script == tmp_path / "pretrain_gpt.py"
+    (tmp_path / "pretrain_hybrid.py").touch()
+    made = plan(family="hybrid", environ={"MEGATRON_PATH": str(tmp_path)})
+    assert made.script == tmp_path / "pretrain_hybrid.py"
     assert plan().script == ROOT / "simreg_megatron" / "pretrain.py"
 
 
@@ -340,7 +360,8 @@ def print_what_megatron_does_not_know(lines: list[str]) -> None:
 def test_megatron_knows_every_flag_of_every_preset(tmp_path: Path) -> None:
     lines = []
     for family, model in ALL:
-        machines = [GPU, Machine(gpus=1)] + ([CPU] if model == "tiny" else [])
+        machines = [GPU] if family == "hybrid" else [GPU, Machine(gpus=1)]
+        machines += [CPU] if model == "tiny" else []
         words = ["--model", model, *([] if model == "tiny" else OWN)]
         lines += [" ".join(plan(*words, family=family, machine=machine).arguments) for machine in machines]
     lines.append("--no-such-flag")  # shows that an unknown one would be seen

@@ -287,7 +287,7 @@ OF_SIMREG = """
 --simreg-document-mask=yes | argument --simreg-document-mask: ignored explicit argument 'yes'
 """
 COMMANDS = """
-submit | error: name what to run: launch/pretrain_llama.sh or launch/pretrain_mixtral.sh
+submit | error: name what to run: launch/pretrain_llama.sh, pretrain_mixtral.sh or pretrain_hybrid.sh
 submit --cluster none.env launch/pretrain_llama.sh | error: none.env cannot be read (No such file or directory): give
 submit --cluster data launch/pretrain_llama.sh | error: data cannot be read (Is a directory): give a file of settings
 submit --cluster cpu.env launch/pretrain_gpt.sh | error: name what to run: launch/pretrain_llama.sh
