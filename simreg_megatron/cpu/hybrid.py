@@ -17,43 +17,26 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 
 class LocalStack(HybridStack):
-    """HybridStack with torch's norm at its end."""
+    """HybridStack with torch's norm at its end; it refuses layers that are not here, which Megatron would leave out."""
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:
-        super().__init__(config, submodules, *args, post_layer_norm=False, **kwargs)
-        self.post_layer_norm = post_layer_norm
-        if self.post_process and post_layer_norm:
+    def __init__(self, config: Any, submodules: Any, *, layer_type_list: list[str], **options: Any) -> None:
+        if other := set(layer_type_list) - set("*-"):
+            raise NotImplementedError(
+                f"--hybrid-layer-pattern has layers {' '.join(sorted(other))}, and without Transformer Engine (Mamba's "
+                "M needs mamba-ssm, too) there are attention (*) and MLP (-) alone: install them, or give these two"
+            )
+        super().__init__(config, submodules, layer_type_list=layer_type_list, post_layer_norm=False, **options)
+        self.post_layer_norm = True
+        if self.post_process:
             self.final_norm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-class OtherLayer:
-    """A layer that is not here; Megatron's default would pass on its input."""
-
-    def __init__(self, *_: Any, layer_number: int, **__: Any) -> None:
-        raise NotImplementedError(
-            f"layer {layer_number} of --hybrid-layer-pattern is neither attention (*) nor MLP (-), and other layers "
-            "need Transformer Engine, Mamba's (M) mamba-ssm too: install them, or give a pattern of * and -"
-        )
+def _of_gpt(*names: str) -> TransformerLayerSubmodules:
+    """These parts of GPTModel's layer, whose norm follows --normalization."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    return TransformerLayerSubmodules(**{name: getattr(layer, name) for name in names})
 
 
-_GPT = get_gpt_layer_local_spec(normalization="RMSNorm").submodules  # whose norm follows --normalization
-LOCAL = ModuleSpec(
-    module=LocalStack,
-    submodules=HybridStackSubmodules(
-        attention_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=_GPT.input_layernorm,
-                self_attention=_GPT.self_attention,
-                self_attn_bda=_GPT.self_attn_bda,
-            ),
-        ),
-        mlp_layer=ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=_GPT.pre_mlp_layernorm, mlp=_GPT.mlp, mlp_bda=_GPT.mlp_bda
-            ),
-        ),
-        **dict.fromkeys(("mamba_layer", "gdn_layer", "dsa_layer", "mla_layer", "moe_layer"), OtherLayer),
-    ),
-)
+_ATTENTION = ModuleSpec(TransformerLayer, submodules=_of_gpt("input_layernorm", "self_attention", "self_attn_bda"))
+_MLP = ModuleSpec(MLPLayer, submodules=_of_gpt("pre_mlp_layernorm", "mlp", "mlp_bda"))
+LOCAL = ModuleSpec(LocalStack, submodules=HybridStackSubmodules(attention_layer=_ATTENTION, mlp_layer=_MLP))
