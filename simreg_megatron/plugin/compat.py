@@ -87,13 +87,12 @@ FORWARD_SEAMS = tuple(  # of models without a `_postprocess` of their own: the o
         ("megatron.core.models.mamba.mamba_model", "MambaModel"),
     )
 )
-_LLAVA = "megatron.core.models.multimodal.llava_model", "LLaVAModel"
 MASK_SEAMS = tuple(
-    Seam(*owner, name, "it makes the loss mask, which the language model inside is not given")
-    for owner, name in (
-        (_LLAVA, "_preprocess_data"),
-        (_LLAVA, "_process_embedding_token_parallel"),
-        (("megatron.core.models.mimo.model.base", "MimoModel"), "_shard_language_inputs"),
+    Seam(f"megatron.core.models.{module}", owner, name, "the language model inside is not given this loss mask")
+    for module, owner, name in (
+        ("multimodal.llava_model", "LLaVAModel", "_preprocess_data"),
+        ("multimodal.llava_model", "LLaVAModel", "_process_embedding_token_parallel"),
+        ("mimo.model.base", "MimoModel", "_shard_language_inputs"),
     )
 )
 DECODER_SEAM = Seam(
@@ -109,12 +108,8 @@ LOG_SEAM = Seam(_TRAINING, None, "training_log", "SimReg's values join Megatron'
 HELPERS_SEAM = Seam(
     "megatron.core.datasets.utils", None, "compile_helpers", "wheels bring these helpers compiled, without a Makefile"
 )
-RESUME_SEAM = Seam(
-    "megatron.training.checkpointing",
-    None,
-    "check_checkpoint_args",
-    "a resume compares its flags with the checkpoint's",
-)
+_CHECKPOINTING = "megatron.training.checkpointing"
+RESUME_SEAM = Seam(_CHECKPOINTING, None, "check_checkpoint_args", "a resume compares its flags with the checkpoint's")
 _SCHEDULER = "megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler"
 SCHEDULER_SEAMS = tuple(
     Seam(*_SCHEDULER, name, "AdaGC's state is kept with the scheduler's in a checkpoint")
@@ -133,14 +128,9 @@ def named_arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> 
 
 
 def model_seams() -> tuple[Seam, ...]:
-    """The functions of this Megatron in which models compute their loss, GPTModel's first.
-
-    Raises:
-        MegatronSeamError: GPTModel has neither form, or one of other parameters.
-    """
-    first, *others = FORWARD_SEAMS
-    found = _own_seam(first)
-    for forward in others:  # not in every release
+    """The functions in which models compute their loss, GPTModel's first; MegatronSeamError if it has none."""
+    found = _own_seam(FORWARD_SEAMS[0])
+    for forward in FORWARD_SEAMS[1:]:  # not in every release
         with suppress(MegatronSeamError):
             found += _own_seam(forward)
     return tuple(found)
@@ -148,11 +138,9 @@ def model_seams() -> tuple[Seam, ...]:
 
 def _own_seam(forward: Seam) -> list[Seam]:
     """`_postprocess`, which schedule plans call without `forward`, or else `forward`; MambaModel may inherit both."""
-    own = vars(forward.holder())
-    has_postprocess = MODEL_SEAM.name in own
-    seam = replace(MODEL_SEAM, module=forward.module, owner=forward.owner) if has_postprocess else forward
-    seam.holder()
-    return [seam] if seam.name in own else []
+    own, seam = vars(forward.holder()), replace(MODEL_SEAM, module=forward.module, owner=forward.owner)
+    seam = seam if seam.name in own else forward
+    return [seam] if seam.name in vars(seam.holder()) else []
 
 
 def mask_seams() -> list[Seam]:
