@@ -73,9 +73,7 @@ def read(path: Path) -> list[Record]:
 
 
 def finish(
-    path: Path,
-    measured: Iterable[dict[str, Any]] | None,
-    table: Callable[[list[Record]], Iterable[str]],
+    path: Path, measured: Iterable[dict[str, Any]] | None, table: Callable[[list[Record]], Iterable[str]]
 ) -> None:
     """Keep what is measured, if anything is, in `path`, and its table next to it; print the table."""
     if measured is not None:

@@ -47,9 +47,7 @@ def hidden_states(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
     hook = model.decoder.register_forward_hook(lambda module, inputs, output: caught.append(output))
     mask = sample.get("attention_mask")
     model.eval()(
-        sample["tokens"][None].cuda(),
-        sample["position_ids"][None].cuda(),
-        None if mask is None else mask[None].cuda(),
+        sample["tokens"][None].cuda(), sample["position_ids"][None].cuda(), None if mask is None else mask[None].cuda()
     )
     hook.remove()
     return caught[0][:, 0].float().cpu()

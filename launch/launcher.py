@@ -24,17 +24,7 @@ from launch import checkpoints, lock, preflight, progress, record, signals, size
 from launch.data import check_data, explain_missing, prefixes
 from launch.dry_run import describe, vocabulary_of
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
-from launch.plan import (
-    BUILTIN_CORPUS,
-    RECIPES,
-    TINY,
-    Machine,
-    Plan,
-    build_plan,
-    layout_names,
-    model_names,
-    resumed,
-)
+from launch.plan import BUILTIN_CORPUS, RECIPES, TINY, Machine, Plan, build_plan, layout_names, model_names, resumed
 from simreg_megatron.installed import broken_transformer_engine
 from simreg_megatron.tools.indexed import DataError, is_pair
 

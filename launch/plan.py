@@ -12,17 +12,7 @@ from pathlib import Path
 
 from launch import preflight, sizes
 from launch.fit import fit_preset
-from launch.flags import (
-    Flag,
-    LaunchError,
-    flag_names,
-    flag_value,
-    flatten,
-    group_flags,
-    read_preset,
-    refuse,
-    without,
-)
+from launch.flags import Flag, LaunchError, flag_names, flag_value, flatten, group_flags, read_preset, refuse, without
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = Path(__file__).resolve().parent / "models"

@@ -130,9 +130,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     return get_batch_on_this_cp_rank(
-        flatten_batch_for_packed_sequences(batch),
-        is_hybrid_cp=False,
-        cp_group=mpu.get_context_parallel_group(),
+        flatten_batch_for_packed_sequences(batch), is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
 
 

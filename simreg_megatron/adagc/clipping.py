@@ -17,15 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron.adagc.adagc import AdaGC, Clipped
-from simreg_megatron.adagc.gradients import (
-    Named,
-    gradient_of,
-    members,
-    named_parameters,
-    refuse_hidden,
-    refuse_wrong_marks,
-    stepped_on,
-)
+from simreg_megatron.adagc.gradients import Named, gradient_of, members, named_parameters, refuse_hidden, stepped_on
 from simreg_megatron.config import AdaGCConfig
 from simreg_megatron.notices import log_once
 
@@ -89,7 +81,6 @@ class Clipping:
         named = {id(entry.parameter): entry for entry in named_parameters(models)}
         self._names = _names_of_all_ranks([entry.name for entry in named.values()])
         slots = {name: slot for slot, name in enumerate(self._names)}
-        refuse_wrong_marks(list(named.values()))
         for member in all_members:
             for tensor, parameter, counts in stepped_on(*member):
                 entry: Named = named[id(parameter)]

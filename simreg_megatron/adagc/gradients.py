@@ -8,11 +8,9 @@ over all expert-parallel ranks. Tensor-parallel shards of a parameter share its 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
@@ -31,8 +29,6 @@ _OF_SHARDS = (  # DistributedOptimizer
 )  # fmt: skip
 # Float16OptimizerWithFloat16Params
 _OF_COPIES = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
-_NUMBERS = 16  # of each parameter, compared between ranks
-_DRIFT = 0.1  # copies drift apart by rounding, in a whole training by far less; other numbers have nothing in common
 
 
 class Named(NamedTuple):
@@ -42,7 +38,6 @@ class Named(NamedTuple):
     parameter: Any
     contributes: bool  # its gradient counts in sums over all ranks: it is no replica over tensor parallelism, no copy
     whole: int  # elements of the parameter, over all tensor-parallel ranks
-    is_cut: bool  # over these ranks, which otherwise all hold the same
 
 
 class Stepped(NamedTuple):
@@ -89,7 +84,7 @@ def named_parameters(models: list[Any]) -> Iterator[Named]:
             name = _counted_experts(name, model.config)
             is_cut = bool(getattr(parameter, "tensor_model_parallel", False) or _CUT_UNMARKED.search(name))
             speaks = not is_copy and (is_cut or _is_first_rank(parameter))
-            yield Named(name, parameter, speaks, _whole(name, parameter, is_cut=is_cut), is_cut)
+            yield Named(name, parameter, speaks, _whole(name, parameter, is_cut=is_cut))
 
 
 def _is_expert(parameter: Any) -> bool:
@@ -134,55 +129,6 @@ def _counted_experts(name: str, config: Any) -> str:
     first = parallel_state.get_expert_model_parallel_rank() * experts_here
     name = _SEQUENTIAL_EXPERT.sub(lambda found: str(first + int(found[0])), name)
     return _GROUPED_EXPERT.sub(lambda found: f"{found[1]}{first + int(found[2])}", name)
-
-
-def refuse_wrong_marks(named: Sequence[Named]) -> None:
-    """Compare Megatron's mark of each parameter, cut over tensor-parallel ranks or the same on all, with its numbers.
-
-    A norm over ranks counts every piece of a parameter that is cut, and one copy of one that is not. Where the mark is
-    wrong (releases differ in which modules set it), the norm is wrong and nothing else shows it. A collective over the
-    ranks that share or cut a parameter; experts are cut over ranks of their own.
-
-    Raises:
-        NotImplementedError: pieces are marked as copies, or copies as pieces.
-    """
-    from megatron.core import parallel_state
-
-    dense = parallel_state.get_tensor_model_parallel_group()
-    _refuse_among([entry for entry in named if not _is_expert(entry.parameter)], dense)
-    experts = parallel_state.get_expert_tensor_parallel_group()
-    _refuse_among([entry for entry in named if _is_expert(entry.parameter)], experts)
-
-
-def _refuse_among(named: Sequence[Named], group: dist.ProcessGroup) -> None:
-    if group.size() == 1:
-        return
-    plain = [entry for entry in named if type(entry.parameter.data) is Tensor]  # one of FP8 is not read so cheaply
-    own = torch.stack([_first_numbers(entry.parameter) for entry in plain]) if plain else torch.empty(0, _NUMBERS)
-    own = own.to(torch.device(torch.cuda.current_device()))
-    found = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(found, own, group=group)
-    for entry, numbers in zip(plain, torch.stack(found, dim=1).cpu(), strict=True):
-        if (wrong := wrong_mark(numbers, is_cut=entry.is_cut)) is not None:
-            raise NotImplementedError(
-                f"--adagc cannot measure {entry.name}: Megatron says that tensor-parallel ranks {wrong}; use another "
-                "release, train without tensor parallelism, or drop --adagc"
-            )
-
-
-def wrong_mark(numbers: Tensor, *, is_cut: bool) -> str | None:
-    """Explain what is wrong with a parameter's mark, from its first numbers on each rank [ranks, numbers], or None."""
-    first, others = numbers[0], numbers[1:]
-    if is_cut:
-        is_constant = bool((first == first[0]).all())  # as a bias or a norm begins
-        return None if is_constant or not (others == first).all() else "cut it, and all hold the same"
-    apart = torch.linalg.vector_norm(others - first, dim=-1) > _DRIFT * torch.linalg.vector_norm(first)
-    return "hold the same of it, and they do not" if apart.any() else None
-
-
-def _first_numbers(parameter: Any) -> Tensor:
-    flat = parameter.detach().flatten()[:_NUMBERS].float()
-    return torch.nn.functional.pad(flat, (0, _NUMBERS - flat.numel()))
 
 
 def refuse_hidden(optimizer: Any, args: Any) -> None:

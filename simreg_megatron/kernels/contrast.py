@@ -47,13 +47,7 @@ def contrast_ratio(tokens: Tokens, *, temperature: float, impl: str = "tiled") -
 class _ContrastRatio(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        labels: Tensor,
-        usable: Tensor,
-        documents: Tensor | None,
-        temperature: float,
-        impl: str,
+        ctx: Any, rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, temperature: float, impl: str
     ) -> Tensor:
         tokens, anchors = Tokens(rows, labels, usable, documents), (0, rows.shape[2])
         kept = form_named(impl).measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])

@@ -15,10 +15,7 @@ from torch import Tensor
 
 Span = tuple[int, int]  # first position and one past the last
 
-MODULES = {
-    "triton": "simreg_megatron.kernels.triton",
-    "tiled": "simreg_megatron.kernels.torch",
-}
+MODULES = {"triton": "simreg_megatron.kernels.triton", "tiled": "simreg_megatron.kernels.torch"}
 """Module by the name of the `impl`; the one with Triton is imported where it is first used, as not every machine has
 it."""
 

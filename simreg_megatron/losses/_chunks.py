@@ -163,13 +163,7 @@ def stretches(num_tokens: int, chunk_size: int, anchors: Span) -> tuple[Stretch,
 
 
 def blocks(
-    embeddings: Tensor,
-    labels: Tensor,
-    usable: Tensor,
-    documents: Tensor | None,
-    *,
-    chunk_size: int,
-    anchors: Span,
+    embeddings: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, *, chunk_size: int, anchors: Span
 ) -> Iterator[Block]:
     """The tokens that the anchors meet, cut into `stretches`."""
     for stretch in stretches(labels.shape[1], chunk_size, anchors):

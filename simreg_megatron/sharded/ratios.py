@@ -54,12 +54,7 @@ def ratios_over_ranks(
 class _RatiosOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_states: Tensor,
-        views: Sequence[View],
-        shard: SequenceShard,
-        plan: RowPlan,
-        pairs: Pairs,
+        ctx: Any, hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs
     ) -> Tensor:
         parts = [
             (view, stretch)

@@ -355,9 +355,7 @@ def check_half_precision(rank: int, layout: ShardLayout, config: SimRegConfig, d
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [(SP4, torch.float16), (CP2_TP2, torch.bfloat16)],
-    ids=["sp4-fp16", "cp2-tp2-bf16"],
+    ("layout", "dtype"), [(SP4, torch.float16), (CP2_TP2, torch.bfloat16)], ids=["sp4-fp16", "cp2-tp2-bf16"]
 )
 def test_half_precision_rounds_once(tmp_path: Path, layout: ShardLayout, dtype: torch.dtype) -> None:
     size = layout.context_size * layout.tensor_size

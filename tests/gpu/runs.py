@@ -46,11 +46,7 @@ ANOTHER_NORM = ("--dist-ckpt-strictness", "log_all")
 # A limit below the average, so that steps after the warm-up clip many parameters.
 ADAGC = ("--adagc", "--adagc-lambda-rel", "0.9", "--adagc-beta", "0.8", "--adagc-warmup-iters", "2")
 # As reproducible as the kernels allow. FSDP refuses the single connection that tensor parallelism demands.
-_ENVIRONMENT = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-}
+_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 _REPEATABLE = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # below sm_90 attention over context ranks has no such kernel
 
 

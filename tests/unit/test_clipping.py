@@ -22,8 +22,7 @@ STEPPED = SimpleNamespace(step_with_ready_grads=None, get_grad_norm=None)
 
 
 @pytest.mark.parametrize(
-    "flag",
-    ["use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"],
+    "flag", ["use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "optimizer_cpu_offload", "optimizer_cuda_graph"]
 )
 def test_hidden_gradients_are_refused(flag: str) -> None:
     with pytest.raises(NotImplementedError, match=f"--{flag.replace('_', '-')} keeps the gradients: drop one of them"):
@@ -90,31 +89,8 @@ def test_what_megatron_does_not_mark_is_known_by_name(rank: int, monkeypatch: py
     model.core_attention.softmax_offset = torch.nn.Parameter(torch.zeros(4))
     model.core_attention.norm = torch.nn.Parameter(torch.zeros(4))
     offsets, norm = named_parameters([model])
-    assert (offsets.contributes, offsets.whole, offsets.is_cut) == (True, 8, True)
-    assert (norm.contributes, norm.whole, norm.is_cut) == (rank == 0, 4, False)
-
-
-ROWS = torch.tensor([[1.0, -2.0, 0.5], [0.3, 1.0, -1.0]])
-
-
-@pytest.mark.parametrize(
-    ("numbers", "is_cut", "wrong"),
-    [
-        (ROWS, True, None),
-        (ROWS, False, "hold the same of it, and they do not"),
-        (
-            ROWS[[0, 0]],
-            True,
-            "cut it, and all hold the same",
-        ),  # weights that Transformer Engine marks though all have them
-        (ROWS[[0, 0]], False, None),
-        (ROWS[[0, 0]] + torch.tensor([[0.0], [0.01]]), False, None),  # copies that drifted apart
-        (torch.ones(2, 3), True, None),  # at its start nothing is known of it
-        (torch.zeros(2, 3), False, None),
-    ],
-)
-def test_a_wrong_mark_shows_in_the_numbers(numbers: torch.Tensor, is_cut: bool, wrong: str | None) -> None:
-    assert gradients.wrong_mark(numbers, is_cut=is_cut) == wrong
+    assert (offsets.contributes, offsets.whole) == (True, 8)
+    assert (norm.contributes, norm.whole) == (rank == 0, 4)
 
 
 def attached(names: list[str], **settings: Any) -> Clipping:

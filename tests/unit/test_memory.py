@@ -82,10 +82,7 @@ def test_what_a_log_step_measures_takes_little_beside_the_states(
     monkeypatch.setitem(geometry._WORKSPACE, "cpu", MIB)
     rows, labels = random_tokens(shape, num_labels=9, dtype=torch.bfloat16)
     counts = torch.ones(shape[:-1], dtype=torch.bool)
-    runs = {
-        "norms": lambda: norm_table(rows, counts),
-        "cosines": lambda: pair_cosines(rows, labels, chunk_size=32),
-    }
+    runs = {"norms": lambda: norm_table(rows, counts), "cosines": lambda: pair_cosines(rows, labels, chunk_size=32)}
     taken = peak_bytes(runs[measure])
     small = rows.numel() * rows.element_size()  # 4 MiB
     assert taken < 1.2 * small

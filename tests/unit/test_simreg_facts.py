@@ -133,10 +133,7 @@ def test_sr4_chunks(chunk_size: int, chunk_weight: str, printed: str, f1: Tokens
 
 @pytest.mark.parametrize(
     ("chunk_size", "means", "at_low_temperature"),
-    [
-        (6, ["0.0118786", "0.323641"], "2.758135e-4"),
-        (4, ["0.000436252", "0.0158285", "0.237382"], "2.016061e-5"),
-    ],
+    [(6, ["0.0118786", "0.323641"], "2.758135e-4"), (4, ["0.000436252", "0.0158285", "0.237382"], "2.016061e-5")],
 )
 def test_sr4_mean_of_each_chunk(chunk_size: int, means: list[str], at_low_temperature: str, f1: Tokens) -> None:
     rows, labels = f1

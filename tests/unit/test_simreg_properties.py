@@ -112,12 +112,7 @@ def test_masked_tokens_do_not_exist(
     for embeddings, targets in ((rows, labels), (other_rows, other_labels)):
         embeddings = embeddings.clone().requires_grad_()
         loss = simreg_loss(
-            embeddings,
-            targets,
-            valid=valid,
-            temperature=0.1,
-            chunk_size=chunk_size,
-            chunk_weight=chunk_weight,
+            embeddings, targets, valid=valid, temperature=0.1, chunk_size=chunk_size, chunk_weight=chunk_weight
         )
         (grad,) = torch.autograd.grad(loss, embeddings)
         assert (grad[~valid] == 0).all()
