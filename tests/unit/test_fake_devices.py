@@ -36,7 +36,8 @@ BATCH, WIDTH, VOCABULARY = 2, 64, 600
 RAGGED, EVEN = 2500, 4096  # tokens of a sequence: its last chunk of 1024 has 452 tokens, or all of them
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-NEED_A_DRIVER = {"sigreg": (samples, "random_directions"), "placebo": (placebo, "_random")}
+NEED_A_DRIVER = {"sigreg": (samples, "random_directions"), "dispersion": (samples, "random_numbers")}
+NEED_A_DRIVER["placebo"] = placebo, "random_numbers"
 """Objectives that draw from a generator of the device, which is none without its driver: what draws is replaced."""
 NEED_MEMORY = [impl for impl in IMPLEMENTATIONS if impl not in ("auto", "reference", "tiled")]
 """Forms with kernels in Triton, whose launcher asks each tensor where its memory is: each launch is counted instead."""

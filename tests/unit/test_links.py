@@ -44,8 +44,6 @@ def malformed(address: str) -> str | None:
         return "is not https"
     if not re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", parts.netloc):
         return "has no public host by name alone"
-    if parts.netloc == "arxiv.org" and not re.fullmatch(r"/abs/\d{4}\.\d{5}", parts.path):
-        return "is no paper's abstract (arxiv.org/abs/0000.00000)"
     return None
 
 
