@@ -13,9 +13,13 @@ _MORE = """Of single objectives, and lambda's schedule: [objectives.md](objectiv
 `python -m simreg_megatron pretrain_gpt.py --help`."""
 
 
+_OPENING = """After this page you know every flag of SimReg and AdaGC. Megatron's own flags are not here. Made by
+`python -m tools.flags_page` from the parser; a test compares the two."""
+
+
 def flags_page() -> str:
     """Return docs/flags.md."""
-    lines = ["# Flags", "", "Made by `python -m tools.flags_page` from the parser itself; a test compares the two."]
+    lines = ["# Flags", "", _OPENING]
     for title, found in described_flags().items():
         lines += ["", f"## {title[:1].upper()}{title[1:]}", "", "| flag | |", "|---|---|"]
         lines += [f"| `{name}` | {sentence.replace('|', chr(92) + '|')} |" for name, sentence in found]
