@@ -216,10 +216,10 @@ def check_document_masks(args: Any) -> None:
             "while rotary embeddings and attention expect each document to be cut separately; "
             "leave --context-parallel-size out"
         )
-    if args.dataloader_inter_document_masking and stages > 1 and args.micro_batch_size > 1:
+    if _packs(args) and stages > 1 and args.micro_batch_size > 1:
         raise ValueError(
-            "--dataloader-inter-document-masking packs a micro-batch into one row, and pipeline stages exchange "
-            f"{args.micro_batch_size} rows: set --micro-batch-size 1"
+            f"{'--sft' if args.sft else '--dataloader-inter-document-masking'} packs a micro-batch into one row, and "
+            f"pipeline stages exchange {args.micro_batch_size} rows: set --micro-batch-size 1"
         )
 
 

@@ -65,8 +65,9 @@ def sigreg_loss(
     sqrt(d) without which unit vectors project to variance 1/d). Tokens of a chunk as the sample are our choice.
     """
     check_choice("reduction", reduction, REDUCTIONS)
-    tokens, shape = checked(embeddings, labels, valid, chunk_size=chunk_size), embeddings.shape[:-1]
-    embeddings, labels, usable, _ = tokens
+    batch = checked(embeddings, labels, valid, chunk_size=chunk_size)
+    shape = embeddings.shape[:-1]  # of the terms; in the batch one sequence is a batch of one
+    embeddings, labels, usable, _ = batch
     if directions.dim() != 2 or directions.shape[1] != embeddings.shape[-1] or not len(directions):
         raise ValueError(f"directions must be [K > 0, {embeddings.shape[-1]}], got {list(directions.shape)}.")
     check_device("directions are", directions, "embeddings", embeddings)

@@ -85,8 +85,9 @@ def simreg_loss(
 
     Source: arXiv 2605.08809, Eq 3; chunks: its section on chunk-wise SimReg.
     """
-    tokens, shape = checked(embeddings, labels, valid, documents, chunk_size), labels.shape
-    embeddings, labels, usable, documents = tokens
+    batch = checked(embeddings, labels, valid, documents, chunk_size)
+    shape = labels.shape  # of the terms; in the batch one sequence is a batch of one
+    embeddings, labels, usable, documents = batch
     _check_options(temperature, group_reduce, self_positive, chunk_weight, reduction, impl)
     check_exponents(similarity, exponents)  # here, for the fast forms do not look at them
     roles = token_roles(

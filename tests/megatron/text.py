@@ -55,14 +55,13 @@ def chats(corpus: BuiltinCorpus, folder: Path) -> tuple[str, ...]:
     """Megatron's flags for fine-tuning on chats of three phrases, ten of them in a line."""
     folder.mkdir()
     write_tokenizer(load_tokenizer(str(corpus.tokenizer_model)), folder)
-    roles = ("system", "user", "assistant")
-    turns = [{"role": roles[number % 3], "content": phrase} for number, phrase in enumerate(phrases()[:3000])]
+    roles = ("system", "user", "assistant") * 1000
+    turns = [{"role": role, "content": phrase} for role, phrase in zip(roles, phrases(), strict=False)]
     lines = [json.dumps({"messages": turns[first : first + 30]}) for first in range(0, len(turns), 30)]
     (folder / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
     data = [word for side in ("train", "valid", "test") for word in (f"--{side}-data-path", f"{folder}/chats.jsonl")]
-    tokenizer = ("--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder))
-    packed = ("--sft", "--micro-batch-size", "1", "--no-create-attention-mask-in-dataloader")
-    return (*data, *tokenizer, "--sft-tokenizer-prompt-format", "identity", *packed)
+    kind = "--sft-tokenizer-prompt-format identity --micro-batch-size 1 --no-create-attention-mask-in-dataloader --sft"
+    return (*data, "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder), *kind.split())
 
 
 def flags(corpus: BuiltinCorpus, cache: Path, train: Path | None = None) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ def arguments(**given: object) -> SimpleNamespace:
         "dataloader_inter_document_masking": False,
         "micro_batch_size": 2,
     }
-    return SimpleNamespace(**{**usual, **given})
+    return SimpleNamespace(**{"sft": False, **usual, **given})
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,7 @@ def arguments(**given: object) -> SimpleNamespace:
         ),
         ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "leave --context-parallel-size out"),
         ({"dataloader_inter_document_masking": True, "pipeline_model_parallel_size": 2}, "set --micro-batch-size 1"),
+        ({"sft": True, "pipeline_model_parallel_size": 2}, "--sft packs a micro-batch .* set --micro-batch-size 1"),
     ],
 )
 def test_what_is_refused(given: dict[str, object], sentence: str) -> None:
