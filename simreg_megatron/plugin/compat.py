@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 NEWEST_TRIED = (0, 19)  # benchmarks/results/versions.md
 TIMER = "simreg-forward"
+ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a process group of this rank
 _USE_ANOTHER = "use megatron-core 0.12 or newer"
 _GPT = "megatron.core.models.gpt.gpt_model"
 _TRAINING = "megatron.training.training"
@@ -203,9 +204,7 @@ def has_parsed_arguments() -> bool:
 
 def arguments() -> Any:
     """Megatron's parsed arguments."""
-    from megatron.training.global_vars import get_args
-
-    return get_args()
+    return _global("_GLOBAL_ARGS")
 
 
 def timers() -> Any:
@@ -222,20 +221,17 @@ def timed() -> Iterator[None]:
     """A span in profiles and nsys; with --timing-log-level 2 one of Megatron's timers, too, which wait for the GPU."""
     from torch.autograd.profiler import record_function
 
-    found = timers()
+    timer = (known := timers()) and known(TIMER, log_level=2)
     with record_function("SimReg forward"):
-        if found is None:
-            yield
-            return
-        found(TIMER, log_level=2).start()
-        try:
-            yield
-        finally:
-            found(TIMER, log_level=2).stop()
+        if timer:
+            timer.start()
+        yield
+        if timer:
+            timer.stop()
 
 
 def wrappers(model: Any) -> list[Any]:
-    """Yield the wrappers from the outermost one to the model itself, which is the last."""
+    """List the wrappers from the outermost one to the model itself, which is the last."""
     found = [model]
     while hasattr(found[-1], "module"):
         found.append(found[-1].module)
@@ -243,10 +239,7 @@ def wrappers(model: Any) -> list[Any]:
 
 
 def unwrapped(model_chunks: Any) -> list[Any]:
-    """The models inside what `setup_model_and_optimizer` built, without Megatron's wrappers around each.
-
-    Megatron's own `unwrap_model` is not in `megatron.core.utils` before 0.14, and stops at the wrapper inside its FSDP.
-    """
+    """The models inside Megatron's wrappers; its own `unwrap_model` stops inside its FSDP and is new in 0.14."""
     chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
     return [wrappers(chunk)[-1] for chunk in chunks]
 
@@ -262,9 +255,12 @@ def tensor_group(model: Any) -> Any:
     return _group(model, "tp", "get_tensor_model_parallel_group")
 
 
-def context_group(model: Any) -> Any:
-    """The context-parallel group, likewise."""
-    return _group(model, "cp", "get_context_parallel_group")
+def context_group(model: Any, packing: Any = None) -> Any:
+    """The context-parallel group, likewise, or the one that hybrid context parallelism gives this micro-batch alone."""
+    ranks = getattr(packing, "local_cp_size", None)
+    if ranks is None:
+        return _group(model, "cp", "get_context_parallel_group")
+    return packing.cp_group if ranks > 1 else ALONE
 
 
 def tensor_and_context_group(model: Any) -> Any:

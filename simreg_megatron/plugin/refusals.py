@@ -21,6 +21,10 @@ CUT_AS_ONE = (
     "Megatron cuts packed rows of one length (--dataloader-inter-document-masking) over context ranks as a whole, and "
     "its attention expects each document cut: use --sft alone, drop --context-parallel-size, or set --simreg-lambda 0"
 )
+HYBRID = (
+    "Hybrid context parallelism gives each micro-batch context ranks of its own, which SimReg follows without "
+    "--sequence-parallel and sample=replicas alone: drop these, or set --simreg-lambda 0"
+)
 OTHER_LOSS = (
     "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
     "drop the processor, or set --simreg-lambda 0"
@@ -101,8 +105,10 @@ _IN_MEGATRONS_LOOP: tuple[_Row, ...] = (
      lambda args, config: config.trains and _flag(args, "logits_load_dir", "export_kd_teacher_load"),
      "{} trains on the language-model loss times a weight, 0 by default, and SimReg would be weighed with it, or "
      "silenced: drop one of them, set --simreg-lambda 0, or measure alone with --simreg-objective none"),
-    (NotImplementedError, lambda args, config: _flag(args, "hybrid_context_parallel"),
-     "{} gives each micro-batch its own context ranks, which SimReg does not follow: drop it or set --simreg-lambda 0"),
+    (NotImplementedError,
+     lambda args, config: _flag(args, "hybrid_context_parallel") and (
+        _flag(args, "sequence_parallel") or any(part.options.get("sample") == "replicas" for part in config.parts)
+     ), HYBRID),
     (NotImplementedError,
      lambda args, config: _flag(args, "dataloader_inter_document_masking")
      and getattr(args, "context_parallel_size", 1) > 1, CUT_AS_ONE),
@@ -149,18 +155,17 @@ def _refuse_scattered(config: SimRegConfig, by: str) -> None:
             )
 
 
-_FOLLOWED = {"qkv_format": "thd", "cp_partition_mode": "zigzag", "local_cp_size": None, "cp_group": None}
-
-
-def refuse_cut(packing: Any, sample_length: int | None) -> None:
+def refuse_cut(packing: Any, sample_length: int | None, *, rows_split: bool = False) -> None:
     """Refuse a packed row that context parallelism cuts otherwise than zigzag inside each document."""
-    for name, followed in _FOLLOWED.items():
+    if (is_hybrid := getattr(packing, "local_cp_size", None) is not None) and rows_split:
+        raise NotImplementedError(HYBRID)
+    for name, followed in (("qkv_format", "thd"), ("cp_partition_mode", "zigzag")):
         if (given := getattr(packing, name, followed)) not in (None, followed):
             raise NotImplementedError(
-                "SimReg follows packed rows with documents cut zigzag over the model's own context ranks, and here "
-                f"{name} is {given}: drop hybrid, dynamic or all context parallelism, or set --simreg-lambda 0"
+                f"SimReg follows packed rows whose documents are cut zigzag over context ranks, and here {name} is "
+                f"{given}: choose that cut, drop context parallelism, or set --simreg-lambda 0"
             )
-    if packs_pretraining(sample_length):
+    if not is_hybrid and packs_pretraining(sample_length):
         raise NotImplementedError(CUT_AS_ONE)
 
 

@@ -58,19 +58,19 @@ class Reader:
         Raises:
             ValueError, NotImplementedError: an objective can make nothing of micro-batches of this shape.
         """
-        tp, cp = compat.tensor_group(model), compat.context_group(model)
+        tp, cp = compat.tensor_group(model), compat.context_group(model, packing)
         sample_length, width = getattr(packing, "tokens_per_sample", None), hidden_states.shape[-1]
         key = labels.shape, width, packing is None, sample_length, bool(model.config.sequence_parallel), id(tp), id(cp)
         if key not in self._shards:
             num_data_ranks = functools.partial(compat.num_data_ranks, model)
             refuse_rows(self.config, width, len(labels), num_data_ranks, packed=packing is not None)
-            self._shards[key] = shard_of(model, labels), tp, cp
+            self._shards[key] = shard_of(model, labels, cp), tp, cp
             _describe_chunks(self.config, self._shards[key][0], sample_length)
         shard = self._shards[key][0]
         padded = getattr(packing, "cu_seqlens_q_padded", None)
         cu_seqlens: Any = getattr(packing, "cu_seqlens_q", None) if padded is None else padded
-        if packing is not None and (cp.size() > 1 or getattr(packing, "local_cp_size", None)):
-            refuse_cut(packing, sample_length)
+        if packing is not None and cp.size() > 1:
+            refuse_cut(packing, sample_length, rows_split=shard.layout.rows_split)
             # Reading borders waits for the device, once in a micro-batch, as Megatron's scripts do for max_seqlen.
             borders = tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))  # some end in copies of the last
             shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, borders=borders))
@@ -101,9 +101,9 @@ class Reader:
         return EndTokens(self.end_of_document)
 
 
-def shard_of(model: Any, labels: Tensor) -> SequenceShard:
-    """This rank's part of the sequences whose labels [B, T] the model was given."""
-    tp, cp = compat.tensor_group(model), compat.context_group(model)
+def shard_of(model: Any, labels: Tensor, cp: Any) -> SequenceShard:
+    """This rank's part of the sequences whose labels [B, T] the model was given, over the context ranks `cp`."""
+    tp = compat.tensor_group(model)
     rows_split = bool(model.config.sequence_parallel) and tp.size() > 1
     rank = (cp.rank(), tp.rank())
     layout = ShardLayout(labels.shape[1] * cp.size(), cp.size(), tp.size(), rows_split)
@@ -135,8 +135,8 @@ def open_row_group(model: Any) -> None:
     """Let NCCL make the communicator of tensor and context ranks, which is SimReg's alone, before the first step."""
     tp, cp = compat.tensor_group(model), compat.context_group(model)
     if model.config.sequence_parallel and tp.size() > 1 and cp.size() > 1:
-        nothing = torch.zeros(1, device=next(model.parameters()).device)
-        dist.all_reduce(nothing, group=compat.tensor_and_context_group(model))
+        device = next(model.parameters()).device
+        dist.all_reduce(torch.zeros(1, device=device), group=compat.tensor_and_context_group(model))
 
 
 def main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:

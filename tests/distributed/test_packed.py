@@ -79,6 +79,57 @@ def check_rank(number: int, context_size: int, tensor_size: int, rows_split: boo
                 assert off.min() > 1e-2, "taking the row to be cut as a whole must fail"
 
 
+def check_hybrid_rank(number: int) -> None:
+    """Four ranks: one sample over all, then one over ranks 0 and 1 while ranks 2 and 3 have one each."""
+    from megatron.core import utils
+
+    half = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
+    groups, alone = {2: half, 4: dist.group.WORLD}, One()
+    model_groups = SimpleNamespace(tp=alone, cp=alone, tp_cp=alone, dp_cp=dist.group.WORLD)
+    model = SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=False, hidden_size=256), pg_collection=model_groups
+    )
+    regularizer = Regularizer(SimRegConfig(1, temperature=0.1, chunk_size=24))
+    cuts = ((4, 64), (2, 40)) if number < 2 else ((4, 64), (1, 28 + number), (1, 24))
+    for micro_batch, (ranks, length) in enumerate(cuts):
+        generator = torch.Generator().manual_seed(100 * length + micro_batch)
+        rows, weights = (torch.randn(length, 1, WIDTH, generator=generator) for _ in range(2))
+        labels = torch.randint(0, 6, (1, length), generator=generator)
+        mask = (torch.rand(1, length, generator=generator) < 0.8).float()
+        cu_seqlens = torch.tensor([[0, length]], dtype=torch.int32)
+        row = {"labels": labels, "loss_mask": mask, "position_ids": torch.arange(length)[None], "tokens": None}
+        row |= {"cu_seqlens": cu_seqlens, "local_cp_size": torch.tensor([ranks]), "hybrid_cp_group": None}
+        part = utils.get_batch_on_this_cp_rank(
+            row, is_hybrid_cp=True, hybrid_cp_group_func=lambda group_size: groups[group_size]
+        )
+        packing = SimpleNamespace(
+            qkv_format="thd", cu_seqlens_q=cu_seqlens[0], local_cp_size=ranks, cp_group=part["hybrid_cp_group"],
+            tokens_per_sample=64,
+        )  # fmt: skip
+        own = part["position_ids"][0]
+        hidden, loss = rows[own].requires_grad_(), torch.zeros(1, len(own), requires_grad=True)
+        found = regularizer.terms(model, hidden, part["labels"], part["loss_mask"], packing)
+        (regularizer.add_to(loss, found) * weights[own, :, 0].T).sum().backward()
+
+        expected, options = rows.clone().requires_grad_(), {"temperature": 0.1, "chunk_size": 24}
+        terms = simreg_loss(expected.transpose(0, 1), labels, valid=mask > 0, reduction="none", **options)
+        (terms * weights[..., 0].T).sum().backward()
+        torch.testing.assert_close(found.weighted, terms[:, own], rtol=1e-5, atol=1e-6)
+        off = (hidden.grad - expected.grad[own]).norm() / expected.grad[own].norm()
+        assert off < 2e-6, (ranks, length)
+        if ranks > 1:
+            packing.local_cp_size = 1
+            as_whole = regularizer.terms(model, hidden, part["labels"], part["loss_mask"], packing).weighted
+            assert (as_whole - terms[:, own]).norm() > 1e-2 * terms.norm(), "taking a part for the sample must fail"
+
+
+@pytest.mark.distributed
+@pytest.mark.megatron
+def test_samples_with_context_ranks_of_their_own(tmp_path: Path) -> None:
+    """Hybrid context parallelism: ranks have different numbers of micro-batches, each over its own ranks."""
+    run_processes(check_hybrid_rank, 4, tmp_path)
+
+
 @pytest.mark.distributed
 @pytest.mark.megatron
 @pytest.mark.parametrize("ranks", quick([(2, 1, 0), (2, 2, 1), (2, 2, 0), (4, 1, 0)], lambda ranks: ranks[2] == 1))

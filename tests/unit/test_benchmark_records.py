@@ -13,7 +13,8 @@ from benchmarks.records import RESULTS
 
 TABLES = {
     "step_pairs": step_pairs.table, "steps-tiny": steps.table, "gpu/h200/pairs-350m": step_pairs.table,
-    "gpu/h100-second/pairs-350m": step_pairs.table, "gpu/h200/pairs-1.3b": step_pairs.table, "gpu/h200/forms": forms.table, "gpu/h100/tiles": tiles.table,
+    "gpu/h200/pairs-1.3b": step_pairs.table, "gpu/h100-second/pairs-350m": step_pairs.table,
+    "gpu/h200/forms": forms.table, "gpu/h100/tiles": tiles.table,
 }  # fmt: skip
 
 

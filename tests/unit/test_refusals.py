@@ -35,7 +35,10 @@ class Group:
     ("flags", "sentence"),
     [
         ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "over context ranks as a whole"),
-        ({"hybrid_context_parallel": True, "context_parallel_size": 2}, "its own context ranks, which SimReg does not"),
+        (
+            {"hybrid_context_parallel": True, "sequence_parallel": True},
+            "without --sequence-parallel and sample=replicas",
+        ),
         ({"sft": True, "overlap_moe_expert_parallel_comm": True}, "not tell the model where packed sequences begin"),
     ],
 )
@@ -50,11 +53,13 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("local_cp_size", 2), ("cp_partition_mode", "contiguous"), ("qkv_format", "sbhd")]
-)
-def test_rows_that_are_cut_otherwise_are_refused(name: str, given: object) -> None:
-    with pytest.raises(NotImplementedError, match=rf"here {name} is {given}.*--simreg-lambda 0"):
-        refusals.refuse_cut(SimpleNamespace(**{name: given}), None)
+    ("name", "given", "sentence"),
+    [("cp_partition_mode", "contiguous", "here cp_partition_mode is contiguous"), ("qkv_format", "sbhd", "is sbhd"),
+     ("local_cp_size", 2, "without --sequence-parallel and sample=replicas")],
+)  # fmt: skip
+def test_rows_that_are_cut_otherwise_are_refused(name: str, given: object, sentence: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"{sentence}.*--simreg-lambda 0"):
+        refusals.refuse_cut(SimpleNamespace(**{name: given}), None, rows_split=True)
 
 
 def test_rows_of_one_length_are_cut_by_document_in_fine_tuning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +178,9 @@ def test_ranks_in_an_unknown_order_are_refused() -> None:
     groups = SimpleNamespace(tp=Ranked(2, 1), cp=Ranked(2, 0), tp_cp=Ranked(4, 2))
     model = SimpleNamespace(pg_collection=groups, config=SimpleNamespace(sequence_parallel=True))
     with pytest.raises(NotImplementedError, match="numbered before context-parallel ones"):
-        shard_of(model, LABELS)
+        shard_of(model, LABELS, groups.cp)
     groups.tp_cp = Ranked(4, 1)
-    assert shard_of(model, LABELS).rank == (0, 1)
+    assert shard_of(model, LABELS, groups.cp).rank == (0, 1)
 
 
 @pytest.mark.parametrize("tokenizer", [SimpleNamespace(), SimpleNamespace(eod=None)])
