@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from simreg_megatron.kernels.contrast import without_spent_pairs
 from simreg_megatron.kernels.form import Form, Kept, Tokens
@@ -48,10 +47,10 @@ def ratios_over_ranks(
         hidden_states: [S, B, D] of this rank.
         views: with `shard.rows_as_they_are(hidden_states, plan)`, in the order of this rank's rows.
     """
-    return _RatiosOverRanks.apply(hidden_states, views, shard, plan, pairs)
+    return _SimRegRatios.apply(hidden_states, views, shard, plan, pairs)
 
 
-class _RatiosOverRanks(torch.autograd.Function):
+class _SimRegRatios(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs
@@ -73,8 +72,7 @@ class _RatiosOverRanks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with record_function("SimReg backward"):
-            return _gradient(ctx, grads[0]), None, None, None, None
+        return _gradient(ctx, grads[0]), None, None, None, None
 
 
 def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
