@@ -31,13 +31,13 @@ def build_model():
 
 
 def start() -> None:
-    """One process, by Megatron's own functions."""
+    """All processes as tensor-parallel ranks, by Megatron's own functions."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     os.environ.setdefault("MASTER_PORT", "29513")
     torch.distributed.init_process_group()
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
     model_parallel_cuda_manual_seed(1)
 
 

@@ -26,6 +26,7 @@ def build_model():
         num_layers=2, hidden_size=WIDTH, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
         attention_dropout=0.0, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
         bias_dropout_fusion=False, persist_layer_norm=False,
+        tensor_model_parallel_size=torch.distributed.get_world_size(),
     )  # fmt: skip
     return GPTModel(
         config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, share_embeddings_and_output_weights=False

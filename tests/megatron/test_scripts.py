@@ -17,8 +17,8 @@ def _main_of(script: str) -> None:
 
 @pytest.mark.parametrize("name", ["own", "inner", "coexist", "hybrid", "llava", "bridge"])
 def test_a_script_of_its_own_needs_no_flags(name: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    status = forks.run_ranks(_main_of, f"{name}_script", processes=1, log=log, timeout=runs.TIMEOUT)
+    log, processes = tmp_path / "log", 2 if name == "llava" else 1  # as tensor-parallel ranks
+    status = forks.run_ranks(_main_of, f"{name}_script", processes=processes, log=log, timeout=runs.TIMEOUT)
     said = log.read_text()
     assert status == 0 and f"{name} script: all as expected" in said, said[-3000:]
 
