@@ -3,16 +3,9 @@
 
 from __future__ import annotations
 
-from simreg_megatron.objectives.record import Felt, Kind, Objective, Settings
+import math
 
-
-def _check(config: Settings) -> None:
-    tokens, clamp = float(config.options["tokens"]), float(config.options["clamp"])
-    if tokens < 2:
-        raise ValueError(f"SimReg objective option tokens must be at least 2, which make a pair, not {tokens:g}")
-    if not 0 <= clamp < 1:
-        raise ValueError(f"SimReg objective option clamp must be from 0 to below 1, not {clamp:g}")
-
+from simreg_megatron.objectives.record import Felt, Kind, Objective
 
 DISPERSION = Objective(
     name="dispersion",
@@ -22,7 +15,7 @@ DISPERSION = Objective(
     sent="states of the sampled tokens",
     temperature=1.0,
     options={"tokens": 256, "clamp": 0.0, "seed": 0},
-    check=_check,
+    limits={"tokens": (2, math.inf), "clamp": (0, 0.99)},
     draws=True,
     has_chunks=lambda options: False,
     takes_rows=lambda options: True,

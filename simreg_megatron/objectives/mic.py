@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
+import math
+
 from simreg_megatron.objectives.record import Felt, Kind, Objective, Settings
 
 _PARTS = ("correlation", "variance", "balance", "uniformity")
 
 
 def _check(config: Settings) -> None:
-    numbers = {name: value for name, value in config.options.items() if isinstance(value, float)}
-    below = [name for name, value in numbers.items() if value < 0]
-    if below:
-        raise ValueError(f"SimReg objective option {below[0]} must be 0 or more, not {numbers[below[0]]:g}")
-    if not any(numbers[name] for name in _PARTS):
+    if not any(config.options[name] for name in _PARTS):
         raise ValueError("the weights of all four parts of SimReg objective mic are 0: leave one above 0")
 
 
@@ -31,6 +29,7 @@ MIC = Objective(
         "t": 2.0,
         **dict.fromkeys(_PARTS, 1.0),
     },
+    limits=dict.fromkeys(("threshold", "t", *_PARTS), (0, math.inf)),
     check=_check,
     has_chunks=lambda options: options["pool"] == "chunk",
     takes_rows=lambda options: True,

@@ -50,7 +50,12 @@ def checked_options(objective: Objective, value: object) -> Pairs:
         if name not in known:
             has = ", ".join(known) if known else "no options"
             raise ValueError(f"unknown option {name!r} of SimReg objective {objective.name}: it has {has}")
-    return tuple((name, checked_option(name, known[name], given.get(name))) for name in known)
+    found = tuple((name, checked_option(name, known[name], given.get(name))) for name in known)
+    for name, (least, most) in objective.limits.items():
+        if not least <= (number := float(dict(found)[name])) <= most:
+            may_be = f"at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
+            raise ValueError(f"SimReg objective option {name} must be {may_be}, not {number:g}")
+    return found
 
 
 def checked_option(name: str, known: OptionKind, value: object) -> str | float:

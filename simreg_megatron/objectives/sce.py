@@ -8,13 +8,6 @@ from simreg_megatron.objectives.record import Kind, Objective, Settings
 
 def _check(config: Settings) -> None:
     options = config.options
-    coupling, temperature = float(options["coupling"]), float(options["target_temperature"])
-    if not 0 <= coupling <= 1:
-        raise ValueError(f"SimReg objective option coupling must be from 0 to 1, not {coupling:g}")
-    if not 1e-4 <= temperature <= 1e4:
-        raise ValueError(
-            f"SimReg objective option target_temperature must be from 0.0001 to 10,000, not {temperature:g}"
-        )
     if options["exclude_self"] == "yes" and options["target"] == "instance":
         raise ValueError("exclude_self=yes leaves target=instance without its only entry: use target=label")
 
@@ -30,6 +23,7 @@ SCE = Objective(
         "coupling": 0.5,
         "target_temperature": 0.07,
     },
+    limits={"coupling": (0, 1), "target_temperature": (1e-4, 1e4)},
     check=_check,
     not_offered={("keys", "ema"): "it needs a second model whose weights follow the first: leave the option out"},
     invariant=("scale", "rotation", "names", "order"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Settings
 
-_MOST_DIRECTIONS = 65_536
 UNSCALED = (
     "normalize=unit leaves projections of variance 1/d, whose characteristic function is near 1 for all states "
     "do: the loss hardly separates an even spread from a collapse, and descends towards the latter; use sqrt-d"
@@ -14,15 +13,6 @@ UNSCALED = (
 
 def _warn(config: Settings) -> str | None:
     return UNSCALED if config.options["normalize"] == "unit" else None
-
-
-def _check(config: Settings) -> None:
-    directions = config.options["directions"]
-    if float(directions) > _MOST_DIRECTIONS:
-        raise ValueError(
-            f"SimReg objective option directions must be at most {_MOST_DIRECTIONS:,}, each of which is as wide as a "
-            f"state, not {directions}"
-        )
 
 
 def _by_chunk(options: Options) -> bool:
@@ -42,7 +32,7 @@ SIGREG = Objective(
         "directions": 0,  # the estimator's own number
         "seed": 0,
     },
-    check=_check,
+    limits={"directions": (0, 65_536)},  # each is as wide as a state
     warning=_warn,
     draws=True,
     has_chunks=_by_chunk,

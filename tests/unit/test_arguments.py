@@ -89,7 +89,7 @@ def test_settings_are_read_from_a_yaml_file(tmp_path: Path, monkeypatch: pytest.
         ),
         (
             "--simreg-objective sigreg --simreg-lambda 1 --simreg-objective-options directions=99999999",
-            "directions must be at most 65,536",
+            "directions must be from 0 to 65536",
         ),
     ],
 )
