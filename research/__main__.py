@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import signal
@@ -45,6 +46,13 @@ def main() -> int:
     keep = commands.add_parser("keep", help="copy complete experiments to benchmarks/results, renew docs/evidence.md")
     keep.add_argument("folder", type=Path, nargs="?", help="the --output folder of `run`; none renews the page alone")
     keep.set_defaults(work=_keep)
+    stacked = commands.add_parser("stacked", help="train many small models at once on one GPU, and report")
+    stacked.add_argument("plan", metavar="NAME", help="a plan of research/plans/stacked")
+    stacked.add_argument("--data", type=Path, help="folder with train and valid; none prints the report alone")
+    stacked.add_argument("--output", type=Path, default=Path("runs/stacked"), help="(default: %(default)s)")
+    stacked.add_argument("--seconds", type=float, default=math.inf, help="start no group that would end later")
+    stacked.add_argument("--tiny", action="store_true", help="a try of all groups on a CPU, in minutes")
+    stacked.set_defaults(work=_stacked)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the runs in order, as Ctrl-C does
     try:
@@ -159,6 +167,12 @@ def _keep(options: argparse.Namespace) -> int:
                 old.unlink()
     pages.write_tables()
     return 0
+
+
+def _stacked(options: argparse.Namespace) -> int:
+    from research import stacked_plan  # it imports torch
+
+    return stacked_plan.work(options)
 
 
 if __name__ == "__main__":

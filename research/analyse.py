@@ -39,7 +39,7 @@ _SIDES = {"lower": "less", "higher": "greater", "differs": "two-sided"}
 
 
 class Welch(NamedTuple):
-    """mean(arm) - mean(than), its two-sided 95 % interval, the p-value of the side that was asked."""
+    """mean(arm) - mean(than), or a weighted sum of means; its 95 % interval, the p-value of the side that was asked."""
 
     difference: float
     low: float
@@ -50,17 +50,27 @@ class Welch(NamedTuple):
 
 def welch(arm: Sequence[float], than: Sequence[float], side: str = "two-sided") -> Welch:
     """Compare two groups with unequal variances; a run that diverged (a value that is not finite) decides nothing."""
+    return contrast((1.0, arm), (-1.0, than), side=side)
+
+
+def contrast(*parts: tuple[float, Sequence[float]], side: str = "two-sided") -> Welch:
+    """Sum weight * mean over groups of unequal variances, with Satterthwaite's degrees of freedom."""
     from scipy import stats
 
-    difference = mean(arm) - mean(than)
-    if not all(map(math.isfinite, (*arm, *than))) or stdev(arm) == stdev(than) == 0:
+    difference = sum(weight * mean(values) for weight, values in parts)
+    is_finite = all(math.isfinite(value) for _, values in parts for value in values)
+    variances = [weight**2 * stdev(values) ** 2 / len(values) if is_finite else 0.0 for weight, values in parts]
+    if sum(variances) == 0:
         return Welch(difference, -math.inf, math.inf, 1.0, math.inf)
-    tested = stats.ttest_ind(arm, than, equal_var=False, alternative=side)
-    interval = stats.ttest_ind(arm, than, equal_var=False).confidence_interval(1 - LEVEL)
-    error = math.sqrt(stdev(arm) ** 2 / len(arm) + stdev(than) ** 2 / len(than))
+    counts = (len(values) - 1 for _, values in parts)
+    freedom = sum(variances) ** 2 / sum(each**2 / count for each, count in zip(variances, counts, strict=True))
+    error = math.sqrt(sum(variances))
+    half = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * error
+    less, more = (float(tail(difference / error, freedom)) for tail in (stats.t.cdf, stats.t.sf))
+    p_value = {"less": less, "greater": more, "two-sided": 2 * min(less, more)}[side]
     level = LEVEL / 2 if side == "two-sided" else LEVEL
-    detectable = float(stats.t.ppf(1 - level, tested.df) + stats.t.ppf(POWER, tested.df)) * error
-    return Welch(difference, float(interval.low), float(interval.high), float(tested.pvalue), detectable)
+    detectable = float(stats.t.ppf(1 - level, freedom) + stats.t.ppf(POWER, freedom)) * error
+    return Welch(difference, difference - half, difference + half, p_value, detectable)
 
 
 def fieller(arm: Sequence[float], than: Sequence[float], other: Sequence[float]) -> tuple[float, float, float] | None:

@@ -225,7 +225,7 @@ def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> tuple[di
 
     log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     device, number_type = (_TRAINS.findall(log) or [("unknown", "unknown")])[-1]
-    row = {"version": __version__, "commit": _commit(), "device": device, "number_type": number_type, "status": FAILED}
+    row = {"version": __version__, "commit": commit(), "device": device, "number_type": number_type, "status": FAILED}
     try:
         scalars = read_run(folder / "tensorboard").scalars
     except ReportError:
@@ -251,7 +251,7 @@ def outcome(folder: Path, status: int, steps: int, dataset: Dataset) -> tuple[di
     return row, {"validation_loss": sorted(losses.items()), **points}
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the source that runs, with a plus sign where files differ from it."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

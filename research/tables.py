@@ -61,10 +61,10 @@ def read_table(folder: Path, name: str) -> Table:
     try:
         plan = plan_of(json.loads((folder / f"{name}.plan.json").read_text(encoding="utf-8")))
         curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
-        for point in _read_csv(folder / f"{name}-curves.csv"):
+        for point in read_csv(folder / f"{name}-curves.csv"):
             curve = curves.setdefault(point["run"], {}).setdefault(point["tag"], [])
             curve.append((int(point["step"]), float(point["value"])))
-        return Table(plan, [MACHINE | row for row in _read_csv(folder / f"{name}.csv")], curves)
+        return Table(plan, [MACHINE | row for row in read_csv(folder / f"{name}.csv")], curves)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ResearchError(f"the tables of {name} in {folder} cannot be read: {error}") from None
 
@@ -77,7 +77,7 @@ def read_tables(folder: Path) -> dict[str, Table]:
     return {name: read_table(folder, name) for name in names}
 
 
-def _read_csv(path: Path) -> list[dict[str, str]]:
+def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
 
@@ -98,8 +98,8 @@ def write_table(folder: Path, plan: Plan, results: Iterable[tuple[Entry, Row, Cu
         for tag, curve in curves.items()
         for step, value in thinned(curve, most)
     ]
-    _write_csv(folder / f"{plan.name}-curves.csv", _CURVE, points)
-    _write_csv(folder / f"{plan.name}.csv", _COLUMNS, [[row.get(name, "") for name in _COLUMNS] for row in rows])
+    write_csv(folder / f"{plan.name}-curves.csv", _CURVE, points)
+    write_csv(folder / f"{plan.name}.csv", _COLUMNS, [[row.get(name, "") for name in _COLUMNS] for row in rows])
     content = asdict(plan)
     for arm in content["arms"].values():
         del arm["name"]
@@ -122,7 +122,7 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
     return [(window[-1][0], sum(value for _, value in window) / len(window)) for window in windows]
 
 
-def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows([columns, *rows])
     write_whole(path, stream.getvalue())

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacked models: K at once are K one by one, plans become groups of runs, and rows the report that is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from research import stacked_plan
+from research.plan import PLANS, ResearchError
+from research.stacked import Data, Run, Shape, Stack, train
+from research.stacked_plan import Results, read_plan, report
+from research.tables import KEPT
+
+SHAPE = Shape(width=32, layers=2, sequence=32, batch=2, vocabulary=128)
+RUNS = [
+    Run(1, 4e-3, 0.02, 0.1, z=1e-3), Run(2, 2e-3, 0.05, 0.4, 1.0, 8, "permuted"),
+    Run(3, 1e-3, 0.02, 0.1, 3.0, 32, "right", off_after=0.6), Run(1, 4e-3, 0.02, 0.1, 2.0, 8, "self"),
+]  # fmt: skip
+
+
+TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocabulary, 2000)
+DATA = Data(TOKENS, TOKENS[:500], "cpu")
+
+
+def test_models_at_once_are_those_one_by_one() -> None:
+    together = train(Stack(SHAPE, RUNS, 10, DATA), lambda: 1e9)
+    for run, row in zip(RUNS, together, strict=True):
+        (alone,) = train(Stack(SHAPE, [run], 10, DATA), lambda: 1e9)
+        for name in ("valid", "cosine", "term", "train", *map(str, range(1, 11))):
+            assert row[name] == pytest.approx(alone[name], rel=2e-5), name  # six digits are kept
+    curves = [[row[str(point)] for point in range(1, 11)] for row in together]
+    assert train(Stack(SHAPE, RUNS, 20, DATA), lambda: 0.0) == []  # seconds that are left
+    assert len({curve[-1] for curve in curves}) == 4 and curves[0][0] == pytest.approx(curves[3][0])
+
+
+def test_a_gradient_that_is_not_finite_stays_with_its_model() -> None:
+    stack = Stack(SHAPE, [RUNS[0], Run(2, 2e-3, 0.05, 0.0, float("inf"), 8, "right")], 4, DATA)
+    alone, before = Stack(SHAPE, RUNS[:1], 4, DATA), stack.weights["head"][1].detach().clone()
+    losses = [(stack.step(step)[0].item(), alone.step(step)[0].item()) for step in range(4)]
+    assert losses[3] == pytest.approx([losses[3][0]] * 2) and losses[3][0] != losses[0][0]
+    assert stack.bad_steps.tolist() == [0, 4] and torch.equal(stack.weights["head"][1], before)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (PLANS / "stacked").glob("*.yaml")))
+def test_the_reports_that_are_kept_follow_from_their_rows(name: str) -> None:
+    read_plan(name, tiny=True)
+    kept = KEPT / "stacked" / f"{name}.md"
+    if kept.exists():
+        assert kept.read_text() == "\n".join(report(Results(read_plan(name), kept.parent))) + "\n", (
+            f"research stacked {name} --output {kept.parent}"
+        )
+
+
+PLAN = """
+name: small
+question: which
+written: before
+shape: {width: 32, layers: 1, sequence: 32, batch: 2, vocabulary: 128}
+tokens: 256
+arms:
+  simreg: {lam: 1, chunk: 8, labels: right}
+  placebo: {lam: 1, chunk: 8, labels: permuted, as: simreg}
+groups:
+  - {name: a, what: some, arms: [simreg], seeds: [101, 102], search: {lr: [0.001, 0.01], std: [0.02], warm: [0.1]}}
+  - {name: b, what: some, arms: [simreg, placebo], seeds: [1, 2], settings: best}
+compare: [[placebo, simreg]]
+rules: [none]
+"""
+
+
+def test_a_search_over_seeds_gives_the_settings_that_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stacked").mkdir()
+    monkeypatch.setattr(stacked_plan, "PLANS", tmp_path)
+    path = tmp_path / "stacked" / "small.yaml"
+    path.write_text(PLAN)
+    results = Results(plan := read_plan("small"), tmp_path / "out")
+    search, judged = plan.groups
+    assert len(results.missing(search) or ()) == 4 and results.missing(judged) is None
+    losses = {
+        (0.001, 101): 3.0,
+        (0.001, 102): 5.0,
+        (0.01, 101): 3.5,
+        (0.01, 102): 3.9,
+    }  # the lowest is not the best mean
+    for arm, run, steps in results.missing(search) or ():
+        (row,) = train(Stack(plan.shape, [run], steps, DATA), lambda: 1e9)
+        results.rows.append({**row, "arm": arm, "group": "a", "commit": "", "valid": losses[run.lr, run.seed]})
+    results.write()
+    again = Results(plan, tmp_path / "out")
+    wanted = again.missing(judged) or []
+    assert again.missing(search) == [] and len(wanted) == 4 and {run.lr for _, run, _ in wanted} == {0.01}
+    assert {(arm, run.labels) for arm, run, _ in wanted} >= {("placebo", "permuted"), ("simreg", "right")}
+    for right, wrong, word in (("[1, 2]", "[1, 101]", "seeds of a search"), ("chunk: 8", "chunks: 8", "chunks")):
+        path.write_text(PLAN.replace(right, wrong))
+        with pytest.raises(ResearchError, match=word):
+            read_plan("small")
