@@ -51,6 +51,7 @@ class Plan:
         arms: fields of Run, and perhaps `as` and a `share` of the tokens.
         groups: `search` has values of each of SETTINGS; `settings` is "best", "best per std", or "taken" from the plan
             that `take` names (`from`), with the rate times `lr_times`.
+        unplanned: pairs that were compared after the runs were seen.
         stds: standard deviations at which arms are compared, each at its best there.
         chunks, validation: of a tiny try: other lengths of chunks, and the `most` validation sequences.
     """
@@ -65,6 +66,7 @@ class Plan:
     compare: Sequence[Sequence[str]]
     rules: Sequence[str]
     primary: str = ""
+    unplanned: Sequence[Sequence[str]] = ()
     stds: Sequence[float] = ()
     take: Mapping[str, Any] = field(default_factory=dict)
     chunks: Mapping[int, int] = field(default_factory=dict)
@@ -238,7 +240,7 @@ def _bests(results: Results) -> Iterator[str]:
 
 
 def _differences(results: Results) -> Iterator[str]:
-    stds = results.plan.stds
+    plan, stds = results.plan, results.plan.stds
 
     def part(weight: float, arm: str, setting: Setting | None) -> tuple[float, list[float]]:
         return weight, [row["valid"] for row in results.of(arm, setting)]
@@ -250,18 +252,19 @@ def _differences(results: Results) -> Iterator[str]:
             interval = f"{found.low:+.4f} to {found.high:+.4f}"
             yield f"- {what}: {found.difference:+.4f} ({interval}), p {found.p_value:.2g}: {verdict}"
 
-    for pair in (pair for pair in results.plan.compare if stds and all(map(results.grid, pair))):
+    for pair in (pair for pair in plan.compare if stds and all(map(results.grid, pair))):
         best = {(arm, std): results.best_of_search(arm, std) for arm in pair for std in stds}
         gains = [[part(sign, arm, best[arm, std]) for sign, arm in zip((1, -1), pair, strict=True)] for std in stds]
         for std, gain in zip(stds, gains, strict=True):
             yield from line(f"{' - '.join(pair)} at std {std:g}, each at its best there", *gain)
         opposite = [(-sign, values) for sign, values in gains[-1]]
         yield from line(f"that at std {stds[0]:g} less that at std {stds[-1]:g}", *gains[0], *opposite)
-    for arm, than in results.plan.compare:
+    for arm, than in (*plan.compare, *plan.unplanned):
         one, other = results.settings_for(arm), results.settings_for(than)
         if one and other:
             at = " and ".join(dict.fromkeys((f"({_named(one)})", f"({_named(other)})")))
-            yield from line(f"{arm} - {than} at {at}", part(1, arm, one), part(-1, than, other))
+            whether = "" if [arm, than] in plan.compare else ", not planned"
+            yield from line(f"{arm} - {than} at {at}{whether}", part(1, arm, one), part(-1, than, other))
 
 
 def work(options: argparse.Namespace) -> int:

@@ -257,10 +257,10 @@ def tensor_group(model: Any) -> Any:
 
 def context_group(model: Any, packing: Any = None) -> Any:
     """The context-parallel group, likewise, or the one that hybrid context parallelism gives this micro-batch alone."""
-    ranks = getattr(packing, "local_cp_size", None)
-    if ranks is None:
+    given, size = getattr(packing, "cp_group", None), getattr(packing, "local_cp_size", None)
+    if given is None and size is None:
         return _group(model, "cp", "get_context_parallel_group")
-    return packing.cp_group if ranks > 1 else ALONE
+    return ALONE if given is None else given  # as attention takes them: a size without a group is 1
 
 
 def tensor_and_context_group(model: Any) -> Any:

@@ -155,9 +155,9 @@ def _refuse_scattered(config: SimRegConfig, by: str) -> None:
             )
 
 
-def refuse_cut(packing: Any, sample_length: int | None, *, rows_split: bool = False) -> None:
+def refuse_cut(packing: Any, sample_length: int | None, *, is_hybrid: bool = False, rows_split: bool = False) -> None:
     """Refuse a packed row that context parallelism cuts otherwise than zigzag inside each document."""
-    if (is_hybrid := getattr(packing, "local_cp_size", None) is not None) and rows_split:
+    if is_hybrid and rows_split:
         raise NotImplementedError(HYBRID)
     for name, followed in (("qkv_format", "thd"), ("cp_partition_mode", "zigzag")):
         if (given := getattr(packing, name, followed)) not in (None, followed):

@@ -70,7 +70,8 @@ class Reader:
         padded = getattr(packing, "cu_seqlens_q_padded", None)
         cu_seqlens: Any = getattr(packing, "cu_seqlens_q", None) if padded is None else padded
         if packing is not None and cp.size() > 1:
-            refuse_cut(packing, sample_length, rows_split=shard.layout.rows_split)
+            is_hybrid = cp is not compat.context_group(model)
+            refuse_cut(packing, sample_length, is_hybrid=is_hybrid, rows_split=shard.layout.rows_split)
             # Reading borders waits for the device, once in a micro-batch, as Megatron's scripts do for max_seqlen.
             borders = tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))  # some end in copies of the last
             shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, borders=borders))

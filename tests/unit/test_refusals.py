@@ -55,11 +55,11 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
 @pytest.mark.parametrize(
     ("name", "given", "sentence"),
     [("cp_partition_mode", "contiguous", "here cp_partition_mode is contiguous"), ("qkv_format", "sbhd", "is sbhd"),
-     ("local_cp_size", 2, "without --sequence-parallel and sample=replicas")],
+     ("is_hybrid", True, "without --sequence-parallel and sample=replicas")],
 )  # fmt: skip
 def test_rows_that_are_cut_otherwise_are_refused(name: str, given: object, sentence: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"{sentence}.*--simreg-lambda 0"):
-        refusals.refuse_cut(SimpleNamespace(**{name: given}), None, rows_split=True)
+        refusals.refuse_cut(SimpleNamespace(**{name: given}), None, is_hybrid=name == "is_hybrid", rows_split=True)
 
 
 def test_rows_of_one_length_are_cut_by_document_in_fine_tuning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
