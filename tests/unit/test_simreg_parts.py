@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.geometry import pair_cosines
 from simreg_megatron.kernels.torch import token_names
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.losses._chunks import usable_tokens
-from simreg_megatron.losses.roles import token_roles
-from simreg_megatron.losses.simreg import simreg_terms
-from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, SELF_POSITIVES
+from simreg_megatron.objectives.simreg import SELF_POSITIVES
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded import sequence
@@ -39,34 +35,6 @@ def sample() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def gradient_of(terms: Tensor, embeddings: Tensor, upstream: Tensor) -> Tensor:
     return torch.autograd.grad((terms * upstream).sum(), embeddings, retain_graph=True)[0]
-
-
-@pytest.mark.parametrize("chunk_size", [0, 5, 8, 64])
-@pytest.mark.parametrize("chunk_weight", CHUNK_WEIGHTS)
-@pytest.mark.parametrize("with_documents", [False, True], ids=["one-document", "documents"])
-def test_parts_of_the_anchors_add_up_to_the_whole(chunk_size: int, chunk_weight: str, with_documents: bool) -> None:
-    embeddings, labels, valid, documents = sample()
-    embeddings.requires_grad_()
-    documents = documents if with_documents else None
-    options = {"documents": documents, "chunk_size": chunk_size}
-    whole = simreg_loss(
-        embeddings, labels, valid=valid, temperature=0.2, chunk_weight=chunk_weight, reduction="none", **options
-    )
-    upstream = torch.rand(2, LENGTH, dtype=torch.float64)
-    expected = gradient_of(whole, embeddings, upstream)
-
-    usable = usable_tokens(embeddings, labels, valid)
-    roles = token_roles(labels, usable, chunk_weight=chunk_weight, dtype=torch.float64, **options)
-    total = torch.zeros_like(embeddings)
-    for first, last in ((0, 3), (3, 4), (4, 17), (17, LENGTH)):
-        part = simreg_terms(
-            embeddings, labels, usable, roles.cut(first, last), anchors=(first, last), temperature=0.2, **options
-        )
-        torch.testing.assert_close(part, whole[:, first:last], **TIGHT)
-        total += gradient_of(part, embeddings, upstream[:, first:last])
-    torch.testing.assert_close(total, expected, **TIGHT)
-    own_rows_only = gradient_of(whole[:, :17], embeddings, upstream[:, :17])[:, :17]
-    assert not torch.allclose(own_rows_only, expected[:, :17], rtol=1e-3), "keys must get their gradient too"
 
 
 @pytest.mark.parametrize("self_positive", SELF_POSITIVES)
@@ -124,15 +92,6 @@ def test_a_chunk_weight_that_weighs_nothing_is_told(
     assert [said in line for line in heard] == [True] * bool(said)
     sequence.chunk_views(replace(config, chunk_weight="token"), shard, rows.transpose(0, 1), labels, labels >= 0)
     assert len(heard) == bool(said), "all tokens equally is no weight"
-
-
-def test_cosines_of_parts_add_up() -> None:
-    embeddings, labels, valid, documents = sample()
-    options = {"valid": valid, "documents": documents, "chunk_size": 8}
-    whole = pair_cosines(embeddings, labels, **options)
-    parts = [pair_cosines(embeddings, labels, anchors=a, **options) for a in ((0, 10), (10, 11), (11, LENGTH))]
-    for name, values in zip(whole._fields, zip(*parts, strict=True), strict=True):
-        torch.testing.assert_close(sum(values), getattr(whole, name), msg=name)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -28,11 +27,11 @@ from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from tests.distributed import test_shard as shards
+from tests.gpu.tf32 import apart
 from tests.helpers import jobs
-from tests.helpers.fixtures import fixture_f1
 from tests.helpers.old_torch import OLD_TORCH
 from tests.helpers.processes import run_processes
-from tests.helpers.quick import quick, quick_rows
+from tests.helpers.quick import quick
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 kernels = pytest.importorskip("simreg_megatron.kernels.triton")
@@ -83,10 +82,6 @@ def value_and_gradient(rows: Tensor, labels: Tensor, impl: str, **options: Any) 
     return loss.detach(), rows.grad
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    return ((one.double() - other.double()).norm() / other.double().norm()).item()
-
-
 def masks(labels: Tensor) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     documents = torch.arange(labels.shape[1]).div(23, rounding_mode="floor").expand_as(labels)
@@ -107,21 +102,6 @@ def test_equals_float64(options: dict[str, Any], way: str) -> None:
     expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference", **given)
     assert apart(loss, expected_loss) < 2e-5
     assert apart(grad, expected_grad) < 3e-5
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("temperature", "chunk_size"),
-    quick_rows(itertools.product((0.01, 0.05, 0.1, 0.5, 1.0), (0, 4, 5)), only((0.01, 0), (0.01, 5), (1.0, 4))),
-)
-def test_the_fixture_of_the_printed_facts(temperature: float, chunk_size: int) -> None:
-    """The same facts as in test_simreg_facts, here in float32."""
-    rows, labels = fixture_f1()
-    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8))  # triton reads units of 16 bytes
-    options = {"temperature": temperature, "chunk_size": chunk_size}
-    loss, grad = value_and_gradient(rows.float(), labels, "triton", **options)
-    expected_loss, expected_grad = value_and_gradient(rows.float().double(), labels, "reference", **options)
-    assert apart(loss, expected_loss) < 2e-5 and apart(grad, expected_grad) < 2e-5
 
 
 @interpreted
@@ -250,24 +230,6 @@ def test_a_second_backward_is_as_the_first() -> None:
     assert apart(second, first) < 1e-6
 
 
-@interpreted
-@pytest.mark.parametrize("way", [KEPT], indirect=True)
-def test_ranks_that_share_the_pairs(way: str) -> None:
-    """Each pair on one of two ranks, and sums added up: as one that computes all."""
-    rows, labels = clustered()
-    tokens = Tokens(rows.unsqueeze(1), labels.unsqueeze(1), torch.ones(2, 1, 45, dtype=torch.bool), None)
-    first, second = (0, 22), (22, 45)
-    form = form_named("triton")
-    part, sums = form.measure_part(tokens, first, [(first, second)], 0.1)
-    sums = sums + form.measure_part(tokens, second, [], 0.1)[1]
-    shared = form.finish(part, sums[..., 10:37], (10, 37))
-    alone = form.measure(tokens, (10, 37), 0.1, keep=False)
-    assert apart(shared.ratio, alone.ratio) < 1e-6 and apart(shared.total, alone.total) < 1e-6
-    grad = torch.randn(shared.ratio.shape)
-    pulls = [form_named(name).anchor_pull(grad, shared, 0.1) for name in ("triton", "tiled")]
-    assert apart(*pulls) < 1e-6
-
-
 def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, keeps: bool) -> None:
     """The terms and the gradient of float32 rows on one of several ranks, against one process in float64."""
     tile = {"BK": 16, "num_warps": 4, "num_stages": 1}
@@ -301,13 +263,6 @@ def test_triton_over_ranks(tmp_path: Path, layout: ShardLayout, keeps: bool) -> 
 def test_a_form_is_tried_before_it_is_taken() -> None:
     shape = trial.Shape(batch=1, length=20, width=16, chunk_size=10, dtype=torch.float32)
     assert not trial.failure_of("triton", shape, torch.device("cpu"))
-
-
-@interpreted
-def test_the_same_bits_twice() -> None:
-    rows, labels = clustered(length=25, dtype=torch.bfloat16)
-    first, second = (value_and_gradient(rows, labels, "triton", chunk_size=14) for _ in range(2))
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
 @triton.jit
