@@ -82,18 +82,6 @@ def test_sc1() -> None:
     assert cosines.flatten().tolist() == pytest.approx(printed, abs=6e-7)
 
 
-def test_se1_is_linear_in_the_coupling() -> None:
-    ends = [sce_loss(*fixture_f1(), coupling=coupling) for coupling in (0, 1)]
-    torch.testing.assert_close(sce_loss(*fixture_f1(), coupling=0.25), 0.75 * ends[0] + 0.25 * ends[1])
-
-
-def test_se1_instance_targets_alone_are_info_nce() -> None:
-    rows, labels = fixture_f1()
-    unit = F.normalize(rows, dim=-1)
-    expected = F.cross_entropy(unit @ unit.T / 0.1, torch.arange(12))
-    torch.testing.assert_close(sce_loss(rows, labels, target="instance", coupling=1), expected)
-
-
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "creg": creg_loss,
     "creg per pair": lambda *given, **options: creg_loss(*given, form="per_pair", **options),
@@ -352,29 +340,6 @@ def test_settings_of_an_objective() -> None:
     assert [part.chunk_size for part in SimRegConfig(**both, chunk_size=64).parts] == [64, 64]
     with pytest.raises(ValueError, match="at most 256, not 1024"):
         SimRegConfig(**both)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"objective": "creg", "objective_options": "from=per_pair"}, "unknown option 'from'.*it has form, self"),
-        ({"objective": "creg", "objective_options": "form=per_pair"}, "a chunk size of at most 256, not 1024"),
-        ({"objective": "creg", "objective_options": "form=per_pair", "chunk_size": 0}, "not 0, the whole sequence"),
-        ({"objective": "simreg", "objective_options": "form=per_pair"}, "it has prefixes"),
-        ({"objective": "creg", "similarity": "dot"}, "similarity dot has no effect on objective creg"),
-        (
-            {"objective": "simcse", "objective_options": "view=forward2"},
-            "not support view=forward2: it needs the model to run",
-        ),
-        ({"objective": "creg", "objective_options": "prediction-consistency=yes"}, "needs the model to run twice"),
-        ({"objective": "sce", "objective_options": "keys=ema"}, "not support keys=ema: it needs a second model"),
-        ({"objective": "cpretrain", "objective_options": "level=sequence", "chunk_size": 64}, "64 has no effect"),
-        ({"objective": "simcse", "document_mask": True}, "document mask True has no effect"),
-    ],
-)
-def test_settings_without_effect_are_refused(settings: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        SimRegConfig(lambda_=1, **settings)
 
 
 def test_terms_must_be_one_for_each_anchor() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from simreg_megatron import geometry
 from simreg_megatron.geometry import PairCosines, mean_angle_degrees, pair_cosines
-from tests.helpers.fixtures import fixture_f1, random_tokens
+from tests.helpers.fixtures import random_tokens
 
 
 def naive_pair_cosines(rows: Tensor, labels: Tensor, valid: Tensor, chunk_size: int) -> dict[str, float]:
@@ -46,16 +46,6 @@ def test_equals_the_double_loop(chunk_size: int) -> None:
     found = pair_cosines(rows, labels, valid=valid, chunk_size=chunk_size)
     for name, expected in naive_pair_cosines(rows, labels, valid, chunk_size).items():
         assert getattr(found, name).item() == pytest.approx(expected, rel=1e-12, abs=1e-12), name
-
-
-def test_fixture() -> None:
-    rows, labels = fixture_f1()
-    found = pair_cosines(rows, labels)
-    assert (found.same_sum / found.same_count).item() == pytest.approx(0.228242, abs=5.1e-7)
-    assert (found.different_sum / found.different_count).item() == pytest.approx(0.320588, abs=5.1e-7)
-    everything = (found.same_sum + found.different_sum) / (found.same_count + found.different_count)
-    assert everything.item() == pytest.approx(0.306596, abs=5.1e-7)
-    assert (found.same_count, found.different_count) == (20, 112)
 
 
 def test_counts_stay_exact_beyond_float32() -> None:
@@ -145,21 +135,6 @@ def test_isotropy_is_isoscore_rank_and_mean_cosine(shape: tuple[int, int], dtype
     assert found.mean_cosine.item() == pytest.approx(
         cosines[~torch.eye(len(rows), dtype=torch.bool)].mean().item(), **bound
     )
-
-
-@pytest.mark.parametrize("directions", [1, 3, 8])
-def test_isotropy_of_closed_forms(directions: int) -> None:
-    """Equal variance along k of d directions, turned: the rank is k, the score (k - 1) / (d - 1)."""
-    axes = torch.eye(8, dtype=torch.float64)[:directions]
-    turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
-    rows = torch.cat([axes, -axes]) @ turn
-    found = geometry.isotropy(geometry.moments(rows, all_usable(rows)))
-    assert found.effective_rank.item() == pytest.approx(directions)
-    assert found.score.item() == pytest.approx((directions - 1) / 7, abs=1e-12)
-    assert found.mean_cosine.item() == pytest.approx(-1 / (2 * directions - 1))
-    moved = geometry.isotropy(geometry.moments(rows + 3 * turn[0], all_usable(rows)))
-    assert moved.effective_rank.item() == pytest.approx(directions), "a common part is no variance"
-    assert moved.mean_cosine > found.mean_cosine, "but it turns all towards one side"
 
 
 def test_moments_add_up_and_what_does_not_count_may_hold_anything() -> None:
