@@ -50,9 +50,9 @@ def inputs(batch: int = BATCH) -> Inputs:
     ).of_rows(slice(None))
 
 
-def same_document() -> Tensor:
+def same_document(documents: Sequence[int] = DOCUMENTS) -> Tensor:
     """[T, T]: whether two tokens lie in one document."""
-    number = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))
+    number = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
     return number == number[:, None]
 
 
@@ -150,25 +150,29 @@ def packed(documents: Sequence[int] = DOCUMENTS, padded: Sequence[int] | None = 
     return PackedSeqParams("thd", ends, ends, padded_ends, padded_ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
-def check_packed(rank: int) -> None:
-    attention = local_attention(1)
-    whole = inputs(batch=1)
-    expected = oracle(whole, same_document())
-    given = inputs(batch=1)
+def check_packed(rank: int, ranks: int, documents: Sequence[int]) -> None:
+    """Each document is split by itself over the ranks."""
+    attention, whole = local_attention(ranks), inputs(batch=1)
+    rows = torch.arange(TOKENS)
+    if ranks > 1:
+        blocks = [document.chunk(2 * ranks) for document in rows.split(documents)]
+        rows = torch.cat([half for cut in blocks for half in (cut[rank], cut[-1 - rank])])
+    expected = [part[rows] for part in oracle(whole, same_document(documents))]
 
     def attended(params: Any) -> list[Tensor]:
-        flat = given.of_rows(slice(None))
+        flat = whole.of_rows(rows)
         output = attention(*(part.squeeze(1) for part in flat[:3]), None, packed_seq_params=params)
         return with_gradients(output, flat)
 
-    assert max(largest_differences(attended(packed()), expected)) < TOLERANCE
-    # Where documents are padded, these borders count.
-    assert max(largest_differences(attended(packed([4, 1, 9, 8], padded=DOCUMENTS)), expected)) < TOLERANCE
+    assert max(largest_differences(attended(packed(documents)), expected)) < TOLERANCE
     assert min(largest_differences(attended(packed([TOKENS])), expected)) > CLEARLY_WRONG
+    if ranks == 1:  # where documents are padded, these borders count
+        assert max(largest_differences(attended(packed([4, 1, 9, 8], padded=documents)), expected)) < TOLERANCE
 
 
-def test_packed_documents_do_not_meet(tmp_path: Path) -> None:
-    run_processes(check_packed, 1, tmp_path)
+@pytest.mark.parametrize(("ranks", "documents"), [(1, DOCUMENTS), (2, MULTIPLES)])
+def test_packed_documents_do_not_meet(ranks: int, documents: Sequence[int], tmp_path: Path) -> None:
+    run_processes(check_packed, ranks, tmp_path, ranks, documents)
 
 
 def check_model(rank: int) -> None:
@@ -195,27 +199,6 @@ def check_model(rank: int) -> None:
 
 def test_a_packed_model_is_the_masked_model(tmp_path: Path) -> None:
     run_processes(check_model, 1, tmp_path)
-
-
-def check_packed_and_split(rank: int) -> None:
-    attention, whole = local_attention(2), inputs(batch=1)
-    numbers = torch.arange(TOKENS).split(MULTIPLES)
-    blocks = [document.chunk(4) for document in numbers]
-    rows = torch.cat([half for cut in blocks for half in (cut[rank], cut[3 - rank])])
-    document = torch.repeat_interleave(torch.arange(len(MULTIPLES)), torch.tensor(MULTIPLES))
-    expected = [part[rows] for part in oracle(whole, document == document[:, None])]
-
-    def attended(params: Any) -> list[Tensor]:
-        flat = whole.of_rows(rows)
-        output = attention(*(part.squeeze(1) for part in flat[:3]), None, packed_seq_params=params)
-        return with_gradients(output, flat)
-
-    assert max(largest_differences(attended(packed(MULTIPLES)), expected)) < TOLERANCE
-    assert min(largest_differences(attended(packed([TOKENS])), expected)) > CLEARLY_WRONG
-
-
-def test_packed_documents_are_split_one_by_one(tmp_path: Path) -> None:
-    run_processes(check_packed_and_split, 2, tmp_path)
 
 
 def check_refusals(rank: int) -> None:

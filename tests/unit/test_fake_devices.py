@@ -151,12 +151,8 @@ ALL = distinct([
 ])  # fmt: skip
 
 
-@pytest.mark.parametrize("case", QUICK, ids=str)
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in ALL[len(QUICK) :])], ids=str
+)
 def test_a_micro_batch_stays_on_the_device(case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ALL[len(QUICK) :], ids=str)
-def test_every_other_combination_does(case: Case) -> None:
     check(case)

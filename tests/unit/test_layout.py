@@ -69,34 +69,6 @@ def test_every_chunk_that_a_rank_needs_arrives_whole_and_in_order(layout: ShardL
                 assert (window.tokens[0] - origin) % size == 0
 
 
-@pytest.mark.parametrize(
-    ("layout", "cutting", "travels"),
-    [
-        (ShardLayout(64), Cutting(0), False),
-        (ShardLayout(64, 1, 2), Cutting(0), True),
-        (ShardLayout(64, 1, 2), Cutting(32), False),
-        (ShardLayout(64, 1, 2), Cutting(24), True),
-        (ShardLayout(64, 1, 2, False), Cutting(0), False),  # all rows are on all ranks
-        (ShardLayout(64, 2, 1), Cutting(16), False),
-        (ShardLayout(64, 2, 1), Cutting(32), True),  # although the middle chunk lies on one rank
-        (ShardLayout(64, 2, 1), Cutting(32, "local"), False),
-        (ShardLayout(64, 1, 2), Cutting(0, sample_length=32), False),
-    ],
-    ids=str,
-)
-def test_rows_travel_only_where_a_chunk_spans_ranks(layout: ShardLayout, cutting: Cutting, travels: bool) -> None:
-    for rank in ranks(layout):
-        assert row_plan(layout, rank, cutting).travels is travels
-
-
-def test_rows_go_only_to_ranks_that_share_the_chunk() -> None:
-    """Chunks of 24 over four ranks of 16: rank 3 shares its chunk with rank 2 alone."""
-    layout = ShardLayout(64, 1, 4)
-    assert row_plan(layout, (0, 3), Cutting(24)).receive_sizes == (0, 0, 0, 16)
-    assert row_plan(layout, (0, 1), Cutting(24)).receive_sizes == (16, 16, 16, 0)
-    assert row_plan(layout, (0, 0), Cutting(24)).receive_sizes == (16, 8, 0, 0)
-
-
 def test_zigzag() -> None:
     assert ShardLayout(16, 2, 1).held((0, 0)) == ((0, 4), (12, 16))
     assert ShardLayout(16, 2, 1).held((1, 0)) == ((4, 8), (8, 12))
@@ -114,12 +86,6 @@ def test_documents_are_cut_as_transformer_engine_cuts_them(size: int, rank: int)
 def test_documents_that_cannot_be_cut_are_refused(borders: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"4 equal blocks, so cu_seqlens .* 0 to 96 in multiples of 4, and are \["):
         ShardLayout(96, 2, borders=borders)
-
-
-def test_local_scope_cuts_each_block() -> None:
-    found = row_plan(ShardLayout(32, 2, 1), (0, 0), Cutting(6, "local")).windows
-    assert [w.tokens for w in found] == [(0, 8), (24, 32)]
-    assert [w.domain for w in found] == [(0, 8), (24, 32)]
 
 
 def test_more_ranks_than_tokens_are_refused() -> None:

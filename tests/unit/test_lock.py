@@ -211,20 +211,15 @@ def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_first_rank_alone_holds_output_and_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def planned(*words: str) -> launcher.Plan:
-        options, rest = launcher.make_parser("llama").parse_known_args(["--output", str(tmp_path / "out"), *words])
-        return launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
-
     for words, folders in (
-        ((), ["out"]),
-        (("--save-interval", "2"), ["out"]),  # saves below
+        ((), ["out"]),  # saves below
         (("--save", str(tmp_path / "elsewhere")), ["elsewhere", "out"]),
     ):
         monkeypatch.setenv("RANK", "0")
-        with launcher._alone(planned(*words)):
+        with launcher._alone(planned(tmp_path / "out", *words)):
             assert sorted(path.parent.name for path in tmp_path.glob(f"*/{NAME}")) == folders
         monkeypatch.setenv("RANK", "1")
-        with launcher._alone(planned(*words)):
+        with launcher._alone(planned(tmp_path / "out", *words)):
             assert not list(tmp_path.glob(f"*/{NAME}"))
 
 
@@ -258,12 +253,9 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("simreg_megatron.__main__.run", interrupted)
     monkeypatch.setenv("RANK", "0")
-    words = ["--output", str(tmp_path), "--save-interval", "2"]
-    options, rest = launcher.make_parser("llama").parse_known_args(words)
-    plan = launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
     for newest, last in ((None, "none was saved"), (6, f"{tmp_path}/checkpoints/iter_0000006")):
         monkeypatch.setattr(launcher.checkpoints, "newest_whole", lambda _, newest=newest: newest)
         with pytest.raises(SystemExit) as ended:
-            launcher._train(plan)
+            launcher._train(planned(tmp_path))
         said = capsys.readouterr().out
         assert ended.value.code == 130 and said == f"> Trains on cpu in fp32\nStopped. Last checkpoint: {last}\n"

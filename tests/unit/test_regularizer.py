@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ MODEL = SimpleNamespace(
 @pytest.fixture(autouse=True)
 def _fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
 def micro_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -192,8 +194,7 @@ def test_what_only_the_data_knows_is_told_once(capsys: pytest.CaptureFixture[str
     assert "left out" not in capsys.readouterr().out
 
 
-def test_every_third_step_is_three_times_as_strong_and_the_others_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+def test_every_third_step_is_three_times_as_strong_and_the_others_are_plain() -> None:
     hidden, labels, mask, loss = micro_batch()
     settings = {"lambda_": 3, "temperature": 0.1, "chunk_size": 6}
     regularizer = Regularizer(SimRegConfig(**settings, every=3))
@@ -227,9 +228,8 @@ def test_trained_scalars_that_were_born_without_numbers() -> None:
     assert {name: value.item() for name, value in scalars().items()} == {"query": 0.25, "key": -1.0}
 
 
-def test_scalars_get_a_gradient_of_zero_when_the_term_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scalars_get_a_gradient_of_zero_when_the_term_is_off() -> None:
     """Megatron's overlapped reduce waits for the gradient of every parameter."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     hidden, labels, mask, loss = micro_batch()
     config = SimRegConfig(lambda_=3, temperature=0.1, similarity="learnable", off_after=0.5)
     scalars = Scalars({"query": 0.0, "key": 0.0})
@@ -288,8 +288,7 @@ def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None
     torch.testing.assert_close(flat.grad.reshape(BATCH, LENGTH, WIDTH), expected.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_a_combination_is_the_weighted_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+def test_a_combination_is_the_weighted_sum_of_its_parts() -> None:
     hidden, labels, mask, loss = micro_batch()
 
     def gradient(**settings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -366,13 +365,12 @@ def test_margins_of_predictions(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert found["simreg margin of right predictions"].item() == pytest.approx(margins[margins > 0].mean().item())
     assert abs(margins.mean() - margins[margins > 0].mean()) > 1e-2
     ordered = margins.repeat(2).sort().values
-    for share in (10, 50, 90):
-        place = math.ceil(share * len(ordered) / 100) - 1
-        assert found[f"simreg margin {share}%"].item() == pytest.approx(ordered[place].item(), rel=1e-6)
-        of_right = ordered[ordered > 0]
-        sought = of_right[math.ceil(share * len(of_right) / 100) - 1].item()
-        name_of_right = f"simreg margin of right predictions {share}%"
-        assert found[name_of_right].item() == pytest.approx(sought, rel=1e-6) != ordered[place].item()
+    of_right = ordered[ordered > 0]
+    for (name, members), share in itertools.product(
+        {"": ordered, " of right predictions": of_right}.items(), (10, 50, 90)
+    ):
+        sought = members[math.ceil(share * len(members) / 100) - 1].item()
+        assert found[f"simreg margin{name} {share}%"].item() == pytest.approx(sought, rel=1e-6)
     assert found["simreg share of right predictions"].item() == pytest.approx((margins > 0).double().mean().item())
 
     monkeypatch.setattr(metrics, "_KEPT_MICRO_BATCHES", 3)
@@ -397,9 +395,8 @@ def test_trained_scalars_are_read_by_a_call_that_data_parallelism_can_wait_in() 
 
 
 @pytest.mark.parametrize("objective", ["simreg:3", "sigreg:2,simreg:3"])
-def test_lambda_follows_its_schedule_in_gradient_and_log(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lambda_follows_its_schedule_in_gradient_and_log(objective: str) -> None:
     """A quarter on the way of a cosine from lambda to a tenth of it: 0.1 + 0.9 (1 + cos(pi / 4)) / 2, ..."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     hidden, labels, mask, loss = micro_batch()
     settings = {"objective": objective, "temperature": 0.1, "chunk_size": 6}
 
