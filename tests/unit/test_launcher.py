@@ -119,14 +119,6 @@ def test_tiny_shares_its_batch_over_the_ranks() -> None:
     assert values(three, "--global-batch-size") == ["9"] and any("3 data-parallel" in note for note in three.notes)
 
 
-def test_real_size_on_ranks_that_cannot_share_the_batch_is_refused() -> None:
-    with pytest.raises(LaunchError, match="give --global-batch-size 528, or another number of ranks"):
-        plan("--model", "350m", *OWN, machine=WHOLE_NODES)
-    split = ("--tensor-model-parallel-size", "4", "--global-batch-size", "9")
-    with pytest.raises(LaunchError, match=r"give --global-batch-size 12, or another"):
-        plan("--model", "7b", *OWN, *split, machine=WHOLE_NODES)
-
-
 def test_a_short_run_gets_a_shorter_warmup() -> None:
     assert values(plan("--train-iters", "20"), "--lr-warmup-iters") == ["2"]
     assert values(plan("--train-iters", "41"), "--lr-warmup-iters") == ["40"]
@@ -149,9 +141,17 @@ def test_hardware_chooses_layers_and_precision() -> None:
     [
         (("--model", "350m", *OWN), CPU, "needs a GPU and this machine has none"),
         ((), Machine(gpus=1, world_size=2, local_world_size=2), "give torchrun --nproc-per-node 1"),
-        (("--model", "350m"), GPU, "give --data PREFIX"),
         (("--data-path", "text"), CPU, "--data-path needs --tokenizer"),
         ((*OWN, "--mock-data"), CPU, "both name the training text"),
+        (("--model", "350m", *OWN), WHOLE_NODES, "give --global-batch-size 528, or another number of ranks"),
+        (
+            ("--model", "7b", *OWN, "--tensor-model-parallel-size", "4", "--global-batch-size", "9"),
+            WHOLE_NODES,
+            "give --global-batch-size 12, or another",
+        ),
+        (("--recipe", "simcse", "--simreg-lambda", "0"), CPU, "--recipe simcse decides --simreg-lambda"),
+        (("--recipe", "paper", "--simreg-objective", "creg"), CPU, "--recipe paper decides --simreg-objective"),
+        (("--recipe", "paper-full", "--simreg-chunk-size", "9"), CPU, "--recipe paper-full decides --simreg-chunk"),
     ],
 )
 def test_what_cannot_run_is_refused(words: tuple[str, ...], machine: Machine, sentence: str) -> None:
@@ -434,31 +434,6 @@ def test_a_recipe_is_adagc_and_one_objective(recipe: str) -> None:
     assert own[: own.index(("--save-interval", "500"))] == list(
         plain.flags[: plain.flags.index(("--save-interval", "500"))]
     )
-
-
-def test_the_papers_two_arms_differ_by_their_chunks_alone() -> None:
-    """And the tiny preset's own chunk size makes way."""
-    for model in (["--model", "350m", *OWN], []):
-        machine = GPU if model else Machine()
-        chunks, whole = (
-            plan(*model, "--recipe", name, "--output", "out", machine=machine) for name in ("paper", "paper-full")
-        )
-        of_preset = [] if model else [("--simreg-chunk-size", "64")]
-        assert set(chunks.flags) ^ set(whole.flags) == {*of_preset, ("--simreg-chunk-size", "0")}
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("baseline --simreg-lambda 10", "--recipe baseline decides --simreg-lambda: leave one of them out"),
-        ("simcse --simreg-lambda 0", "--recipe simcse decides --simreg-lambda"),
-        ("paper --simreg-objective creg", "--recipe paper decides --simreg-objective"),
-        ("paper-full --simreg-chunk-size 512", "--recipe paper-full decides --simreg-chunk-size"),
-    ],
-)
-def test_flags_that_make_another_recipe_are_refused(words: str, sentence: str) -> None:
-    with pytest.raises(LaunchError, match=sentence):
-        plan("--recipe", *words.split())
 
 
 def test_megatron_alone_is_without_the_plugin() -> None:

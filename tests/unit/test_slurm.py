@@ -156,6 +156,8 @@ def _rendered(site: Site) -> str:
         pytest.param((), ("--pipeline-model-parallel-size", "3"), "TP 1 x PP 3 x CP 1 = 3 ranks, and 128", id="pp"),
         pytest.param((), ("--pipeline-model-parallel-size", "3"), "give --nodes 12 before", id="pp-3-shares-2048"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
+        pytest.param((), ("--output", "a b"), "without spaces, quotes, # or %", id="blank"),
+        pytest.param((), ("--output", "a#b"), "without spaces, quotes, # or %", id="hash"),
     ],
 )
 def test_what_would_fail_is_refused_before_it_is_queued(
@@ -171,12 +173,6 @@ def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str],
     with pytest.raises(LaunchError, match="12500 iterations are done"):
         text_of(LLAMA, "--model", "7b", *data)
     text_of(LLAMA, "--model", "7b", *data, "--train-iters", "13000")
-
-
-def test_output_that_slurm_cannot_name(data: list[str], tmp_path: Path) -> None:
-    for name in ("a b", "a#b"):
-        with pytest.raises(LaunchError, match="without spaces, quotes, # or %"):
-            text_of(LLAMA, "--model", "7b", *data, "--output", str(tmp_path / name))
 
 
 @pytest.mark.parametrize("value", ["a#b", "a\n#SBATCH --nodes=99", 'a"b', "a\\b"])
@@ -354,8 +350,17 @@ class TestBooks:
         self.at(books, end, monkeypatch)
         return books.end(3, status)
 
-    def test_progress_goes_on(self, books: chain.Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert [self.slice(books, at, at + 10, 1, monkeypatch) for at in (0, 10, 20)] == [0, 0, 0]
+    @pytest.mark.parametrize(
+        ("slices", "ends"),
+        [
+            ([(0, 10, 1), (10, 20, 1), (20, 30, 1)], [0, 0, 0]),  # progress
+            ([(10, 10, 1), (10, 20, 0), (20, 20, 1)], [0, 0, 0]),
+            ([(10, 20, 1), (20, 20, 1)], [0, 2]),  # a failure after progress is the first of two
+            ([(10, 20, 0), (20, 20, 1), (20, 20, 1)], [0, 0, 2]),  # a good end is none
+        ],
+    )
+    def test_only_two_failures_without_progress_end(self, slices, ends, books, monkeypatch) -> None:
+        assert [self.slice(books, *one, monkeypatch) for one in slices] == ends
 
     @pytest.mark.parametrize("status", [0, 1])
     def test_twice_nothing_ends(self, status: int, books, monkeypatch, capsys) -> None:
@@ -384,17 +389,6 @@ class TestBooks:
         assert pruned == [books.save]
         self.slice(books, 20, 30, 0, monkeypatch)
         assert pruned == [books.save] * 2, "no process holds it"
-
-    def test_nothing_progress_nothing_goes_on(self, books, monkeypatch) -> None:
-        slices = ((10, 10, 1), (10, 20, 0), (20, 20, 1))
-        assert [self.slice(books, *one, monkeypatch) for one in slices] == [0, 0, 0]
-
-    def test_a_failure_after_progress_is_the_first_of_two(self, books, monkeypatch) -> None:
-        assert [self.slice(books, *ends, 1, monkeypatch) for ends in ((10, 20), (20, 20))] == [0, 2]
-
-    def test_a_good_end_is_no_failure(self, books, monkeypatch) -> None:
-        assert self.slice(books, 10, 20, 0, monkeypatch) == 0
-        assert [self.slice(books, 20, 20, 1, monkeypatch) for _ in range(2)] == [0, 2]
 
     def test_another_submission_begins_a_new_count(self, books, monkeypatch) -> None:
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0

@@ -111,9 +111,13 @@ def refused(ask: Ask, command: str, sentence: str) -> None:
          "divided among replicas: start 2 (--nproc-per-node), or give smaller sizes"),
         ("1 llama --micro-batch-size 3", "each of 1 data-parallel ranks has 8 sequences of the global batch, which "
          "micro-batches of 3 cannot share: give --micro-batch-size 2"),
+        ("llama --save-interval 2", "--save-interval needs --output DIR"),
+        (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
+         "needs --save-interval N"),
+        (SUBMIT.replace("launch", "--reserve nan launch"), "--reserve must be at least half a minute, not nan"),
     ],
 )  # fmt: skip
-def test_sizes_over_ranks(command: str, sentence: str, ask: Ask) -> None:
+def test_sizes_over_ranks_and_saving(command: str, sentence: str, ask: Ask) -> None:
     refused(ask, command, sentence)
 
 
@@ -140,19 +144,6 @@ def test_a_blend_is_launched_as_megatron_reads_it(ask: Ask, monkeypatch: pytest.
     mine = "--data 0.3 data/mine/train 0.7 data/mine/valid --tokenizer data/mine/tokenizer.model"
     assert ask(f"llama --dry-run --seq-length 64 --split 9,1,0 {mine}")[0] == 0
     assert "--data-path 0.3 data/mine/train 0.7 data/mine/valid" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("llama --save-interval 2", "--save-interval needs --output DIR"),
-        (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
-         "needs --save-interval N"),
-        (SUBMIT.replace("launch", "--reserve nan launch"), "--reserve must be at least half a minute, not nan"),
-    ],
-)  # fmt: skip
-def test_output_and_saving(command: str, sentence: str, ask: Ask) -> None:
-    refused(ask, command, sentence)
 
 
 def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
