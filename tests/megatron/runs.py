@@ -27,6 +27,7 @@ from tests.helpers import jobs
 from tests.megatron import forks
 from tests.megatron.parameters import Shard
 from tests.megatron.record import record
+from tests.versions.tiny import whole
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "simreg_megatron" / "pretrain.py"
@@ -211,17 +212,7 @@ def _joined(ranks: list[dict], kind: str) -> dict[str, Tensor]:
             # Of a step that overflows they are NaN on all.
             if not torch.allclose(known, tensor, rtol=0, atol=0, equal_nan=True):
                 raise ReplicasDifferError(f"{kind} of {name} differ between ranks that share them")
-    return {name: _whole(name, parts[name], shards[name]) for name in sorted(parts)}
-
-
-def _whole(name: str, parts: dict[int, Tensor], shard: Shard) -> Tensor:
-    """Concatenate the shards; the two halves of a gated layer separately."""
-    dimension, _, count = shard
-    ordered = [parts[index] for index in range(count)]
-    if "linear_fc1" in name and count > 1:
-        gates, values = zip(*(part.chunk(2, dim=dimension) for part in ordered), strict=True)
-        return torch.cat([*gates, *values], dim=dimension)
-    return torch.cat(ordered, dim=dimension) if count > 1 else ordered[0]
+    return {name: whole(parts[name], name, shards[name]) for name in sorted(parts)}
 
 
 @dataclass(frozen=True)

@@ -118,14 +118,23 @@ def test_averages_go_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has parameters that are not in the model: b" in said and "lacks: d" in said
 
 
-def test_layers_that_are_built_otherwise_start_anew(capsys: pytest.CaptureFixture[str]) -> None:
-    """A GPT's second layer is another one in a hybrid model, under the same number."""
-    before = attached(["decoder.layers.1.mlp.weight", "decoder.layers.1.attention.weight"])
+LAYERS = ["decoder.layers.1.mlp.weight", "decoder.layers.1.attention.weight"]
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "sentence"),
+    [
+        (LAYERS, {"variant": "global"}, "averages are of variant clipped, not global, so the warm-up starts now"),
+        # A GPT's second layer is another one in a hybrid model, under the same number.
+        (["decoder.layers.2.mlp.weight", LAYERS[1]], {}, "built otherwise, so its averages may be of other parameters"),
+    ],
+)
+def test_averages_of_others_start_anew(names: list[str], settings: dict, sentence: str, capsys) -> None:
+    before, after = attached(LAYERS), attached(names, **settings)
     before._adagc.gammas, before._adagc.steps = torch.tensor([1.0, 2.0]), 7
-    after = attached(["decoder.layers.1.attention.weight", "decoder.layers.2.mlp.weight"])
     after.load_state_dict(before.state_dict())
     assert after._adagc.gammas.isinf().all() and after._adagc.steps == 0
-    assert "built otherwise, so its averages may be of other parameters: the warm-up" in capsys.readouterr().out
+    assert sentence in capsys.readouterr().out
 
 
 def test_a_conversion_keeps_the_averages(here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,14 +154,6 @@ def test_a_conversion_keeps_the_averages(here: SimpleNamespace, monkeypatch: pyt
     monkeypatch.setattr(compat, "arguments", lambda: SimpleNamespace(ckpt_convert_format="torch_dist"))
     with pytest.raises(ValueError, match="a conversion without it would lose its averages: add --adagc"):
         load(None, written)
-
-
-def test_another_variant_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = attached(["a"]), attached(["a"], variant="global")
-    before._adagc.steps = 7
-    after.load_state_dict(before.state_dict())
-    assert after._adagc.steps == 0
-    assert "averages are of variant clipped, not global, so the warm-up starts now" in capsys.readouterr().out
 
 
 def test_megatron_clips_again_after_the_end() -> None:

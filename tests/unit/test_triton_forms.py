@@ -22,7 +22,6 @@ from benchmarks.bf16_weights import gradient_by_pairs
 from simreg_megatron import SimRegConfig, trial
 from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.losses import simreg_loss
-from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
@@ -102,19 +101,6 @@ def test_equals_float64(options: dict[str, Any], way: str) -> None:
     expected_loss, expected_grad = value_and_gradient(rows.double(), labels, "reference", **given)
     assert apart(loss, expected_loss) < 2e-5
     assert apart(grad, expected_grad) < 3e-5
-
-
-@interpreted
-@pytest.mark.parametrize("chunk_weight", quick(CHUNK_WEIGHTS, only("count-corrected")))
-def test_every_weight(chunk_weight: str) -> None:
-    rows, labels = clustered(length=40)
-    options = {**masks(labels), "chunk_size": 16, "chunk_weight": chunk_weight, "temperature": 0.05}
-    for one, other in zip(
-        value_and_gradient(rows, labels, "triton", **options),
-        value_and_gradient(rows.double(), labels, "reference", **options),
-        strict=True,
-    ):
-        assert apart(one, other) < 1e-5
 
 
 def cut_off(numbers: Tensor) -> Tensor:

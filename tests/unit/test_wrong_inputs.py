@@ -226,11 +226,9 @@ VALUES = """
 --valid-data data/mine/valid | --valid-data goes with --data PREFIX
 --data data/mine/train --tokenizer none.model | the tokenizer none.model does not exist
 --data data/mine/train --data-path x --tokenizer t | --data and --data-path both name the training text
---recipe foo | argument --recipe: invalid choice: 'foo' (choose from
 --simreg-lambda | argument --simreg-lambda: expected one argument
 --simreg-lambda -1 | SimReg lambda must be a finite number of 0 or more, or auto, not -1
 --simreg-lambda nan | SimReg lambda must be a finite number of 0 or more, or auto, not nan
---simreg-lambda ten | SimReg lambda must be a finite number of 0 or more, or auto, not ten
 --simreg-lambda 1 --simreg-objective foo | unknown SimReg objective 'foo': choose from simreg,
 --simreg-scope local | --simreg-scope has no effect while --simreg-lambda is 0
 --recipe baseline --simreg-lambda 10 | --recipe baseline decides --simreg-lambda: leave one of them out
@@ -249,7 +247,6 @@ VALUES = """
 --auto-resume --output out/x | a run that can resume (--auto-resume, and every submitted one) needs --save-interval N
 --load none | --load none: there is no complete checkpoint: give the folder that --save named
 --load out/run | --load out/run: there is no complete checkpoint: give the folder that --save named
-extra | 'extra' belongs to no flag
 """
 OF_SIMREG = """
 --simreg-temperature 0 | the SimReg temperature must be a number from 0.0001 to 10000, not 0.0
