@@ -32,6 +32,21 @@ def random_tokens(
     return embeddings, torch.randint(num_labels, shape[:2], generator=generator)
 
 
+def without_pairs(case: str, rows: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Leave rows [b, n, d], labels [b, n] and mask with less to compare: "one token", "one label", "all masked", ..."""
+    kept = {"one token": 1, "no tokens": 0}.get(case, labels.shape[1])
+    rows, labels, valid = rows[:, :kept].clone(), labels[:, :kept].clone(), valid[:, :kept].clone()
+    if case == "one label":
+        labels.zero_()
+    elif case == "no twin":
+        labels[:] = torch.arange(kept)
+    elif case == "all masked":
+        valid.zero_()
+    elif case == "zero row":
+        rows[0, 2] = 0
+    return rows, labels, valid
+
+
 class One:
     """A process group of one rank; or of more, where only their number matters."""
 

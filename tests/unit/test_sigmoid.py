@@ -13,18 +13,13 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import sigmoid, sigmoid_loss
-from simreg_megatron.losses.similarity import unit_rows
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import chunk_views
 from simreg_megatron.weights import learnable
-from tests.helpers.fixtures import fixture_f1, random_tokens
+from tests.helpers.fixtures import fixture_f1, random_tokens, without_pairs
 from tests.unit.test_simreg_facts import assert_prints
-
-
-def units() -> Tensor:
-    return unit_rows(fixture_f1()[0])
 
 
 @pytest.mark.parametrize(
@@ -132,17 +127,7 @@ def test_no_matrix_of_all_pairs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("pair_reduction", sigmoid.PAIR_REDUCTIONS)
 def test_nothing_to_compare_is_zero_and_finite(case: str, pair_reduction: str) -> None:
     rows, labels = random_tokens((2, 6, 5), num_labels=3)
-    valid = torch.ones_like(labels, dtype=torch.bool)
-    if case == "one token":
-        rows, labels, valid = rows[:, :1], labels[:, :1], valid[:, :1]
-    elif case == "one label":
-        labels = torch.zeros_like(labels)
-    elif case == "no twin":
-        labels = torch.arange(6).expand(2, 6)
-    elif case == "all masked":
-        valid = torch.zeros_like(valid)
-    else:
-        rows, labels, valid = rows[:, :0], labels[:, :0], valid[:, :0]
+    rows, labels, valid = without_pairs(case, rows, labels, torch.ones_like(labels, dtype=torch.bool))
     loss = sigmoid_loss(rows.requires_grad_(), labels, valid=valid, pair_reduction=pair_reduction)
     loss.backward()
     assert loss.isfinite() and rows.grad.isfinite().all()
