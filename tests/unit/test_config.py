@@ -74,7 +74,6 @@ WITH_A_LAMBDA = [
         ({"impl": "tiled", "similarity": "dot"}, "use impl reference, or auto"),
         ({"lambda_schedule": "linear:0"}, "SimReg lambda schedule has no effect while lambda is 0"),
         ({"objective": "none", "every": 2}, "every 2 steps has no effect while lambda is 0"),
-        ({"lambda_": 1, "every": 2, "similarity": "learnable"}, "leaves scalars that it trains without a gradient"),
         ({"objective": "simreg:1,sigmoid:1", "objective_options": "sigmoid.trains=t", "every": 2}, "leaves scalars"),
         ({"objective": "none", "off_after": 0.5}, "SimReg off after has no effect while lambda is 0"),
         ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect with group reduce mean"),

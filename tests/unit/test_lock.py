@@ -28,7 +28,6 @@ def put(folder: Path, holder: Holder | str) -> Path:
     return path
 
 
-OWN = ("--tokenizer", "tokenizer.model")
 ELSEWHERE = Holder("node7", "another boot", 17, "1", "2026-01-01 00:00:00")
 
 

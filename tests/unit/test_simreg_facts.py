@@ -46,10 +46,6 @@ def gradient(embeddings: Tensor, labels: Tensor, **options: object) -> tuple[Ten
     return loss.detach(), embeddings.grad
 
 
-def slack_of(f1: Tokens, float64: float, float32: float) -> float:
-    return float64 if f1[0].dtype == torch.float64 else float32
-
-
 def mask() -> Tensor:
     valid = torch.ones(12, dtype=torch.bool)
     valid[list(MASKED)] = False
@@ -124,8 +120,6 @@ def test_sr6_gradient_norm(temperature: float, norm: str, f1: Tokens) -> None:
     rows, labels = f1
     _, grad = gradient(rows, labels, temperature=temperature)
     assert_prints(grad.norm(), norm)
-    radial = (grad * rows).sum(dim=1).abs().max()
-    assert radial < slack_of(f1, 1e-15, 3e-7), "SimReg turns rows, it does not stretch them"
 
 
 @pytest.mark.parametrize("target", [1e-5, 1e-2])

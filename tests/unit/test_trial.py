@@ -49,15 +49,6 @@ class NotANumber(TorchForm):
         given[-1].fill_(math.nan)
 
 
-class WithoutAToken(TorchForm):
-    """One token of each chunk has no partner."""
-
-    def measure(self, tokens: Tokens, *given: Any, **options: Any) -> Kept:
-        usable = tokens.usable.clone()
-        usable[..., 3] = False
-        return super().measure(tokens._replace(usable=usable), *given, **options)
-
-
 class Broken(TorchForm):
     def measure(self, *given: Any, **options: Any) -> Kept:
         raise RuntimeError("no such instruction\non this device")
@@ -108,7 +99,6 @@ def test_a_right_form_is_taken(plant: Plant) -> None:
     [
         (WrongTerms, r"is wrong \(terms off by 1\.0e-03"),
         (WrongGradient, r"is wrong \(terms off by 0\.0e\+00, gradient by \d\.\de-0[123]"),
-        (WithoutAToken, r"is wrong"),
         (WrongWhereShared, r"is wrong on chunks that ranks share \(terms off by"),
         (
             WrongForSomeAnchors,
@@ -125,16 +115,16 @@ def test_a_wrong_form_is_left_out(plant: Plant, planted: type[Form], why: str) -
     assert {("cpu", torch.float32): "tiled"} == simreg.AUTO
 
 
-@pytest.mark.parametrize("temperature", [0.001, 0.003, 0.01, 0.1])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_right_form_is_right_of_any_type_and_temperature(dtype: torch.dtype, temperature: float) -> None:
-    shape = Shape(batch=1, length=300, width=512, chunk_size=0, dtype=dtype, temperature=temperature)
+MANY = Shape(batch=1, length=300, width=512, chunk_size=0, dtype=torch.float32)
+TYPES, TEMPERATURES = (torch.bfloat16, torch.float32), (0.001, 0.003, 0.01, 0.1)
+FEW = [Shape(1, 64, 1024, 0, torch.float32), Shape(2, 256, 64, 64, torch.float32)]
+
+
+@pytest.mark.parametrize(
+    "shape", [*(MANY._replace(dtype=t, temperature=tau) for t in TYPES for tau in TEMPERATURES), *FEW]
+)
+def test_a_right_form_is_right_of_any_type_temperature_and_shape(shape: Shape) -> None:
     assert not trial.failure_of("tiled", shape, CPU)
-
-
-@pytest.mark.parametrize(("batch", "length", "width", "chunk_size"), [(1, 64, 1024, 0), (2, 256, 64, 64)])
-def test_a_right_form_is_right_of_few_tokens(batch: int, length: int, width: int, chunk_size: int) -> None:
-    assert not trial.failure_of("tiled", Shape(batch, length, width, chunk_size, torch.float32), CPU)
 
 
 def test_a_long_chunk_is_compared_over_its_whole_length(plant: Plant) -> None:

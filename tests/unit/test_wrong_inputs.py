@@ -39,6 +39,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "notes.txt").write_text("no folder")
     (root / "README.md").write_text("# no tokenizer\n")
     (root / "cpu.env").write_text("GPUS_PER_NODE=0\nTIME=60\n")
+    for path in ("facts/a.json", "out/run/checkpoints/latest_checkpointed_iteration.txt"):
+        (root / path).parent.mkdir(parents=True)
+        (root / path).write_text("2")
     return root
 
 
@@ -115,9 +118,15 @@ def refused(ask: Ask, command: str, sentence: str) -> None:
         (SUBMIT.replace("--save-interval 5", ""), "a run that can resume (--auto-resume, and every submitted one) "
          "needs --save-interval N"),
         (SUBMIT.replace("launch", "--reserve nan launch"), "--reserve must be at least half a minute, not nan"),
+        ("llama --data data/mine/train --tokenizer README.md", "README.md is a file, but not a .model: give a"),
+        ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file, but not"),
+        ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
+         "nothing to read: give a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME"),
+        ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
+         "checkpoints, out/run/checkpoints"),
     ],
 )  # fmt: skip
-def test_sizes_over_ranks_and_saving(command: str, sentence: str, ask: Ask) -> None:
+def test_sizes_saving_and_words_in_the_place_of_others(command: str, sentence: str, ask: Ask) -> None:
     refused(ask, command, sentence)
 
 
@@ -193,24 +202,6 @@ def test_few_documents_make_no_validation_set(ask: Ask, place: Path) -> None:
     refused(ask, f"{few} --split 90,10,0", "data/few/train has 3 documents, and --split 90,10,0 leaves none")
     refused(ask, f"{few} --split 0,1,1", "data/few/train has 3 documents, and --split 0,1,1 leaves none of them to t")
     assert ask(f"{few} --split 2,1,0 --dry-run")[0] == 0 == ask(f"{few} --split 100,0,0 --dry-run")[0]
-
-
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("llama --data data/mine/train --tokenizer README.md", "README.md is a file, but not a .model: give a"),
-        ("simreg-megatron data prepare few.jsonl --out data/new --tokenizer README.md", "README.md is a file, but not"),
-        ("simreg-megatron data prepare facts --out data/new --tokenizer data/mine/tokenizer.model", "facts has "
-         "nothing to read: give a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, hf:NAME"),
-        ("simreg-megatron export-hf --load out/run --save model", "out/run is the folder of a run: give its "
-         "checkpoints, out/run/checkpoints"),
-    ],
-)  # fmt: skip
-def test_words_in_the_place_of_others(command: str, sentence: str, ask: Ask, place: Path) -> None:
-    for path in ("facts/a.json", "out/run/checkpoints/latest_checkpointed_iteration.txt"):
-        (place / path).parent.mkdir(parents=True, exist_ok=True)
-        (place / path).write_text("2")
-    refused(ask, command, sentence)
 
 
 VALUES = """
@@ -310,8 +301,7 @@ def rows(table: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(("words", "sentence"), rows(VALUES))
-def test_values_and_pairs_of_flags(words: str, sentence: str, ask: Ask, place: Path) -> None:
-    (place / "out" / "run" / "checkpoints").mkdir(parents=True, exist_ok=True)
+def test_values_and_pairs_of_flags(words: str, sentence: str, ask: Ask) -> None:
     refused(ask, f"llama {words}", sentence)
 
 
