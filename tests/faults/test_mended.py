@@ -85,7 +85,7 @@ def untracked(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_full_disk_is_told_with_the_size_of_the_checkpoint_before(untracked: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_size_of_the_last_checkpoint(untracked: Path, tmp_path: Path) -> None:
     """An assumed vocabulary made a tiny run's checkpoint 25 times as large."""
     folder = checkpoints.path_of(untracked, 6)
     (folder / "__0_0.distcp").write_bytes(b"x" * 5000)

@@ -113,7 +113,7 @@ MISTAKES = {"local_norms": "tp2-sp", "replicas_counted_twice": "tp2-sp", "instan
 
 
 @pytest.mark.parametrize("mistake", quick(MISTAKES, lambda mistake: mistake == "local_norms"))
-def test_the_known_mistakes_are_told(mistake: str, bench: Bench, one_process, tmp_path: Path) -> None:
+def test_known_mistakes_are_seen(mistake: str, bench: Bench, one_process, tmp_path: Path) -> None:
     flags = (*start(bench, "dense"), *SIMREG, *ADAGC, *LAYOUTS[MISTAKES[mistake]][1].split())
     try:
         runs.train(tmp_path, flags, processes=2, patch=f"breakage:adagc_{mistake}")
@@ -244,7 +244,7 @@ def test_nothing_is_clipped_where_nothing_is_trained(bench: Bench, tmp_path: Pat
     assert done.status == 0 and "validation loss" in done.output, done.output[-2000:]
 
 
-def test_what_cannot_work_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_settings_that_cannot_work_are_refused(bench: Bench, tmp_path: Path) -> None:
     done = runs.attempt(tmp_path, (*start(bench, "dense", 1), "--adagc", "--use-torch-fsdp2"))
     assert done.status != 0 and "iteration        1/" not in done.output
     assert "does not know where --use-torch-fsdp2 keeps the gradients" in done.output, done.output[-2000:]

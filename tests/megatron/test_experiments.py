@@ -22,7 +22,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in plan_names() if not read_plan(name).is_search])
-def test_it_runs(name: str, output: Path) -> None:
+def test_an_experiment_runs(name: str, output: Path) -> None:
     words = ["--quick", "--jobs", "1", "--seeds", "1", "--data", "builtin", "--output", str(output)]
     done = jobs.run([sys.executable, "-m", "research", "run", name, *words], cwd=ROOT, timeout=3600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -48,7 +48,7 @@ def test_megatron_fsdp(
     assert len(sharded.logged) == 3
 
 
-def test_a_doubled_lambda_is_told(one_process: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_doubled_lambda_is_seen(one_process: runs.Recorded, data_flags: tuple[str, ...], tmp_path: Path) -> None:
     """In the gradients, too: the norm alone would do."""
     flags = (*data_flags, *_STEPS, *_MEGATRON, *_SHARDED, "--simreg-lambda", "20")
     gap = runs.difference(one_process, runs.train(tmp_path, flags, processes=2))

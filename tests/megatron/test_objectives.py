@@ -70,7 +70,7 @@ def test_each_of_several_objectives_has_its_log_line(data_flags: tuple[str, ...]
     ],
     ids=["dense", "tied"],
 )
-def test_a_second_use_of_the_output_layer_beside_fused_gradients(
+def test_a_second_use_of_the_output_layer_with_fused_gradients(
     model: str, layout: Part, ignores: bool, bench: Bench
 ) -> None:
     """Megatron then ignores what autograd brings for the weight, so the objective must add its own part itself."""

@@ -54,7 +54,7 @@ def unpacked(name: str, folder: Path) -> Path:
     return folder
 
 
-def test_they_are_few_and_small() -> None:
+def test_the_kept_checkpoints_are_few_and_small() -> None:
     kept = [path for folder in SAVED for path in folder.iterdir()]
     assert len(SAVED) == 1 and {path.name for path in kept} == {
         f"{name}{ending}" for name in KEPT for ending in (make.ENDING, ".json")

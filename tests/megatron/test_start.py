@@ -52,7 +52,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("before", "after", "simreg"), [(("--plain",), (), False), (("torchrun",), ("--simreg-cpu",), True)]
 )
-def test_the_megatron_beside_the_script_runs(
+def test_the_megatron_next_to_the_script_runs(
     before: tuple[str, ...], after: tuple[str, ...], simreg: bool, tree: Path
 ) -> None:
     start = ("-m", "simreg_megatron", *before)

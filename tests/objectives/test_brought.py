@@ -77,7 +77,7 @@ def test_it_is_the_same_function_in_every_layout(package: Path) -> None:
     assert len(re.findall(r"^.*toy chunk 24.*\bpass\b", said, re.MULTILINE)) >= 7, said
 
 
-def test_a_record_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     brought = {
         "broken": "no_such_module:X", "other": "os:sep", "named": "toy_named:TOY", "empty": "toy_named:EMPTY",
         "lost": "toy_named:LOST", "cold": "toy_named:COLD", "creg": "toy_named:TOY",

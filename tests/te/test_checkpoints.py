@@ -79,7 +79,7 @@ def experts(layered, layer: int) -> dict[str, Tensor]:
         ("sequential", "pp2", "ep2"),
     ],
 )
-def test_there_and_back(model: str, layout: str, other: str, tmp_path: Path) -> None:
+def test_an_imported_model_is_exported_unchanged(model: str, layout: str, other: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     saved = models.save(tmp_path / "saved", model, layout, tmp_path / "save.log")

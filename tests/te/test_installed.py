@@ -39,7 +39,7 @@ def python(code: str) -> str:
     return run(sys.executable, "-c", code)
 
 
-def test_megatron_sees_it_and_the_plugin_wraps_beside_it() -> None:
+def test_megatron_finds_it_and_the_plugin_still_installs() -> None:
     """Nothing of SimReg imports it; Megatron does, and its class for it is a real one after install() too."""
     said = python(
         "import sys, simreg_megatron; assert 'transformer_engine' not in sys.modules\n"
@@ -54,14 +54,14 @@ def test_megatron_sees_it_and_the_plugin_wraps_beside_it() -> None:
     assert said.split()[-2:] == ["True", "False"]
 
 
-def test_doctor_tells_of_it() -> None:
+def test_doctor_reports_it() -> None:
     said = run(sys.executable, "-m", "simreg_megatron.cli", "doctor", COLUMNS="200")
     assert re.search(r"transformer-engine\W+2\.\d+", said), said
     assert "cannot be imported" not in said and "missing" not in said and "SimReg can be installed" in said
     assert "Device: no GPU" in said
 
 
-def test_a_real_one_that_cannot_be_loaded_is_explained() -> None:
+def test_doctor_explains_a_library_that_cannot_be_loaded() -> None:
     """Its library misses a symbol, as with an older cuBLAS; the rest of the package is as installed."""
     said = python(
         "import ctypes\n"

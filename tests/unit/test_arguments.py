@@ -172,7 +172,7 @@ class TestOnTheCpu:
         assert "needs a GPU, and this run is on the CPU: leave the flag out" in capsys.readouterr().err
 
 
-def test_a_resume_tells_every_setting_that_changed() -> None:
+def test_a_resume_logs_every_setting_that_changed() -> None:
     before = parser().parse_args(["--simreg-lambda", "10", "--simreg-temperature", "0.02"])
     now = parser().parse_args([])
     lines = differences_to_checkpoint(before, now)
@@ -202,7 +202,7 @@ def test_adagc_takes_the_place_of_the_global_clip(flags: str, norm: float) -> No
         ("--adagc", "--adagc --adagc-variant raw", "--adagc-variant was clipped when the checkpoint was written and"),
     ],
 )
-def test_a_resume_tells_what_changed_of_adagc(before: str, now: str, line: str) -> None:
+def test_a_resume_logs_what_changed_of_adagc(before: str, now: str, line: str) -> None:
     both = parser().parse_args(before.split()), parser().parse_args(now.split())
     lines = adagc_differences_to_checkpoint(*both)
     assert differences_to_checkpoint(*both) == []

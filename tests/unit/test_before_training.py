@@ -52,7 +52,7 @@ def test_megatrons_loop_does_so_too(calls: list[tuple], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_adagc_that_clips_most_of_the_term_away_is_told(every: int, calls: list, monkeypatch) -> None:
+def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, calls: list, monkeypatch) -> None:
     megatrons(monkeypatch, "--simreg-lambda", "1", "--adagc", "--simreg-every", str(every))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

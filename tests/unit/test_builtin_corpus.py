@@ -55,7 +55,7 @@ def test_the_sides_hold_whole_documents_that_the_tokenizer_made(corpus: BuiltinC
     assert check_data([*flags, ("--tokenizer-type", "SentencePieceTokenizer")]) == []
 
 
-def test_it_is_built_again_only_where_it_is_damaged(
+def test_only_a_damaged_corpus_is_built_again(
     corpus: BuiltinCorpus, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = tmp_path / "path" / "other-1.0.dist-info"

@@ -52,7 +52,9 @@ def track(folder: Path, text: str) -> None:
         pytest.param(b"", None, False, True, id="killed"),
     ],
 )
-def test_whole_and_torn(index: bytes, config: str | None, whole: bool, torn: bool, tmp_path: Path) -> None:
+def test_complete_and_incomplete_checkpoints(
+    index: bytes, config: str | None, whole: bool, torn: bool, tmp_path: Path
+) -> None:
     path = make(tmp_path, 5, index=index, config=config)
     assert (is_whole(path), is_torn(path)) == (whole, torn)
 
@@ -103,7 +105,7 @@ def test_a_release_and_what_is_not_known_stay(tmp_path: Path) -> None:
     assert repair(tmp_path) == [] and foreign.is_dir() and (tmp_path / TRACKER).read_text() == "release"
 
 
-def test_a_format_that_is_not_known_is_believed_where_megatron_names_it(tmp_path: Path) -> None:
+def test_an_unknown_format_is_accepted_if_megatron_names_it(tmp_path: Path) -> None:
     make(tmp_path, 10, config=None)
     make(tmp_path, 20, config=None)
     track(tmp_path, "10")

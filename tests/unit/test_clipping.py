@@ -129,7 +129,7 @@ LAYERS = ["decoder.layers.1.mlp.weight", "decoder.layers.1.attention.weight"]
         (["decoder.layers.2.mlp.weight", LAYERS[1]], {}, "built otherwise, so its averages may be of other parameters"),
     ],
 )
-def test_averages_of_others_start_anew(names: list[str], settings: dict, sentence: str, capsys) -> None:
+def test_averages_of_other_parameters_start_over(names: list[str], settings: dict, sentence: str, capsys) -> None:
     before, after = attached(LAYERS), attached(names, **settings)
     before._adagc.gammas, before._adagc.steps = torch.tensor([1.0, 2.0]), 7
     after.load_state_dict(before.state_dict())

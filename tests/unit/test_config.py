@@ -143,7 +143,7 @@ def test_several_objectives_each_with_a_weight() -> None:
     ],
     ids=str,
 )
-def test_who_trains_scalars_is_known_alike_to_the_settings_and_the_model(settings: dict[str, Any]) -> None:
+def test_settings_and_model_agree_on_trained_scalars(settings: dict[str, Any]) -> None:
     config = SimRegConfig(lambda_=1, **settings)
     assert config.trains_scalars == bool(wanted(config))
 

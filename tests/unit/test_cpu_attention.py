@@ -209,5 +209,5 @@ def check_refusals(rank: int) -> None:
         attention(*own[:3], None)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_attention_that_it_cannot_compute_is_refused(tmp_path: Path) -> None:
     run_processes(check_refusals, 2, tmp_path)

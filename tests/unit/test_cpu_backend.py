@@ -39,7 +39,9 @@ def python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProces
         (["--simreg-cpu=force"], "1", "force"),
     ],
 )
-def test_who_asks(argv: list[str], variable: str | None, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flag_and_the_variable_ask_for_it(
+    argv: list[str], variable: str | None, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SIMREG_CPU", raising=False)
     if variable is not None:
         monkeypatch.setenv("SIMREG_CPU", variable)
@@ -173,7 +175,7 @@ def test_a_script_meets_megatrons_flags_and_its_own_folder(tmp_path: Path) -> No
         (["--plain"], "error: --plain needs a script"),
     ],
 )
-def test_a_start_that_cannot_be(
+def test_starts_that_are_refused(
     words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "script.py").write_text("raise AssertionError('the script must not start')")

@@ -65,7 +65,7 @@ def test_a_folder_without_events_is_one_sentence(tmp_path: Path, capsys: Capture
         read_run(tmp_path)
 
 
-def test_the_command_draws_and_tells_what_differs(tmp_path: Path, capsys: Captured) -> None:
+def test_the_command_draws_and_lists_what_differs(tmp_path: Path, capsys: Captured) -> None:
     one = write(tmp_path / "one", losses={1: 5.0, 2: 4.5})
     two = write(tmp_path / "two", losses={1: 5.0, 2: 4.25}, lr="None")
     figure = tmp_path / "figure.png"

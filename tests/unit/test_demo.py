@@ -24,7 +24,7 @@ def python_job(name: str, source: str, folder: Path) -> Job:
     return Job(name, [sys.executable, "-c", textwrap.dedent(source)], folder / name / "log.txt")
 
 
-def test_every_line_is_heard_and_kept(tmp_path: Path) -> None:
+def test_every_line_is_printed_and_kept(tmp_path: Path) -> None:
     heard = []
     source = "import os; print('one'); print(os.environ['WORD'], flush=True); print('three', end='')"
     job = python_job("a", source, tmp_path)
@@ -69,7 +69,7 @@ def test_wrong_words_are_refused(words: str, sentence: str, capsys: pytest.Captu
     assert end.value.code == 2 and "make demo: error:" in said and sentence in said
 
 
-def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     assert demo.main(["--output", str(tmp_path)]) == 1
     assert "has files that no demo wrote" in capsys.readouterr().err and (tmp_path / "thesis.tex").read_text() == "x"

@@ -140,7 +140,7 @@ def test_trained_scalars_are_left_out_and_other_weights_refused(tmp_path: Path) 
     ("damage", "sentence"),
     [("gap", "incomplete or holds NaN"), ("missing", r"model\.norm\.weight \(missing\)"), ("file", "cannot be read")],
 )
-def test_damaged(damage: str, sentence: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused(damage: str, sentence: str, tmp_path: Path) -> None:
     folder = dist_checkpoint(tmp_path / "checkpoint")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     if damage == "gap":
@@ -155,7 +155,7 @@ def test_damaged(damage: str, sentence: str, tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-def test_foreign_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def sentence(load: Path) -> str:
         return refused(capsys, "--load", load, "--save", tmp_path / "model")
 

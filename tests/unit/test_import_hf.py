@@ -53,7 +53,7 @@ def refused(model: Path, capsys: pytest.CaptureFixture[str]) -> str:
     ],
     ids=["dense", "experts", "tied"],
 )  # fmt: skip
-def test_there_and_back(changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_an_imported_model_is_exported_unchanged(changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     config = tiny_config(**json.loads(json.dumps(changes)))
     weights = {name: tensor.to(dtype) for name, tensor in random_weights(config).items()}
     model = hugging_face(tmp_path / "model", config, weights)
@@ -91,7 +91,7 @@ def test_a_tied_model_with_a_head_of_its_own(is_equal: bool, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_none(value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_and_infinite_weights_are_refused(value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = random_weights(tiny_config())
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = value
     sentence = refused(hugging_face(tmp_path / "model", tiny_config(), weights), capsys)

@@ -37,7 +37,7 @@ def not_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
     ],
 )
-def test_why(text: str, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_is_named(text: str, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").touch()

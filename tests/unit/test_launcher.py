@@ -154,7 +154,7 @@ def test_hardware_chooses_layers_and_precision() -> None:
         (("--recipe", "paper-full", "--simreg-chunk-size", "9"), CPU, "--recipe paper-full decides --simreg-chunk"),
     ],
 )
-def test_what_cannot_run_is_refused(words: tuple[str, ...], machine: Machine, sentence: str) -> None:
+def test_settings_that_cannot_run_are_refused(words: tuple[str, ...], machine: Machine, sentence: str) -> None:
     with pytest.raises(LaunchError, match=sentence) as refused:
         plan(*words, machine=machine)
     assert "\n" not in str(refused.value)
@@ -187,7 +187,7 @@ def test_only_real_sizes_save_and_where_they_save_no_clock_is_read() -> None:
 @pytest.mark.parametrize(
     "words", [("--simreg-lambda", "0"), ("--simreg-objective=none",), ("--recipe", "baseline"), ("--recipe", "paper")]
 )
-def test_whoever_has_chosen_is_not_told_that_simreg_is_off(words: tuple[str, ...]) -> None:
+def test_a_chosen_setting_gets_no_reminder(words: tuple[str, ...]) -> None:
     assert plan("--model", "tiny", *words).notes == () != plan("--model", "tiny").notes
 
 
@@ -520,7 +520,7 @@ class TestGoingOn:
         assert "the run itself would do nothing: 9 iterations are done" in capsys.readouterr().out
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"length": 9}'])
-    def test_a_damaged_mark_is_none(self, text: str, tmp_path: Path) -> None:
+    def test_a_damaged_mark_is_ignored(self, text: str, tmp_path: Path) -> None:
         (tmp_path / progress.ENDED).write_text(text)
         assert not progress.has_ended(self.asked("--output", str(tmp_path)))
 
@@ -538,7 +538,7 @@ class TestLayouts:
 
 
 class TestRecord:
-    def test_a_start_is_kept_and_secrets_are_not(self, tmp_path: Path) -> None:
+    def test_a_start_is_recorded_without_secrets(self, tmp_path: Path) -> None:
         made = plan("--output", str(tmp_path))
         hush = secrets.token_hex(8)  # the record holds uncommitted changes too, perhaps this file
         environ = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": hush, "HF_TOKEN": hush, "MY_PASSWORD": hush}
@@ -607,7 +607,7 @@ BEARER_HEADER SIGNATURE_V4 LOGIN_PIN USER_OTP
 
 
 class TestRecordsKeepNoSecrets:
-    def test_by_name(self) -> None:
+    def test_secrets_are_known_by_name(self) -> None:
         secrets_there = NAMES_OF_SECRETS.split()
         assert len(secrets_there) >= 50
         kept = ["HOME", "PATH", "PWD", "OLDPWD", "SLURM_JOB_ID", "NCCL_IB_HCA", "CUDA_HOME", "SPATIAL", "PYTHONPATH"]
@@ -627,7 +627,7 @@ class TestRecordsKeepNoSecrets:
             ("tokens=4 MODEL_KEYS == keys", "tokens=4 MODEL_KEYS == keys"),
         ],
     )
-    def test_by_shape(self, text: str, kept: str) -> None:
+    def test_secrets_are_masked_by_shape(self, text: str, kept: str) -> None:
         assert record.masked(text) == kept
 
 
@@ -720,7 +720,7 @@ def test_what_torchrun_would_end_in_a_traceback_with(words: tuple[str, ...], sen
     [("--lambda", "--simreg-lambda"), ("--tau", "--simreg-temperature"), ("--chunk-size", "--simreg-chunk-size"),
      ("--fp99", "leave it out"), ("--train-iter", "--train-iters")],
 )  # fmt: skip
-def test_names_that_others_use(name: str, meant: str) -> None:
+def test_flags_of_other_tools_get_a_hint(name: str, meant: str) -> None:
     assert meant in preflight.suggestion(name, ["--train-iters", "--load"])
 
 

@@ -140,7 +140,7 @@ def test_a_lock_that_is_given_back_meanwhile_is_taken(tmp_path: Path) -> None:
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_whoever_was_faster_with_a_stale_lock_keeps_it(tmp_path: Path) -> None:
+def test_the_faster_process_keeps_a_stale_lock(tmp_path: Path) -> None:
     """Both saw the stale file; the slower one must not take the other's away."""
     path = put(tmp_path, replace(ELSEWHERE, pid=18))
     lock._remove(path, ELSEWHERE)
@@ -149,7 +149,7 @@ def test_whoever_was_faster_with_a_stale_lock_keeps_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_gets_in_while_a_slower_process_looks_at_the_lock_of_a_faster_one(tmp_path: Path, monkeypatch) -> None:
+def test_a_slower_process_does_not_break_the_lock_of_a_faster_one(tmp_path: Path, monkeypatch) -> None:
     """The slower one once moved the living lock away to read it, and back: a third run began in between."""
     faster = put(tmp_path, replace(ELSEWHERE, pid=18))
     read, third = lock._read, replace(ELSEWHERE, pid=19)

@@ -74,7 +74,7 @@ def test_what_is_counted_is_what_a_cpu_takes(chunk: int) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2048, 1024), (2048, 1, 1024), (64, 32, 1024)], ids=str)
 @pytest.mark.parametrize("measure", ["norms", "cosines"])
-def test_what_a_log_step_measures_takes_little_beside_the_states(
+def test_a_log_step_takes_little_memory_next_to_the_states(
     measure: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies in float32 and float64 of all hidden states of a micro-batch would be six times as large as they are."""

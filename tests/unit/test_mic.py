@@ -148,7 +148,7 @@ def test_gradient_is_the_derivative(
     assert torch.autograd.gradcheck(of, rows.clone().requires_grad_(), fast_mode=fast)
 
 
-def test_chunks_are_pooled_by_themselves() -> None:
+def test_each_chunk_is_pooled_separately() -> None:
     rows, valid = sequences()
     means = torch.stack([rows[b, part][valid[b, part]].mean(0) for b in range(3) for part in (slice(2), slice(2, 4))])
     given = {"prefixes": (3,), "uniformity": 1, "balance": 1}

@@ -46,7 +46,7 @@ def test_labels_stay_in_their_chunk_and_none_on_its_token(chunk_size: int) -> No
             assert torch.equal(labels[b, own][~takes_part], found[b, own][~takes_part])
 
 
-def test_each_iteration_and_each_seed_draws_anew() -> None:
+def test_each_iteration_and_seed_has_its_own_draw() -> None:
     labels, usable = distinct()
     one = moved(labels, usable)
     assert torch.equal(one, moved(labels, usable))

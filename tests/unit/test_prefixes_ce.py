@@ -149,7 +149,7 @@ def test_half_precision_is_that_of_the_models_logits() -> None:
     assert (low["weight"].grad - exact).norm() < 0.02 * exact.norm()
 
 
-def test_the_plain_form() -> None:
+def test_it_equals_the_plain_form() -> None:
     made = given(bias=True)
     valid = made["upstream"] > 0.2
     labels = made["labels"].clone()
@@ -194,7 +194,7 @@ def test_the_plain_form_sums_in_float32(dtype: torch.dtype, autocast: bool) -> N
         ({"labels": torch.tensor([0, 3])}, "a label is beyond the 3 rows of the weight"),
     ],
 )
-def test_what_does_not_fit_the_layer_is_told(change: dict[str, Tensor], sentence: str) -> None:
+def test_inputs_that_do_not_fit_the_layer_are_refused(change: dict[str, Tensor], sentence: str) -> None:
     given = {"labels": torch.tensor([0, 2]), "weight": torch.ones(3, WIDTH)} | change
     with pytest.raises(ValueError, match=sentence):
         prefixes_ce_loss(torch.ones(2, WIDTH), **given)

@@ -40,7 +40,7 @@ def arguments(**given: object) -> SimpleNamespace:
         ({"sft": True, "pipeline_model_parallel_size": 2}, "--sft packs a micro-batch .* set --micro-batch-size 1"),
     ],
 )
-def test_what_is_refused(given: dict[str, object], sentence: str) -> None:
+def test_document_masks_that_megatron_would_lose_are_refused(given: dict[str, object], sentence: str) -> None:
     from simreg_megatron.pretrain import check_document_masks
 
     with pytest.raises(ValueError, match=sentence):

@@ -30,6 +30,6 @@ def test_infinities_and_zeros_have_their_places() -> None:
     assert quantiles_over(values, (0.2, 0.4, 0.6, 0.8, 1.0), []).tolist() == ordered
 
 
-def test_of_nothing_there_is_none() -> None:
+def test_no_numbers_have_no_quantile() -> None:
     assert quantiles_over(torch.tensor([math.nan]), SHARES, []).isnan().all()
     assert quantiles_over(torch.zeros(0), SHARES, []).isnan().all()

@@ -256,6 +256,6 @@ def test_values_reach_the_writers_that_are_open(there: tuple[str, ...], monkeypa
         assert writers[name].layouts == ([charts] if name == "tensorboard" else []), "once"
 
 
-def test_a_loop_that_forgot_install_is_told() -> None:
+def test_a_loop_without_install_gets_an_error() -> None:
     with pytest.raises(RuntimeError, match="SimReg is not installed: call install"):
         plugin_loop.begin_step(0, measures=True)

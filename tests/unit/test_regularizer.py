@@ -172,7 +172,7 @@ def test_console_prints_the_mean_that_megatron_divides_again() -> None:
     assert totals["simreg loss"].item() / 10 == pytest.approx(0.25)
 
 
-def test_what_only_the_data_knows_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_facts_of_the_data_are_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=6))
     hidden, labels, mask, loss = micro_batch()
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_every_third_step_is_three_times_as_strong_and_the_others_are_plain() ->
     assert means["simreg loss"] == alone.metrics.reduce(One())["simreg loss"], "of the steps that were computed"
 
 
-def test_trained_scalars_that_were_born_without_numbers() -> None:
+def test_trained_scalars_created_without_values() -> None:
     """As Megatron's FSDP makes them after --init-model-with-meta-device."""
     with torch.device("meta"):
         scalars = Scalars({"query": 0.25, "key": -1.0})
@@ -249,7 +249,7 @@ def test_a_chunk_beyond_the_sequence_is_said(capsys: pytest.CaptureFixture[str])
     assert "chunk size 1024 is beyond the sequence: chunks are whole sequences of 12" in capsys.readouterr().out
 
 
-def test_a_document_mask_needs_someone_who_knows_the_borders() -> None:
+def test_a_document_mask_needs_known_borders() -> None:
     config = SimRegConfig(lambda_=1, temperature=0.1, document_mask=True)
     hidden, labels, mask, loss = micro_batch()
     with pytest.raises(RuntimeError, match="needs the tokenizer's end-of-document token"):

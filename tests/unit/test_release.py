@@ -20,7 +20,7 @@ from tests.helpers import jobs
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_package_and_citation_tell_the_same_version() -> None:
+def test_package_and_citation_have_the_same_version() -> None:
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 

@@ -65,7 +65,7 @@ def test_every_plan_can_be_read(name: str) -> None:
         ({"arms": {"a": {"flag": {}}}, "claims": []}, "flag"),
     ],
 )
-def test_what_is_no_plan(change: dict, word: str, tmp_path: Path) -> None:
+def test_files_that_are_no_plan_are_refused(change: dict, word: str, tmp_path: Path) -> None:
     import yaml
 
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN | change))

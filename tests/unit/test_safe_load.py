@@ -63,7 +63,9 @@ def test_a_sound_checkpoint_passes(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_metadata(protocol: int, checkpoint: Path, sprung: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metadata_that_would_run_code_is_refused(
+    protocol: int, checkpoint: Path, sprung: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trap = pickle.dumps(touches(sprung), protocol)
     pickle.loads(trap)
     assert sprung.exists(), "the trap would go off"
@@ -73,7 +75,9 @@ def test_metadata(protocol: int, checkpoint: Path, sprung: Path, capsys: pytest.
     assert not sprung.exists()
 
 
-def test_the_common_state(checkpoint: Path, sprung: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_common_state_that_would_run_code_is_refused(
+    checkpoint: Path, sprung: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"args": argparse.Namespace(), "x": touches(sprung)}, checkpoint / "common.pt")
     refused(checkpoint, capsys)
     assert not sprung.exists()

@@ -86,7 +86,7 @@ def test_all_ranks_of_every_layout_do(case: Case) -> None:
 
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.sequence_parallel or one.tensor == 1], ids=str)
 @pytest.mark.parametrize("length", [2048, pytest.param(131072, marks=pytest.mark.slow)])
-def test_nothing_is_sent_with_the_chunks_that_the_page_recommends(layout: Layout, length: int) -> None:
+def test_recommended_chunks_send_nothing(layout: Layout, length: int) -> None:
     parts = layout.tensor * layout.context if layout.sequence_parallel else 2 * layout.context
     case = Case(layout, 1, length, 1024, chunk=length // parts)
     assert not any(plan.travels for plan in plans_of(case).values())

@@ -20,7 +20,7 @@ CLOSED_FORMS: dict[str, Callable[[int], float]] = {
 
 
 @pytest.mark.parametrize("text", CLOSED_FORMS)
-def test_the_way_to_the_end(text: str) -> None:
+def test_lambda_follows_its_shape_to_the_end(text: str) -> None:
     schedule = parsed(text, 0, None)
     for iteration in (0, 1, 13, 20, 39):
         assert schedule.factor(iteration, LENGTH) == pytest.approx(CLOSED_FORMS[text](iteration), rel=1e-12)

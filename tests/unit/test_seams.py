@@ -67,7 +67,7 @@ def test_a_package_that_megatron_lacks_is_named(monkeypatch: pytest.MonkeyPatch,
         seam(None, module="needy_megatron").holder()
 
 
-def test_a_restarted_run_begins_anew() -> None:
+def test_a_restarted_run_starts_over() -> None:
     """Megatron can restart a run inside the process, with new groups: nothing of the old run may be left."""
     installation = Installation(SimRegConfig(lambda_=1), lambda config: ())
     first = installation.regularizer()

@@ -14,7 +14,7 @@ from simreg_megatron.tools.indexed import DataError
 @pytest.mark.parametrize(
     "text", ["a\nb", "a\x1b[2Jb", "a\ud800b", "a\u2028b"], ids=["line", "escape", "half", "separator"]
 )
-def test_nothing_that_a_terminal_obeys(text: str) -> None:
+def test_terminal_codes_are_removed(text: str) -> None:
     line = one_line(text)
     assert line[0] + line[-1] == "ab" and line.isprintable() and line.encode()
 

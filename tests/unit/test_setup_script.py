@@ -71,7 +71,7 @@ def test_3_12_goes_before_3_13_and_both_before_a_plain_python3(machine):
     assert found(machine) == str(first)
 
 
-def test_none_at_all_is_one_sentence_with_the_mend(machine):
+def test_without_a_python_one_sentence_says_what_to_do(machine):
     assert "install one" in refusal(machine, "--find-python")
     python(machine / "bin" / "python3", verdict="old")
     assert "install one" in refusal(machine)

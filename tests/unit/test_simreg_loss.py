@@ -198,7 +198,7 @@ def test_a_non_finite_row_is_not_hidden(bad: float, similarity: str) -> None:
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @REFERENCE_ALONE
-def test_an_infinite_row_that_meets_nobody_is_not_hidden(impl: str, dtype: torch.dtype) -> None:
+def test_an_infinite_row_without_pairs_is_not_hidden(impl: str, dtype: torch.dtype) -> None:
     """Its norm is infinite in some forms, and 1 / inf would pass for a number."""
     rows, labels = torch.full((2, 8), math.inf, dtype=dtype), torch.tensor([0, 1])
     assert simreg_loss(rows[:1], labels[:1], impl=impl).isnan()

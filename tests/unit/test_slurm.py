@@ -125,7 +125,7 @@ def test_dry_run_prints_what_sbatch_is_given(data: list[str], tmp_path: Path) ->
     assert (tmp_path / "given").read_text() == dry.stdout
 
 
-def test_containers() -> None:
+def test_containers_hold_what_the_job_needs() -> None:
     common = {"container_image": "/images/train.sqsh", "container_mounts": "/data:/data,/work:/work"}
     pyxis = _rendered(Site(runtime="pyxis", **common))
     own = _rendered(Site(runtime="pyxis", environment={"NCCL_DEBUG": "INFO"}, **common))
@@ -363,12 +363,12 @@ class TestBooks:
         assert [self.slice(books, *one, monkeypatch) for one in slices] == ends
 
     @pytest.mark.parametrize("status", [0, 1])
-    def test_twice_nothing_ends(self, status: int, books, monkeypatch, capsys) -> None:
+    def test_two_slices_without_progress_end_the_chain(self, status: int, books, monkeypatch, capsys) -> None:
         assert self.slice(books, 10, 10, status, monkeypatch) == 0
         assert self.slice(books, 10, 10, status, monkeypatch) != 0
         assert "nothing saved beyond iteration 10, where the slice before it failed too" in capsys.readouterr().out
 
-    def test_a_slice_shorter_than_the_save_interval_is_told(self, books, monkeypatch, capsys) -> None:
+    def test_a_slice_shorter_than_the_save_interval_is_reported(self, books, monkeypatch, capsys) -> None:
         assert self.slice(books, 10, 13, 0, monkeypatch) == 0
         assert "warning" not in capsys.readouterr().out
         self.at(books, 13, monkeypatch)
@@ -400,7 +400,7 @@ class TestBooks:
         assert books.begin() == 0  # and never ended
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
 
-    def test_slices_that_never_tell_their_end_end_the_chain(self, books, monkeypatch, capsys) -> None:
+    def test_slices_that_never_record_their_end_end_the_chain(self, books, monkeypatch, capsys) -> None:
         """A run that hangs until its time limit, whose job is ended before it can write."""
         self.at(books, 10, monkeypatch)
         assert [books.begin() for _ in range(4)] == [0, 0, 0, 2]
@@ -427,7 +427,7 @@ class TestBooks:
         self.at(books, 40, monkeypatch)
         assert books.end(3, 0) == 0 and "no checkpoint was deleted this time" in capsys.readouterr().out
 
-    def test_a_stop_is_told_until_somebody_hears_it(self, books, monkeypatch) -> None:
+    def test_a_stop_is_repeated_until_a_process_acts_on_it(self, books, monkeypatch) -> None:
         (books.output / chain.STOP).touch()
         clock, calls = iter(range(0, 10_000, 50)), []
         monkeypatch.setattr(chain.time, "monotonic", lambda: next(clock))
@@ -474,7 +474,7 @@ class TestBooks:
         with pytest.raises(LaunchError, match=r"line 1 of .*slices.jsonl"):
             books.events()
 
-    def test_an_end_without_its_beginning_is_no_failure_by_itself(self, books, monkeypatch) -> None:
+    def test_an_end_without_a_start_is_no_failure(self, books, monkeypatch) -> None:
         assert self.slice(books, 0, 10, 0, monkeypatch) == 0
         books.book.write_text(books.book.read_text().splitlines()[1] + "\n")
         assert self.slice(books, 10, 10, 1, monkeypatch) == 0
