@@ -260,7 +260,9 @@ def context_group(model: Any, packing: Any = None) -> Any:
     given, size = getattr(packing, "cp_group", None), getattr(packing, "local_cp_size", None)
     if given is None and size is None:
         return _group(model, "cp", "get_context_parallel_group")
-    return ALONE if given is None else given  # as attention takes them: a size without a group is 1
+    if given is None and size != 1:
+        raise NotImplementedError(f"local_cp_size is {size} without a cp_group: give both, or set --simreg-lambda 0")
+    return ALONE if given is None else given
 
 
 def tensor_and_context_group(model: Any) -> Any:

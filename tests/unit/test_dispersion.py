@@ -102,7 +102,7 @@ def test_what_cannot_be_compared() -> None:
     for kept in (0, 1):
         found = dispersion_loss(rows, valid=torch.arange(9).expand_as(valid) < kept)
         assert found.item() == 0 and not torch.autograd.grad(found, rows)[0].any()
-    for name, sentence in (("tokens", "at least 2, which make a pair, not 1"), ("clamp", "from 0 to below 1, not 1")):
+    for name, sentence in (("tokens", "at least 2, not 1"), ("clamp", "from 0 to 0.99, not 1")):
         with pytest.raises(ValueError, match=f"{name} must be {sentence}"):
             SimRegConfig(objective="dispersion", lambda_=1, objective_options=f"{name}=1")
         with pytest.raises(ValueError, match=f"{name} must be"):

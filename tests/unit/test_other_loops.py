@@ -125,7 +125,7 @@ def test_another_loss_and_packing_that_cannot_be_followed_are_refused() -> None:
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, LENGTH]), cu_seqlens_q_padded=None)
     model(hidden_states, labels, packed).sum().backward()
     packed.local_cp_size = 2
-    with pytest.raises(NotImplementedError, match=r"here local_cp_size is 2.*--simreg-lambda 0"):
+    with pytest.raises(NotImplementedError, match=r"local_cp_size is 2 without a cp_group.*--simreg-lambda 0"):
         model(hidden_states, labels, packed)
 
 
