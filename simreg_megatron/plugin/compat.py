@@ -18,7 +18,7 @@ from typing import Any
 
 NEWEST_TRIED = (0, 19)  # benchmarks/results/versions.md
 TIMER = "simreg-forward"
-ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a process group of this rank
+ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # in the place of a process group of one rank
 _USE_ANOTHER = "use megatron-core 0.12 or newer"
 _GPT = "megatron.core.models.gpt.gpt_model"
 _TRAINING = "megatron.training.training"
@@ -221,7 +221,8 @@ def timed() -> Iterator[None]:
     """A span in profiles and nsys; with --timing-log-level 2 one of Megatron's timers, too, which wait for the GPU."""
     from torch.autograd.profiler import record_function
 
-    timer = (known := timers()) and known(TIMER, log_level=2)
+    known = timers()
+    timer = known and known(TIMER, log_level=2)
     with record_function("SimReg forward"):
         if timer:
             timer.start()

@@ -22,8 +22,8 @@ CUT_AS_ONE = (
     "its attention expects each document cut: use --sft alone, drop --context-parallel-size, or set --simreg-lambda 0"
 )
 HYBRID = (
-    "Hybrid context parallelism gives each micro-batch context ranks of its own, which SimReg follows without "
-    "--sequence-parallel and sample=replicas alone: drop these, or set --simreg-lambda 0"
+    "SimReg follows hybrid context parallelism, but not with --sequence-parallel or sample=replicas: drop these, or "
+    "set --simreg-lambda 0"
 )
 OTHER_LOSS = (
     "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "

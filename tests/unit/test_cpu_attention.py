@@ -151,7 +151,7 @@ def packed(documents: Sequence[int] = DOCUMENTS, padded: Sequence[int] | None = 
 
 
 def check_packed(rank: int, ranks: int, documents: Sequence[int]) -> None:
-    """Each document is split by itself over the ranks."""
+    """Each document is split over the ranks separately."""
     attention, whole = local_attention(ranks), inputs(batch=1)
     rows = torch.arange(TOKENS)
     if ranks > 1:

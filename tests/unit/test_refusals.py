@@ -37,7 +37,7 @@ class Group:
         ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "over context ranks as a whole"),
         (
             {"hybrid_context_parallel": True, "sequence_parallel": True},
-            "without --sequence-parallel and sample=replicas",
+            "not with --sequence-parallel or sample=replicas",
         ),
         ({"sft": True, "overlap_moe_expert_parallel_comm": True}, "not tell the model where packed sequences begin"),
     ],
@@ -55,7 +55,7 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
 @pytest.mark.parametrize(
     ("name", "given", "sentence"),
     [("cp_partition_mode", "contiguous", "here cp_partition_mode is contiguous"), ("qkv_format", "sbhd", "is sbhd"),
-     ("is_hybrid", True, "without --sequence-parallel and sample=replicas")],
+     ("is_hybrid", True, "not with --sequence-parallel or sample=replicas")],
 )  # fmt: skip
 def test_rows_that_are_cut_otherwise_are_refused(name: str, given: object, sentence: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"{sentence}.*--simreg-lambda 0"):
