@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from simreg_megatron.kernels.contrast import _ContrastRatio
+from simreg_megatron.kernels.contrast import _ContrastTerms
 from simreg_megatron.losses._chunks import usable_tokens
 from simreg_megatron.losses.roles import token_roles
-from simreg_megatron.losses.simreg import terms_of_ratio
+from simreg_megatron.losses.simreg import with_roles
 
 
 class LiveBytes(TorchDispatchMode):
@@ -71,9 +71,9 @@ def predicted_bytes(
             context, usable = _Context(), usable_tokens(rows, labels, None)
             roles = token_roles(labels, usable, chunk_size=chunk_size, dtype=torch.promote_types(dtype, torch.float32))
             tokens = [part.unflatten(1, (-1, chunk)) for part in (rows, labels, usable)]
-            ratio = _ContrastRatio.forward(context, *tokens, None, 0.01, impl)
-            terms = terms_of_ratio(ratio.flatten(1), roles)
+            found = _ContrastTerms.forward(context, *tokens, None, 0.01, impl)
+            terms = with_roles(found.flatten(1), roles)
             del tokens, usable
-            grad = _ContrastRatio.backward(context, torch.ones_like(terms).view_as(ratio))[0]
+            grad = _ContrastTerms.backward(context, torch.ones_like(terms).view_as(found))[0]
             assert grad is not None and grad.shape[1:] == (length // chunk, chunk, width)
     return live.most - rows.nbytes

@@ -117,7 +117,7 @@ def terms_and_gradient(
         kept = [form.finish(each[0], sums[..., slice(*span)], span) for each, span in zip(measured, spans, strict=True)]
     else:
         kept = [form.measure(tokens, span, tau, keep=True) for span in spans]
-    pull = torch.cat([form.anchor_pull(1 / (1 + each.ratio), each, tau) for each in kept], dim=-1)
+    pull = torch.cat([form.anchor_pull(torch.ones_like(each.ratio), each, tau) for each in kept], dim=-1)
     grad = torch.empty_like(tokens.rows)
     for span, each in zip(spans, kept, strict=True):
         form.pull_back(tokens.rows, each, pull, span, tau, grad[:, :, slice(*span)])

@@ -5,9 +5,10 @@ With P_ij = exp((cos(e_i, e_j) - 1) / tau) and the token itself among its positi
 1 / tau needs no maximum, and one exponential serves row i and row j. The term is log1p(S_neg / S_pos), never a
 difference of two large logarithms.
 
-The gradient is one symmetric matrix times the unit rows: with u = S_neg / S_pos and g the gradient that reaches u,
+The gradient is one symmetric matrix times the unit rows: with u = S_neg / S_pos, and g the gradient of the term,
 
-    a_i = g_i / (tau S_pos_i),  b_i = a_i u_i,  H_ij = P_ij (a_i + a_j) for other labels, -P_ij (b_i + b_j) for equal,
+    a_i = g_i / ((1 + u_i) tau S_pos_i),  b_i = a_i u_i,
+    H_ij = P_ij (a_i + a_j) for other labels, -P_ij (b_i + b_j) for equal ones,
 
 and dL/de_i = (h_i - <h_i, e^_i> e^_i) / |e_i| with h = H e^. Between forward and backward four numbers a token stay in
 addition to the embeddings, and P itself where it is small; else P is computed again.
@@ -26,8 +27,8 @@ from simreg_megatron.kernels import torch as _torch  # noqa: F401  (puts its for
 from simreg_megatron.kernels.form import Kept, Tokens, form_named
 
 
-def contrast_ratio(tokens: Tokens, *, temperature: float, impl: str = "tiled") -> Tensor:
-    """u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij of every token, [b, c, k]; SimReg's term is log1p(u_i).
+def contrast_terms(tokens: Tokens, *, temperature: float, impl: str = "tiled") -> Tensor:
+    """log(1 + u_i) of every token [b, c, k], u_i = sum_{j in N_i} P_ij / sum_{j in P_i} P_ij.
 
     Args:
         tokens: float16, bfloat16, float32 or float64 rows; half precision is summed in float32, and never normalised
@@ -38,13 +39,13 @@ def contrast_ratio(tokens: Tokens, *, temperature: float, impl: str = "tiled") -
     Returns:
         float32 (float64 for float64). 0 for a token without negatives and for one that is not usable.
     """
-    compute = _ContrastRatio.apply
+    compute = _ContrastTerms.apply
     if torch.compiler.is_compiling():
         compute = torch.compiler.disable(compute)  # its tiles stay out of the graph
     return compute(*tokens, temperature, impl)
 
 
-class _ContrastRatio(torch.autograd.Function):
+class _ContrastTerms(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, labels: Tensor, usable: Tensor, documents: Tensor | None, temperature: float, impl: str
@@ -53,7 +54,7 @@ class _ContrastRatio(torch.autograd.Function):
         kept = form_named(impl).measure(tokens, anchors, temperature, keep=ctx.needs_input_grad[0])
         ctx.save_for_backward(rows, *kept)
         ctx.options, ctx.is_spent = (temperature, impl), False
-        return kept.ratio
+        return torch.log1p(kept.ratio)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

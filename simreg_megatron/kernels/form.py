@@ -67,8 +67,9 @@ class Form(ABC):
         """Return what `measure` does, from the sums [2, b, c, p] over all tokens that the anchors meet."""
 
     @abstractmethod
-    def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
-        """(a, b) of the anchors, [2, b, c, p]: how strongly each pulls at its negatives and at its positives."""
+    def anchor_pull(self, grad_terms: Tensor, kept: Kept, temperature: float) -> Tensor:
+        """(a, b) of the anchors, [2, b, c, p], from the gradient of log(1 + S_neg / S_pos) [b, c, p]: how strongly each
+        pulls at its negatives and at its positives."""
 
     @abstractmethod
     def pull_back(

@@ -277,8 +277,8 @@ class TorchForm(Form):
         ratio = (negative / total).addcdiv_(scale, scale, value=0.0)
         return part._replace(total=total, ratio=ratio.masked_fill_(names < 0, 0.0))
 
-    def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
-        a = (grad_ratio / (kept.total * temperature)).masked_fill(kept.ratio == 0, 0.0)
+    def anchor_pull(self, grad_terms: Tensor, kept: Kept, temperature: float) -> Tensor:
+        a = (grad_terms / (kept.ratio + 1.0) / (kept.total * temperature)).masked_fill(kept.ratio == 0, 0.0)
         return torch.stack([a, a * kept.ratio])
 
     def pull_back(

@@ -175,11 +175,11 @@ def _ratios(sums, kind, tiles, height, names, scale, length, first, total, ratio
 
 @triton.jit
 def _pull(grad, total, ratio, temperature, pull, count, SIZE: tl.constexpr):
-    """(a, b) [2, tokens] from the gradient of the ratio."""
+    """(a, b) [2, tokens] from the gradient of the term."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     own = tl.load(ratio + at, inside, 0.0)
-    found = tl.load(grad + at, inside, 0.0) / (tl.load(total + at, inside, 1.0) * temperature)
+    found = tl.load(grad + at, inside, 0.0) / (own + 1.0) / (tl.load(total + at, inside, 1.0) * temperature)
     found = tl.where(own == 0.0, 0.0, found)
     tl.store(pull + at, found, inside)
     tl.store(pull + count + at, found * own, inside)
@@ -306,10 +306,10 @@ class TritonForm(Form):
     def finish(self, part: Kept, sums: Tensor, anchors: Span) -> Kept:
         return _finished(sums.unsqueeze(3), part, anchors[0])
 
-    def anchor_pull(self, grad_ratio: Tensor, kept: Kept, temperature: float) -> Tensor:
+    def anchor_pull(self, grad_terms: Tensor, kept: Kept, temperature: float) -> Tensor:
         pull = kept.total.new_empty(2, *kept.total.shape)
         if count := kept.total.numel():
-            given = grad_ratio.contiguous(), kept.total, kept.ratio
+            given = grad_terms.contiguous(), kept.total, kept.ratio
             run(_pull, (cdiv(count, _TOKENS),), *given, temperature, pull, count, SIZE=_TOKENS)
         return pull
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simreg_megatron.kernels.contrast import contrast_ratio
+from simreg_megatron.kernels.contrast import contrast_terms
 from simreg_megatron.kernels.form import MODULES, Tokens
 from simreg_megatron.kernels.precision import no_autocast
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature, doubt, log_sum
@@ -155,9 +155,8 @@ def simreg_terms(
             own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
             if impl in MODULES:
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
-                ratio = contrast_ratio(tokens, temperature=temperature, impl=impl)
-                of_anchors = ratio[..., slice(*stretch.inside)].reshape(own.anchor.shape)
-                parts.append(terms_of_ratio(of_anchors, own))
+                terms = contrast_terms(tokens, temperature=temperature, impl=impl)
+                parts.append(with_roles(terms[..., slice(*stretch.inside)].reshape(own.anchor.shape), own))
             else:
                 block = block_of(stretch, embeddings, labels, usable, documents)
                 logits_of = get_similarity(similarity, exponents)
@@ -223,11 +222,10 @@ def _contrast(block: Block, logits_of: Similarity, temperature: float, self_posi
     return log_sum(logits, negative) - log_sum(logits, positive)
 
 
-def terms_of_ratio(ratio: Tensor, roles: TokenRoles) -> Tensor:
-    """The same from exp(contrast), as the fast forms give it."""
+def with_roles(terms: Tensor, roles: TokenRoles) -> Tensor:
+    """weight * softplus(contrast + offset) from terms = softplus(contrast) [b, p], which are 0 where no anchor is."""
     if roles.offset is not None:
-        ratio = ratio * roles.offset.exp()
-    terms = torch.log1p(ratio)  # 0 where it is 0: at tokens that are no anchors
+        terms = torch.log1p(torch.expm1(terms) * roles.offset.exp())
     return terms if roles.weight is None else terms * roles.weight
 
 

@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 class Terms(NamedTuple):
     """SimReg's terms of one micro-batch, until its language-model loss is there."""
 
-    weighted: Tensor | None  # [B, A], lambda * term of all objectives; None in a step that does not train on them
+    weighted: list[tuple[Tensor, float | Tensor]]  # [B, A] and lambda of each objective; none where they do not train
     labels: Tensor  # [B, T]
     start: int  # first column of the loss that they belong to
 
@@ -105,7 +105,8 @@ class Regularizer:
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
-            weighted = self._weighted(parts, model) if self.trains else None
+        pairs = zip(parts, self.config.parts, strict=True) if self.trains else ()
+        weighted = [(part.terms, self.strength.weight(config, self._hidden_size)) for part, config in pairs]
         return Terms(weighted, labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
@@ -118,12 +119,12 @@ class Regularizer:
             return loss_BT
         if loss_BT.shape != terms.labels.shape:
             raise NotImplementedError(OTHER_LOSS)
-        if terms.weighted is None:
-            return loss_BT
-        _require_finite(terms.weighted, loss_BT)
-        if loss_BT.requires_grad and not self._is_back:  # a teacher's loss trains nothing
-            self._expect_gradient(terms.weighted)
-        return add_gradient(loss_BT, terms.weighted, start=terms.start)
+        for of_objective, weight in terms.weighted:
+            _require_finite(of_objective, loss_BT)
+            if loss_BT.requires_grad and not self._is_back:  # a teacher's loss trains nothing
+                self._expect_gradient(of_objective)
+            loss_BT = add_gradient(loss_BT, of_objective, weight, start=terms.start)
+        return loss_BT
 
     def refuse_silence(self, model_chunks: Any) -> None:
         """Call it after a step.
@@ -207,14 +208,6 @@ class Regularizer:
             for_log=for_log,
             measures=self.metrics.wants_geometry,
         )
-
-    def _weighted(self, parts: list[_Part], model: Any) -> Tensor:
-        """lambda * term of all objectives, [B, A]."""
-        weighted = [
-            part.terms * self.strength.weight(config, model.config.hidden_size)
-            for part, config in zip(parts, self.config.parts, strict=True)
-        ]
-        return functools.reduce(torch.add, weighted)
 
     def _expect_gradient(self, term: Tensor) -> None:
         """Watch for a gradient of this term: without one it trains nothing, under a log that shows nothing of it."""

@@ -152,11 +152,10 @@ def main_hidden_states(hidden_states: Tensor, shard: SequenceShard) -> Tensor:
 
 def valid_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     """Return which tokens count, bool like the labels."""
-    valid = labels >= 0
     if loss_mask is None:
         log_once("SimReg: no loss mask reaches the model, so every token with a label counts (pass loss_mask=)")
-        return valid
-    return valid & (loss_mask.view_as(labels) > 0)
+        return labels >= 0
+    return torch.logical_and(labels >= 0, loss_mask.view_as(labels))
 
 
 def _describe_chunks(config: SimRegConfig, shard: SequenceShard, sample_length: int | None) -> None:

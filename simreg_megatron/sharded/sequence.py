@@ -18,13 +18,13 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.form import MODULES, form_named
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
 from simreg_megatron.losses.roles import TokenRoles, token_roles
-from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, terms_of_ratio
+from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
 from simreg_megatron.objectives.record import resolved
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
 from simreg_megatron.parallel.shard import Located, SequenceShard
 from simreg_megatron.sharded.documents import Documents
-from simreg_megatron.sharded.ratios import Pairs, ratios_over_ranks
+from simreg_megatron.sharded.pairs import Pairs, terms_over_ranks
 from simreg_megatron.sharded.views import View
 
 
@@ -41,7 +41,7 @@ def simreg_over_ranks(
 
         term_i = log(1 + S_neg,i / S_pos,i),    S = sum over negatives (positives) j of exp((cos(e_i, e_j) - 1) / tau)
 
-    The views have the tokens (`chunk_views` gathered them). A fast form finds the ratios of all views at once, and
+    The views have the tokens (`chunk_views` gathered them). A fast form finds the terms of all views at once, and
     sends two numbers of each anchor in the backward; the reference differentiates through the gathered rows.
 
     Args:
@@ -57,13 +57,12 @@ def simreg_over_ranks(
     if form is None:
         return joined([_reference_terms(config, view, exponents) for view in views])
     plan = shard.plan(Cutting(config.chunk_size, config.scope, sample_length))
-    ratios = ratios_over_ranks(
-        hidden_states, views, shard, plan, Pairs(config.chunk_size, config.tau, form_named(form))
-    )
+    pairs = Pairs(config.chunk_size, config.tau, form_named(form))
+    terms = terms_over_ranks(hidden_states, views, shard, plan, pairs)
     if len(views) == 1:  # a split would be one launch more in the backward
-        return terms_of_ratio(ratios, views[0].roles)
-    of_views = ratios.split([view.roles.anchor.shape[1] for view in views], dim=1)
-    return joined([terms_of_ratio(ratio, view.roles) for view, ratio in zip(views, of_views, strict=True)])
+        return with_roles(terms, views[0].roles)
+    of_views = terms.split([view.roles.anchor.shape[1] for view in views], dim=1)
+    return joined([with_roles(part, view.roles) for view, part in zip(views, of_views, strict=True)])
 
 
 def _reference_terms(config: SimRegConfig, view: View, exponents: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -70,7 +70,8 @@ def check_rank(number: int, context_size: int, tensor_size: int, rows_split: boo
             valid = row["loss_mask"] > 0
             terms = simreg_loss(expected.transpose(0, 1), row["labels"], valid=valid, reduction="none", **options)
             (terms * weights[:, here]).sum().backward()
-            pairs = (found.weighted.detach(), terms.detach()[:, anchors]), (hidden.grad, expected.grad[held])
+            own_terms = found.weighted[0][0].detach()
+            pairs = (own_terms, terms.detach()[:, anchors]), (hidden.grad, expected.grad[held])
             off = torch.stack([(mine - whole).norm() / whole.norm() for mine, whole in pairs])
             dist.all_reduce(off, op=dist.ReduceOp.MAX)
             if not mistaken:
@@ -114,12 +115,12 @@ def check_hybrid_rank(number: int) -> None:
         expected, options = rows.clone().requires_grad_(), {"temperature": 0.1, "chunk_size": 24}
         terms = simreg_loss(expected.transpose(0, 1), labels, valid=mask > 0, reduction="none", **options)
         (terms * weights[..., 0].T).sum().backward()
-        torch.testing.assert_close(found.weighted, terms[:, own], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.weighted[0][0], terms[:, own], rtol=1e-5, atol=1e-6)
         off = (hidden.grad - expected.grad[own]).norm() / expected.grad[own].norm()
         assert off < 2e-6, (ranks, length)
         if ranks > 1:
             packing.local_cp_size, packing.cp_group = 1, None
-            as_whole = regularizer.terms(model, hidden, part["labels"], part["loss_mask"], packing).weighted
+            as_whole = regularizer.terms(model, hidden, part["labels"], part["loss_mask"], packing).weighted[0][0]
             assert (as_whole - terms[:, own]).norm() > 1e-2 * terms.norm(), "taking a part for the sample must fail"
 
 

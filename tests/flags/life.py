@@ -42,7 +42,7 @@ class Outcome:
         losses: the language-model loss of each step; empty on ranks that do not compute it.
         norms: of each step's gradient; None where the step was skipped.
         logged: SimReg's and AdaGC's values, line by line.
-        terms: for each micro-batch on which SimReg computed for training, whether all weighted terms are finite.
+        terms: for each micro-batch on which SimReg computed for training, whether all terms are finite.
         digest: of the parameters that plain Megatron has, too, after the last step.
         strength: iterations of the run in which the settings let SimReg train.
         error: its type, or "exit" with its status; empty if the run ended normally.
@@ -140,23 +140,24 @@ def _watch(outcome: Outcome, plain: bool) -> None:
     from simreg_megatron.plugin import installation, log
     from simreg_megatron.plugin.term import Regularizer
 
-    console, weighted, set_iteration = log.add_to_console, Regularizer._weighted, Regularizer.set_iteration
+    console, terms, set_iteration = log.add_to_console, Regularizer.terms, Regularizer.set_iteration
 
     def noted_console(means: Any, *args: Any, **kwargs: Any) -> None:
         outcome.logged.append({name: value.double().item() for name, value in means.items()})
         console(means, *args, **kwargs)
 
     def noted_terms(self: Any, *args: Any) -> Any:
-        terms = weighted(self, *args)
-        outcome.terms.append(bool(torch.isfinite(terms).all()))
-        return terms
+        found = terms(self, *args)
+        if found is not None and found.weighted:
+            outcome.terms.append(all(bool(torch.isfinite(each).all()) for each, _ in found.weighted))
+        return found
 
     def noted_iteration(self: Any, *args: Any, **kwargs: Any) -> None:
         set_iteration(self, *args, **kwargs)
         outcome.strength.append(installation.regularizer().trains)
 
     log.add_to_console = noted_console
-    Regularizer._weighted = noted_terms  # type: ignore[method-assign]
+    Regularizer.terms = noted_terms  # type: ignore[method-assign]
     Regularizer.set_iteration = noted_iteration  # type: ignore[method-assign]
 
 

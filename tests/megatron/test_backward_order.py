@@ -11,7 +11,7 @@ from tests.megatron import runs
 
 SEQUENCE_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 LOSS, LINEAR = "_VocabParallelCrossEntropyBackward", "LinearWithGradAccumulationAndAsyncCommunicationBackward"
-SIMREG, NORM = "_SimRegRatiosBackward", "RsqrtBackward0"
+SIMREG, NORM = "_SimRegBackward", "RsqrtBackward0"
 
 
 @pytest.mark.parametrize(("flags", "processes"), [((), 1), (SEQUENCE_PARALLEL, 2)])

@@ -48,13 +48,13 @@ def test_a_large_case() -> None:
 def test_a_difference_of_two_logarithms_would_miss_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small terms lose all their digits then."""
 
-    def mistaken(ratio: torch.Tensor, roles: object) -> torch.Tensor:
-        return torch.log(1 + ratio) * torch.ones_like(ratio)
+    def mistaken(terms: torch.Tensor, roles: object) -> torch.Tensor:
+        return torch.log(1 + torch.expm1(terms))
 
     case = Case(torch.eye(6).repeat(4, 1, 1), torch.tensor([[0, 0, 0, 1, 1, 2]]).expand(4, -1),
                 torch.ones(4, 6, dtype=torch.bool), 0.05, "")  # fmt: skip
     assert judge(case, "tiled", everyone(case)).value <= 1
-    monkeypatch.setattr(simreg, "terms_of_ratio", mistaken)
+    monkeypatch.setattr(simreg, "with_roles", mistaken)
     assert judge(case, "tiled", everyone(case)).value > 1
 
 

@@ -201,7 +201,7 @@ def test_some_anchors_and_any_strides(anchors: tuple[int, int], way: str) -> Non
         grads.append(grad)
         leaf = given.clone().requires_grad_()
         terms = simreg_loss(leaf, labels, temperature=0.1, reduction="none", impl="reference")
-        (terms.expm1() * factors[:, 0]).sum().backward()
+        (terms * factors[:, 0]).sum().backward()
         assert apart(grad.squeeze(1), leaf.grad[:, own]) < 2e-6
     assert apart(*grads) < 2e-6
 

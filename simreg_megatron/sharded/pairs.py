@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimReg's ratios over ranks that share a sequence: hidden states travel, their gradients never do.
+"""SimReg's terms over ranks that share a sequence: hidden states travel, their gradients never do.
 
 The matrix H of `kernels.contrast` is symmetric: what the anchors of other ranks do to a row of this rank follows from
 two numbers of each of them. So the backward gathers 8 bytes a token, takes the rows once more, and finds the complete
@@ -36,10 +36,10 @@ class Pairs(NamedTuple):
     form: Form
 
 
-def ratios_over_ranks(
+def terms_over_ranks(
     hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs
 ) -> Tensor:
-    """S_neg / S_pos of this rank's anchors, [B, A]; the gradient reaches `hidden_states`, from all ranks' anchors.
+    """log(1 + S_neg / S_pos) of this rank's anchors [B, A]; `hidden_states` get the gradient from all ranks' anchors.
 
     A collective wherever the plan exchanges rows, and where tensor ranks share the work.
 
@@ -47,10 +47,10 @@ def ratios_over_ranks(
         hidden_states: [S, B, D] of this rank.
         views: with `shard.rows_as_they_are(hidden_states, plan)`, in the order of this rank's rows.
     """
-    return _SimRegRatios.apply(hidden_states, views, shard, plan, pairs)
+    return _SimReg.apply(hidden_states, views, shard, plan, pairs)
 
 
-class _SimRegRatios(torch.autograd.Function):
+class _SimReg(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_states: Tensor, views: Sequence[View], shard: SequenceShard, plan: RowPlan, pairs: Pairs
@@ -67,7 +67,7 @@ class _SimRegRatios(torch.autograd.Function):
             kept = [pairs.form.measure(_tokens(*part), part[1].inside, pairs.temperature, keep=keeps) for part in parts]
         ctx.save_for_backward(hidden_states, *[tensor for each in kept for tensor in each])
         ctx.rest, ctx.is_spent = ([(view.run, stretch) for view, stretch in parts], shard, plan, pairs), False
-        return joined([each.ratio.flatten(1) for each in kept])
+        return torch.log1p(joined([each.ratio.flatten(1) for each in kept]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -75,7 +75,7 @@ class _SimRegRatios(torch.autograd.Function):
         return _gradient(ctx, grads[0]), None, None, None, None
 
 
-def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
+def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     """Compute the gradient of this rank's rows."""
     hidden_states, *saved = ctx.saved_tensors
     parts, shard, plan, pairs = ctx.rest
@@ -85,7 +85,7 @@ def _gradient(ctx: Any, grad_ratios: Tensor) -> Tensor:
     own, first = [], 0
     for each in kept:
         last = first + each.ratio[0].numel()
-        grad = grad_ratios[:, first:last].reshape(each.ratio.shape)
+        grad = grad_terms[:, first:last].reshape(each.ratio.shape)
         own.append(form.anchor_pull(grad, each, pairs.temperature).flatten(2))
         first = last
     pull_2BS = own[0] if len(own) == 1 else torch.cat(own, dim=2)
