@@ -10,7 +10,10 @@ from launch.plan import Plan
 
 ENDED = "ended.json"
 _TRAINED_BY = ("--simreg-", "--adagc")
-_AS_WELL = {"--seed", "--lr", "--min-lr", "--weight-decay", "--clip-grad", "--global-batch-size", "--seq-length"}
+_AS_WELL = {
+    "--seed", "--lr", "--min-lr", "--weight-decay", "--clip-grad", "--global-batch-size", "--seq-length",
+    "--num-layers", "--hidden-size", "--data-path", "--train-data-path",
+}  # fmt: skip
 _OR_NOT = {"--simreg-log-interval", "--simreg-impl", "--simreg-cpu"}  # the same training
 _LENGTHS = {"--train-samples": "sequences", "--train-iters": "iterations"}
 
@@ -29,7 +32,7 @@ def has_ended(plan: Plan) -> bool:
     now = _trained_by(plan)
     try:
         ended = json.loads((plan.output / ENDED).read_text())
-        is_as_long, before = ended["length"] == length(plan), dict(ended.get("trained_by", now))
+        is_as_long, before = ended["length"] == length(plan), dict(ended.get("flags", now))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or damaged
         return False
     for name in sorted(before.keys() | now.keys()) if is_as_long else ():
@@ -44,11 +47,11 @@ def has_ended(plan: Plan) -> bool:
 
 def _trained_by(plan: Plan) -> dict[str, str]:
     """Select the flags that decide what is trained on, and how."""
-    named = {flag_name(flag): " ".join(flag[1:]) for flag in plan.flags}
+    named = {flag_name(flag): " ".join(filter(None, (flag[0].partition("=")[2], *flag[1:]))) for flag in plan.flags}
     trains = {name for name in named if name.startswith(_TRAINED_BY)} - _OR_NOT
     return {name: value for name, value in named.items() if name in trains | _AS_WELL}
 
 
 def mark_ended(plan: Plan) -> None:
     plan.output.mkdir(parents=True, exist_ok=True)
-    (plan.output / ENDED).write_text(json.dumps({"length": length(plan), "trained_by": _trained_by(plan)}) + "\n")
+    (plan.output / ENDED).write_text(json.dumps({"length": length(plan), "flags": _trained_by(plan)}) + "\n")

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from simreg_megatron import loop
 from simreg_megatron.plugin import compat, installation
+from simreg_megatron.weights import learnable
 
 _ENDLESS = 10**12  # iterations
 
@@ -149,7 +150,8 @@ def _run(models: Any, forward_backward: Callable[[], Any]) -> tuple[Any, list[Te
     _clear(models)
     with _repeated_random_numbers():
         loss = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), forward_backward())
-    parameters = [parameter for model in compat.unwrapped(models) for parameter in model.parameters()]
+    named = (pair for model in compat.unwrapped(models) for pair in model.named_parameters())
+    parameters = [parameter for name, parameter in named if not learnable.is_scalar(name)]  # only SimReg trains those
     found = [getattr(parameter, "main_grad", None) for parameter in parameters]
     found = [one.grad if grad is None else grad for one, grad in zip(parameters, found, strict=True)]
     return loss, [gradient.detach() for gradient in found if gradient is not None]

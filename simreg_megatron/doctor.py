@@ -20,8 +20,7 @@ from simreg_megatron.installed import broken_transformer_engine
 from simreg_megatron.sentences import SentenceError
 
 _DESCRIPTION = """Show what is installed, where training would run, and which Megatron functions the plugin would wrap.
-Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU, no fast form is correct on it, or the
-step fails."""
+Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU or the step fails."""
 
 
 def add_command(commands: Any) -> None:
@@ -34,7 +33,7 @@ def add_command(commands: Any) -> None:
     what.add_argument(
         "--gpu",
         action="store_true",
-        help="try every form of SimReg on the first GPU (is it right, and how fast?), then train a step there",
+        help="compare SimReg's Triton kernels with plain torch on the first GPU, then train a step there",
     )
     parser.set_defaults(run=run)
 

@@ -50,6 +50,8 @@ class SimRegLoss(ChunkedLossWrapper):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         super().__init__(config, compile_config=compile_config)
+        if config.simreg_lambda < 0:
+            raise ValueError(f"simreg_lambda must be 0 or more, not {config.simreg_lambda}")
         self.config = config
         self._is_chosen = False
 
@@ -80,9 +82,10 @@ class SimRegLoss(ChunkedLossWrapper):
                 "SimReg in torchtitan expects parallelism.spmd_backend='spmd_types' without tensor or context "
                 "parallelism: set both degrees to 1, or simreg_lambda to 0"
             )
-        if tokens % config.simreg_chunk_size:
+        size = config.simreg_chunk_size
+        if size < 2 or tokens % size:  # a row does not say where its sequences begin, so 0 cannot mean these
             raise ValueError(
-                f"simreg_chunk_size {config.simreg_chunk_size} must divide the {tokens} tokens of a micro-batch"
+                f"simreg_chunk_size {size} must be at least 2 and divide the {tokens} tokens of a micro-batch"
             )
         documents = None
         if config.simreg_document_mask:

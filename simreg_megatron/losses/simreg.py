@@ -183,7 +183,9 @@ def chosen_impl(
         return impl
     if not fits:
         return "reference"
-    return "tiled" if rows is None else AUTO.get((rows.device.type, rows.dtype), "tiled")
+    if rows is None or rows.shape[-1] * rows.itemsize % 16:  # Triton reads whole units of 16 bytes
+        return "tiled"
+    return AUTO.get((rows.device.type, rows.dtype), "tiled")
 
 
 def _check_options(

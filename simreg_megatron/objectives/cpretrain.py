@@ -16,8 +16,6 @@ def _kind(options: Options) -> Kind:
 
 
 def _check(config: Settings) -> None:
-    if config.by_sequence and config.options["same_label"] == "kept":
-        raise ValueError("same_label=kept has no effect on level=sequence, which knows no labels: drop it")
     if config.options["scale"] == "learned" and config.tau * LARGEST_SCALE <= 1:
         raise ValueError(
             f"scale=learned starts at 1 / temperature and grows up to {LARGEST_SCALE:g}: give a temperature above "
@@ -41,6 +39,7 @@ CPRETRAIN = Objective(
     asks="each token closer to the next of its label than to those of other pairs",
     temperature=0.1,
     options={"same_label": ("masked", "kept"), "level": ("token", "sequence"), "scale": ("fixed", "learned")},
+    idle_with={"same_label": ("level", "sequence")},
     other_options=("level", "scale"),
     check=_check,
     scalars=_scalars,

@@ -30,6 +30,7 @@ MIC = Objective(
         **dict.fromkeys(_PARTS, 1.0),
     },
     limits=dict.fromkeys(("threshold", "t", *_PARTS), (0, math.inf)),
+    idle_with={"threshold": ("correlation", 0), "t": ("uniformity", 0)},
     check=_check,
     has_chunks=lambda options: options["pool"] == "chunk",
     takes_rows=lambda options: True,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,11 @@ def words(value: object) -> list[tuple[str, object]]:
             'SimReg objective options must be a mapping, pairs, or text such as "form=supcon_out,self_positive=never", '
             f"not {wrong[0]!r}"
         )
-    return [(_name(str(name)), setting) for name, setting in found]
+    named = [(_name(str(name)), setting) for name, setting in found]
+    for name, count in Counter(name for name, _ in named).items():
+        if count > 1:
+            raise ValueError(f"SimReg objective option {name} is given {count} times: leave one of them")
+    return named
 
 
 def _name(word: str) -> str:
@@ -55,6 +60,10 @@ def checked_options(objective: Objective, value: object) -> Pairs:
         if not least <= (number := float(dict(found)[name])) <= most:
             may_be = f"at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
             raise ValueError(f"SimReg objective option {name} must be {may_be}, not {number:g}")
+    for name, (other, setting) in objective.idle_with.items():
+        values = dict(found)
+        if values[other] == setting and values[name] != checked_option(name, known[name], None):
+            raise ValueError(f"SimReg objective option {name} has no effect with {other}={setting}: drop it")
     return found
 
 

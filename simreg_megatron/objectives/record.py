@@ -104,6 +104,7 @@ class Objective:
         temperature: the default, or None if it has none.
         options: by name, the default first; see `OptionKind`.
         limits: the least and the most that an option may be, for numbers that have both or one of them.
+        idle_with: by name of an option, the other one and its value with which it has no effect.
         other_options: options that only the plugin reads; they are not passed to the terms.
         not_offered: (option, value) of the original method that the plugin does not support, and why.
         check: raises ValueError for settings that contradict each other.
@@ -132,6 +133,7 @@ class Objective:
     temperature: float | None = None
     options: Mapping[str, OptionKind] = field(default_factory=dict)
     limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    idle_with: Mapping[str, tuple[str, str | float]] = field(default_factory=dict)
     other_options: tuple[str, ...] = ()
     not_offered: Mapping[tuple[str, str], str] = field(default_factory=dict)
     check: Callable[[Settings], None] = _nothing

@@ -24,6 +24,7 @@ SCE = Objective(
         "target_temperature": 0.07,
     },
     limits={"coupling": (0, 1), "target_temperature": (1e-4, 1e4)},
+    idle_with={"target_temperature": ("coupling", 1), "target": ("coupling", 0)},
     check=_check,
     not_offered={("keys", "ema"): "it needs a second model whose weights follow the first: leave the option out"},
     invariant=("scale", "rotation", "names", "order"),

@@ -17,8 +17,6 @@ def _meets_heads(options: Options) -> bool:
 
 def _check(config: Settings) -> None:
     options = config.options
-    if _meets_heads(options) and options["self_positive"] == "always":
-        raise ValueError("self_positive=always has no effect on pairs=hidden-head, where a token meets its own row")
     if options["adapter"] == "yes" and not _meets_heads(options):
         raise ValueError("adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head")
 
@@ -48,6 +46,7 @@ SIGMOID = Objective(
         "pairs": ("labels", "hidden-head"),
         "adapter": ("no", "yes"),
     },
+    idle_with={"self_positive": ("pairs", "hidden-head")},  # where a token meets its own row in any case
     other_options=("trains", "pairs", "adapter"),
     check=_check,
     scalars=_scalars,

@@ -58,6 +58,7 @@ PLACEBO = Objective(
     asks="SimReg with labels moved around inside each chunk: a control",
     temperature=_TEMPERATURE,
     options={"prefixes": "whole", "labels": ("permuted", "none"), "seed": 0},
+    idle_with={"seed": ("labels", "none")},
     warning=_warn_of_placebo,
     draws=True,
     relabels="simreg_megatron.losses.placebo:uninformative_labels",

@@ -129,12 +129,11 @@ def _terms(
     here: Installation, regularizer: Regularizer, model: Any, given: dict[str, Any], hidden_states: Any
 ) -> Terms | None:
     """Compute the terms of a micro-batch from its hidden states [S, B, D]; `given` has the call's other arguments."""
-    if given.get("inference_context") is not None:
-        return None
     labels = given.get("labels")
+    if given.get("inference_context") is not None or (labels is None and model in here.met):
+        regularizer.inner_states.forget(model)  # one that had labels before may be asked for its logits, too
+        return None
     if labels is None:
-        if model in here.met:  # one that had labels before may be asked for its logits, too
-            return None
         raise NotImplementedError(
             f"this {type(model).__name__} trains without labels, so its loss is computed elsewhere, where "
             f"SimReg cannot add its term: pass labels to the model, {WAY_OUT}"
@@ -170,9 +169,10 @@ def catch_inner_states(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the decoder's `forward`: keep the states that will be trained on or measured."""
 
     def caught(decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        regularizer = installation.regularizer()
+        regularizer, is_paused = installation.regularizer(), installation.current().paused
         config = regularizer.config
-        if not (decoder.post_process and decoder.training and torch.is_grad_enabled() and regularizer.computes):
+        is_training = decoder.post_process and decoder.training and torch.is_grad_enabled()
+        if is_paused or not (is_training and regularizer.computes):
             return forward(decoder, *args, **kwargs)
         refuse_decoder(config, decoder)
         return regularizer.inner_states.catch(forward, decoder, *args, **kwargs)

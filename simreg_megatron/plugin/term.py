@@ -121,7 +121,7 @@ class Regularizer:
             raise NotImplementedError(OTHER_LOSS)
         for of_objective, weight in terms.weighted:
             _require_finite(of_objective, loss_BT)
-            if loss_BT.requires_grad and not self._is_back:  # a teacher's loss trains nothing
+            if loss_BT.requires_grad:  # a teacher's loss trains nothing
                 self._expect_gradient(of_objective)
             loss_BT = add_gradient(loss_BT, of_objective, weight, start=terms.start)
         return loss_BT
@@ -187,7 +187,7 @@ class Regularizer:
         if prefixes:
             terms = terms / len(prefixes)
         shown = views[-1]
-        if config.sends_no_rows or config.record.relabels:  # then the log describes other chunks than these
+        if config.sends_no_rows or config.record.relabels or prefixes:  # then the log describes others than these
             shown = self._views(config, tokens, states[-1], for_log=True) if wants_log else []
         return _Part(terms, shown, learned)
 
@@ -217,7 +217,8 @@ class Regularizer:
                 "output layer are frozen). Train some of those, or set --simreg-lambda 0"
             )
         self._is_sent = True
-        term.register_hook(lambda _: setattr(self, "_is_back", True))
+        if not self._is_back:
+            term.register_hook(lambda _: setattr(self, "_is_back", True))
 
 
 def _require_finite(terms: Tensor, loss: Tensor) -> None:

@@ -203,6 +203,12 @@ def test_megatron_path(tmp_path: Path) -> None:
     assert plan().script == ROOT / "simreg_megatron" / "pretrain.py"
 
 
+@pytest.mark.parametrize(("words", "gpus"), [([], 1), (["--simreg-cpu"], 0), (["--simreg-cpu=force"], 0)])
+def test_a_dry_run_of_a_real_size_is_planned_for_gpus(words: list[str], gpus: int, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert launcher._assume_gpus(CPU, "350m", words).gpus == gpus
+
+
 def test_dry_run_prints_a_command_that_reads_back_as_the_plan() -> None:
     made = plan("--data", "my text", "--tokenizer", "$HOME/t.model")
     text = describe(made, CPU, environ={})
@@ -485,6 +491,7 @@ class TestGoingOn:
         progress.mark_ended(done)
         assert progress.has_ended(done) and progress.length(done) == "9 iterations"
         assert not progress.has_ended(self.asked("--output", str(tmp_path), "--train-iters", "10"))
+        assert progress.has_ended(self.asked(f"--output={tmp_path}", "--train-iters=9")), "the other way to write it"
 
     def test_another_run_that_has_ended_there_is_not_taken_for_this_one(self, tmp_path: Path) -> None:
         words = ("--output", str(tmp_path), "--train-iters", "9", "--recipe")
@@ -493,6 +500,8 @@ class TestGoingOn:
         for other, sentence in (
             (("creg",), "--simreg-objective sce then, --simreg-objective creg now"),
             (("sce", "--seed", "7"), "--seed 1234 then, --seed 7 now"),
+            (("sce", "--lr=5e-3"), "--lr .* then, --lr 5e-3 now"),
+            (("sce", "--data", "other", "--tokenizer", "t.model"), "no --data-path then, --data-path other now"),
         ):
             with pytest.raises(LaunchError, match=f"has ended, and was another one \\({sentence}\\): give another"):
                 progress.has_ended(self.asked(*words, *other))

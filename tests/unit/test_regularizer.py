@@ -130,6 +130,20 @@ def test_frozen_states_are_refused_where_the_loss_trains() -> None:
         add(regularizer, hidden.detach(), labels, mask, loss)
     add(regularizer, hidden.detach(), labels, mask, loss.detach())
     regularizer.refuse_silence([])
+    add(regularizer, hidden, labels, mask, loss).sum().backward()
+    with pytest.raises(NotImplementedError, match="are frozen"):  # also where they were frozen later
+        add(regularizer, hidden.detach(), labels, mask, loss)
+
+
+def test_the_log_describes_whole_states_where_prefixes_are_trained() -> None:
+    found = []
+    for options in ("prefixes=whole", "prefixes=2/4"):
+        regularizer = measuring(SimRegConfig(lambda_=1, objective_options=options, chunk_size=6))
+        add(regularizer, *micro_batch())
+        found.append(regularizer.metrics.reduce(One()))
+    assert found[0].keys() == found[1].keys()
+    different = {name for name in found[0] if not torch.equal(found[0][name], found[1][name])}
+    assert different == {"simreg loss"}
 
 
 def test_log_values_are_means_over_the_interval() -> None:

@@ -154,7 +154,7 @@ def test_what_is_trained() -> None:
     ("options", "sentence"),
     [
         ("adapter=yes", "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"),
-        ("pairs=hidden-head,self_positive=always", "self_positive=always has no effect"),
+        ("pairs=hidden-head,self_positive=always", "self_positive has no effect"),
         ("pair_reduction=max", "pair_reduction must be one of anchor, pair, balanced"),
         ("bias=much", "bias must be a number"),
     ],

@@ -68,8 +68,10 @@ def test_what_it_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     states, labels = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.zeros(TOKENS, dtype=torch.long)
     with pytest.raises(ValueError, match="simreg_document_mask needs positions"):
         a_loss(simreg_document_mask=True)(states, labels)
-    with pytest.raises(ValueError, match="simreg_chunk_size 32 must divide the 80 tokens"):
+    with pytest.raises(ValueError, match="simreg_chunk_size 32 must be at least 2 and divide the 80 tokens"):
         a_loss()(states[:80], labels[:80])
+    with pytest.raises(ValueError, match="simreg_lambda must be 0 or more, not -1"):
+        a_loss(simreg_lambda=-1)
     monkeypatch.setattr(titan, "spmd_mesh_size", lambda axis: 2 if axis == "cp" else 1)
     with pytest.raises(NotImplementedError, match="without tensor or context parallelism"):
         a_loss()(states, labels)

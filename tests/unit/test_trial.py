@@ -92,6 +92,7 @@ def test_a_right_form_is_taken(plant: Plant) -> None:
     expected = "impl auto is triton on 2 x 96 x 16 (float32, chunks of 40), which is right here"
     assert trial.choose(SHAPE, CPU) == expected
     assert {("cpu", torch.float32): "triton"} == simreg.AUTO
+    assert [simreg.chosen_impl("auto", rows=torch.empty(1, 4, width)) for width in (16, 6)] == ["triton", "tiled"]
 
 
 @pytest.mark.parametrize(

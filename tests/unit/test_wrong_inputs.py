@@ -230,6 +230,7 @@ VALUES = """
 --simreg-warmup-iters 10 | SimReg warm-up has no effect while lambda is 0
 --adagc --adagc-beta 2 | AdaGC's beta must be at least 0 and below 1, not 2.0
 --adagc --adagc-warmup-iters -1 | AdaGC's warm-up must be 0 or more iterations
+--adagc --adagc-warmup-iters 0 --adagc-lambda-abs 2 | --adagc-lambda-abs and --adagc-variant raw have no effect
 --adagc=yes | argument --adagc: ignored explicit argument 'yes'
 --layout abacus | there is no layout abacus for llama tiny
 --ffn big | --ffn takes literal, aligned or a positive number, not 'big'
