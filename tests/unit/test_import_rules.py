@@ -58,7 +58,7 @@ LAW = {
     "loop": room("config plugin"),
     "bridge": room("loop", "torch"),
     "titan": room("losses trial", "torch torchtitan spmd_types"),
-    "contract": room("loop plugin", "torch megatron"),
+    "contract": room("loop plugin weights", "torch megatron"),
     "pretrain": room(f"{TOP} config plugin", "torch megatron"),
     "tools": room(
         f"{TOP} cpu config geometry plugin pretrain sentences",
