@@ -141,7 +141,10 @@ class Stretch(NamedTuple):
 
     def chunks(self, per_token: Any) -> Any:
         """[b, n, ...] -> [b, c, k, ...], a view; None stays None."""
-        return None if per_token is None else per_token[:, slice(*self.tokens)].unflatten(1, (-1, self.length))
+        if per_token is None:
+            return None
+        is_whole = self.tokens == (0, per_token.shape[1])
+        return (per_token if is_whole else per_token[:, slice(*self.tokens)]).unflatten(1, (-1, self.length))
 
 
 @functools.lru_cache(maxsize=256)

@@ -30,6 +30,8 @@ class Located:
 
     def at(self, run: Run) -> Tensor:
         """The columns of `run`, which must lie inside what is here without a gap."""
+        if self.runs == (run,):
+            return self.values
         offset = 0
         for first, last in self.runs:
             if first <= run[0] and run[1] <= last:
@@ -84,7 +86,7 @@ class SequenceShard:
 
     def own_columns(self, per_row: Tensor) -> Tensor:
         """Cut [B, S] to the tokens whose terms are computed here."""
-        if self.layout.rows_split:
+        if self.layout.rows_split or self.layout.tensor_size == 1:
             return per_row
         return per_row[:, self.start : self.layout.part_start(self.rank[1] + 1)]
 

@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -219,11 +219,12 @@ def _global(name: str) -> Any:
 @contextmanager
 def timed() -> Iterator[None]:
     """A span in profiles and nsys; with --timing-log-level 2 one of Megatron's timers, too, which wait for the GPU."""
-    from torch.autograd.profiler import record_function
+    from torch.autograd import _profiler_enabled
+    from torch.profiler import record_function
 
     known = timers()
     timer = known and known(TIMER, log_level=2)
-    with record_function("SimReg forward"):
+    with record_function("SimReg forward") if _profiler_enabled() else nullcontext():
         if timer:
             timer.start()
         yield

@@ -163,7 +163,7 @@ def test_a_full_disk_ends_the_chain_and_loses_nothing(cluster, text, whole, tmp_
     jobs.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
     try:
         run = [*words(text, SHORT), "--save", str(disk / "checkpoints")]
-        chain = submit(cluster, tmp_path / "run", run, "--keep", "9")
+        chain = submit(cluster, tmp_path / "run", run, "--keep", "9", "--force")
         chain.wait()
         assert len(chain.events("end")) == 2, chain.log[-6000:]
         assert "No space left on device" in chain.log
