@@ -23,7 +23,6 @@ go_offline()  # here, before anything imports Hugging Face's libraries
 HERE = Path(__file__).parent
 LONG = (
     "megatron/test_parity.py",
-    "unit/test_simreg_properties.py",
     "distributed/test_shard.py",
     "unit/test_fake_devices.py",
     "unit/test_triton_forms.py",

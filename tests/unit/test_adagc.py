@@ -81,10 +81,8 @@ def test_norms_that_are_not_finite_move_no_average(warmup_iters: int, broken: fl
     ("settings", "sentence"),
     [
         ({"lambda_rel": 0}, "lambda-rel must be a finite number above 0"),
-        ({"lambda_abs": -1}, "lambda-abs must be a finite number above 0"),
         ({"beta": 1}, "beta must be at least 0 and below 1"),
         ({"warmup_iters": 2.5}, "warmup iters must be a whole number, not 2.5"),
-        ({"warmup_iters": -1}, "warm-up must be 0 or more"),
         ({"variant": "shard"}, "choose from clipped, raw, global"),
     ],
 )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -92,24 +91,6 @@ def tokens(seed: int = 0, shape: tuple[int, int] = (2, 14)) -> tuple[Tensor, Ten
     rows = torch.randn(*shape, 5, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 4, shape, generator=generator)
     return rows, labels, torch.rand(shape, generator=generator) < 0.8
-
-
-@every_loss
-def test_a_chunk_is_a_sequence_of_its_own(loss: Callable[..., Tensor]) -> None:
-    """Chunks, masked tokens and documents change who meets whom, never how a group is computed."""
-    rows, labels, valid = tokens()
-    rows[~valid] = torch.nan
-    together = loss(rows, labels, valid=valid, chunk_size=6, reduction="none")
-    for b, (first, last) in itertools.product(range(2), ((0, 6), (6, 12), (12, 14))):
-        own = valid[b, first:last]
-        alone = loss(rows[b, first:last][own], labels[b, first:last][own], reduction="none")
-        torch.testing.assert_close(together[b, first:last][own], alone)
-        assert not together[b, first:last][~own].any()
-        assert alone.sum() == pytest.approx(loss(rows[b, first:last][own], labels[b, first:last][own]) * own.sum())
-    numbers = (torch.arange(14) // 6).expand(2, 14)
-    # A document is a chunk here, except that a chunk's mean is taken over all that it holds.
-    by_document = loss(rows, labels, valid=valid, documents=numbers, reduction="none")
-    torch.testing.assert_close((by_document > 0), (together > 0))
 
 
 def test_targets_are_as_exact_as_the_states() -> None:
@@ -278,15 +259,9 @@ def test_a_learned_scale(level: str) -> None:
     [
         (lambda rows, labels: creg_loss(rows, labels, temperature=0), "temperature must be a finite number above 0"),
         (lambda rows, labels: sce_loss(rows, labels, target="instance", exclude_self=True), "its only entry"),
-        (lambda rows, labels: cpretrain_loss(rows, labels, same_label="no"), "choose one of masked, kept"),
-        (lambda rows, labels: cpretrain_loss(rows, labels, reduction="max"), "reduction 'max' is not available"),
         (
             lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", reduction="none"),
             "reduction 'none' is not available; choose one of mean",
-        ),
-        (
-            lambda rows, labels: cpretrain_loss(rows, labels, level="sequence", same_label="kept"),
-            "same_label 'kept' is not available; choose one of masked",
         ),
         (lambda rows, labels: sce_loss(rows, labels, coupling="a"), "coupling must be from 0 to 1, got 'a'"),
         (

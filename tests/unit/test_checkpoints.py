@@ -156,10 +156,6 @@ def test_what_cannot_be_seen_ends_in_a_sentence(tmp_path: Path, monkeypatch) -> 
     assert size(tmp_path) == 0, "a guess takes its place"
 
 
-def test_a_folder_that_is_not_there_is_an_empty_one(tmp_path: Path) -> None:
-    assert newest_whole(tmp_path / "none") is None and repair(tmp_path / "none") == []
-
-
 def test_prune_keeps_the_newest_whole_the_tracked_and_the_unfinished(tmp_path: Path) -> None:
     for iteration in (10, 20, 30, 40):
         make(tmp_path, iteration)

@@ -2,7 +2,6 @@
 """Settings are checked when they are made, each refusal in one sentence."""
 
 import dataclasses
-import math
 import pickle
 from typing import Any
 
@@ -16,8 +15,6 @@ OF_SEVERAL_OBJECTIVES = [
     ({"objective": "simreg:1,sigreg:0"}, "objective sigreg has weight 0"),
     ({"objective": "simreg:1,sigreg:1", "lambda_": 2}, "write it after the name, as in simreg:2.0"),
     ({"objective": "simreg:1,sigreg:1", "objective_options": "seed=1"}, "as in simreg.seed, and 'seed' does not"),
-    ({"objective": "simreg:1,sigreg:1", "objective_options": "creg.form=per_pair"}, "as in simreg.form"),
-    ({"objective": "simreg:1,sigreg:1", "objective_options": "sigreg.form=1"}, "unknown option 'form'"),
     ({"objective": "sigreg:1,mic:1", "similarity": "dot"}, "similarity dot has no effect on any of sigreg:1,mic:1"),
     ({"objective": "creg:1,sce:1", "temperature": 0.1}, "such as creg.temperature=0.1"),
     ({"objective": "sigreg:1", "objective_options": "sigreg.temperature=1"}, "sigreg has no temperature"),
@@ -25,33 +22,19 @@ OF_SEVERAL_OBJECTIVES = [
 ]
 WITH_A_LAMBDA = [
     ({"lambda_schedule": "linear"}, "such as linear:0.1 or cosine:0, not 'linear'"),
-    ({"lambda_schedule": "constant:0.5"}, "such as linear:0.1"),
     ({"lambda_schedule": "cosine:inf"}, "a finite share of 0 or more"),
     ({"lambda_schedule": "cosine:1"}, "changes nothing, as it ends where it begins"),
     ({"off_after": 1.0}, "above 0 and below 1, not 1: drop it"),
-    ({"off_after": math.nan}, "above 0 and below 1"),
     ({"objective": "sigreg", "temperature": 0.1}, "objective sigreg has no temperature"),
     ({"objective": "sigreg", "scope": "local"}, "scope local has no effect on objective sigreg"),
     ({"objective": "sigreg", "objective_options": "directions=2.5"}, "must be a whole number of 0 or more, not '2.5'"),
     ({"objective": "sigreg", "objective_options": "estimator=median"}, "must be one of mean, epps-pulley"),
-    ({"objective": "prefixes-ce", "chunk_size": 64}, "chunk size 64 has no effect on objective prefixes-ce: drop it"),
     ({"objective": "prefixes-ce", "layers": "3,final"}, "layers 3,final has no effect on objective prefixes-ce: drop"),
-    ({"objective": "prefixes-ce", "temperature": 0.1}, "prefixes-ce has no temperature"),
-    ({"objective": "z-loss", "temperature": 0.1}, "z-loss has no temperature"),
     ({"objective": "creg", "objective_options": "from=per_pair"}, "unknown option 'from'.*it has form, self"),
     ({"objective": "creg", "objective_options": "form=per_pair"}, "a chunk size of at most 256, not 1024"),
-    ({"objective": "creg", "objective_options": "form=per_pair", "chunk_size": 0}, "not 0, the whole sequence"),
-    ({"objective": "simreg", "objective_options": "form=per_pair"}, "it has prefixes"),
-    ({"objective": "creg", "similarity": "dot"}, "similarity dot has no effect on objective creg"),
     ({"objective": "simcse", "objective_options": "view=forward2"}, "view=forward2: it needs the model to run"),
-    ({"objective": "creg", "objective_options": "prediction-consistency=yes"}, "needs the model to run twice"),
     ({"objective": "sce", "objective_options": "keys=ema"}, "not support keys=ema: it needs a second model"),
     ({"objective": "cpretrain", "objective_options": "level=sequence", "chunk_size": 64}, "64 has no effect"),
-    ({"objective": "simcse", "document_mask": True}, "document mask True has no effect"),
-    ({"objective": "mic", "objective_options": "uniformity=0,t=5"}, "t has no effect with uniformity=0: drop it"),
-    ({"objective": "sce", "objective_options": "coupling=0,target=instance"}, "target has no effect with coupling=0"),
-    ({"objective": "placebo", "objective_options": "labels=none,seed=3"}, "seed has no effect with labels=none"),
-    ({"objective": "sigreg", "objective_options": "seed=1,seed=2"}, "seed is given 2 times: leave one of them"),
 ]
 
 
@@ -64,22 +47,14 @@ WITH_A_LAMBDA = [
         ({"log_interval": "5"}, "SimReg log interval must be a whole number, not '5'"),
         ({"document_mask": "no"}, "SimReg document mask must be True or False, not 'no'"),
         ({"temperature": "0.1"}, "SimReg temperature must be a number, not '0.1'"),
-        ({"lambda_": 1, "off_after": "late"}, "SimReg off after must be a number, not 'late'"),
         ({"objective": 3}, "SimReg objective must be a word, not 3"),
         ({"lambda_": 1, "layers": ()}, "SimReg layers must name at least one state"),
         (
             {"objective": "creg", "lambda_": 1, "objective_options": ("form",)},
             "must be a mapping, pairs, or text .*'form'",
         ),
-        (
-            {"objective": "creg", "lambda_": 1, "objective_options": None},
-            "must be a mapping, pairs, or text .* not None",
-        ),
         ({"impl": "tiled", "similarity": "dot"}, "use impl reference, or auto"),
-        ({"lambda_schedule": "linear:0"}, "SimReg lambda schedule has no effect while lambda is 0"),
-        ({"objective": "none", "every": 2}, "every 2 steps has no effect while lambda is 0"),
         ({"objective": "simreg:1,sigmoid:1", "objective_options": "sigmoid.trains=t", "every": 2}, "leaves scalars"),
-        ({"objective": "none", "off_after": 0.5}, "SimReg off after has no effect while lambda is 0"),
         ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect with group reduce mean"),
         (
             {"lambda_": 1, "chunk_size": 0, "chunk_weight": "uniform"},
@@ -140,7 +115,6 @@ def test_several_objectives_each_with_a_weight() -> None:
         {},
         {"similarity": "learnable"},
         {"objective": "sigmoid"},
-        {"objective": "sigmoid", "objective_options": "trains=none"},
         {"objective": "sigmoid", "objective_options": "trains=none,pairs=hidden-head,adapter=yes,self_positive=never"},
         {"objective": "cpretrain"},
         {"objective": "cpretrain", "objective_options": "scale=learned"},

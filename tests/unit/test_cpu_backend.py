@@ -15,7 +15,6 @@ from simreg_megatron import __main__ as entry
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.installed import python_path
 from tests.helpers import jobs
-from tests.helpers.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,34 +115,6 @@ def test_megatron_on_the_stand_ins(tmp_path: Path) -> None:
     assert f"first on the PATH: {Path(sys.executable).parent}" in done.stdout
     assert "restored: /usr/bin:/bin\n" in done.stdout, done.stderr
     assert "error: Megatron could not build its dataset helpers" in done.stderr
-
-
-def check_fsdp(rank: int) -> None:
-    """Two ranks shard a layer by a mesh that Megatron would ask for, and compute what the whole layer does."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        del sys.modules[name]  # an earlier test of this worker may have imported it
-    cpu_backend.activate("force")
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    whole, sharded = (torch.nn.Linear(6, 4, dtype=torch.float64) for _ in range(2))
-    sharded.load_state_dict(whole.state_dict())
-    inputs = torch.randn(2, 5, 6, dtype=torch.float64)
-    fully_shard(sharded, mesh=DeviceMesh.from_group(torch.distributed.group.WORLD, "cuda"))
-    output = sharded(inputs[rank])
-    output.square().sum().backward()
-    whole(inputs).square().sum().div(2).backward()  # over the ranks, FSDP takes the mean
-    torch.testing.assert_close(output, whole(inputs[rank]))
-    torch.testing.assert_close(sharded.weight.grad.full_tensor(), whole.weight.grad)
-    assert sharded.weight.to_local().numel() == whole.weight.numel() // 2
-
-
-@pytest.mark.megatron
-@pytest.mark.distributed
-def test_fsdp_shards_on_the_cpu(tmp_path: Path) -> None:
-    run_processes(check_fsdp, 2, tmp_path)
 
 
 def test_a_script_meets_megatrons_flags_and_its_own_folder(tmp_path: Path) -> None:

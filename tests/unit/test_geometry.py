@@ -93,15 +93,6 @@ def test_mean_angle(cosine: float, degrees: float) -> None:
     assert mean_angle_degrees(cosine) == pytest.approx(degrees, abs=1e-4)
 
 
-def test_long_chunks_are_taken_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, labels = random_tokens((2, 23, 5), num_labels=4, seed=3)
-    valid = torch.rand(2, 23, generator=torch.Generator().manual_seed(1)) < 0.8
-    at_once = pair_cosines(rows, labels, valid=valid, chunk_size=10)
-    monkeypatch.setitem(geometry._WORKSPACE, "cpu", 1)  # one anchor of each chunk at a time
-    for one, other in zip(at_once, pair_cosines(rows, labels, valid=valid, chunk_size=10), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def isoscore_by_its_steps(rows: Tensor) -> float:
     """The published algorithm: principal axes, normalized variances, isotropy defect, two rescalings."""
     centred = rows - rows.mean(dim=0)

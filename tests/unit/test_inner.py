@@ -38,9 +38,7 @@ OFFLOADS = {"fine_grained_activation_offloading": True, "offload_modules": ["cor
         ({"layers": 2}, {"enable_mhc_connections": True}, "several streams pass between layers"),
         ({"layers": 2}, {"cuda_graph_impl": "local"}, "CUDA graphs replay layers .* drop --cuda-graph-impl, or"),
         ({"layers": 2}, {"enable_cuda_graph": True}, "CUDA graphs replay layers .* drop --enable-cuda-graph, or"),
-        ({"layers": 2}, {"external_cuda_graph": True}, "CUDA graphs replay layers .* drop --external-cuda-graph, or"),
         ({"layers": 2}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
-        ({"placement": "pre-norm"}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
     ],
 )
 def test_what_cannot_be_caught_is_refused(config: dict, flags: dict, sentence: str) -> None:

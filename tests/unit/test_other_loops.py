@@ -163,9 +163,7 @@ def test_another_loss_and_packing_that_cannot_be_followed_are_refused() -> None:
     ("settings", "of_model", "sentence"),
     [
         ({"layers": 1}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
-        ({"layers": 1}, {"cuda_graph_impl": "local"}, "CUDA graphs replay layers"),
         ({"every": 2}, {"cuda_graph_impl": "full_iteration"}, "computes the same in each"),
-        ({"objective": "none", "lambda_": 0}, {"cuda_graph_impl": "full_iteration"}, "only measures here"),
     ],
 )
 def test_what_the_models_configuration_excludes_is_refused(

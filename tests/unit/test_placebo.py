@@ -54,13 +54,6 @@ def test_each_iteration_and_seed_has_its_own_draw() -> None:
     assert not torch.equal(one, moved(labels, usable, seed=1))
 
 
-def test_a_rank_that_sees_some_chunks_moves_them_alike() -> None:
-    labels, usable = distinct()
-    whole = moved(labels, usable)
-    assert torch.equal(moved(labels[:, 5:], usable[:, 5:]), whole[:, 5:])
-    assert torch.equal(moved(labels[:, 10:], usable[:, 10:]), whole[:, 10:]), "the short one at the end, separately"
-
-
 def test_it_is_simreg_with_these_labels_and_the_log_says_so() -> None:
     """The loss is the placebo's; the cosines are of the tokens' own labels, as everywhere."""
     hidden, labels, mask, loss = micro_batch()

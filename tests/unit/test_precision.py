@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simreg_megatron.geometry import pair_cosines
 from simreg_megatron.kernels import precision
 from simreg_megatron.kernels.precision import full_float32, product
-from simreg_megatron.losses import mic_loss, sigmoid_loss, simcse_loss, simreg_loss
+from simreg_megatron.losses import mic_loss, prefixes_ce_loss, sigmoid_loss, simcse_loss, simreg_loss
 from simreg_megatron.losses.mic import MICOptions
 
 PRODUCTS = ("mm", "bmm", "addmm", "addbmm", "baddbmm", "baddbmm_", "matmul")
@@ -90,6 +90,7 @@ LOSSES = {
     "sigmoid": sigmoid_loss,
     "simcse": lambda rows, labels: simcse_loss(rows, labels),
     "mic": lambda rows, labels: mic_loss(rows, labels, options=MICOptions(prefixes=(4, 8))),
+    "prefixes-ce": lambda rows, labels: prefixes_ce_loss(rows, labels, torch.eye(5, 16), prefixes=(4, 8)),
 }
 
 

@@ -187,10 +187,8 @@ def test_the_plain_form_sums_in_float32(dtype: torch.dtype, autocast: bool) -> N
     ("change", "sentence"),
     [
         ({"weight": torch.ones(WIDTH)}, r"weight must be floating point \[v, d\], got torch.float32 \[8\]"),
-        ({"weight": torch.ones(3, WIDTH, dtype=torch.long)}, r"floating point \[v, d\], got torch.int64 \[3, 8\]"),
         ({"weight": torch.ones(3, WIDTH, device="meta")}, "weight is on meta but embeddings on cpu"),
         ({"bias": torch.ones(4)}, r"bias must be \[3\] and torch.float32, got \[4\]"),
-        ({"bias": torch.ones(3, device="meta")}, "bias is on meta but embeddings on cpu"),
         ({"labels": torch.tensor([0, 3])}, "a label is beyond the 3 rows of the weight"),
     ],
 )
@@ -284,18 +282,3 @@ def test_a_masked_row_may_hold_anything() -> None:
     rows.requires_grad_()
     prefixes_ce_loss(rows, labels, made["weight"], prefixes=PREFIXES).backward()
     assert rows.grad.isfinite().all() and made["weight"].grad.isfinite().all() and rows.grad[3].eq(0).all()
-
-
-def test_a_backward_inside_autocast_is_as_exact() -> None:
-    def gradient(inside: bool) -> Tensor:
-        made = given()
-        rows = made["rows"].detach().float().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = prefixes_ce_loss(rows, made["labels"], made["weight"].detach().float(), prefixes=PREFIXES)
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        return rows.grad
-
-    torch.testing.assert_close(gradient(True), gradient(False), rtol=1e-6, atol=1e-8)

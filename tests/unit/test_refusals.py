@@ -16,7 +16,7 @@ from simreg_megatron.plugin import compat, refusals
 from simreg_megatron.plugin import loop as plugin_loop
 from simreg_megatron.plugin.log import write_scalars
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
-from simreg_megatron.weights import heads, learnable
+from simreg_megatron.weights import heads
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -111,12 +111,10 @@ def test_sequences_that_cannot_be_compared_are_refused(flags: dict, sentence: st
 @pytest.mark.parametrize(
     ("settings", "name", "enough"),
     [
-        ({"lambda_": 1, "objective_options": "prefixes=8/64"}, "simreg", 64),
         ({"lambda_": 1, "objective": "mic", "objective_options": "prefixes=8/64"}, "mic", 65),
-        ({"objective": "sigreg:1,mic:0.1", "objective_options": "mic.prefixes=8/64"}, "mic", 65),
         ({"objective": "sigreg:1,simreg:1", "objective_options": "simreg.prefixes=8/64"}, "simreg", 64),
     ],
-    ids=["simreg", "mic, which has a rest", "mic with another", "simreg with another"],
+    ids=["mic, which has a rest", "simreg with another"],
 )
 def test_prefixes_wider_than_the_states_are_refused(settings: dict, name: str, enough: int) -> None:
     config, args = SimRegConfig(**settings), SimpleNamespace(log_interval=1, hidden_size=enough)
@@ -147,21 +145,6 @@ def test_labels_without_a_mask_all_count_and_that_is_said_once(capsys: pytest.Ca
         assert valid_tokens(labels, None).tolist() == [[True, False, True, False]]
     assert capsys.readouterr().out.count("> SimReg: no loss mask reaches the model, so every token with a label") == 1
     assert valid_tokens(labels, torch.tensor([[0, 1, 1, 1]])).tolist() == [[False, False, True, False]]
-
-
-def test_an_optimizer_of_other_scalars_is_named() -> None:
-    error = ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
-    plain, config = SimRegConfig(lambda_=1), SimRegConfig(lambda_=1, similarity="learnable")
-    with pytest.raises(
-        RuntimeError, match=r"trained no scalars of SimReg, and .* simreg_similarity\.query and .*optim"
-    ):
-        learnable.explain(error, config, plain)
-    with pytest.raises(
-        RuntimeError, match=r"trained simreg_similarity\.query and .* train no scalars of SimReg: resume"
-    ):
-        learnable.explain(error, plain, config)
-    learnable.explain(error, config, config)
-    learnable.explain(error, config)
 
 
 def test_ranks_in_an_unknown_order_are_refused() -> None:
@@ -199,11 +182,7 @@ def test_a_document_mask_without_document_ends_is_refused(
 
 @pytest.mark.parametrize(
     "graphs",
-    [
-        {"cuda_graph_impl": "full_iteration"},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
-    ],
+    [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}],
 )
 @pytest.mark.parametrize(
     ("config", "kind", "why"),
@@ -254,8 +233,3 @@ def test_values_reach_the_writers_that_are_open(there: tuple[str, ...], monkeypa
         assert writers[name].written == [("simreg loss", 0.5, 7), ("simreg loss", 0.25, 8)]
         charts = {"SimReg": {"losses": ["Multiline", ["^lm loss$", "^simreg loss$"]]}}
         assert writers[name].layouts == ([charts] if name == "tensorboard" else []), "once"
-
-
-def test_a_loop_without_install_gets_an_error() -> None:
-    with pytest.raises(RuntimeError, match="SimReg is not installed: call install"):
-        plugin_loop.begin_step(0, measures=True)

@@ -14,8 +14,6 @@ from simreg_megatron import SimRegConfig, geometry, notices
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures import metrics
-from simreg_megatron.measures.naming import add_to_console
-from simreg_megatron.plugin import term
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.learnable import Scalars
@@ -178,14 +176,6 @@ def test_log_values_are_means_over_the_interval() -> None:
     assert again["simreg loss"].item() == 0, "an interval starts at zero"
 
 
-def test_console_prints_the_mean_that_megatron_divides_again() -> None:
-    totals = {"advanced iterations": 9}
-    means = {"simreg loss": torch.tensor(0.25), "simreg effective rank": torch.tensor(0.5)}
-    add_to_console(means, totals, skipped=False)
-    assert "simreg effective rank" not in totals, "the line stays short"
-    assert totals["simreg loss"].item() / 10 == pytest.approx(0.25)
-
-
 def test_facts_of_the_data_are_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     regularizer = measuring(SimRegConfig(lambda_=1, temperature=0.1, chunk_size=6))
     hidden, labels, mask, loss = micro_batch()
@@ -275,31 +265,6 @@ def test_a_document_mask_needs_known_borders() -> None:
     hidden.grad = None
     add(Regularizer(SimRegConfig(lambda_=1, temperature=0.1)), hidden, labels, mask, loss).sum().backward()
     assert not torch.allclose(masked, hidden.grad, rtol=1e-2), "borders must matter in this sample"
-
-
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None:
-    """Two samples of 12 tokens packed into one row, the second of two documents: chunks start again in each sample."""
-    config = SimRegConfig(lambda_=1, temperature=0.1, chunk_size=5, document_mask=document_mask)
-    hidden, labels, mask, loss = micro_batch()
-    flat = hidden.detach().transpose(0, 1).reshape(BATCH * LENGTH, 1, WIDTH).requires_grad_()
-    packing = SimpleNamespace(
-        cu_seqlens_q=torch.tensor([0, 12, 15, 24], dtype=torch.int32),
-        cu_seqlens_q_padded=None,
-        tokens_per_sample=LENGTH,
-    )
-    row = [part.reshape(1, -1) for part in (labels, mask, loss)]
-    regularizer = Regularizer(config)
-    result = regularizer.add_to(row[2], regularizer.terms(MODEL, flat, row[0], row[1], packing))
-    result.sum().backward()
-
-    expected = hidden.detach().transpose(0, 1).clone().requires_grad_()
-    documents = torch.tensor([[0] * 12, [0] * 3 + [1] * 9]) if document_mask else None
-    terms = simreg_loss(
-        expected, labels, temperature=0.1, valid=mask > 0, chunk_size=5, documents=documents, reduction="none"
-    )
-    terms.sum().backward()
-    torch.testing.assert_close(flat.grad.reshape(BATCH, LENGTH, WIDTH), expected.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_a_combination_is_the_weighted_sum_of_its_parts() -> None:
@@ -434,15 +399,3 @@ def test_lambda_follows_its_schedule_in_gradient_and_log(objective: str) -> None
         assert scheduled.lambdas()["simreg lambda"].item() == pytest.approx(3 * share, rel=1e-6)
         assert set(scheduled.lambdas()) == {f"{part.objective} lambda" for part in scheduled.config.parts}
     assert not Regularizer(SimRegConfig(**settings)).lambdas(), "one that is constant needs no line"
-
-
-def test_failure_behind_a_sound_loss_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, labels, mask, loss = micro_batch()
-    sound = term.simreg_over_ranks
-    monkeypatch.setattr(term, "simreg_over_ranks", lambda *a, **k: sound(*a, **k) * float("inf"))
-    regularizer = Regularizer(SimRegConfig(lambda_=1))
-    with pytest.raises(RuntimeError, match="the SimReg term is not finite while the language-model loss is"):
-        add(regularizer, hidden, labels, mask, loss)
-    with torch.no_grad():
-        loss[0, 0] = float("nan")  # Megatron's own checks see this one
-    add(regularizer, hidden, labels, mask, loss)

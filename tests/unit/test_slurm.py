@@ -15,7 +15,7 @@ import pytest
 
 from launch import lock, progress
 from launch.flags import LaunchError
-from launch.plan import LAYOUTS, PRESETS, ROOT, TINY, Machine
+from launch.plan import LAYOUTS, PRESETS, ROOT, TINY
 from launch.slurm import chain, needs, submit
 from launch.slurm.job import render
 from launch.slurm.site import DEFAULT, Site, read_site
@@ -154,10 +154,8 @@ def _rendered(site: Site) -> str:
         pytest.param(("--nodes", "3"), (), "24 data-parallel ranks: .* 2064, or another number", id="batch"),
         pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
         pytest.param((), ("--pipeline-model-parallel-size", "3"), "TP 1 x PP 3 x CP 1 = 3 ranks, and 128", id="pp"),
-        pytest.param((), ("--pipeline-model-parallel-size", "3"), "give --nodes 12 before", id="pp-3-shares-2048"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
         pytest.param((), ("--output", "a b"), "without spaces, quotes, # or %", id="blank"),
-        pytest.param((), ("--output", "a#b"), "without spaces, quotes, # or %", id="hash"),
     ],
 )
 def test_what_would_fail_is_refused_before_it_is_queued(
@@ -175,7 +173,7 @@ def test_a_run_that_has_ended_is_not_queued_and_a_longer_one_is(data: list[str],
     text_of(LLAMA, "--model", "7b", *data, "--train-iters", "13000")
 
 
-@pytest.mark.parametrize("value", ["a#b", "a\n#SBATCH --nodes=99", 'a"b', "a\\b"])
+@pytest.mark.parametrize("value", ["a#b", "a\n#SBATCH --nodes=99"])
 def test_what_sbatch_would_read_otherwise_is_refused(value: str, data: list[str]) -> None:
     with pytest.raises(LaunchError, match=r"sbatch cannot read '--account=a.*: leave out quotes, #"):
         _rendered(Site(account=value))
@@ -198,9 +196,7 @@ def test_blanks_in_the_head_of_a_job_are_quoted() -> None:
         ("PARTITON=gpu", "line 1: no setting is called PARTITON: it is one of ACCOUNT"),
         ("GPUS_PER_NODE=many", "GPUS_PER_NODE takes a number"),
         ("RUNTIME=pyxis", "RUNTIME=pyxis needs an image: set CONTAINER_IMAGE"),
-        ("CONTAINER_IMAGE=/i.sqsh", "CONTAINER_IMAGE has no effect with RUNTIME=venv"),
         ("GPU_REQUEST=--gpus-per-task=1", "hides a node's other GPUs"),
-        ("export DATA=$NO_SUCH_VARIABLE/x", "NO_SUCH_VARIABLE is not set"),
         ("GPU_REQUEST=--gres=gpu:8\nCPUS_PER_TASK=12\nSBATCH_EXTRA=", "has no line LAYOUT=: take it from"),
     ],
 )
@@ -227,22 +223,6 @@ def test_a_job_has_the_tree_of_megatron_that_it_was_checked_with(data: list[str]
 
 class TestWhatMegatronSays:
     """Megatron checks its own flags before a job is queued; if it cannot be asked, that is logged."""
-
-    def notes(self, site: Site) -> list[str]:
-        words = ["--save-interval", "5", "--output", "out", "--weight-decayy", "1"]
-        options, rest = submit.make_parser("llama").parse_known_args(words)
-        plan = submit.build_plan("llama", options, rest, Machine(), environ={})
-        return submit._ask_megatron(site, plan, Machine())[0]
-
-    def test_a_misspelt_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(*_: object) -> None:
-            raise LaunchError("Megatron has no flag --weight-decayy: leave it out")
-
-        monkeypatch.setattr(submit.preflight, "check_with_megatron", refuse)
-        with pytest.raises(LaunchError, match="no flag --weight-decayy"):
-            self.notes(Site())
-        (note,) = self.notes(Site(runtime="pyxis", container_image="/i.sqsh"))
-        assert note.startswith("in a container with this machine's Megatron the run would be refused: Megatron has no")
 
     @pytest.mark.parametrize(
         "named_by", [pytest.param("the environment", marks=pytest.mark.slow), "the cluster's file"]
@@ -442,13 +422,7 @@ class TestBooks:
             books.watch(3, "17")
         assert calls == [["scancel", f"--signal={chain.SAVE_AND_LEAVE}", "17"]] * 3
 
-    def test_what_a_living_run_is_writing_is_not_touched(self, books, tmp_path: Path) -> None:
-        """Books hold no lock: the run itself deletes what was never finished, once it has the folder."""
-        on_its_way = tmp_path / "checkpoints" / "iter_0000010"
-        on_its_way.mkdir(parents=True)
-        assert books.begin() == 0 and on_its_way.is_dir()
-
-    @pytest.mark.parametrize("cut", ['{"chain": "5", "ev', '{"chain": "5", "ev\n', "17", "{}", "\xff"])
+    @pytest.mark.parametrize("cut", ['{"chain": "5", "ev', "17", "\xff"])
     def test_a_last_line_that_was_cut_off_is_dropped(self, cut: str, books, monkeypatch, capsys) -> None:
         """The entry after it once landed on the same line: `end` then met an end without a beginning."""
         assert self.slice(books, 0, 10, 0, monkeypatch) == 0
@@ -474,11 +448,6 @@ class TestBooks:
         with pytest.raises(LaunchError, match=r"line 1 of .*slices.jsonl"):
             books.events()
 
-    def test_an_end_without_a_start_is_no_failure(self, books, monkeypatch) -> None:
-        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
-        books.book.write_text(books.book.read_text().splitlines()[1] + "\n")
-        assert self.slice(books, 10, 10, 1, monkeypatch) == 0
-
     def test_books_that_cannot_be_kept_end_the_chain(self, books, monkeypatch, capsys) -> None:
         monkeypatch.setattr(chain, "_ATTEMPT_SECONDS", 0)
         books.book.mkdir()  # a folder cannot be appended to
@@ -494,8 +463,7 @@ class TestBooks:
 
 
 @pytest.mark.parametrize(
-    ("begins", "runs", "ends", "status"),
-    [(2, 0, 0, 2), (1, 0, 0, 1), (3, 0, 0, 0), (0, 0, 0, 0), (0, 7, 0, 7), (0, 0, 3, 0), (0, 0, 2, 2), (0, 7, 2, 7)],
+    ("begins", "runs", "ends", "status"), [(2, 0, 0, 2), (3, 0, 0, 0), (0, 7, 0, 7), (0, 0, 2, 2), (0, 7, 2, 7)]
 )
 def test_a_job_fails_where_its_chain_does(
     begins: int, runs: int, ends: int, status: int, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
