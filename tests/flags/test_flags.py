@@ -17,7 +17,7 @@ from tests.flags.space import BATCH, drawn
 
 pytestmark = pytest.mark.megatron
 
-QUICK, SLOW = 5, 15  # combinations; batches
+QUICK, SLOW = 3, 15  # combinations; batches
 TRAINS = Combination(("--simreg-lambda=3",), ())
 SOUND = Outcome(losses=[3.7, 3.6], norms=[2.0, 1.9], logged=[{"simreg loss": 1.0}], terms=[True], digest="a",
                 strength=[True, True])  # fmt: skip

@@ -144,28 +144,6 @@ def other_anchors_dropped() -> None:
     heads.share_work = lambda values, group: values if values.dim() == 2 else share(values, group)
 
 
-def not_finite_from_second_step() -> None:
-    """SimReg's terms are NaN from the second step on, while the language-model loss stays sound."""
-    from simreg_megatron.plugin import term
-
-    compute, calls = term.simreg_over_ranks, []
-
-    def broken(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(None)
-        terms = compute(*args, **kwargs)
-        return terms * float("nan") if len(calls) > 2 else terms  # two micro-batches a step
-
-    term.simreg_over_ranks = broken
-
-
-def not_finite_hidden_states() -> None:
-    """The last norm emits NaN: the language-model loss is lost too, and Megatron's own check speaks."""
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
-    forward = TransformerBlock.forward
-    TransformerBlock.forward = lambda self, *args, **kwargs: forward(self, *args, **kwargs) * float("nan")
-
-
 def overwritten_wrapper() -> None:
     """Someone put the function back that the plugin had wrapped: SimReg is on, and never reached."""
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -226,17 +204,8 @@ def adagc_instances_counted_twice() -> None:
     clipping.refuse_miscounted = lambda *args: None
 
 
-def gradient_not_finite_in_third_step() -> None:
-    """One parameter's gradient is infinite in the third step."""
-    _third_step_not_finite(lambda parameters: parameters[0])
-
-
 def gradient_of_mtp_not_finite_in_third_step() -> None:
-    """The same, of a further prediction's parameter that Megatron leaves out of its main norm."""
-    _third_step_not_finite(lambda parameters: next(p for p in parameters if getattr(p, "grad_norm_group", None)))
-
-
-def _third_step_not_finite(choose: Callable[[list[Any]], Any]) -> None:
+    """The gradient of a further prediction's parameter, which Megatron leaves out of its main norm, is infinite."""
     from megatron.core.optimizer import ChainedOptimizer
 
     from tests.megatron import watch
@@ -248,7 +217,8 @@ def _third_step_not_finite(choose: Callable[[list[Any]], Any]) -> None:
         result = prepare_grads(optimizer)
         calls.append(None)
         if len(calls) == 3:
-            choose(optimizer.get_parameters()).grad.view(-1)[0] = float("inf")
+            chosen = next(p for p in optimizer.get_parameters() if getattr(p, "grad_norm_group", None))
+            chosen.grad.view(-1)[0] = float("inf")
         return result
 
     ChainedOptimizer.prepare_grads = broken

@@ -86,6 +86,7 @@ def _num_chunks(load: Path) -> int:
     return sum(len(getattr(entry, "chunks", ())) for entry in stored.values())
 
 
+@pytest.mark.slow
 def test_the_older_format_is_left_to_megatron(data_flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The sentence names flags with which Megatron converts it; what it writes exports."""
     of = Saved(tmp_path / "runs", data_flags, "gqa")
@@ -93,14 +94,8 @@ def test_the_older_format_is_left_to_megatron(data_flags, tmp_path: Path, capsys
     assert cli.main(["export-hf", "--load", str(load), "--save", str(tmp_path / "model")]) == 2
     assert "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER" in capsys.readouterr().err
     flags = (*data_flags, "--load", str(load), *saved.LAYOUTS["tp2"], "--train-iters", "2", "--eval-iters", "0")
-    flags += (
-        "--ckpt-format",
-        "torch",
-        "--ckpt-convert-format",
-        "torch_dist",
-        "--ckpt-convert-save",
-        str(tmp_path / "to"),
-    )
+    convert = "--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save"
+    flags += (*convert.split(), str(tmp_path / "to"))
     runs.attempt(tmp_path / "out", flags, model="gqa", processes=2, plain=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported(tmp_path / "to/torch_dist", tmp_path / "model"))
     head = of.recorded[load.parent.name].params["output_layer.weight"]

@@ -31,10 +31,10 @@ def one_process(data_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [
-        (_SHARDED, 1),
+        pytest.param(_SHARDED, 1, marks=pytest.mark.slow),
         (_SHARDED, 2),
         pytest.param(("--data-parallel-sharding-strategy", "optim"), 2, marks=pytest.mark.slow),
-        ((*_SHARDED, "--context-parallel-size", "2"), 2),
+        pytest.param((*_SHARDED, "--context-parallel-size", "2"), 2, marks=pytest.mark.slow),
     ],
     ids=["1 process", "2 processes", "2 processes, optimizer only", "context parallel"],
 )

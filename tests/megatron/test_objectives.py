@@ -21,12 +21,10 @@ def test_what_is_known_to_fail_is_said(data_flags: tuple[str, ...], tmp_path: Pa
     assert "SimReg objective sigreg: lambda 0.3" in done.output and "sigreg loss:" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "names"),
-    [
-        pytest.param("", ("log_t", "bias"), marks=pytest.mark.slow),
-        (",pairs=hidden-head,adapter=yes", ("log_t", "bias", "adapter")),
-    ],
+    [("", ("log_t", "bias")), (",pairs=hidden-head,adapter=yes", ("log_t", "bias", "adapter"))],
     ids=["labels", "hidden-head"],
 )
 def test_scalars_of_the_sigmoid_are_trained_in_every_layout(
@@ -51,13 +49,8 @@ def test_each_of_several_objectives_has_its_log_line(data_flags: tuple[str, ...]
     objectives = ("--simreg-objective", "simreg:auto,sigmoid:0.001", "--simreg-chunk-size", "24")
     done = runs.attempt(tmp_path, (*data_flags, *STEPS, *objectives))
     assert done.status == 0
-    for said in (
-        "simreg loss:",
-        "sigmoid loss:",
-        "sigmoid t:",
-        "> SimReg: lambda 2.5 (auto),",
-        "objective sigmoid: lambda 0.001",
-    ):
+    lines = ("> SimReg: lambda 2.5 (auto),", "objective sigmoid: lambda 0.001")
+    for said in ("simreg loss:", "sigmoid loss:", "sigmoid t:", *lines):
         assert said in done.output, said
 
 

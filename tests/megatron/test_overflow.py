@@ -69,13 +69,8 @@ def test_a_step_that_overflows_is_left_out(layout: str, processes: int, bench: B
     place.mkdir()
     torch.save([got.scales[step] for step in trained], place / "scales.pt")
     # Where the scale is constant Megatron also looks at norms, whose squares may overflow when no gradient does.
-    left_out = (
-        "--loss-scale",
-        "1",
-        "--no-check-for-nan-in-loss-and-grad",
-        "--iterations-to-skip",
-        *(str(step + 1) for step in skipped),
-    )
+    left_out = ["--loss-scale", "1", "--no-check-for-nan-in-loss-and-grad", "--iterations-to-skip"]
+    left_out += [str(step + 1) for step in skipped]
     expected = train(place, (*flags, *left_out), processes, "at_given_scales")
     assert runs.same_bits(expected.recorded, got.recorded)
     assert expected.states == got.states and len(got.states) == len(trained)

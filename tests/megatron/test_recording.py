@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.megatron import runs
-from tests.megatron.runs import PRETRAIN, SIMREG, ReplicasDifferError
+from tests.megatron.runs import PRETRAIN, SIMREG
 
 CHUNK = ("--simreg-chunk-size", "24")
 
@@ -24,18 +24,3 @@ def test_forked_ranks_compute_what_torchrun_does(data_flags: tuple[str, ...], tm
     assert forked.losses == started.losses and forked.norms == started.norms and len(forked.norms) == 2
     assert runs.same_bits(forked, started)
     assert all(torch.equal(grad, started.grads[name]) for name, grad in forked.grads.items())
-
-
-def write_ranks(folder: Path, parts: list[torch.Tensor], name: str, shards: list[tuple[int, int, int]]) -> Path:
-    for number, (part, shard) in enumerate(zip(parts, shards, strict=True)):
-        rank = {"losses": [1.0], "norms": [2.0], "logged": [], "params": {}, "shards": {name: shard}}
-        rank["grads"] = {name: part}
-        torch.save(rank, folder / f"rank{number}.pt")
-    return folder
-
-
-@pytest.mark.parametrize("shard", [(-1, 0, 1), (0, 1, 2)], ids=["whole", "same-shard"])
-def test_replicas_must_have_the_same_bits(shard: tuple[int, int, int], tmp_path: Path) -> None:
-    nearly = [torch.ones(2), torch.ones(2).nextafter(torch.tensor(2.0))]
-    with pytest.raises(ReplicasDifferError, match=r"grads of norm\.weight differ"):
-        runs.read(write_ranks(tmp_path, nearly, "norm.weight", [shard, shard]))

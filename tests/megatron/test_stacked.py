@@ -14,6 +14,7 @@ from torch import Tensor
 
 from research.stacked import Data, Run, Shape, Stack, sequences
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
+from tests.helpers.quick import quick
 from tests.megatron import runs
 from tests.megatron.parameters import named_parameters
 from tests.megatron.text import VOCABULARY
@@ -64,7 +65,7 @@ def named_as_in_megatron(stack: Stack, k: int) -> dict[str, Tensor]:
     return found | {"decoder.final_layernorm.weight": own["norms"][-1]}
 
 
-@pytest.mark.parametrize("lam", [0.0, 3.0])
+@pytest.mark.parametrize("lam", quick([0.0, 3.0], bool))
 def test_a_stack_is_megatron_with_the_plugin(
     lam: float, text: BuiltinCorpus, data_flags: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ SETTINGS = {
 }
 
 
-QUICK = ("plain", "ramp", "TP2 with SP", "AdaGC", "prefixes-ce")
+QUICK = ("ramp", "TP2 with SP", "AdaGC")
 
 
 @pytest.mark.parametrize("name", quick(SETTINGS, lambda name: name in QUICK))

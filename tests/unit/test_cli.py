@@ -41,7 +41,8 @@ def test_doctor_finds_the_seams(tmp_path: Path) -> None:
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("works", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("works", [True, False])
 def test_doctor_trains_a_step(works: bool, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run what `doctor --gpu` starts on a GPU, here on the CPU; or with a fault of its own."""
     monkeypatch.setenv("SIMREG_CPU", "1")

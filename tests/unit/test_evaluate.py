@@ -105,6 +105,7 @@ def test_scores_and_differences_are_those_of_a_computation_by_hand(
     assert f"|{NAME}|" in printed, "the harness's own table, too"
 
 
+@pytest.mark.slow
 def test_a_megatron_checkpoint_is_exported_first(
     tokenizer: Path, task: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -224,9 +224,8 @@ def test_a_job_has_the_tree_of_megatron_that_it_was_checked_with(data: list[str]
 class TestWhatMegatronSays:
     """Megatron checks its own flags before a job is queued; if it cannot be asked, that is logged."""
 
-    @pytest.mark.parametrize(
-        "named_by", [pytest.param("the environment", marks=pytest.mark.slow), "the cluster's file"]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("named_by", ["the environment", "the cluster's file"])
     def test_a_source_tree_is_asked_in_place_of_the_installed_one(self, named_by: str, tmp_path: Path) -> None:
         """The installed Megatron's word was taken for a job that runs another release."""
         tree = tmp_path / "tree"

@@ -64,6 +64,7 @@ def test_what_is_kept_grows_with_the_tokens_alone(monkeypatch: pytest.MonkeyPatc
     assert saved_bytes(2000, "reference") / 2000 > 100 * per_token[2000]
 
 
+@pytest.mark.slow
 def test_inside_a_compiled_model() -> None:
     rows, labels = clustered(60)
     layer = torch.nn.Linear(WIDTH, WIDTH)
