@@ -20,10 +20,12 @@ from tests.helpers import jobs
 pytestmark = pytest.mark.megatron
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
+import os, sys
 from megatron.core import __version__
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training import training
-print("\\n", __version__, training.__file__, hasattr(GPTModel._postprocess, "__wrapped__"))
+print("\\n", sys.argv[1:], sys.path[0], os.getcwd() in map(os.path.abspath, sys.path))
+print(__version__, training.__file__, hasattr(GPTModel._postprocess, "__wrapped__"))
 """
 
 
@@ -49,28 +51,18 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "simreg"), [(("--plain",), (), False), (("torchrun",), ("--simreg-cpu",), True)]
-)
-def test_the_megatron_next_to_the_script_runs(
-    before: tuple[str, ...], after: tuple[str, ...], simreg: bool, tree: Path
-) -> None:
-    start = ("-m", "simreg_megatron", *before)
-    if before == ("torchrun",):
-        start = ("-m", "torch.distributed.run", "--standalone", "-m", "simreg_megatron")
-    env = {} if after else {"PYTHONPATH": f"{_with_a_gpu(tree)}:{ROOT}"}
-    done = python(*start, str(tree / "pretrain.py"), *after, **env)
+@pytest.mark.parametrize("simreg", [False, True], ids=["plain", "torchrun"])
+def test_the_megatron_next_to_the_script_runs(simreg: bool, tree: Path) -> None:
+    start = ("-m", "torch.distributed.run", "--standalone") if simreg else ()
+    words = (str(tree / "pretrain.py"), "--simreg-cpu=force", "--lr", "1")
+    done = python(*start, "-m", "simreg_megatron", *([] if simreg else ["--plain"]), *words)
     assert done.returncode == 0, done.stderr
     assert f"> Megatron 0.19.77 from {tree}\n" in done.stdout
-    assert done.stdout.splitlines()[-1].split() == ["0.19.77", f"{tree}/megatron/training/training.py", str(simreg)]
-
-
-def _with_a_gpu(tree: Path) -> Path:
-    """A folder for PYTHONPATH in which `python -m simreg_megatron` finds a GPU."""
-    folder = tree / "gpu"
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text("import torch; torch.cuda.is_available = lambda: True")
-    return folder
+    given, imported = done.stdout.splitlines()[-2:]
+    assert imported.split() == ["0.19.77", f"{tree}/megatron/training/training.py", str(simreg)]
+    assert given.endswith(f"] {tree} False"), "as for `python SCRIPT`, the working folder is no place of packages"
+    assert simreg or ("'--distributed-backend', 'gloo'" in given and "simreg-cpu" not in given)
+    assert "'--lr', '1']" in given
 
 
 def test_another_megatron_that_was_imported_first_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

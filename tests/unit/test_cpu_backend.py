@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -115,27 +114,6 @@ def test_megatron_on_the_stand_ins(tmp_path: Path) -> None:
     assert f"first on the PATH: {Path(sys.executable).parent}" in done.stdout
     assert "restored: /usr/bin:/bin\n" in done.stdout, done.stderr
     assert "error: Megatron could not build its dataset helpers" in done.stderr
-
-
-def test_a_script_meets_megatrons_flags_and_its_own_folder(tmp_path: Path) -> None:
-    """As `python SCRIPT` does: from a clone of ours, `tools` or `tests` would hide packages of these names."""
-    for folder in ("scripts", "elsewhere"):
-        (tmp_path / folder).mkdir()
-    script = tmp_path / "scripts" / "script.py"
-    script.write_text(
-        "import os, sys, torch\nprint(sys.argv[1:], torch.zeros(1, device='cuda').device)\n"
-        "print([os.path.abspath(folder) for folder in sys.path])"
-    )
-    words = ["-m", "simreg_megatron", "--plain", str(script), "--simreg-cpu=force", "--lr", "1"]
-    env = {**os.environ, "SIMREG_CPU": "", "PYTHONPATH": python_path(ROOT)}
-    done = jobs.run([sys.executable, *words], cwd=tmp_path / "elsewhere", env=env)
-    assert done.returncode == 0, done.stderr
-    given, folders = done.stdout.splitlines()[-2:]
-    assert (
-        "'--distributed-backend', 'gloo'" in given and given.endswith("'--lr', '1'] cpu") and "simreg-cpu" not in given
-    )
-    found = ast.literal_eval(folders)
-    assert found[0] == str(script.parent) and str(tmp_path / "elsewhere") not in found
 
 
 @pytest.mark.parametrize(

@@ -668,13 +668,6 @@ def test_a_shared_clone_that_cannot_be_written_keeps_its_index_with_the_run(monk
     assert values(plan("--output", "mine"), "--data-cache-path") == []
 
 
-@pytest.mark.megatron
-def test_the_checks_of_megatrons_model_are_asked(tmp_path: Path) -> None:
-    words = ("--num-layers", "3", "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "3")
-    done = run_script("bash", str(SCRIPTS[0]), *words, "--nproc-per-node", "2", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 2 and "0 middle layers remaining" in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"), [(("--nproc-per-node", "0"), "--nproc-per-node takes a positive number, not 0")]
 )
