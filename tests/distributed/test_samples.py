@@ -103,11 +103,8 @@ def mic(options: str = "", **settings: Any) -> SimRegConfig:
 
 
 CONFIGS = {
-    "mic chunks of 12": mic(chunk_size=12),
     "mic sequences, normalized over the batch": mic("pool=sequence,norm_scope=batch"),
     "mic tokens": mic("pool=token,t=1"),
-    "placebo chunks of 12": SimRegConfig(lambda_=1, objective="placebo", temperature=0.5, chunk_size=12),
-    "sigreg chunks of 12": sigreg(chunk_size=12),
     "sigreg whole": sigreg("estimator=epps-pulley,directions=32", chunk_size=0),
     "sigreg micro-batch": sigreg("sample=micro-batch,normalize=none"),
 }

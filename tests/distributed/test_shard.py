@@ -313,27 +313,6 @@ def test_local_scope_ends_chunks_at_blocks(
     run_processes(check_local_rank, layout.context_size * layout.tensor_size, tmp_path, layout, config)
 
 
-def check_bits(rank: int, layout: ShardLayout, config: SimRegConfig) -> None:
-    """Ranks that hold the same rows get the same bits; in float32, where the order of a sum shows."""
-    place = divmod(rank, layout.tensor_size)
-    shard = SequenceShard(layout, place, *groups(place, layout))
-    given, held = sample(), layout.held(place)
-    local = pick(given["embeddings"], held).float().transpose(0, 1).contiguous().requires_grad_()
-    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
-    (
-        simreg_over_ranks(config, shard, local, views) * pick(given["weights"], layout.anchors(place)).float()
-    ).sum().backward()
-    copies = [torch.empty_like(local.grad) for _ in range(layout.tensor_size)]
-    dist.all_gather(copies, local.grad, group=shard.tensor_group)
-    assert local.grad.norm() > 0 and all(torch.equal(copies[0], copy) for copy in copies)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", [TP3, CP2_TP2], ids=["tp3", "cp2-tp2"])
-def test_replicas_get_the_same_bits(tmp_path: Path, layout: ShardLayout) -> None:
-    run_processes(check_bits, layout.context_size * layout.tensor_size, tmp_path, layout, replace(BASE, chunk_size=0))
-
-
 def check_half_precision(rank: int, layout: ShardLayout, config: SimRegConfig, dtype: torch.dtype) -> None:
     """Rows travel in their own type, gradients are summed in float32: as if one process had seen everything."""
     place = divmod(rank, layout.tensor_size)

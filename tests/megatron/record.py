@@ -101,14 +101,3 @@ def record(out: Path, script: Path, flags: Sequence[str], *, plain: bool = False
         runpy.run_path(str(script), run_name="__main__")
     finally:
         recorder.save()
-
-
-def main() -> None:
-    from simreg_megatron.cpu import backend as cpu_backend
-
-    cpu_backend.activate()
-    record(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from launch.plan import RECIPES
 from tests.helpers.quick import quick
 from tests.megatron import runs
 from tests.megatron.parity.run import Bench
@@ -179,20 +178,6 @@ def test_a_warm_up_is_megatrons_own_clipping(bench: Bench, tmp_path: Path) -> No
     assert warm.recorded.losses != pytest.approx(unclipped.losses, rel=1e-6)
 
 
-@pytest.mark.slow  # quick together with all other states: test_drift.py
-@pytest.mark.parametrize("stop", [2, 4], ids=["in the warm-up", "after it"])
-@pytest.mark.parametrize("variant", ["clipped", "global"])
-def test_going_on_is_never_having_stopped(stop: int, variant: str, bench: Bench, tmp_path: Path) -> None:
-    adagc = ("--adagc", "--adagc-lambda-rel", "0.9", "--adagc-warmup-iters", "3", "--adagc-variant", variant)
-    flags = (*bench.data_flags, *CONSTANT, *SIMREG, *adagc, "--train-iters", str(STEPS))
-    whole = train(tmp_path / "whole", flags)
-    save = ("--save", str(tmp_path / "saved"), "--save-interval", str(stop), "--exit-interval", str(stop))
-    train(tmp_path / "stopped", (*flags, *save))
-    gone_on = train(tmp_path / "on", (*flags, "--load", str(tmp_path / "saved")))
-    assert gone_on.recorded.losses == whole.recorded.losses[stop:] and runs.same_bits(gone_on.recorded, whole.recorded)
-    assert gone_on.states == whole.states[stop:]
-
-
 RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 # As the launch scripts save: Megatron wants the buckets that it saved, of which this model has several.
 BUCKETS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
@@ -251,42 +236,3 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(bench: Bench, tmp_path:
     assert all(torch.isfinite(parameter).all() for parameter in ran.recorded.params.values())
     assert [state["steps"] for state in ran.states] == [1, 2, 3, 3], "the third step is left out, and not counted"
     assert ran.states[2]["gammas"] == ran.states[1]["gammas"] != ran.states[3]["gammas"]
-
-
-def routing(out: Path) -> list[dict[int, list[int]]]:
-    """Return for every step, by layer, the tokens of each expert over all ranks. Empty without experts."""
-    ranks = [torch.load(path, weights_only=True) for path in sorted(out.glob("routing*.pt"))]
-    return [
-        {layer: sum(rank[layer] for rank in step).tolist() for layer in step[0]} for step in zip(*ranks, strict=True)
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layout", ["tp2-sp", "dp2-distributed", "ep2"])
-def test_fifty_steps_of_every_recipe(recipe: str, layout: str, bench: Bench, tmp_path: Path) -> None:
-    """The paper's clipping and each of its objectives, at their own temperatures.
-
-    A router that likes two experts equally well may choose the other one after another rounding, and the loss of that
-    step jumps (1.8e-4 was seen). Such steps are known by the number of tokens that each expert got. They are few, and
-    nothing but they may be further away than 1e-4; until the first one, nothing is further away than 1e-5.
-    """
-    model, flags, processes = LAYOUTS[layout]
-    chunks = () if recipe in ("baseline", "simcse", "paper-full") else ("--simreg-chunk-size", "24")
-    own = (
-        *start(bench, model, 50),
-        *RECIPES[recipe],
-        *chunks,
-        *["--adagc-warmup-iters", "10", "--calculate-per-token-loss"],
-    )
-    expected = train(tmp_path / "one", own, model=model, patch="adagc_and_routing")
-    got = train(tmp_path / layout, (*own, *flags.split()), model=model, processes=processes, patch="adagc_and_routing")
-    gaps = [abs(a - b) / a for a, b in zip(expected.recorded.losses, got.recorded.losses, strict=True)]
-    routes = [routing(tmp_path / name) for name in ("one", layout)]
-    ties = [step for step, (one, other) in enumerate(zip(*routes, strict=True)) if one != other]
-    assert (len(routes[0]), sum(map(len, routes[0])) > 0) == (50, model == "moe")
-    assert len(ties) <= 3, ties
-    assert max(gap for step, gap in enumerate(gaps) if step not in ties) < 1e-4 and max(gaps) < 1e-3, (gaps, ties)
-    assert max(gaps[: min(ties, default=50)], default=0) < 1e-5, (gaps, ties)
-    assert apart(*([state["gammas"] for state in ran.states] for ran in (expected, got))) < 1e-3
-    assert expected.recorded.losses[-1] < expected.recorded.losses[0], "it trains"

@@ -31,7 +31,7 @@ def test_replicas_stay_equal(steps: int, data_flags: tuple[str, ...], tmp_path: 
     flags = (*data_flags, *ON, *TP2, "--train-iters", str(steps), "--eval-iters", "0")
     first, again = (runs.train(tmp_path / name, flags, processes=2) for name in ("first", "again"))
     assert len(first.losses) == steps and first.losses[-1] < first.losses[0], "the run must train"
-    # Reading them has compared the replicas already; that drift would be seen, test_recording shows.
+    # Reading them has compared the replicas, bit for bit.
     assert (first.losses, first.norms) == (again.losses, again.norms) and runs.same_bits(first, again)
 
 

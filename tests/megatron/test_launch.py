@@ -98,6 +98,15 @@ def test_a_recipe_runs(recipe: str, text, tmp_path: Path) -> None:
     assert f"{recipe.replace('paper', 'simreg')} loss: " in done.output
 
 
+@pytest.mark.slow
+def test_two_nodes_meet(text: BuiltinCorpus, tmp_path: Path) -> None:
+    own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]
+    first, second = runs.two_nodes([LLAMA, "--simreg-lambda", "10", *SHORT, *own])
+    assert first.status == 0 == second.status, first.output[-2000:] + second.output[-2000:]
+    assert "data-parallel size: 2" in first.output
+    assert "simreg loss" in first.output + second.output
+
+
 def test_the_same_command_goes_on_and_ends(text, tmp_path: Path) -> None:
     """--auto-resume: stopped half-way, started again past a torn checkpoint, and then done."""
     own = ["--data", str(text.train_prefix), "--tokenizer", str(text.tokenizer_model), "--output", str(tmp_path)]

@@ -73,28 +73,6 @@ def test_another_megatron_that_was_imported_first_is_an_error(tmp_path: Path, ca
         entry._check_place_of_megatron(str(tmp_path))
 
 
-COMPILE = """
-import torch.distributed as dist
-from megatron.training import global_vars, initialize
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-import simreg_megatron
-simreg_megatron.install()
-global_vars._GLOBAL_ARGS = object()
-initialize._compile_dependencies()
-print("started")
-simreg_megatron.uninstall()
-initialize._compile_dependencies()
-"""
-
-
-@pytest.mark.slow  # quick with a stand-in: below
-def test_megatron_compiles_nothing_in_its_wheel() -> None:
-    """Run Megatron's own step before the first one on a GPU, without the CPU backend; it fails in plain Megatron."""
-    done = python("-c", COMPILE)
-    assert "started" in done.stdout.splitlines()
-    assert done.returncode == 1 and "no makefile found" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("compiled", "makefile", "make", "runs"),
     [

@@ -26,8 +26,3 @@ def test_its_time_is_in_the_log_and_in_tensorboard(data_flags: tuple[str, ...], 
     written = events.Scalars("simreg-forward-time")
     assert [point.step for point in written] == [2, 4]
     assert [point.value for point in written] == pytest.approx([most / 1e3 for _, most in times], abs=1e-5)  # seconds
-
-
-def test_the_timer_waits_only_if_asked(data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    done = runs.attempt(tmp_path / "run", (*data_flags, *PP2, *runs.SIMREG, "--timing-log-level", "1"), processes=2)
-    assert done.status == 0 and "forward-backward" in done.output and "simreg-forward" not in done.output

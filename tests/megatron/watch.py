@@ -100,31 +100,6 @@ def adagc_and_weights() -> None:
     training.train_step = watched
 
 
-def adagc_and_routing() -> None:
-    """As `adagc`, and how many tokens each layer's router gave each expert goes to RECORD_OUT/routing<rank>.pt."""
-    import megatron.training.training as training
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    adagc()
-    forward, train_step = TopKRouter.forward, training.train_step
-    counts: dict[int, Any] = {}
-    steps: list[dict[int, Any]] = []
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        probs, chosen = forward(self, *args, **kwargs)
-        counts[self.layer_number] = counts.get(self.layer_number, 0) + chosen.reshape(-1, chosen.shape[-1]).sum(dim=0)
-        return probs, chosen
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = train_step(*args, **kwargs)
-        steps.append(dict(counts))
-        counts.clear()
-        torch.save(steps, Path(os.environ["RECORD_OUT"]) / f"routing{os.environ['RANK']}.pt")
-        return result
-
-    TopKRouter.forward, training.train_step = counted, watched
-
-
 def at_given_scales() -> None:
     """As `adagc_and_weights`, and each step that trains has the next loss scale of RECORD_OUT/scales.pt."""
     import megatron.training.training as training

@@ -44,13 +44,6 @@ def megatrons(monkeypatch: pytest.MonkeyPatch, *flags: str) -> argparse.Namespac
     return args
 
 
-def test_megatrons_loop_does_so_too(calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
-    megatrons(monkeypatch, "--simreg-lambda", "1")
-    model = Model()
-    assert loop.set_up(lambda: ([model], "optimizer", "scheduler"))() == ([model], "optimizer", "scheduler")
-    assert calls == [("choose_form", installation.regularizer().config, [model], 3, LENGTH), ("open_row_group", model)]
-
-
 @pytest.mark.parametrize("every", [1, 2])
 def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, calls: list, monkeypatch) -> None:
     megatrons(monkeypatch, "--simreg-lambda", "1", "--adagc", "--simreg-every", str(every))

@@ -87,22 +87,6 @@ def test_what_transformers_lacks_is_refused_by_name(name: str, value: Any) -> No
         refuse_others(args)
 
 
-def test_heads_that_do_not_divide_the_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Mixtral's class takes them, with head_dim; LLaMA's refuses them in release 5 of transformers."""
-    sizes = {"hidden_size": 16, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
-    experts = dist_checkpoint(tmp_path / "experts", tiny_config(experts=2, **sizes))
-    export(experts, tmp_path / "mixtral")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mixtral")
-    assert model.config.head_dim == 8 and model.model.layers[0].self_attn.q_proj.weight.shape == (24, 16)
-    dense = dist_checkpoint(
-        tmp_path / "dense", tiny_config(num_key_value_heads=4), num_attention_heads=3, kv_channels=8
-    )
-    if transformers.__version__ >= "5":
-        assert "this model: ValueError: The hidden size (16) is not a multiple of the number of attention" in refused(
-            capsys, "--load", dense, "--save", tmp_path / "model"
-        )
-
-
 def test_trained_scalars_are_left_out_and_other_weights_refused(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 

@@ -56,18 +56,6 @@ def test_counts_stay_exact_beyond_float32() -> None:
     assert (found.different_sum / found.different_count).item() == pytest.approx(1.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_lower_precision_input(dtype: torch.dtype) -> None:
-    rows, labels = random_tokens((2, 30, 8), num_labels=4, dtype=dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = pair_cosines(rows.requires_grad_(), labels)
-    exact = pair_cosines(rows.detach().double(), labels)
-    for value, expected in zip(found, exact, strict=True):
-        assert value.dtype == torch.float64
-        assert not value.requires_grad
-        assert value.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-4)
-
-
 def test_one_sequence_and_an_empty_one() -> None:
     rows, labels = random_tokens((1, 7, 3), num_labels=2)
     assert pair_cosines(rows[0], labels[0], valid=labels[0] >= 0) == pair_cosines(rows, labels)

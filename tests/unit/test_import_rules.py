@@ -123,21 +123,6 @@ def test_the_table_itself_points_downwards_only():
     assert not circles({name: set(law.rooms) for name, law in LAW.items()})
 
 
-def module_imports(path: str) -> set[str]:
-    """Other modules of the package that one imports, inside functions included."""
-    package = ".".join([PACKAGE, *Path(path).parent.parts])
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    names = {name for _, name in imported_names(tree, package) if name.startswith(f"{PACKAGE}.")}
-    found = set()
-    for name in names:
-        for candidate in (name, name.rpartition(".")[0]):
-            file = candidate.removeprefix(f"{PACKAGE}.").replace(".", "/") + ".py"
-            if file in MODULES and file != path:
-                found.add(file)
-                break
-    return found
-
-
 def circles(below: dict[str, set[str]]) -> set[str]:
     """Return the modules that import each other in a circle."""
     while True:
@@ -145,12 +130,6 @@ def circles(below: dict[str, set[str]]) -> set[str]:
         if not leaves:
             return set(below)
         below = {name: uses for name, uses in below.items() if name not in leaves}
-
-
-def test_no_module_imports_itself_by_way_of_others():
-    assert not circles({path: module_imports(path) for path in MODULES})
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
-    assert "kernels/form.py" in module_imports("kernels/triton.py")
 
 
 def test_importing_the_package_stays_light():

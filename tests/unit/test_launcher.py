@@ -18,7 +18,7 @@ import pytest
 
 from launch import launcher, preflight, progress, record, sizes
 from launch.dry_run import command, describe
-from launch.flags import LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags, read_preset
+from launch.flags import LaunchError, flag_name, flag_names, flag_value, flatten, group_flags, read_preset
 from launch.launcher import make_parser
 from launch.plan import PRESETS, RECIPES, Machine, Plan, build_plan, resumed
 from simreg_megatron.tools.indexed import PairWriter
@@ -237,20 +237,6 @@ def test_a_dry_run_of_several_nodes_names_this_one_and_where_they_meet(words: st
     assert f"torch.distributed.run {shown} \\\n" in command(plan(), machine, environ=environ)
 
 
-def test_flags_read_as_argparse_reads_them() -> None:
-    flags = group_flags(["--a", "1", "2", "--b=3", "--a", "-1"])
-    assert flags == [("--a", "1", "2"), ("--b=3",), ("--a", "-1")]
-    assert (flag_value(flags, "--a"), flag_value(flags, "--b"), flag_value(flags, "--c")) == ("-1", "3", None)
-    assert flag_number(flags, "--b", 7) == 3 and flag_number(flags, "--c", 7) == 7
-    assert flatten(flags) == ["--a", "1", "2", "--b=3", "--a", "-1"]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_bash_and_python(script: Path) -> None:
-    jobs.run(["bash", "-n", str(script)], check=True)
-    compile(script.read_text(encoding="utf-8"), str(script), "exec")
-
-
 def run_script(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     # As for a user: no rank of a torchrun above, and this test's Python as the active environment.
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
@@ -458,14 +444,6 @@ class TestGoingOn:
         left = {flag_name(flag) for flag in later.flags} & {flag_name((word,)) for word in start if word[:2] == "--"}
         assert left == {"--load"}
 
-    def test_the_end_is_that_of_the_length_asked_for(self, tmp_path: Path) -> None:
-        done = self.asked("--output", str(tmp_path), "--train-iters", "9")
-        assert not progress.has_ended(done)
-        progress.mark_ended(done)
-        assert progress.has_ended(done) and progress.length(done) == "9 iterations"
-        assert not progress.has_ended(self.asked("--output", str(tmp_path), "--train-iters", "10"))
-        assert progress.has_ended(self.asked(f"--output={tmp_path}", "--train-iters=9")), "the other way to write it"
-
     def test_another_run_that_has_ended_there_is_not_taken_for_this_one(self, tmp_path: Path) -> None:
         words = ("--output", str(tmp_path), "--train-iters", "9", "--recipe")
         progress.mark_ended(self.asked(*words, "sce"))
@@ -609,9 +587,7 @@ class TestRecordsKeepNoSecrets:
     ("words", "name"),
     [
         ("", "ce"),
-        ("--recipe paper", "simreg-auto"),
         ("--recipe paper-full", "simreg-auto-whole"),
-        ("--simreg-objective simreg:auto,sigreg:0.05", "simreg_auto_sigreg_0.05"),
         ("--simreg-lambda 1 --simreg-temperature 0.1 --simreg-chunk-size 256", "simreg-1-tau-0.1-chunk-256"),
     ],
 )

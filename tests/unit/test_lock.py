@@ -182,13 +182,6 @@ def test_the_first_rank_alone_deletes_what_was_never_finished(tmp_path: Path, mo
         assert torn.is_dir() == stays
 
 
-def test_two_outputs_with_the_same_checkpoints_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    other = planned(tmp_path / "other", "--save", str(tmp_path / "out" / "checkpoints"))
-    with launcher._alone(planned(tmp_path / "out")), pytest.raises(LaunchError, match="in use"), launcher._alone(other):
-        pytest.fail("both would save there")
-
-
 def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("no links here")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import mic, mic_loss
 from simreg_megatron.losses.mic import MICOptions, pools_tokens
 from tests.helpers.fixtures import fixture_f1
@@ -171,11 +170,3 @@ def test_prefixes_follow_the_width() -> None:
     assert MICOptions().prefixes_for(192) == (16, 32, 64) and MICOptions().prefixes_for(6) == (3,)
     with pytest.raises(ValueError, match="from 1 to 5 features of 6, got 6"):
         MICOptions(prefixes=(2, 6)).prefixes_for(6)
-
-
-def test_prefixes_are_read() -> None:
-    config = SimRegConfig(lambda_=1, objective="mic", objective_options="prefixes=64/16/64")
-    assert config.prefixes == (16, 64) and SimRegConfig(lambda_=1, objective="mic").prefixes == ()
-    assert SimRegConfig(lambda_=1, objective_options="prefixes=32").prefixes == (32,)
-    with pytest.raises(ValueError, match="chunk size 64 has no effect on objective mic"):
-        SimRegConfig(lambda_=1, objective="mic", objective_options="pool=token", chunk_size=64)

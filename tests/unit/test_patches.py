@@ -42,20 +42,3 @@ def test_a_patch_adds_lines_only(patch: Path) -> None:
 def test_every_release_line_has_its_patch() -> None:
     needed = {patches.patch_for(version) for version in (*releases.VERSIONS, "main")}
     assert needed == set(PATCHES)
-
-
-ENTRIES = {"pretrain_gpt.py": 495, "pretrain_hybrid.py": 441}  # lines of `if __name__ ==` in core_v0.19.0
-
-
-def pretend_tree(folder: Path, lines_above: int = 0) -> Path:
-    """Scripts whose entry points lie where those of core_v0.19.0 do, or further down."""
-    for name, entry in ENTRIES.items():
-        lines = ["pass"] * (entry - 1 + lines_above) + ['if __name__ == "__main__":', "    pass", ""]
-        (folder / name).write_text("\n".join(lines))
-    return folder
-
-
-def test_a_patch_lands_at_the_entry_point_and_stays(tmp_path: Path) -> None:
-    tree = pretend_tree(tmp_path)
-    patches.check(patches.FOLDER / "core_v0.19.patch", tree)
-    assert (tree / "pretrain_gpt.py").read_text().count("simreg_megatron.install()") == 1

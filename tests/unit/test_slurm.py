@@ -341,12 +341,6 @@ class TestBooks:
     def test_only_two_failures_without_progress_end(self, slices, ends, books, monkeypatch) -> None:
         assert [self.slice(books, *one, monkeypatch) for one in slices] == ends
 
-    @pytest.mark.parametrize("status", [0, 1])
-    def test_two_slices_without_progress_end_the_chain(self, status: int, books, monkeypatch, capsys) -> None:
-        assert self.slice(books, 10, 10, status, monkeypatch) == 0
-        assert self.slice(books, 10, 10, status, monkeypatch) != 0
-        assert "nothing saved beyond iteration 10, where the slice before it failed too" in capsys.readouterr().out
-
     def test_a_slice_shorter_than_the_save_interval_is_reported(self, books, monkeypatch, capsys) -> None:
         assert self.slice(books, 10, 13, 0, monkeypatch) == 0
         assert "warning" not in capsys.readouterr().out
@@ -368,11 +362,6 @@ class TestBooks:
         assert pruned == [books.save]
         self.slice(books, 20, 30, 0, monkeypatch)
         assert pruned == [books.save] * 2, "no process holds it"
-
-    def test_another_submission_begins_a_new_count(self, books, monkeypatch) -> None:
-        assert self.slice(books, 10, 10, 1, monkeypatch) == 0
-        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "6")
-        assert self.slice(chain.Chain(books.output, books.save), 10, 10, 1, monkeypatch) == 0
 
     def test_a_slice_whose_node_died_is_no_failure(self, books, monkeypatch) -> None:
         self.at(books, 10, monkeypatch)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.bf16_weights import gradient_by_pairs
-from simreg_megatron import SimRegConfig, trial
+from simreg_megatron import SimRegConfig
 from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.layout import ShardLayout
@@ -150,17 +150,6 @@ def test_what_is_not_usable_may_hold_anything(way: str) -> None:
 
 
 @interpreted
-def test_rows_that_are_exactly_zero_are_left_out() -> None:
-    rows, labels = clustered()
-    rows[:, 7], rows[0, 20] = 0.0, 0.0
-    masks_of_zeros = torch.ones_like(labels, dtype=torch.bool), rows.any(dim=-1)
-    given = (Tokens(*(part.unsqueeze(1) for part in (rows, labels, mask)), None) for mask in masks_of_zeros)
-    found, expected = (form_named("triton").measure(tokens, (0, 45), 0.01, keep=False) for tokens in given)
-    assert all(map(torch.equal, found[1:5], expected[1:5]))
-    assert (found.names[:, 0, 7] == -1).all() and (found.ratio[:, 0, 7] == 0).all()
-
-
-@interpreted
 @pytest.mark.parametrize("what", ["one label", "all masked", "one token", "no tokens"])
 def test_nothing_to_compare(what: str) -> None:
     rows, labels = clustered(length={"one token": 1, "no tokens": 0}.get(what, 12))
@@ -243,12 +232,6 @@ def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, keep
 def test_triton_over_ranks(tmp_path: Path, layout: ShardLayout, keeps: bool) -> None:
     config = replace(shards.BASE, chunk_size=12, impl="triton")
     run_processes(check_rank, layout.context_size * layout.tensor_size, tmp_path, layout, config, keeps)
-
-
-@interpreted
-def test_a_form_is_tried_before_it_is_taken() -> None:
-    shape = trial.Shape(batch=1, length=20, width=16, chunk_size=10, dtype=torch.float32)
-    assert not trial.failure_of("triton", shape, torch.device("cpu"))
 
 
 @triton.jit
