@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.megatron.hybrid_script import check, start
-from tests.megatron.own_script import LENGTH, VOCABULARY
+from tests.megatron.hybrid_script import check
+from tests.megatron.own_script import LENGTH, VOCABULARY, start
 
 
 def build_model():

@@ -6,13 +6,11 @@ Mamba layers need kernels of a GPU; SimReg meets them no differently, for it loo
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-from simreg_megatron import install, uninstall
 from simreg_megatron.cpu import backend as cpu_backend
-from tests.megatron.own_script import CONFIG, LENGTH, VOCABULARY, WIDTH, expected_gradients, gradients
+from tests.megatron import own_script
+from tests.megatron.own_script import LENGTH, VOCABULARY, WIDTH, start
 
 
 def build_model():
@@ -30,36 +28,10 @@ def build_model():
     return HybridModel(config, LOCAL, VOCABULARY, LENGTH, hybrid_layer_pattern="*-*-").train()
 
 
-def start() -> None:
-    """All processes as tensor-parallel ranks, by Megatron's own functions."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    os.environ.setdefault("MASTER_PORT", "29513")
-    torch.distributed.init_process_group()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
-    model_parallel_cuda_manual_seed(1)
-
-
 def check(model, device: str) -> None:
-    """The gradient with SimReg is the written-out sum's, the loss is untouched, and `uninstall` leaves nothing."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    tokens = torch.randint(0, 8, (2, LENGTH + 1), generator=torch.Generator().manual_seed(4)).to(device)
-    tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    original = HybridModel.forward
-    plain_loss, plain = gradients(model, tokens, labels)
-    wanted = expected_gradients(model, tokens, labels)
-    install(config=CONFIG)
-    loss, got = gradients(model, tokens, labels)
-    assert torch.equal(loss, plain_loss), "the value is the language-model loss"
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6 if device == "cuda" else 1e-7, msg=name)
-    share = sum((got[n] - plain[n]).norm() ** 2 for n in got) ** 0.5 / sum(g.norm() ** 2 for g in got.values()) ** 0.5
-    assert share > 0.1, share
-    uninstall()
-    assert HybridModel.forward is original
-    assert torch.equal(gradients(model, tokens, labels)[0], plain_loss)
+    own_script.check(model, HybridModel, "forward", device)
 
 
 def compute_in_postprocess(model) -> None:
@@ -84,7 +56,3 @@ def main() -> None:
         compute_in_postprocess(model)
         check(model, "cpu")
     print("hybrid script: all as expected")
-
-
-if __name__ == "__main__":
-    main()

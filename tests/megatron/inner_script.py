@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import os
-
+import pytest
 import torch
 
 from simreg_megatron import SimRegConfig, install, uninstall
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.losses import simreg_loss
-from tests.megatron.own_script import LENGTH, build_model, causal_mask, gradients
+from tests.megatron.own_script import LENGTH, build_model, causal_mask, gradients, sample, start
 
 CASES = (((1,), "post-norm"), ((1, 2, "final"), "post-norm"), (("final",), "pre-norm"), ((1, "final"), "pre-norm"))
 
@@ -96,30 +95,20 @@ def check_full_recompute(model, tokens, labels) -> None:
     for name, gradient in wanted.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-8, msg=name)  # sums in another order
     model.config.recompute_num_layers = 2
-    try:
+    with pytest.raises(NotImplementedError, match="--simreg-layers 1 lies inside a group of 2 layers"):
         cost_of_recompute(model, tokens, labels, (1,))
-    except NotImplementedError as error:
-        assert "--simreg-layers 1 lies inside a group of 2 layers" in str(error), error
-    else:
-        raise AssertionError("a state inside a group must be refused")
 
 
 def main() -> None:
     cpu_backend.activate()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    os.environ.setdefault("MASTER_PORT", "29513")
-    torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
+    start()
     model = build_model()
     with torch.no_grad():  # with a gain of 1 everywhere, states before and after the norm would have equal cosines
         for parameter in model.decoder.final_layernorm.parameters():
             parameter.copy_(1 + 0.5 * torch.randn_like(parameter))
-    tokens = torch.randint(0, 8, (2, LENGTH + 1), generator=torch.Generator().manual_seed(4))
-    tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    tokens, labels = sample()
 
     original = TransformerBlock.forward
     seen = [check(model, layers, placement, tokens, labels) for layers, placement in CASES]
@@ -130,17 +119,8 @@ def main() -> None:
             assert not torch.allclose(one[weight], other[weight], rtol=1e-2), "the cases must differ"
 
     install(config=SimRegConfig(lambda_=2, layers=(3,)))
-    try:
+    with pytest.raises(ValueError, match="--simreg-layers 3 is beyond the model, whose last layer is 2"):
         gradients(model, tokens, labels)
-    except ValueError as error:
-        assert "--simreg-layers 3 is beyond the model, whose last layer is 2" in str(error), error
-    else:
-        raise AssertionError("a layer that is not here must be refused")
     uninstall()
     check_full_recompute(model, tokens, labels)
-    torch.distributed.destroy_process_group()
     print("inner script: all as expected")
-
-
-if __name__ == "__main__":
-    main()

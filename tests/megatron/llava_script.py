@@ -12,8 +12,7 @@ import torch
 from simreg_megatron import install, loop, uninstall
 from simreg_megatron.cpu import backend as cpu_backend
 from simreg_megatron.losses import simreg_loss
-from tests.megatron.hybrid_script import start
-from tests.megatron.own_script import CONFIG, LENGTH, VOCABULARY, build_model, positions_of
+from tests.megatron.own_script import CONFIG, LENGTH, VOCABULARY, build_model, positions_of, start
 
 IMAGE = -200  # LLaVA's token for it, which becomes 4 positions
 
@@ -94,7 +93,3 @@ def main() -> None:
     mimo, texts, targets = build_mimo(build_model().config), tokens.clamp(min=0), labels.clamp(min=0)
     check(mimo, lambda: mimo(texts, places, None, mask, targets), targets)
     print("llava script: all as expected")
-
-
-if __name__ == "__main__":
-    main()
