@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,9 @@ def start() -> None:
     model_parallel_cuda_manual_seed(1)
 
 
-def build_model():
+def build_model(
+    model_class: Any = None, length: int = LENGTH, positions: str = "learned_absolute", **others: Any
+) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -35,10 +39,11 @@ def build_model():
         num_layers=2, hidden_size=WIDTH, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
         attention_dropout=0.0, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
         bias_dropout_fusion=False, persist_layer_norm=False,
-        tensor_model_parallel_size=torch.distributed.get_world_size(),
+        tensor_model_parallel_size=torch.distributed.get_world_size(), **others,
     )  # fmt: skip
-    return GPTModel(
-        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, share_embeddings_and_output_weights=False
+    spec = get_gpt_layer_local_spec(normalization=others.get("normalization"))
+    return (model_class or GPTModel)(
+        config, spec, VOCABULARY, length, share_embeddings_and_output_weights=False, position_embedding_type=positions
     ).train()
 
 

@@ -29,8 +29,8 @@ from simreg_megatron import SimRegConfig, install, uninstall
 from simreg_megatron.losses import simreg_loss
 from tests.helpers.pages import ROOT, blocks
 from tests.megatron import forks, runs
+from tests.megatron.own_script import VOCABULARY, WIDTH, build_model, start
 
-WORDS, WIDTH = 64, 32
 LENGTHS = (20, 28)  # of the samples that a row packs
 TOTAL = sum(LENGTHS)
 CONFIG = SimRegConfig(lambda_=10)
@@ -53,31 +53,8 @@ def contract(ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
 # ---- what all of them have in common -------------------------------------------------------------------------------
 
 
-def start() -> None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
-    model_parallel_cuda_manual_seed(1)
-
-
 def build(model_class: type | None = None, **others: Any) -> Any:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=WIDTH, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
-        attention_dropout=0.0, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False, persist_layer_norm=False, **others,
-    )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization=others.get("normalization"))
-    return (model_class or GPTModel)(
-        config, spec, WORDS, TOTAL, share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-    ).train()  # fmt: skip
+    return build_model(model_class, TOTAL, "rope", **others)
 
 
 def row() -> tuple[Tensor, Tensor, Tensor]:
@@ -632,7 +609,7 @@ def test_automodel_trains_with_simreg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_ce, "HAVE_CUT_CROSS_ENTROPY", True)
     monkeypatch.setattr(linear_ce, "linear_cross_entropy", cross_entropy, raising=False)
     loss_class = file_of("simreg_in_automodel")["SimRegCrossEntropy"]
-    (_, labels, _), weight = row(), torch.randn(WORDS, WIDTH)
+    (_, labels, _), weight = row(), torch.randn(VOCABULARY, WIDTH)
     states, number = torch.randn(1, TOTAL, WIDTH, requires_grad=True), int((labels >= 0).sum())
 
     def gradient(loss_fn: Any) -> tuple[Tensor, Tensor]:
