@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.geometry import pair_cosines
 from simreg_megatron.kernels import torch as tiles
 from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.losses import simreg_loss
@@ -22,7 +21,6 @@ from simreg_megatron.parallel.layout import Rank, Run, ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.sharded.documents import EndTokens, PackedLengths
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
-from simreg_megatron.sharded.views import View
 from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick, quick_rows
 
@@ -118,63 +116,6 @@ def check_rank(rank_number: int, layout: ShardLayout, config: SimRegConfig, samp
     torch.testing.assert_close(terms.detach(), pick(expected_terms, layout.anchors(rank)), **TIGHT)
     torch.testing.assert_close(local.grad.transpose(0, 1), pick(expected_grad, held), **TIGHT)
     torch.testing.assert_close(base.grad, pick(given["weights"], context), rtol=0, atol=0)
-    check_cosines(config, views, sample_length)
-    check_the_known_mistake(config, layout, rank, expected_grad, travels=_foreign(layout, rank, views, shard))
-
-
-def _foreign(layout: ShardLayout, rank: Rank, views: list[View], shard: SequenceShard) -> bool:
-    """Return whether any rank's anchors meet tokens of another rank's anchors."""
-    seen = sum(view.labels.shape[1] for view in views)
-    own = sum(last - first for first, last in layout.anchors(rank))
-    beyond = torch.tensor([float(seen > own)])
-    dist.all_reduce(beyond)
-    return bool(beyond.item())
-
-
-def check_cosines(config: SimRegConfig, views: list[View], sample_length: int | None) -> None:
-    """Sums and counts of all ranks add up to those of one process: no pair is counted twice."""
-    sums = torch.zeros(6, dtype=torch.float64)
-    for view in views:
-        sums += torch.stack(
-            pair_cosines(
-                view.embeddings,
-                view.labels,
-                valid=view.usable,
-                documents=view.documents,
-                chunk_size=config.chunk_size,
-                anchors=view.anchors,
-            )
-        )
-    dist.all_reduce(sums)
-    given, shape = sample(), (-1, sample_length or LENGTH)
-    documents = documents_of(given["labels"]).reshape(shape) if config.document_mask else None
-    expected = pair_cosines(
-        given["embeddings"].reshape(*shape, WIDTH),
-        given["labels"].reshape(shape),
-        valid=given["valid"].reshape(shape),
-        documents=documents,
-        chunk_size=config.chunk_size,
-    )
-    expected = torch.stack(expected)
-    torch.testing.assert_close(sums, expected)
-
-
-def check_the_known_mistake(
-    config: SimRegConfig, layout: ShardLayout, rank: Rank, expected: Tensor, *, travels: bool
-) -> None:
-    """A gather whose backward keeps the own anchors' part alone would be far outside the bounds."""
-    if not travels or config.chunk_weight != "token" or config.document_mask:
-        return
-    given, own = sample(), layout.anchors(rank)
-    mask = torch.zeros(BATCH, LENGTH, dtype=torch.float64)
-    for first, last in own:
-        mask[:, first:last] = 1.0
-    embeddings = given["embeddings"].clone().requires_grad_()
-    terms = simreg_loss(embeddings, given["labels"], valid=given["valid"], reduction="none", **options_of(config))
-    (terms * given["weights"] * mask).sum().backward()
-    gap = (pick(embeddings.grad, own) - pick(expected, own)).norm().reshape(1)
-    dist.all_reduce(gap)
-    assert gap.item() > 1e-3, "the test must tell a missing sum over ranks"
 
 
 BASE = SimRegConfig(lambda_=1, temperature=0.1, chunk_size=8)

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import os
 import random
 import tarfile
 from collections.abc import Mapping
@@ -18,7 +16,7 @@ import pytest
 import sentencepiece
 
 from research.corpus.build import LOCK, build_corpus
-from research.corpus.debian import Package, fetch, fetch_newest, read_files, read_lock, write_lock
+from research.corpus.debian import Package, read_lock, write_lock
 from research.corpus.pages import SIDES
 from research.corpus.recipe import PACKAGES
 from simreg_megatron.tools.indexed import DataError, read_tokens, sha256
@@ -86,33 +84,6 @@ def test_the_whole(archive: Path, tmp_path: Path) -> None:
     write_lock(tmp_path / "newer.json", [one, Package("two", "1:2-2", two.file, 3, "00")])
     with pytest.raises(DataError, match="large is there and is not this corpus"):
         build(tmp_path / "large", archive, lock=tmp_path / "newer.json")
-
-
-def test_packages(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetched once by an apt-get that has the files of a folder, checked against the lock, read without unpacking."""
-    script = (
-        'case "$2" in *=*) file=$(echo "$2" | sed "s/:/%3a/;s/=/_/")_all.deb;; *) file="$2_*";; esac\n'
-        f'cp {archive}/$file . 2>/dev/null || {{ echo "E: Version of $2 was not found" >&2; exit 100; }}\n'
-    )
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "apt-get").write_text(f"#!/bin/sh\n{script}")
-    (tmp_path / "bin" / "apt-get").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    one, two = read_lock(archive / "lock.json").values()
-    cache = tmp_path / "cache"
-    assert fetch(two, cache).read_bytes() == (archive / two.file).read_bytes() and fetch_newest("one", cache) == one
-    with pytest.raises(DataError, match=r"one 9 cannot be fetched \(Version of one=9 was not found\).*--update-lock"):
-        fetch(Package("one", "9", "one_9_all.deb", 1, ""), cache)
-    (cache / one.file).write_bytes((archive / one.file).read_bytes()[:-1] + b"!")
-    with pytest.raises(DataError, match="its SHA-256 differs"):
-        fetch(one, cache)
-    make_package(tmp_path / "p.deb", {"usr/a.txt": b"one", "usr/b.txt.gz": gzip.compress(b"two"), "usr/c.png": b""})
-    assert list(read_files(tmp_path / "p.deb", r"\.txt")) == [("./usr/a.txt", b"one"), ("./usr/b.txt.gz", b"two")]
-    whole = (tmp_path / "p.deb").read_bytes()
-    for broken in (whole[: len(whole) // 2], b"no package"):
-        (tmp_path / "p.deb").write_bytes(broken)
-        with pytest.raises(DataError, match=r"p\.deb cannot be read"):
-            list(read_files(tmp_path / "p.deb", "."))
 
 
 def test_the_lock_the_recipe_and_the_evidence_are_of_one_corpus() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from simreg_megatron.losses.roles import pair_counts
 from simreg_megatron.magnitude import coefficient_of_variation, cohens_d
 from tests.helpers.fixtures import fixture_f1
 from tests.helpers.norms import norm_sums
@@ -20,30 +19,6 @@ def test_mg4_variation_and_difference_of_norms() -> None:
     assert labels[of_label].unique().numel() == 1
     found = cohens_d(norm_sums(rows, of_label), norm_sums(rows, ~of_label))
     assert found.item() == pytest.approx(0.00703023, abs=6e-9)
-
-
-@pytest.mark.parametrize("chunk_size", [0, 4])
-@pytest.mark.parametrize("by_document", [False, True])
-def test_pairs_are_counted_in_chunks_and_documents(chunk_size: int, by_document: bool) -> None:
-    generator = torch.Generator().manual_seed(5)
-    labels = torch.randint(0, 3, (2, 10), generator=generator)
-    usable = torch.rand(2, 10, generator=generator) < 0.8
-    documents = (torch.arange(10) // 3).expand(2, 10) if by_document else None
-    same, different = pair_counts(labels, usable, documents=documents, chunk_size=chunk_size)
-    size = chunk_size or 10
-    for b in range(2):
-        for i in range(10):
-            meets = [
-                j
-                for j in range(10)
-                if j != i
-                and i // size == j // size
-                and usable[b, i]
-                and usable[b, j]
-                and (documents is None or documents[b, i] == documents[b, j])
-            ]
-            assert same[b, i] == sum(bool(labels[b, j] == labels[b, i]) for j in meets)
-            assert different[b, i] == sum(bool(labels[b, j] != labels[b, i]) for j in meets)
 
 
 def test_parts_add_up_and_what_does_not_count_may_hold_anything() -> None:

@@ -200,22 +200,6 @@ def test_rows_of_the_output_layer_that_lie_elsewhere_are_refused(sharded: Any) -
 
 
 @pytest.mark.parametrize(
-    "graphs",
-    [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}],
-)
-def test_a_step_that_is_captured_measures_nothing(graphs: dict) -> None:
-    """As in Megatron's own loop: what the host decides in each step cannot change the graph."""
-    installed()
-    loop.begin_run(Model(**graphs))
-    loop.begin_step(0, measures=True)
-    regularizer = installation.regularizer()
-    assert regularizer.strength.repeats and not regularizer.metrics.wants_geometry
-    loop.begin_run(Model())
-    loop.begin_step(0, measures=True)
-    assert installation.regularizer().metrics.wants_geometry
-
-
-@pytest.mark.parametrize(
     ("settings", "what"),
     [({"layers": (1, "final")}, "of layer 1"), ({"placement": "pre-norm"}, "before the final norm")],
 )

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.records import RESULTS
-from research import pages, run
+from research import pages
 from research.analyse import HELD, fieller, holm, judge, problems, welch
-from research.plan import ResearchError, Run, entries_of, plan_names, plan_of, read_plan
-from research.tables import KEPT, Table, read_table, read_tables, settings_of
+from research.plan import ResearchError, entries_of, plan_names, plan_of, read_plan
+from research.tables import KEPT, Table, read_tables, settings_of
 
 TABLES = read_tables(KEPT)
 PLAN = {
@@ -125,77 +124,6 @@ def test_welch_is_scipys() -> None:
     assert found.p_value == pytest.approx(stats.ttest_ind(one, two, equal_var=False, alternative="less").pvalue)
     assert found.low < found.difference < found.high and found.difference == pytest.approx(-0.45)
     assert welch([1.0, math.inf], [1.0, 2.0]).p_value == 1.0
-
-
-# Running --------------------------------------------------------------------------------------------------------------
-
-TRAINING = """
-import sys, time
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter  # torch's own would import torch
-folder, steps, end = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-print("> Trains on cpu in fp32", flush=True)
-writer = EventFileWriter(folder + "/tensorboard")
-for step in range(1, steps + 1):
-    loss = Summary.Value(tag="lm loss", simple_value=9 - step)
-    writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[loss])))
-writer.close()
-time.sleep(60 * (end == "hang"))
-if end == "nan":
-    print("RuntimeError: found NaN in local grad norm"); sys.exit(1)
-if end == "fail":
-    sys.exit(1)
-print(f" validation loss at iteration {steps} on validation set | lm loss value: {0.5:.6E} | lm loss PPL: 1 | ")
-"""
-
-
-@pytest.fixture
-def trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """A stand-in for the launcher; a run ends as `ends[SEED]` says."""
-    ends: dict[str, str] = {}
-
-    def command(of: Run, folder: Path, dataset: run.Dataset) -> list[str]:
-        return [sys.executable, "-c", TRAINING, str(folder), str(of.steps), ends.get(of.value("seed"), "well")]
-
-    monkeypatch.setattr(run, "command_of", command)
-    return ends
-
-
-DATASET = run.Dataset(Path("text"), "text", 4.0, 4097)
-
-
-def runner(folder: Path) -> run.Runner:
-    return run.Runner(run.Store(folder, {}), DATASET, jobs=2, threads=1)
-
-
-def test_runs_become_a_table(trains: dict[str, str], tmp_path: Path) -> None:
-    trains.update({"2": "nan", "3": "fail"})
-    plan = plan_of(PLAN | {"arms": {"a": {}, "b": {"flags": {"lr": 1}}}})
-    entries = entries_of(plan, "text", lambda arm, size: {}, quick=True)[:2]
-    entries += [
-        replace(entry, run=_with_seed(entry.run, seed), seed=int(seed)) for entry in entries[:1] for seed in "23"
-    ]
-    here = runner(tmp_path)
-    failed = here.train([entry.run for entry in entries], lambda: here.store.write(plan, entries))
-    assert [run.value("seed") for run in failed] == ["3"]
-    table = read_table(tmp_path, "small")
-    assert [(row["arm"], row["seed"], row["status"]) for row in table.rows] == [
-        ("a", "1", "done"), ("b", "1", "done"), ("a", "2", "diverged"),
-    ]  # fmt: skip
-    row = table.rows[0]
-    assert (row["validation_loss"], row["device"], row["number_type"], row["steps"]) == ("0.5", "cpu", "fp32", "6")
-    assert float(row["bits_per_byte"]) == pytest.approx(0.5 / math.log(2) / 4, rel=1e-5) and row["train_loss"] == "3"
-    assert table.curves[row["run"]]["validation_loss"] == [(6, 0.5)]
-    assert table.curves[row["run"]]["train_loss"][0] == (1, 8.0)
-    trains["3"] = "well"  # what failed is tried again, what has ended is not
-    logs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*seed1*/log.txt")}
-    assert here.train([entry.run for entry in entries], lambda: None) == []
-    assert logs == {path: path.stat().st_mtime_ns for path in logs}
-
-
-def _with_seed(of: Run, seed: str) -> Run:
-    return replace(of, flags=tuple((name, seed if name == "seed" else value) for name, value in of.flags))
 
 
 # The command ----------------------------------------------------------------------------------------------------------

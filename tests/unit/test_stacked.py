@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from research import stacked_plan
-from research.plan import PLANS, ResearchError
+from research.plan import PLANS
 from research.stacked import Data, Run, Shape, Stack, train
 from research.stacked_plan import Results, read_plan, report
 from research.tables import KEPT
@@ -53,50 +50,3 @@ def test_the_reports_that_are_kept_follow_from_their_rows(name: str) -> None:
         assert kept.read_text() == "\n".join(report(Results(read_plan(name), kept.parent))) + "\n", (
             f"research stacked {name} --output {kept.parent}"
         )
-
-
-PLAN = """
-name: small
-question: which
-written: before
-shape: {width: 32, layers: 1, sequence: 32, batch: 2, vocabulary: 128}
-tokens: 256
-arms:
-  simreg: {lam: 1, chunk: 8, labels: right}
-  placebo: {lam: 1, chunk: 8, labels: permuted, as: simreg}
-groups:
-  - {name: a, what: some, arms: [simreg], seeds: [101, 102], search: {lr: [0.001, 0.01], std: [0.02], warm: [0.1]}}
-  - {name: b, what: some, arms: [simreg, placebo], seeds: [1, 2], settings: best}
-compare: [[placebo, simreg]]
-rules: [none]
-"""
-
-
-def test_a_search_over_seeds_gives_the_settings_that_are_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "stacked").mkdir()
-    monkeypatch.setattr(stacked_plan, "PLANS", tmp_path)
-    path = tmp_path / "stacked" / "small.yaml"
-    path.write_text(PLAN)
-    results = Results(plan := read_plan("small"), tmp_path / "out")
-    search, judged = plan.groups
-    assert len(results.missing(search) or ()) == 4 and results.missing(judged) is None
-    losses = {
-        (0.001, 101): 3.0,
-        (0.001, 102): 5.0,
-        (0.01, 101): 3.5,
-        (0.01, 102): 3.9,
-    }  # the lowest is not the best mean
-    for arm, run, steps in results.missing(search) or ():
-        (row,) = train(Stack(plan.shape, [run], steps, DATA), lambda: 1e9)
-        results.rows.append({**row, "arm": arm, "group": "a", "commit": "", "valid": losses[run.lr, run.seed]})
-    results.write()
-    again = Results(plan, tmp_path / "out")
-    wanted = again.missing(judged) or []
-    assert again.missing(search) == [] and len(wanted) == 4 and {run.lr for _, run, _ in wanted} == {0.01}
-    assert {(arm, run.labels) for arm, run, _ in wanted} >= {("placebo", "permuted"), ("simreg", "right")}
-    for right, wrong, word in (("[1, 2]", "[1, 101]", "seeds of a search"), ("chunk: 8", "chunks: 8", "chunks")):
-        path.write_text(PLAN.replace(right, wrong))
-        with pytest.raises(ResearchError, match=word):
-            read_plan("small")
