@@ -12,17 +12,13 @@ from tests.faults.faults import drawn
 from tests.faults.starts import ROOT
 from tests.faults.table import publish
 
-QUICK = 6
-
 
 def main() -> int:
     options = _options()
     campaign = Campaign(options.work, options.results, keep=options.keep)
-    if options.again:
-        campaign.forget_wrong()
     faults = [fault for fault in drawn(options.count, options.seed) if _wanted(fault.name, options.only)]
     if not options.table:
-        campaign.run(faults[:QUICK] if options.quick else faults, options.jobs)
+        campaign.run(faults, options.jobs)
     rows = read(options.results)
     publish(rows, options.results)
     wrong = [row for row in rows if row["wrong"]]
@@ -40,8 +36,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of their order (default: 0)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="those with such a word in their name")
     parser.add_argument("--table", action="store_true", help="run nothing: make the table of the results")
-    parser.add_argument("--again", action="store_true", help="also those whose row shows something wrong")
-    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK} alone")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--keep", action="store_true", help="leave the folders of all runs, not of failed ones alone")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "faults", help="default: runs/faults")

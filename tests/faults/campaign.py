@@ -79,18 +79,6 @@ class Campaign:
         with ThreadPoolExecutor(jobs) as pool:
             return list(pool.map(lambda fault: self._one(fault, text), waiting))
 
-    def forget_wrong(self) -> None:
-        """Take the rows that tell of something wrong out of the results, into a file next to them: they run again."""
-        rows = read(self.results)
-        wrong = [row for row in rows if row["wrong"]]
-        if wrong:
-            wrong_path = self.results.with_suffix(".wrong.csv")
-            records.write(wrong_path, [*read(wrong_path), *wrong])
-            self.results.unlink()
-            for row in rows:
-                if not row["wrong"]:
-                    append(self.results, row)
-
     def _is_possible(self, fault: Fault) -> bool:
         if fault.kind in OF_A_DISK and not disks.are_allowed():
             print(f"{fault.name}: left out, since only root may mount a disk")

@@ -30,8 +30,6 @@ def main() -> int:
     if options.only is not None:
         return _one(options.only, options.work)
     table = campaign.Table(options.record)
-    if options.again:
-        campaign.judge_again(table, options.work)
     _run(table, options.combinations, options.work)
     for row in table.wrong:
         print(f"{row.what}\n    {row.flags}\n    {row.detail}")
@@ -72,7 +70,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--record", nargs="?", type=Path, const=TABLE, default=own, metavar="FILE.csv",
                         help="default: runs/flags/flags.csv")  # fmt: skip
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "flags", help="default: runs/flags")
-    parser.add_argument("--again", action="store_true", help="first run again what ended in a wrong way")
     parser.add_argument("--only", nargs=argparse.REMAINDER, metavar="FLAGS", help="run one command line, --flag=value")
     return parser.parse_args()
 

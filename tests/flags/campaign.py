@@ -7,7 +7,6 @@ import csv
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ class Row(NamedTuple):
         combinations: how many.
         compared: how many of these were also run without us, and were as they should be next to those.
         detail: words for a reader.
-        flags: the shortest of them; of a wrong one reduced to what is needed for it.
+        flags: the shortest of them.
     """
 
     kind: str
@@ -65,8 +64,6 @@ class Table:
     def wrong(self) -> list[Row]:
         return [row for row in self.rows.values() if row.kind == WRONG]
 
-    def knows(self, verdict: Verdict) -> bool:
-        return verdict[:2] in self.rows
 
     def add(self, verdict: Verdict, combination: Combination, *, compared: bool) -> None:
         new = Row(verdict.kind, verdict.what, 1, int(compared), verdict.detail, shown(combination))
@@ -106,45 +103,15 @@ def verdict_on(combination: Combination, folder: Path, *, compared: bool) -> Ver
     return verdict
 
 
-def smaller(combination: Combination, verdict: Verdict, folder: Path, *, compared: bool) -> Combination:
-    """Remove the flags that the verdict does not need."""
-    for candidate in _without_one(combination):
-        if verdict_on(candidate, folder, compared=compared)[:2] == verdict[:2]:
-            return smaller(candidate, verdict, folder, compared=compared)
-    return combination
-
-
-def _without_one(combination: Combination) -> Iterator[Combination]:
-    groups, ours = combination.groups, combination.ours
-    for index in range(len(groups) - (combination.processes > 1)):  # the last one is the layout then
-        yield replace(combination, groups=groups[:index] + groups[index + 1 :])
-    for index in range(len(ours)):
-        yield replace(combination, ours=ours[:index] + ours[index + 1 :])
-
-
-def judge_again(table: Table, folder: Path) -> None:
-    """Run what is kept of each wrong end once more; its like count where it belongs now."""
-    for row in table.wrong:
-        combination = Combination.of(row.flags)
-        verdict = verdict_on(combination, folder, compared=True)
-        del table.rows[row.kind, row.what]
-        for _ in range(row.combinations):
-            table.add(verdict, combination, compared=False)
-    table.keep()
-
-
 def run_batch(table: Table, combinations: list[Combination], folder: Path) -> Iterator[Verdict]:
     """One after the other; the batch counts when it is whole."""
     rows = []
     for index, combination in enumerate(combinations):
         compared = is_compared(index, combination)
         verdict = verdict_on(combination, folder, compared=compared)
-        kept = combination
-        if verdict.kind == WRONG and not table.knows(verdict):
-            kept = smaller(combination, verdict, folder, compared=compared)
-        rows.append((verdict, kept, compared and verdict.kind == RAN))
+        rows.append((verdict, combination, compared and verdict.kind == RAN))
         yield verdict
-    for verdict, kept, compared in rows:
-        table.add(verdict, kept, compared=compared)
+    for verdict, combination, compared in rows:
+        table.add(verdict, combination, compared=compared)
     table.batches += 1
     table.keep()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some combinations of the space hold what the campaign asks of all, and the judge knows what is wrong."""
+"""Some combinations of the space hold what the campaign asks of all."""
 
 from __future__ import annotations
 

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.megatron import runs
 from tests.megatron.parity.cells import DISTRIBUTED, DP2, ONE, OVERLAP_GRADS, TRUNCATED, Cell, Part, part
@@ -68,8 +72,39 @@ def test_a_second_use_of_the_output_layer_with_fused_gradients(
 ) -> None:
     """Megatron then ignores what autograd brings for the weight, so the objective must add its own part itself."""
     expected = bench.compute(model, ONE, TRUNCATED, part(""))
-    fused = runs.difference(expected, bench.compute(model, layout, TRUNCATED, part(""), "fusion:in_main_grad"))
+    fused = runs.difference(expected, bench.compute(model, layout, TRUNCATED, part(""), "test_objectives:in_main_grad"))
     assert fused.norm < 1e-5 and fused.grad < 1e-5, fused
-    lost = runs.difference(expected, bench.compute(model, layout, TRUNCATED, part(""), "fusion:in_main_grad_unseen"))
+    lost = runs.difference(
+        expected, bench.compute(model, layout, TRUNCATED, part(""), "test_objectives:in_main_grad_unseen")
+    )
     assert (lost.grad > 1e-2) == ignores, lost
     assert not ignores or lost.parameter == "output_layer.weight"
+
+
+# Gradient accumulation fusion without Apex's kernel: layers add their weights' gradients to main_grad -----------------
+
+
+def in_main_grad() -> None:
+    """Ignore autograd's gradient of such a weight from then on, as on GPUs."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(rows: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+        main_grad.addmm_(grad.mT, rows)
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+    initialize = layers.ColumnParallelLinear.__init__
+
+    def fusing(layer: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(layer, *args, **kwargs)
+        layer.gradient_accumulation_fusion = True
+
+    layers.ColumnParallelLinear.__init__ = fusing
+
+
+def in_main_grad_unseen() -> None:
+    """The same, and the truncated output layer leaves its gradient to autograd."""
+    from simreg_megatron.weights import heads
+
+    in_main_grad()
+    truncated = heads._truncated
+    heads._truncated = lambda *args: dataclasses.replace(truncated(*args), fuses=False)

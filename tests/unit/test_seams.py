@@ -127,16 +127,3 @@ def test_flags_that_were_parsed_before_are_no_silent_lambda_of_zero(monkeypatch:
     ):
         install()
     assert state.installed() is None
-
-
-def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FitModel._postprocess
-    installation = Installation(None, lambda config: ())
-    installation.wrap(FitModel, "_postprocess", lambda inner: lambda *args: inner(*args))
-    monkeypatch.setattr(FitModel, "_postprocess", original)
-    monkeypatch.setattr(OddModel, "_postprocess", OddModel._postprocess)  # so that it comes back
-    installation.wrap(OddModel, "_postprocess", lambda inner: lambda *args: inner(*args))
-    ours = OddModel._postprocess
-    with pytest.raises(RuntimeError, match="wrapped again after SimReg"):
-        installation.unwrap_all()
-    assert OddModel._postprocess is ours, "all or nothing"
