@@ -127,7 +127,7 @@ LAYOUTS = {"sp2": SP2, "tp2": TP2, "tp3": TP3, "cp2": CP2, "cp2-sp2": CP2_SP2, "
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("chunk_size", quick([0, 4, 7, 8, 12, 100], lambda size: size in (7, 12)))
+@pytest.mark.parametrize("chunk_size", quick([0, 4, 7, 8, 12, 100], lambda size: size == 7))
 def test_shards_equal_the_whole(tmp_path: Path, layout: ShardLayout, chunk_size: int) -> None:
     """Chunks inside blocks, across ranks, ragged, and the whole sequence."""
     size = layout.context_size * layout.tensor_size
@@ -158,7 +158,9 @@ def check_sharing_rank(rank_number: int, layout: ShardLayout, config: SimRegConf
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize(
+    "layout", quick(LAYOUTS.values(), lambda layout: layout in (TP3, CP2_SP2, CP2_TP2)), ids=LAYOUTS
+)
 @pytest.mark.parametrize("chunk_size", quick([0, 12], lambda size: size == 0))
 def test_pairs_are_shared(tmp_path: Path, layout: ShardLayout, chunk_size: int) -> None:
     size = layout.context_size * layout.tensor_size
@@ -193,7 +195,7 @@ def test_weights_and_documents_are_those_of_the_whole_sequence(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", [SP2, TP3], ids=["sp2", "tp3"])
-@pytest.mark.parametrize("chunk_weight", ["token", "uniform"])
+@pytest.mark.parametrize("chunk_weight", quick(["token", "uniform"], lambda weight: weight == "uniform"))
 def test_packed_samples_never_meet(tmp_path: Path, layout: ShardLayout, chunk_weight: str) -> None:
     """Two samples of 16 tokens in one row; chunks of 6 start again in each."""
     config = replace(BASE, chunk_size=6, chunk_weight=chunk_weight)

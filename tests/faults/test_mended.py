@@ -4,11 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,41 +17,6 @@ from simreg_megatron.cpu import stand_ins
 from simreg_megatron.plugin import compat, installation, loop
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.refusals import refuse_start_over
-from tests.faults.starts import ROOT
-
-_RANK = """
-import multiprocessing, os, signal, sys
-from launch import signals
-if sys.argv[1] == "bound":
-    signals.bind_managers()
-manager = multiprocessing.get_context("fork").Manager()
-print(manager._process.pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize("how", ["bound", "left alone"])
-def test_a_killed_rank_leaves_no_helper(how: str) -> None:
-    command = [sys.executable, "-c", _RANK, how]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
-        helper = int(rank.stdout.readline())
-        assert rank.wait() == -signal.SIGKILL
-    end = time.monotonic() + 60
-    while how == "bound" and is_alive(helper) and time.monotonic() < end:
-        time.sleep(0.01)
-    try:
-        assert is_alive(helper) == (how == "left alone"), "else there would be nothing to fix"
-    finally:
-        if is_alive(helper):
-            os.kill(helper, signal.SIGKILL)
 
 
 def test_reading_data_on_the_cpu_draws_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,6 @@ class Table:
     def wrong(self) -> list[Row]:
         return [row for row in self.rows.values() if row.kind == WRONG]
 
-
     def add(self, verdict: Verdict, combination: Combination, *, compared: bool) -> None:
         new = Row(verdict.kind, verdict.what, 1, int(compared), verdict.detail, shown(combination))
         old = self.rows.get(verdict[:2], new._replace(combinations=0, compared=0))

@@ -205,17 +205,6 @@ def test_the_averages_survive_another_layout(change: str, bench: Bench, tmp_path
     assert [state["steps"] for state in gone_on.states] == [4, 5, 6]
 
 
-def test_a_checkpoint_without_averages_starts_the_warm_up(bench: Bench, tmp_path: Path) -> None:
-    flags = (*bench.data_flags, *CONSTANT)
-    flags = (*flags, "--train-iters", "4")
-    save = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2")
-    runs.train(tmp_path / "before", (*flags, *save))
-    gone_on = train(tmp_path / "on", (*flags, *ADAGC, "--load", str(tmp_path / "saved")))
-    assert "AdaGC: the checkpoint has no state of it, so its warm-up starts now" in gone_on.log
-    assert "--adagc was off when the checkpoint was written and is on now" in gone_on.log
-    assert [state["steps"] for state in gone_on.states] == [1, 2]
-
-
 def test_nothing_is_clipped_where_nothing_is_trained(bench: Bench, tmp_path: Path) -> None:
     flags = (*start(bench, "dense", 1), *ADAGC, "--skip-train", "--eval-iters", "1")
     done = runs.attempt(tmp_path, flags)

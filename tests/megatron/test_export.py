@@ -16,7 +16,6 @@ from simreg_megatron import cli
 from simreg_megatron.tools.builtin_corpus import BuiltinCorpus
 from simreg_megatron.tools.export_hf import export, read
 from simreg_megatron.tools.folders import checkpoint_folder
-from simreg_megatron.tools.tokenizers import load_tokenizer
 from tests.helpers.megatron_logits import TOLERANCE, compare
 from tests.helpers.quick import quick
 from tests.megatron import forks, runs
@@ -152,19 +151,6 @@ def test_the_exported_model_computes_what_megatrons_does(kind: str, request, tmp
         mistakes(broken)[what]()
         difference, spread = compare(reference, logits_of(broken, tokens))
         assert difference > TOLERANCE * spread, what
-
-
-def test_transformers_generates_with_the_exported_tokenizer(dense: Saved, text: BuiltinCorpus, tmp_path: Path) -> None:
-    path = Path(text.tokenizer_model)
-    folder = exported(dense.trained(), tmp_path / "model", tokenizer=path)
-    words = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    prompt = words("import logging", return_tensors="pt", return_token_type_ids=False)
-    assert prompt["input_ids"].tolist() == load_tokenizer(str(path)).encode(["import logging"])
-    answer = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
-    assert answer.shape[1] == prompt["input_ids"].shape[1] + 5
-    assert words.decode(answer[0]).startswith("import logging")
-    assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
 
 
 def test_the_command_exports(experts: Saved, text: BuiltinCorpus, tmp_path: Path) -> None:

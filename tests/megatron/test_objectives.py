@@ -18,13 +18,6 @@ from tests.megatron.parity.run import Bench, fits
 STEPS = ("--train-iters", "4", "--eval-iters", "0", "--lr-decay-style", "constant")
 
 
-def test_what_is_known_to_fail_is_said(data_flags: tuple[str, ...], tmp_path: Path) -> None:
-    flags = ("--simreg-objective", "sigreg", "--simreg-lambda", "0.3", "--simreg-objective-options", "normalize=unit")
-    done = runs.attempt(tmp_path, (*data_flags, *STEPS, *flags))
-    assert done.status == 0 and "descends towards the latter; use sqrt-d" in done.output
-    assert "SimReg objective sigreg: lambda 0.3" in done.output and "sigreg loss:" in done.output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "names"),

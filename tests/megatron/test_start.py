@@ -16,6 +16,7 @@ from simreg_megatron import __main__ as entry
 from simreg_megatron import installed
 from simreg_megatron.plugin.compat import MegatronSeamError
 from tests.helpers import jobs
+from tests.helpers.quick import quick
 
 pytestmark = pytest.mark.megatron
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("simreg", [False, True], ids=["plain", "torchrun"])
+@pytest.mark.parametrize("simreg", quick([False, True], bool), ids=["plain", "torchrun"])
 def test_the_megatron_next_to_the_script_runs(simreg: bool, tree: Path) -> None:
     start = ("-m", "torch.distributed.run", "--standalone") if simreg else ()
     words = (str(tree / "pretrain.py"), "--simreg-cpu=force", "--lr", "1")

@@ -226,6 +226,7 @@ def without_megatron(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.megatron
 def test_bash_starts_torchrun_from_any_folder(tmp_path: Path) -> None:

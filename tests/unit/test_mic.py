@@ -95,7 +95,7 @@ def test_sequences_that_are_all_alike() -> None:
     assert constant.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("t", [2.0, 8.0, 20.0])
+@pytest.mark.parametrize("t", [2.0, 20.0])
 @pytest.mark.parametrize("pool", ["sequence", "token"])
 @pytest.mark.parametrize("slab", [16 << 20, 1], ids=["one slab", "row by row"])
 def test_no_pair_is_lost_in_the_rounding_of_a_row_with_itself(
@@ -130,7 +130,7 @@ def test_a_feature_that_never_changes_has_no_correlation() -> None:
 
 @pytest.mark.parametrize("pool", mic.POOLS)
 @pytest.mark.parametrize("norm_scope", mic.NORM_SCOPES)
-@pytest.mark.parametrize("slab", [16 << 20, 1], ids=["one slab", "row by row"])
+@pytest.mark.parametrize("slab", quick([16 << 20, 1], lambda slab: slab == 1), ids=["one slab", "row by row"])
 @pytest.mark.parametrize("fast", quick([True, False], bool), ids=["one direction", "all"])
 def test_gradient_is_the_derivative(
     pool: str, norm_scope: str, slab: int, fast: bool, monkeypatch: pytest.MonkeyPatch

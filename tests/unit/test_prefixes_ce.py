@@ -81,29 +81,6 @@ def test_torchs_cross_entropy(bias: bool, scale: float) -> None:
     assert (0.5 * ours[1] - torchs[1]).norm() > 1e-2 * torchs[1].norm()
 
 
-def test_a_label_elsewhere_leaves_the_normalizer() -> None:
-    """On a rank of a vocabulary that is split, no row here is the label's."""
-    made = given()
-    head = TruncatedHead(made["weight"], PREFIXES)
-    nowhere = torch.zeros(TOKENS, dtype=torch.bool)
-    found = truncated_head_losses(made["rows"][:, : PREFIXES[-1]], made["labels"] - 40, nowhere, head)
-    logits = [made["rows"][:, :p] @ made["weight"][:, :p].T for p in PREFIXES]
-    expected = torch.stack([part.logsumexp(dim=-1) for part in logits]).mean(dim=0)
-    torch.testing.assert_close(found, expected, **TIGHT)
-    torch.testing.assert_close(gradients(found, made), gradients(expected, made), **TIGHT)
-
-
-def test_the_weights_gradient_joins_what_megatron_has_added_already() -> None:
-    """With gradient accumulation fusion Megatron ignores what autograd brings."""
-    made = given()
-    expected = gradients(losses(made), made)[1]
-    before = torch.full_like(made["weight"], 0.125)
-    made["weight"].main_grad = before.clone()
-    (losses(made, fuses=True) * made["upstream"]).sum().backward()
-    assert made["weight"].grad is None
-    torch.testing.assert_close(made["weight"].main_grad - before, expected, **TIGHT)
-
-
 def test_a_frozen_layer_gets_no_gradient() -> None:
     made = given()
     expected = gradients(losses(made), made)[0]

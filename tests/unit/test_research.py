@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from benchmarks.records import RESULTS
 from research import pages
 from research.analyse import HELD, fieller, holm, judge, problems, welch
+from research.corpus.build import LOCK
+from research.corpus.debian import read_lock
+from research.corpus.recipe import PACKAGES
 from research.plan import ResearchError, entries_of, plan_names, plan_of, read_plan
 from research.tables import KEPT, Table, read_tables, settings_of
 
@@ -111,6 +115,15 @@ def _without(table: Table, **changes: str) -> Table:
 def test_what_forbids_a_conclusion(change, word: str) -> None:  # type: ignore[no-untyped-def]
     found = list(problems("edge", {**TABLES, "edge": change(TABLES["edge"])}))
     assert any(word in problem for problem in found), found
+
+
+def test_the_lock_the_recipe_and_the_evidence_are_of_one_corpus() -> None:
+    lock = read_lock(LOCK)
+    assert list(lock) == list(PACKAGES) and all(package.file.endswith("_all.deb") for package in lock.values())
+    recorded = json.loads((RESULTS / "large_corpus.json").read_text())
+    assert {one["name"]: one["sha256"] for one in recorded["packages"]} == {
+        name: one.sha256 for name, one in lock.items()
+    }
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ def test_arrays_that_may_be_empty_are_no_error_in_an_old_bash() -> None:
     assert len(strict) >= 4 and {name for text in strict for name in bare.findall(text)} <= never_empty
 
 
+@pytest.mark.slow
 def test_dry_run_prints_what_sbatch_is_given(data: list[str], tmp_path: Path) -> None:
     """With an sbatch that keeps its argument: the file it gets is the dry run's text, byte for byte."""
     programs = tmp_path / "bin"

@@ -134,7 +134,6 @@ PATHS = [
         "data/mine/train.bin",
         "there is no data/mine/train.bin.bin with data/mine/train.bin.idx: give the prefix of both, data/mine/train",
     ),
-    ("data/mine", "there is no data/mine.bin with data/mine.idx: give the prefix of a pair"),
     ("data/mine/trian", "there is no data/mine/trian.bin with data/mine/trian.idx: give the prefix of a pair"),
     ("0.3 data/mine/train 0.7", "there is no 0.3.bin with 0.3.idx"),
 ]
