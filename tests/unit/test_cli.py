@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`simreg-megatron doctor` reports the truth about this machine, and about a Megatron without a seam."""
+"""`simreg-megatron doctor` reports the truth about this machine and its Megatron; errors stay one printable line."""
 
 from __future__ import annotations
 
 import argparse
 import errno
 import os
+import pickle
 import sys
 from pathlib import Path
 from unittest import mock
@@ -15,7 +16,8 @@ import pytest
 from simreg_megatron import cli, doctor
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.arguments import add_simreg_arguments
-from simreg_megatron.sentences import SentenceError
+from simreg_megatron.sentences import SentenceError, one_line
+from simreg_megatron.tools.indexed import DataError
 from tests.megatron import runs
 from tools.flags_page import described_flags, flags_page
 
@@ -146,3 +148,20 @@ def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(doctor, "run", mock.Mock(side_effect=error))
         with pytest.raises(type(error)):
             cli.main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb", "a\x1b[2Jb", "a\ud800b", "a\u2028b"], ids=["line", "escape", "half", "separator"]
+)
+def test_terminal_codes_are_removed(text: str) -> None:
+    line = one_line(text)
+    assert line[0] + line[-1] == "ab" and line.isprintable() and line.encode()
+
+
+def test_the_beginning_and_the_end_of_a_long_one_stay() -> None:
+    line = one_line("begins " + "x" * 100_000 + " ends")
+    assert line.startswith("begins ") and line.endswith(" ends") and len(line) < 1100
+
+
+def test_an_error_travels_between_processes() -> None:
+    assert str(pickle.loads(pickle.dumps(DataError("a\nb")))) == "a?b"

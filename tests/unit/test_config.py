@@ -3,12 +3,10 @@
 
 import dataclasses
 import pickle
-from typing import Any
 
 import pytest
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.weights.learnable import wanted
 
 OF_SEVERAL_OBJECTIVES = [
     ({"objective": "simreg,sigreg:1"}, "several different ones with a weight each, such as simreg:auto,sigreg:0.05"),
@@ -107,23 +105,6 @@ def test_several_objectives_each_with_a_weight() -> None:
     assert again.parts[2].tau == 0.2 and again.parts[0].chunk_size == 32 and again.parts[1].options["seed"] == 3
     (alone,) = SimRegConfig(lambda_=3).parts
     assert alone == SimRegConfig(lambda_=3) and SimRegConfig(objective="simreg:3").parts == (alone,)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"similarity": "learnable"},
-        {"objective": "sigmoid"},
-        {"objective": "sigmoid", "objective_options": "trains=none,pairs=hidden-head,adapter=yes,self_positive=never"},
-        {"objective": "cpretrain"},
-        {"objective": "cpretrain", "objective_options": "scale=learned"},
-    ],
-    ids=str,
-)
-def test_settings_and_model_agree_on_trained_scalars(settings: dict[str, Any]) -> None:
-    config = SimRegConfig(lambda_=1, **settings)
-    assert config.trains_scalars == bool(wanted(config))
 
 
 def test_options_may_be_a_mapping() -> None:

@@ -86,14 +86,3 @@ def test_mean_cosines_by_hand() -> None:
     found = heatmap.mean_cosines(states)
     assert found == pytest.approx((same, other / 2, (same + other) / 3), abs=1e-12)
     assert np.isnan(heatmap.mean_cosines(HiddenStates("m", hidden, ("a", "b", "c"), np.array([1, 2, 3]))).same)
-
-
-def test_heatmaps_are_drawn_with_frames(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    hidden, labels = rng.normal(size=(30, 8)).astype(np.float32), rng.integers(0, 9, 30)
-    np.savez(tmp_path / "h.npz", hidden=hidden, labels=labels, tokens=np.array([f"${n}" for n in range(30)]))
-    states = heatmap.read_hidden_states(tmp_path / "h.npz", "a model")
-    figure = heatmap.draw_heatmaps([states, states], columns=2, title="t")
-    framed = figure.axes[0].collections[0].get_offsets()
-    assert len(framed) == int(heatmap.excerpt(states).equal.sum()) > 0
-    figure.savefig(tmp_path / "h.png")

@@ -157,9 +157,7 @@ PADDING = {"make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 2}
     [
         (PADDING, 900, True),
         (PADDING, 768, False),
-        (PADDING, 1025, False),
         ({"tensor_model_parallel_size": 1}, 100, True),  # imported: how it was padded is not known
-        ({"tensor_model_parallel_size": 1}, 1025, False),
         # Up to 0.15 Megatron added tokens of its own behind those of a sentencepiece model.
         ({**PADDING, "tokenizer_type": "SentencePieceTokenizer"}, 762, True),
         ({**PADDING, "tokenizer_type": "SentencePieceTokenizer"}, 761, False),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pair_cosines against a double loop, and the angle of a mean cosine."""
+"""Values of the log: cosines of pairs against a double loop, isotropy, norms and quantiles."""
 
 import math
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 from simreg_megatron import geometry
 from simreg_megatron.geometry import PairCosines, mean_angle_degrees, pair_cosines
-from tests.helpers.fixtures import random_tokens
+from simreg_megatron.magnitude import coefficient_of_variation, cohens_d
+from simreg_megatron.parallel.quantiles import quantiles_over
+from tests.helpers.fixtures import fixture_f1, random_tokens
+from tests.helpers.norms import norm_sums
 
 
 def naive_pair_cosines(rows: Tensor, labels: Tensor, valid: Tensor, chunk_size: int) -> dict[str, float]:
@@ -141,3 +144,44 @@ def test_isotropy_of_equal_tokens_and_of_one_is_nan(dtype: torch.dtype) -> None:
     near = same + 0.2 * torch.randn(same.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = geometry.isotropy(geometry.moments(near.to(dtype), all_usable(near)))
     assert 0.9 < found.score < 1 and 60 < found.effective_rank < 64
+
+
+def test_mg4_variation_and_difference_of_norms() -> None:
+    rows, labels = fixture_f1()
+    assert coefficient_of_variation(norm_sums(rows, torch.ones(12))).item() == pytest.approx(0.388330, abs=6e-7)
+    of_label = torch.zeros(12, dtype=torch.bool)
+    of_label[[0, 2, 5, 10]] = True
+    assert labels[of_label].unique().numel() == 1
+    found = cohens_d(norm_sums(rows, of_label), norm_sums(rows, ~of_label))
+    assert found.item() == pytest.approx(0.00703023, abs=6e-9)
+
+
+def test_parts_add_up_and_what_does_not_count_may_hold_anything() -> None:
+    rows, _ = fixture_f1()
+    counts = torch.arange(12) % 3
+    parts = [norm_sums(rows[part], counts[part]) for part in (slice(5), slice(5, 12))]
+    for one, other in zip(map(sum, zip(*parts, strict=True)), norm_sums(rows, counts), strict=True):
+        torch.testing.assert_close(one, other)
+    hidden = rows.clone()
+    hidden[counts == 0] = torch.nan
+    assert all(map(torch.equal, norm_sums(hidden, counts), norm_sums(rows, counts)))
+
+
+SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 10, 999])
+def test_they_are_numbers_in_their_order(number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    values = torch.randn(number, generator=generator) * 10.0 ** torch.randint(-30, 30, (number,), generator=generator)
+    values[::3] = values[0]
+    ordered = values.sort().values
+    expected = torch.stack([ordered[max(0, math.ceil(share * number) - 1)] for share in SHARES])
+    mixed = torch.cat([values, torch.full((5,), math.nan)])[torch.randperm(number + 5, generator=generator)]
+    assert torch.equal(quantiles_over(mixed, SHARES, []), expected)
+
+
+def test_infinities_and_zeros_have_their_places() -> None:
+    ordered = [-math.inf, -(2.0**-149), 0.0, 2.0**-149, math.inf]
+    values = torch.tensor(ordered)[[4, 2, 0, 3, 1]]
+    assert quantiles_over(values, (0.2, 0.4, 0.6, 0.8, 1.0), []).tolist() == ordered

@@ -264,11 +264,6 @@ def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None
             {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
             "--nproc-per-node=4 --nnodes=2 --node-rank=1 --master-addr=h --master-port=1 SCRIPT",
         ),
-        (
-            ("--nnodes", "2", "--rdzv-endpoint", "h:1"),
-            {"NODE_RANK": "1"},
-            "--nnodes=2 --rdzv-endpoint=h:1 --nproc-per-node=4 --node-rank=1 SCRIPT",
-        ),
         (  # as pods set them
             ("--lr", "1"),
             {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "h:1"},
@@ -314,46 +309,6 @@ def test_megatron_knows_every_flag_of_every_preset(tmp_path: Path) -> None:
     assert done.status == 0, done.output
     answers = [line for line in done.output.splitlines() if line.startswith("[")]
     assert answers == ["[]"] * (len(lines) - 1) + ["['--no-such-flag']"]
-
-
-def print_cuts(words: list[str], replicas: tuple[int, ...]) -> None:
-    """How Megatron cuts the gradients of a 7B into buckets, by number of replicas."""
-    from types import SimpleNamespace
-
-    import torch
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.training import training
-    from megatron.training.arguments import add_megatron_arguments
-
-    def weights(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
-        return [torch.nn.Parameter(torch.empty(shape, device="meta", dtype=torch.bfloat16)) for shape in shapes]
-
-    layer = ((4096, 4096), (4096,), (3 * 4096, 4096), (4096,), (2 * 11008, 4096), (4096, 11008))
-    model = [*weights((32000, 4096)), *weights(*layer * 32), *weights((4096,), (32000, 4096))]
-    args = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args(words)[0]
-    training.get_pg_size = lambda ranks: ranks
-    for ranks in replicas:
-        config = training.get_megatron_ddp_config(args) if args.ddp_bucket_size else SimpleNamespace(
-            num_buckets=None, bucket_size=None, pad_buckets_for_high_nccl_busbw=False
-        )  # fmt: skip
-        size = training.resolve_ddp_bucket_size(config, ranks, True, 0)
-        cut = DistributedOptimizer._compute_per_buffer_param_layout(model, size, ranks, config)
-        print("cut", cut.per_bucket_numel_unpadded)
-
-
-@pytest.mark.megatron
-def test_a_run_can_go_on_with_another_number_of_nodes(tmp_path: Path) -> None:
-    """Megatron loads the optimizer's state into the buckets it was saved from alone, and cuts them by the replicas."""
-    made = plan("--model", "7b", *OWN, machine=GPU)
-    free = flatten(flag for flag in made.flags if flag_name(flag) != "--ddp-bucket-size")
-    cuts = []
-    for words in (made.arguments, free):
-        done = runs.forked(print_cuts, words, (8, 64, 128, 256, 512), folder=tmp_path)
-        assert done.status == 0, done.output
-        cuts.append([line for line in done.output.splitlines() if line.startswith("cut")])
-    (ours, theirs) = cuts
-    assert len(ours) == 5 and len(set(ours)) == 1, "one cut"
-    assert len(set(theirs)) == 5 and theirs[2] == ours[0], "its own is another for each, and ours at 128"
 
 
 def test_the_users_buckets_stay() -> None:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 
 import pytest
 import torch
 
-from simreg_megatron.parallel.layout import Cutting, ShardLayout, row_plan, shared_pairs
+from simreg_megatron.parallel.layout import Cutting, ShardLayout, row_plan
 from tests.distributed.test_packed import thd_get_partitioned_indices
 
 SIZES = [(c, t, split) for c, t, split in itertools.product((1, 2, 4), (1, 2, 3, 4), (True, False))]
@@ -91,19 +90,3 @@ def test_documents_that_cannot_be_cut_are_refused(borders: tuple[int, ...]) -> N
 def test_more_ranks_than_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot share 2 tokens among 4 tensor-parallel ranks"):
         ShardLayout(4, 2, 4)
-
-
-@pytest.mark.parametrize("runs", [[(2, 7), (7, 12), (12, 13), (13, 20)], [(3, 9), (9, 10), (10, 30)]])
-def test_every_pair_of_two_runs_is_computed_once(runs: list[tuple[int, int]]) -> None:
-    chunk = runs[0][0], runs[-1][1]
-    found = collections.Counter()
-    for own in runs:
-        for rows, columns in shared_pairs(chunk, own, [(0, 1), *runs, (40, 50)]):
-            assert own[0] <= rows[0] and rows[1] <= own[1], "rows are the owner's"
-            found.update(frozenset(pair) for pair in itertools.product(range(*rows), range(*columns)))
-    of_two = [
-        frozenset(pair)
-        for one, other in itertools.combinations(runs, 2)
-        for pair in itertools.product(range(*one), range(*other))
-    ]
-    assert found == collections.Counter(of_two)

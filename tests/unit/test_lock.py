@@ -171,17 +171,6 @@ def planned(folder: Path, *words: str) -> launcher.Plan:
     return launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
 
 
-def test_the_first_rank_alone_deletes_what_was_never_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one of another machine holds nothing: what it found torn may be on its way."""
-    torn = tmp_path / "checkpoints" / "iter_0000004"
-    torn.mkdir(parents=True)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    for rank, stays in (("8", True), ("0", False)):
-        monkeypatch.setenv("RANK", rank)
-        launcher._go_on(planned(tmp_path))
-        assert torn.is_dir() == stays
-
-
 def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("no links here")

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import argparse
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from simreg_megatron import SimRegConfig, contract, loop
+from simreg_megatron.adagc.clipping import Clipping
 from simreg_megatron.plugin import compat, installation
 from simreg_megatron.plugin import loop as plugin_loop
+from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.plugin.model import regularize
 from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import One
@@ -164,3 +168,24 @@ def test_states_that_were_not_caught_are_no_silent_loss(settings: dict, what: st
     installed(**settings)
     with pytest.raises(NotImplementedError, match=f"the states {what} did not come by"):
         train(Model())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", [1, 2])
+def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Megatron's loop, before its first step."""
+    flags = ["--simreg-lambda", "1", "--adagc", "--simreg-every", str(every)]
+    args = add_simreg_arguments(argparse.ArgumentParser()).parse_args(flags)
+    vars(args).update(micro_batch_size=3, seq_length=LENGTH, hidden_size=WIDTH, log_interval=1, clip_grad=1.0)
+    monkeypatch.setattr(compat, "arguments", lambda: args)
+    attached: list[tuple] = []
+    monkeypatch.setattr(Clipping, "attach", lambda *given: attached.append(given))
+    for name in ("choose_form", "open_row_group", "refuse_models"):
+        monkeypatch.setattr(plugin_loop, name, lambda *given: None)
+    installation.keep(installation.Installation(None, lambda config: ()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plugin_loop.set_up(lambda: ([Model()], "optimizer", "scheduler"))()
+    assert attached[0][1] == "optimizer"
+    sentence = "with --simreg-every 2 it clips most of the term away in the steps with it: drop one of the two"
+    assert [sentence in str(each.message) for each in caught if "AdaGC" in str(each.message)] == [True] * (every == 2)

@@ -47,23 +47,6 @@ def test_document_masks_that_megatron_would_lose_are_refused(given: dict[str, ob
         check_document_masks(arguments(**given))
 
 
-@pytest.mark.parametrize(
-    ("depths", "untied", "expected"),
-    [(None, False, [4, 7]), (None, True, [4]), (1, True, [4, 7])],
-    ids=["tied", "untied", "multi-token prediction on the last stage"],
-)
-def test_stages_that_hold_embeddings(
-    depths: int | None, untied: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from simreg_megatron import pretrain
-
-    config = SimpleNamespace(mtp_num_layers=depths, pipeline_model_parallel_layout=None)
-    monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(untie_embeddings_and_output_weights=untied))
-    monkeypatch.setattr(pretrain, "core_transformer_config_from_args", lambda args: config)
-    assert pretrain.embedding_ranks([4, 5, 6, 7]) == expected
-    assert pretrain.embedding_ranks([4]) == [4]
-
-
 def test_a_middle_stage_that_predicts_further_holds_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.enums import LayerType
 

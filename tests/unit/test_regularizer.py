@@ -13,6 +13,7 @@ from simreg_megatron import SimRegConfig, geometry, notices
 from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures import metrics
+from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.learnable import Scalars
@@ -389,3 +390,26 @@ def test_lambda_follows_its_schedule_in_gradient_and_log(objective: str) -> None
         assert scheduled.lambdas()["simreg lambda"].item() == pytest.approx(3 * share, rel=1e-6)
         assert set(scheduled.lambdas()) == {f"{part.objective} lambda" for part in scheduled.config.parts}
     assert not Regularizer(SimRegConfig(**settings)).lambdas(), "one that is constant needs no line"
+
+
+def test_a_loop_may_change_the_loss_in_place() -> None:
+    given_BS = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+    term_BS = torch.tensor([[5.0, 7.0]], requires_grad=True)
+    mask_BS = torch.tensor([[1.0, 0.0, 0.5]])
+    base_BS = given_BS * 1.0
+    loss_BS = add_gradient(base_BS, term_BS, start=1)
+    loss_BS *= mask_BS
+    loss_BS.sum().backward()
+    assert loss_BS.tolist() == [[1.0, 0.0, 1.5]]
+    assert given_BS.grad is not None and torch.equal(given_BS.grad, mask_BS)
+    assert term_BS.grad is not None and torch.equal(term_BS.grad, mask_BS[:, 1:])
+
+
+def test_a_change_in_place_of_what_a_backward_needs_is_found() -> None:
+    """As without SimReg: the loss shares the count of changes with the one that Megatron computed."""
+    given_BS = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+    base_BS = given_BS.exp()  # whose backward needs its own value
+    loss_BS = add_gradient(base_BS, torch.zeros(1, 3, requires_grad=True))
+    loss_BS *= 2.0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_BS.sum().backward()

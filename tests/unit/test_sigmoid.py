@@ -152,16 +152,11 @@ def test_what_is_trained() -> None:
         ("adapter=yes", "adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head"),
         ("pairs=hidden-head,self_positive=always", "self_positive has no effect"),
         ("pair_reduction=max", "pair_reduction must be one of anchor, pair, balanced"),
-        ("bias=much", "bias must be a number"),
     ],
 )
 def test_settings_are_checked(options: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         SimRegConfig(lambda_=1, objective="sigmoid", objective_options=options)
-    with pytest.raises(ValueError, match="pair_reduction 'max' is not available"):
-        sigmoid_loss(*fixture_f1(), pair_reduction="max")
-    with pytest.raises(ValueError, match="bias must be a number, or a scalar tensor to train it, got 'a'"):
-        sigmoid_loss(*fixture_f1(), bias="a")
 
 
 @pytest.mark.parametrize("slab", [8 << 20, 1], ids=["one slab", "anchor by anchor"])

@@ -94,19 +94,6 @@ def test_a_chunk_weight_without_effect_is_logged(
     assert len(heard) == bool(said), "all tokens equally is no weight"
 
 
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [
-        (torch.zeros(2, LENGTH), "documents must be integers"),
-        (torch.zeros(2, LENGTH - 1, dtype=torch.long), "documents must have the shape of labels"),
-    ],
-)
-def test_bad_documents_are_refused(documents: Tensor, message: str) -> None:
-    embeddings, labels, _, _ = sample()
-    with pytest.raises(ValueError, match=message):
-        simreg_loss(embeddings, labels, documents=documents)
-
-
 def test_tokens_without_a_name_are_minus_one_in_every_type() -> None:
     """In bytes, -1 was 255, which is a label."""
     labels, usable = torch.tensor([[3, 255, 3, 0]]), torch.tensor([[True, True, False, False]])

@@ -396,21 +396,6 @@ class TestBooks:
         self.at(books, 40, monkeypatch)
         assert books.end(3, 0) == 0 and "no checkpoint was deleted this time" in capsys.readouterr().out
 
-    def test_a_stop_is_repeated_until_a_process_acts_on_it(self, books, monkeypatch) -> None:
-        (books.output / chain.STOP).touch()
-        clock, calls = iter(range(0, 10_000, 50)), []
-        monkeypatch.setattr(chain.time, "monotonic", lambda: next(clock))
-        monkeypatch.setattr(chain.subprocess, "run", lambda command, **_: calls.append(command))
-
-        def sleep(_: float) -> None:
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(chain.time, "sleep", sleep)
-        with pytest.raises(KeyboardInterrupt):
-            books.watch(3, "17")
-        assert calls == [["scancel", f"--signal={chain.SAVE_AND_LEAVE}", "17"]] * 3
-
     @pytest.mark.parametrize("cut", ['{"chain": "5", "ev', "17", "\xff"])
     def test_a_last_line_that_was_cut_off_is_dropped(self, cut: str, books, monkeypatch, capsys) -> None:
         """The entry after it once landed on the same line: `end` then met an end without a beginning."""

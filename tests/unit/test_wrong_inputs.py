@@ -172,9 +172,7 @@ def test_a_dry_run_previews_without_data(ask: Ask, capsys: pytest.CaptureFixture
     ("words", "sentence"),
     [
         ("", "off"),
-        ("--plain", "left out, as is the whole plugin"),
         ("--simreg-objective none", "measured, not trained on"),
-        ("--simreg-lambda auto", "simreg, lambda 4.33013 (auto), chunks of 64 tokens"),  # 10 * sqrt(192 / 1024)
         (
             "--simreg-objective simreg:auto,sigreg:0.05",
             "simreg, lambda 4.33013 (auto), sigreg, lambda 0.05, chunks of 64 tokens",
