@@ -9,10 +9,9 @@ from torch import Tensor
 
 from simreg_megatron import geometry
 from simreg_megatron.geometry import PairCosines, mean_angle_degrees, pair_cosines
-from simreg_megatron.magnitude import coefficient_of_variation, cohens_d
+from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, norm_table
 from simreg_megatron.parallel.quantiles import quantiles_over
 from tests.helpers.fixtures import fixture_f1, random_tokens
-from tests.helpers.norms import norm_sums
 
 
 def naive_pair_cosines(rows: Tensor, labels: Tensor, valid: Tensor, chunk_size: int) -> dict[str, float]:
@@ -185,3 +184,8 @@ def test_infinities_and_zeros_have_their_places() -> None:
     ordered = [-math.inf, -(2.0**-149), 0.0, 2.0**-149, math.inf]
     values = torch.tensor(ordered)[[4, 2, 0, 3, 1]]
     assert quantiles_over(values, (0.2, 0.4, 0.6, 0.8, 1.0), []).tolist() == ordered
+
+
+def norm_sums(embeddings: Tensor, weights: Tensor) -> NormSums:
+    """Compute the sums of embeddings [n..., d] with weights [..., n...], as `norm_table`."""
+    return NormSums._make(norm_table(embeddings, weights).unbind(dim=-1))

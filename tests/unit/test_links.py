@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links of the pages lead to files and headings that are there, and the site keeps them. Nothing is fetched."""
+"""Links of the pages lead to what is there, as do names in the README; patches only add lines. Nothing is fetched."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,11 @@ from urllib.parse import urlsplit
 import pytest
 
 import simreg_megatron
+from launch.demo import table_of
 from simreg_megatron import losses
 from tests.helpers.pages import PAGES, ROOT, anchors, links, name_of
+from tests.megatron.parity.cells import CELLS
+from tests.versions import patches, releases
 from tools.docs_site import place
 
 _OUTSIDE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)")
@@ -71,3 +75,63 @@ def test_every_public_name_is_in_the_reference(package: ModuleType) -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/api/*.md")))
     missing = [name for name in package.__all__ if not re.search(rf"[.\[ ]{name}\b", pages)]
     assert missing == [], "enter them in docs/api"
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDES = "\n".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))
+SUPPORT = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+TABLE = SUPPORT[: SUPPORT.index("## Megatron releases")]
+ROWS = [line for line in TABLE.splitlines() if line.startswith("| ") and not line.startswith("| |")]
+
+
+def test_the_numbers_are_what_the_demo_prints() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text(encoding="utf-8"))
+    assert f"```text{table_of(result['runs'])}\n```\n" in README
+
+
+def test_named_rows_of_the_parity_table_exist() -> None:
+    patterns = re.findall(r"\*parity '?([^']+?)'?\*(?= |,)", "\n".join(ROWS))
+    missing = [pattern for pattern in patterns if not any(re.search(pattern, cell.name) for cell in CELLS)]
+    assert patterns and not missing
+
+
+def test_named_files_and_extras_exist() -> None:
+    files = set(re.findall(r"tests/[\w/.]+\.py|docs/[\w-]+\.(?:md|png)", README + SUPPORT))
+    assert files and not [path for path in files if not (ROOT / path).is_file()]
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    extras = set(re.findall(r"pip install '\.\[(\w+)\]'", README + GUIDES))
+    assert extras and not [extra for extra in extras if not re.search(rf'^    "{extra}": ', setup, re.MULTILINE)]
+
+
+PATCHES = sorted(patches.FOLDER.glob("*.patch"))
+HUNK = re.compile(r"^@@ -(\d+),0 \+(\d+),(\d+) @@$")
+
+
+def offences(text: str) -> list[str]:
+    """Lines of a patch that are neither a header, nor a hunk that only adds, nor an added line as announced."""
+    found, left = [], 0
+    for line in text.splitlines():
+        hunk = HUNK.match(line)
+        if left and line.startswith("+"):
+            left -= 1
+        elif hunk and not left:
+            before, after, left = map(int, hunk.groups())
+            if after != before + 1:
+                found.append(line)
+        elif left or not line.startswith(("--- a/", "+++ b/")):
+            found.append(line)
+    return [*found, *(["a hunk ends early"] if left else [])]
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_a_patch_adds_lines_only(patch: Path) -> None:
+    text = patch.read_text(encoding="utf-8")
+    assert offences(text) == []
+    added = [line[1:].strip() for line in text.splitlines() if line.startswith("+ ")]
+    scripts = patches.scripts_of(patch)
+    assert added.count("simreg_megatron.install()") == added.count("import simreg_megatron") == len(scripts)
+
+
+def test_every_release_line_has_its_patch() -> None:
+    needed = {patches.patch_for(version) for version in (*releases.VERSIONS, "main")}
+    assert needed == set(PATCHES)
