@@ -24,6 +24,7 @@ from typing import Any
 
 from simreg_megatron.installed import python_path
 from tests.faults import strike
+from tests.helpers import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = Path(__file__).resolve().parent / "inside"
@@ -72,7 +73,7 @@ class Start:
 
     def kill(self) -> None:
         """All of it at once, as a node that dies."""
-        for pid in _with_children([self.pid, *self.groups()]):
+        for pid in jobs.with_descendants([self.pid, *self.groups()]):
             send(pid, signal.SIGKILL)
 
 
@@ -85,23 +86,6 @@ def send(pid: int | None, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _with_children(pids: list[int]) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, IndexError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found: list[int] = []
-    waiting = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    while waiting:
-        pid = waiting.pop()
-        if pid not in found:
-            found.append(pid)
-            waiting += children.get(pid, [])
-    return found
 
 
 def _by_command(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

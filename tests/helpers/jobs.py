@@ -105,6 +105,20 @@ def started(command: Sequence[str | Path], *, env: Mapping[str, str] | None = No
             time.sleep(0.01)
 
 
+def with_descendants(pids: Iterable[int]) -> set[int]:
+    """Those of the processes that are there, and all below them."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    grown = set(pids) & parents.keys()
+    while grown:
+        found |= grown
+        grown = {pid for pid, parent in parents.items() if parent in grown} - found
+    return found
+
+
 def print_stacks(pids: Iterable[int]) -> None:
     """Each prints the stacks of its threads, where it has faulthandler, and dies of it; one after the other.
 

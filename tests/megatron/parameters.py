@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from simreg_megatron.plugin import compat
+from tests.versions import tiny
 
-Shard = tuple[int, int, int]  # dimension that is cut (-1: whole), which part, of how many
+Shard = tiny.Shard
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
@@ -27,14 +28,9 @@ def named_parameters(model_chunks: list[Any]) -> Iterator[tuple[str, Any]]:
     The copy of tied embeddings on the last pipeline stage goes by the name of what it copies.
     """
     for chunk in compat.unwrapped(model_chunks):
-        offsets = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in tiny.named_parameters([chunk]):
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
-            for local, number in offsets.items():
-                if name.startswith(local):
-                    name = f"decoder.layers.{number}.{name.removeprefix(local)}"
-                    break
             yield _with_global_expert(name, chunk.config), parameter
 
 

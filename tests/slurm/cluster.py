@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tests.helpers import jobs
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 NODES = ("n1", "n2")
 _PATIENCE = 60  # seconds for a daemon to answer
@@ -108,8 +110,7 @@ PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
     def kill_node(self, name: str) -> None:
         """The machine is gone: its daemon and all that it started, at once."""
         daemon = self._daemons.pop(name)
-        started = _descendants(daemon.pid) | _steps_of(name, self.folder)
-        for pid in (daemon.pid, *started):
+        for pid in jobs.with_descendants([daemon.pid]) | _steps_of(name, self.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         daemon.wait()
@@ -157,34 +158,15 @@ def _free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def _parents() -> dict[int, int]:
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    return found
-
-
-def _descendants(root: int) -> set[int]:
-    parents = _parents()
-    found: set[int] = set()
-    grown = {root}
-    while grown:
-        grown = {pid for pid, parent in parents.items() if parent in grown} - found
-        found |= grown
-    return found
-
-
 def _steps_of(name: str, folder: Path) -> set[int]:
     """A node's jobs, whose managers left their daemon's family, and all below them."""
     marks = {f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={folder}/slurm.conf".encode()}
     found: set[int] = set()
-    for pid in _parents():
+    for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
-                found |= {pid} | _descendants(pid)
-    return found
+            if marks <= set(environment.read_bytes().split(b"\0")):
+                found.add(int(environment.parent.name))
+    return jobs.with_descendants(found)
 
 
 @contextlib.contextmanager

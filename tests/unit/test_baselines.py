@@ -29,9 +29,7 @@ from tests.unit.test_simreg_facts import assert_prints
         ({"form": "supcon_out"}, "4.996844"),
         ({"self_positive": "always"}, "2.626919"),
         ({"temperature": 0.01}, "41.686364"),
-        ({"temperature": 0.01, "form": "per_pair"}, "23.933864"),
         ({"temperature": 0.01, "form": "supcon_out"}, "42.616670"),
-        ({"temperature": 0.01, "self_positive": "always"}, "21.802187"),
     ],
 )
 def test_cr1(options: dict, printed: str) -> None:
@@ -46,9 +44,7 @@ def test_cr1(options: dict, printed: str) -> None:
         ({"coupling": 1}, "4.051758"),
         ({"coupling": 0}, "3.085982"),
         ({"target": "instance"}, "1.655349"),
-        ({"target": "instance", "target_temperature": 0.05}, "1.592884"),
         ({"target": "instance", "coupling": 1}, "0.224715"),
-        ({"target": "instance", "coupling": 0}, "3.085982"),
         ({"exclude_self": True}, "2.393741"),
     ],
 )

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -41,26 +40,9 @@ def broken(page: Path, root: Path = ROOT) -> Iterator[str]:
             yield f"{here} has an anchor, which only a page has"
 
 
-def malformed(address: str) -> str | None:
-    """Why an external address is none that a page may have."""
-    parts = urlsplit(address)
-    if parts.scheme != "https":
-        return "is not https"
-    if not re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", parts.netloc):
-        return "has no public host by name alone"
-    return None
-
-
-EXTERNAL = sorted({link.target for page in PAGES for link in links(page) if _OUTSIDE.match(link.target)})
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_relative_links_lead_to_a_file_and_a_heading(page: Path) -> None:
     assert list(broken(page)) == []
-
-
-def test_external_links_are_https_and_well_formed() -> None:
-    assert {address: why for address in EXTERNAL if (why := malformed(address))} == {}
 
 
 def test_every_page_is_in_the_sites_menu() -> None:

@@ -48,14 +48,6 @@ class Broken(TorchForm):
         raise RuntimeError("no such instruction\non this device")
 
 
-class WrongWhereShared(TorchForm):
-    """Right where a rank holds whole chunks."""
-
-    def measure_part(self, *given: Any) -> tuple[Kept, Tensor]:
-        kept, sums = super().measure_part(*given)
-        return kept, sums * 1.01
-
-
 class WrongForSomeAnchors(TorchForm):
     """Right where all tokens are anchors."""
 
@@ -86,7 +78,6 @@ def test_a_right_form_is_taken(plant: Plant) -> None:
     [
         (WrongTerms, r"is wrong \(terms off by 1\.0e-03"),
         (WrongGradient, r"is wrong \(terms off by 0\.0e\+00, gradient by \d\.\de-0[123]"),
-        (WrongWhereShared, r"is wrong on chunks that ranks share \(terms off by"),
         (
             WrongForSomeAnchors,
             r"is wrong on chunks that ranks share \(terms off by .*e-\d\d, gradient by \d\.\de-0[123]",
