@@ -36,6 +36,10 @@ WITH_A_LAMBDA = [
     ({"objective": "simcse", "objective_options": "view=forward2"}, "view=forward2: it needs the model to run"),
     ({"objective": "sce", "objective_options": "keys=ema"}, "not support keys=ema: it needs a second model"),
     ({"objective": "cpretrain", "objective_options": "level=sequence", "chunk_size": 64}, "64 has no effect"),
+    ({"objective": "mic", "objective_options": "uniformity=0,t=5"}, "t has no effect with uniformity=0: drop it"),
+    ({"objective": "sce", "objective_options": "coupling=0,target=instance"}, "target has no effect with coupling=0"),
+    ({"objective": "placebo", "objective_options": "labels=none,seed=3"}, "seed has no effect with labels=none"),
+    ({"objective": "sigreg", "objective_options": "seed=1,seed=2"}, "seed is given 2 times: leave one of them"),
 ]
 
 

@@ -356,6 +356,7 @@ class TestGoingOn:
         words = ("--output", str(tmp_path), "--train-iters", "9", "--recipe")
         progress.mark_ended(self.asked(*words, "sce"))
         assert progress.has_ended(self.asked(*words, "sce", "--log-interval", "3", "--simreg-log-interval", "3"))
+        assert progress.has_ended(self.asked(f"--output={tmp_path}", "--train-iters=9", *words[4:], "sce"))
         for other, sentence in (
             (("creg",), "--simreg-objective sce then, --simreg-objective creg now"),
             (("sce", "--seed", "7"), "--seed 1234 then, --seed 7 now"),

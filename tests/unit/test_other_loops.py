@@ -94,6 +94,35 @@ def test_only_a_model_that_trains_gets_the_term(what: str) -> None:
     assert torch.equal(hidden_states.grad, torch.ones_like(hidden_states)) == (what != "trains")
 
 
+def test_states_of_a_forward_pass_without_a_loss_are_let_go() -> None:
+    """With them their graph, and all activations of that pass."""
+    installed(layers=(1, "final"))
+    model, hidden_states = Model(), torch.randn(LENGTH, 2, WIDTH, requires_grad=True)
+    caught = installation.regularizer().inner_states
+    for labels in (torch.arange(LENGTH).expand(2, LENGTH) % 3, None):
+        caught.catch(lambda decoder, states: states * 2, model.decoder, hidden_states)
+        assert caught._caught[model.decoder]
+        model(hidden_states * 2, labels)
+        assert not caught._caught
+
+
+@pytest.mark.parametrize("settings", [{"similarity": "learnable"}, {"objective": "sigmoid"}, {}])
+def test_the_check_of_a_loop_leaves_out_what_only_simreg_trains(settings: dict[str, Any]) -> None:
+    installed(**settings, temperature=0.5)
+    model = Model()
+    model.states = nn.Parameter(torch.randn(LENGTH, 2, WIDTH))
+    learnable.add_to(model, learnable.wanted(installation.regularizer().config))
+    labels = torch.arange(LENGTH).expand(2, LENGTH) % 3
+
+    def forward_backward() -> Tensor:
+        loss = model(model.states, labels).sum()
+        loss.backward()
+        return loss
+
+    found = contract.check(model, forward_backward)
+    assert (found.changed, found.parameters) == (1, 1) and found.change > 0
+
+
 def test_the_log_is_reduced_over_the_ranks_of_the_model(data_ranks: One) -> None:
     """Megatron's global groups, which are not there, may be none, or another model's."""
     installed(temperature=0.1)

@@ -397,12 +397,12 @@ def test_a_loop_may_change_the_loss_in_place() -> None:
     term_BS = torch.tensor([[5.0, 7.0]], requires_grad=True)
     mask_BS = torch.tensor([[1.0, 0.0, 0.5]])
     base_BS = given_BS * 1.0
-    loss_BS = add_gradient(base_BS, term_BS, start=1)
+    loss_BS = add_gradient(base_BS, term_BS, 2.0, start=1)
     loss_BS *= mask_BS
     loss_BS.sum().backward()
     assert loss_BS.tolist() == [[1.0, 0.0, 1.5]]
     assert given_BS.grad is not None and torch.equal(given_BS.grad, mask_BS)
-    assert term_BS.grad is not None and torch.equal(term_BS.grad, mask_BS[:, 1:])
+    assert term_BS.grad is not None and torch.equal(term_BS.grad, 2.0 * mask_BS[:, 1:])
 
 
 def test_a_change_in_place_of_what_a_backward_needs_is_found() -> None:

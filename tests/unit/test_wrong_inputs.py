@@ -215,6 +215,7 @@ VALUES = """
 --recipe baseline --simreg-lambda 10 | --recipe baseline decides --simreg-lambda: leave one of them out
 --simreg-objective simreg:1,simreg:2 | SimReg objective 'simreg:1,simreg:2' must be one name, or several different ones
 --adagc --adagc-beta 2 | AdaGC's beta must be at least 0 and below 1, not 2.0
+--adagc --adagc-warmup-iters 0 --adagc-lambda-abs 2 | --adagc-lambda-abs and --adagc-variant raw have no effect
 --ffn big | --ffn takes literal, aligned or a positive number, not 'big'
 --ffn 100 --ffn-hidden-size 200 | --ffn and --ffn-hidden-size name the same size
 --auto-resume | a run that can resume (--auto-resume, and every submitted one) needs --output DIR
