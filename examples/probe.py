@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Final hidden states of one validation text under a saved model: what the cosine heat-maps are drawn from.
 
-`python -m simreg_megatron examples/probe.py [the run's flags] --load CHECKPOINTS --probe-output OUT.npz`,
-in one process. The file holds hidden [n, d] float32, labels [n] (the ids of the next tokens) and tokens [n] as text;
+`torchrun -m simreg_megatron examples/probe.py [the run's flags] --load CHECKPOINTS --probe-output OUT.npz`, on
+one process. The file holds hidden [n, d] float32, labels [n] (the ids of the next tokens) and tokens [n] as text;
 `--probe-steps 50,400` writes one file for each of these checkpoints, OUT-50.npz and OUT-400.npz.
 """
 

@@ -72,7 +72,7 @@ def main(family: str) -> None:
     """Launch from sys.argv: plan, print, prepare the data, run. Errors for the user end with status 2."""
     if "RANK" not in os.environ:  # python launch/pretrain_llama.sh: a job of one rank
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # a free one
     signal.signal(signal.SIGINT, _interrupt_once)
     try:
         _launch(family, sys.argv[1:])
@@ -127,6 +127,8 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     preflight.check_writers(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
+        if any((plan.output / "tensorboard").glob("events*")):
+            _say(f"> {plan.output} has the curves of an earlier run, and this one's join them: give another --output")
     _say_each("> ", check_text(plan, may_miss=False))
     _prepare(plan)
     preflight.check_with_megatron(continued(plan)[0] if options.auto_resume else plan, machine, trains=True)

@@ -89,7 +89,7 @@ FORWARD_SEAMS = tuple(  # of models without a `_postprocess` of their own: the o
     )
 )
 MASK_SEAMS = tuple(
-    Seam(f"megatron.core.models.{module}", owner, name, "the language model inside is not given this loss mask")
+    Seam(f"megatron.core.models.{module}", owner, name, "its loss mask is handed on to the language model inside")
     for module, owner, name in (
         ("multimodal.llava_model", "LLaVAModel", "_preprocess_data"),
         ("multimodal.llava_model", "LLaVAModel", "_process_embedding_token_parallel"),

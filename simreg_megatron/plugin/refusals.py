@@ -263,7 +263,9 @@ def refuse_decoder(config: SimRegConfig, decoder: Any) -> None:
     here = [layer.layer_number for layer in decoder.layers]
     for number in set(config.layer_numbers) - set(here):
         if here and number > here[-1]:
-            raise ValueError(f"--simreg-layers {number} is beyond the model, whose last layer is {here[-1]}")
+            raise ValueError(
+                f"--simreg-layers {number} is beyond the model, whose last layer is {here[-1]}: name others"
+            )
         raise NotImplementedError(
             f"--simreg-layers {number} lies on an earlier pipeline stage than the loss, which has layers "
             f"{f'{here[0]} to {here[-1]}' if here else 'none'}: name layers of that stage, or use fewer stages"

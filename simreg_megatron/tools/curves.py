@@ -32,7 +32,21 @@ PANELS = {  # tag: title, axis
     NEGATIVE_COSINE: ("Mean cosine, different next tokens", "cosine, -1 to 1"),
 }
 _SMOOTHED_POINTS = 100  # longer curves are drawn pale, with their running mean on top
-_PLACES = ("path", "dir", "save", "load", "rank", "tensorboard", "timestamp", "wandb", "port", "consumed", "so_far")
+_PLACES = (
+    "path",
+    "dir",
+    "save",
+    "load",
+    "rank",
+    "tensorboard",
+    "timestamp",
+    "wandb",
+    "port",
+    "consumed",
+    "so_far",
+    "iteration",
+    "exit_on",
+)
 """Arguments whose names hold one of these say nothing of what was trained."""
 
 

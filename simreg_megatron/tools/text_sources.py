@@ -144,6 +144,19 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
+def _place(group: Group, number: int) -> str:
+    """Name the file of a group's row, and its row there."""
+    import fsspec
+
+    for name in group.files if group.kind == "line" else ():
+        with fsspec.open(name, compression="infer") as lines:
+            rows = sum(1 for _ in lines)
+        if number < rows:
+            return f"{name}, row {number + 1:,}"
+        number -= rows
+    return f"{group.name}, row {number + 1:,}"
+
+
 def texts_of(group: Group, rows: dict[str, list[Any]], numbers: Sequence[int]) -> list[str]:
     """Return the texts of some rows of a group; blank lines have none.
 
@@ -160,7 +173,7 @@ def texts_of(group: Group, rows: dict[str, list[Any]], numbers: Sequence[int]) -
             text.encode()  # half of a surrogate pair is no text
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
-                f"{name}, row {number + 1:,}: expected a text under the key {key!r} (--key), got {str(row)[:80]!r} "
+                f"{_place(group, number)}: expected a text under the key {key!r} (--key), got {str(row)[:80]!r} "
                 f"({type(error).__name__}: {str(error)[:100]})"
             ) from None
         if kind == "document" and "\0" in text:

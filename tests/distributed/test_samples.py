@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron import SimRegConfig
+from simreg_megatron import SimRegConfig, geometry
 from simreg_megatron.measures import metrics, slots
 from simreg_megatron.measures.naming import QUANTILES, RIGHT_QUANTILES
 from simreg_megatron.parallel.autograd import add_gradient
@@ -27,6 +27,27 @@ from simreg_megatron.sharded.views import View
 from tests.distributed.test_shard import CP2_SP2, CP2_TP2, LENGTH, TIGHT, TP3, WIDTH, groups, pick, sample
 from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick
+
+
+def check_isotropy(number: int, layout: ShardLayout, config: SimRegConfig) -> None:
+    """The sums of all ranks add up to those of one process over the sampled positions."""
+    metrics._SAMPLED_TOKENS = 30  # every fourth of the 96
+    rank = divmod(number, layout.tensor_size)
+    shard = SequenceShard(layout, rank, *groups(rank, layout))
+    given, held = sample(), layout.held(rank)
+    rows = pick(given["embeddings"], held)
+    kept = metrics.Metrics(config)
+    for _ in range(2):  # micro-batches
+        kept._add_moments(rows, pick(given["valid"], held), shard)
+    assert kept._moments is not None
+    for part in kept._moments:
+        dist.all_reduce(part)
+    places = torch.arange(0, LENGTH, 4)
+    usable = given["valid"] & (given["embeddings"] != 0).any(dim=-1)
+    expected = geometry.moments(given["embeddings"][:, places], usable[:, places])
+    for found, once in zip(kept._moments, expected, strict=True):
+        torch.testing.assert_close(found, 2 * once, **TIGHT)
+
 
 ITERATION = 3
 ALONE = ShardLayout(LENGTH)
@@ -163,3 +184,9 @@ def check_predictions(number: int, layout: ShardLayout) -> None:
 @pytest.mark.parametrize("layout", [TP3, CP2_SP2, CP2_TP2], ids=["tp3", "cp2-sp2", "cp2-tp2"])
 def test_predictions_are_those_of_the_whole(tmp_path: Path, layout: ShardLayout) -> None:
     run_processes(check_predictions, layout.context_size * layout.tensor_size, tmp_path, layout)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [TP3, CP2_SP2, CP2_TP2], ids=["tp3", "cp2-sp2", "cp2-tp2"])
+def test_isotropy_is_that_of_the_whole(tmp_path: Path, layout: ShardLayout) -> None:
+    run_processes(check_isotropy, layout.context_size * layout.tensor_size, tmp_path, layout, sigreg())

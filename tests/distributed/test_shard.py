@@ -24,6 +24,22 @@ from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from tests.helpers.processes import run_processes
 from tests.helpers.quick import quick, quick_rows
 
+
+def check_bits(rank: int, layout: ShardLayout, config: SimRegConfig) -> None:
+    """Ranks that hold the same rows get the same bits; in float32, where the order of a sum shows."""
+    place = divmod(rank, layout.tensor_size)
+    shard = SequenceShard(layout, place, *groups(place, layout))
+    given, held = sample(), layout.held(place)
+    local = pick(given["embeddings"], held).float().transpose(0, 1).contiguous().requires_grad_()
+    views = chunk_views(config, shard, local, pick(given["labels"], held), pick(given["valid"], held))
+    (
+        simreg_over_ranks(config, shard, local, views) * pick(given["weights"], layout.anchors(place)).float()
+    ).sum().backward()
+    copies = [torch.empty_like(local.grad) for _ in range(layout.tensor_size)]
+    dist.all_gather(copies, local.grad, group=shard.tensor_group)
+    assert local.grad.norm() > 0 and all(torch.equal(copies[0], copy) for copy in copies)
+
+
 LENGTH, BATCH, WIDTH = 32, 3, 8
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 END = 5
@@ -301,3 +317,9 @@ def test_documents_from_end_tokens_agree_with_megatrons_position_ids() -> None:
         expected.append(document)
         document += token == END
     assert numbers.tolist() == expected
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [TP3, CP2_TP2], ids=["tp3", "cp2-tp2"])
+def test_replicas_get_the_same_bits(tmp_path: Path, layout: ShardLayout) -> None:
+    run_processes(check_bits, layout.context_size * layout.tensor_size, tmp_path, layout, replace(BASE, chunk_size=0))

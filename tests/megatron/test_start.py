@@ -18,6 +18,20 @@ from simreg_megatron.plugin.compat import MegatronSeamError
 from tests.helpers import jobs
 from tests.helpers.quick import quick
 
+COMPILE = """
+import torch.distributed as dist
+from megatron.training import global_vars, initialize
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+import simreg_megatron
+simreg_megatron.install()
+global_vars._GLOBAL_ARGS = object()
+initialize._compile_dependencies()
+print("started")
+simreg_megatron.uninstall()
+initialize._compile_dependencies()
+"""
+
+
 pytestmark = pytest.mark.megatron
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -95,3 +109,11 @@ def test_make_runs_where_it_can_or_must(
     calls = []
     installed.without_make(lambda: calls.append("make"))()
     assert calls == ["make"] * runs
+
+
+@pytest.mark.slow  # quick with a stand-in: below
+def test_megatron_compiles_nothing_in_its_wheel() -> None:
+    """Run Megatron's own step before the first one on a GPU, without the CPU backend; it fails in plain Megatron."""
+    done = python("-c", COMPILE)
+    assert "started" in done.stdout.splitlines()
+    assert done.returncode == 1 and "no makefile found" in done.stderr

@@ -59,8 +59,10 @@ def settings(objective: Objective, **others: object) -> SimRegConfig:
 
 def _narrow(objective: Objective) -> str:
     """Prefixes that these few features have."""
-    options = objective.felt.options
-    return ",".join(filter(None, [options, "prefixes=2/4"])) if objective.options.get("prefixes") == "auto" else options
+    if objective.options.get("prefixes") != "auto":
+        return objective.felt.options
+    kept = [word for word in objective.felt.options.split(",") if word and not word.startswith("prefixes=")]
+    return ",".join([*kept, "prefixes=2/4"])
 
 
 def terms(config: SimRegConfig, rows: Tensor, labels: Tensor, valid: Tensor) -> Tensor:

@@ -189,3 +189,24 @@ def test_infinities_and_zeros_have_their_places() -> None:
 def norm_sums(embeddings: Tensor, weights: Tensor) -> NormSums:
     """Compute the sums of embeddings [n..., d] with weights [..., n...], as `norm_table`."""
     return NormSums._make(norm_table(embeddings, weights).unbind(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lower_precision_input(dtype: torch.dtype) -> None:
+    rows, labels = random_tokens((2, 30, 8), num_labels=4, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = pair_cosines(rows.requires_grad_(), labels)
+    exact = pair_cosines(rows.detach().double(), labels)
+    for value, expected in zip(found, exact, strict=True):
+        assert value.dtype == torch.float64
+        assert not value.requires_grad
+        assert value.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-4)
+
+
+def test_long_chunks_are_taken_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, labels = random_tokens((2, 23, 5), num_labels=4, seed=3)
+    valid = torch.rand(2, 23, generator=torch.Generator().manual_seed(1)) < 0.8
+    at_once = pair_cosines(rows, labels, valid=valid, chunk_size=10)
+    monkeypatch.setitem(geometry._WORKSPACE, "cpu", 1)  # one anchor of each chunk at a time
+    for one, other in zip(at_once, pair_cosines(rows, labels, valid=valid, chunk_size=10), strict=True):
+        torch.testing.assert_close(one, other)

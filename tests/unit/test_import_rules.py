@@ -15,6 +15,22 @@ import pytest
 
 from tests.helpers import jobs
 
+
+def module_imports(path: str) -> set[str]:
+    """Other modules of the package that one imports, inside functions included."""
+    package = ".".join([PACKAGE, *Path(path).parent.parts])
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    names = {name for _, name in imported_names(tree, package) if name.startswith(f"{PACKAGE}.")}
+    found = set()
+    for name in names:
+        for candidate in (name, name.rpartition(".")[0]):
+            file = candidate.removeprefix(f"{PACKAGE}.").replace(".", "/") + ".py"
+            if file in MODULES and file != path:
+                found.add(file)
+                break
+    return found
+
+
 PACKAGE = "simreg_megatron"
 ROOT = Path(__file__).resolve().parents[2] / PACKAGE
 TOP = "__init__"  # the room of names taken from the package itself: install, uninstall, __version__
@@ -138,3 +154,9 @@ def test_importing_the_package_stays_light():
     done = jobs.run([sys.executable, "-c", heavy], cwd=ROOT.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert not circles({path: module_imports(path) for path in MODULES})
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
+    assert "kernels/form.py" in module_imports("kernels/triton.py")

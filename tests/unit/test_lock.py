@@ -9,6 +9,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -215,3 +216,45 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             launcher._train(planned(tmp_path))
         said = capsys.readouterr().out
         assert ended.value.code == 130 and said == f"> Trains on cpu in fp32\nStopped. Last checkpoint: {last}\n"
+
+
+def test_the_faster_process_keeps_a_stale_lock(tmp_path: Path) -> None:
+    """Both saw the stale file; the slower one must not take the other's away."""
+    path = put(tmp_path, replace(ELSEWHERE, pid=18))
+    lock._remove(path, ELSEWHERE)
+    assert json.loads(path.read_text())["pid"] == 18 and [one.name for one in tmp_path.iterdir()] == [NAME]
+    lock._remove(path, replace(ELSEWHERE, pid=18))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_rank_alone_deletes_what_was_never_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of another machine holds nothing: what it found torn may be on its way."""
+    torn = tmp_path / "checkpoints" / "iter_0000004"
+    torn.mkdir(parents=True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for rank, stays in (("8", True), ("0", False)):
+        monkeypatch.setenv("RANK", rank)
+        launcher._go_on(planned(tmp_path))
+        assert torn.is_dir() == stays
+
+
+def test_two_outputs_with_the_same_checkpoints_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    other = planned(tmp_path / "other", "--save", str(tmp_path / "out" / "checkpoints"))
+    with launcher._alone(planned(tmp_path / "out")), pytest.raises(LaunchError, match="in use"), launcher._alone(other):
+        pytest.fail("both would save there")
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_a_full_disk_is_one_sentence(free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CheckpointException("write", {1: (RuntimeError("unexpected pos 64"), None)})  # type: ignore[dict-item]
+
+    monkeypatch.setattr("simreg_megatron.__main__.run", refuse)
+    monkeypatch.setattr(launcher.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(CheckpointException if free else LaunchError) as caught:
+        launcher._train(planned(tmp_path))
+    assert free or "0 MiB are free there" in str(caught.value)

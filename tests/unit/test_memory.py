@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -65,3 +67,28 @@ def test_a_log_step_takes_little_memory_next_to_the_states(
     expected = torch.stack(list(whole)) if measure == "cosines" else whole
     found = torch.stack([part.squeeze() for part in found]) if measure == "cosines" else found
     assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "per_token"),
+    [
+        ((16, 2048, 1024, 1024), 1024 * 2),  # bytes: the pairs of a chunk in bfloat16
+        ((2, 2048, 4096, 1024), 1024 * 2),
+        ((1, 8192, 4096, 0), 8192 * 2),
+        pytest.param((1, 131072, 512, 0), 8192, marks=slow),  # 4096 rows at a time
+    ],
+    ids=str,
+)
+def test_triton_takes_a_share_of_the_logits(size: tuple[int, ...], per_token: int) -> None:
+    triton = pytest.importorskip("simreg_megatron.kernels.triton", reason="Triton is not installed")
+    batch, length, width, chunk = size
+    with (
+        mock.patch.object(triton, "run", lambda *given, **constants: None),
+        mock.patch.object(triton, "_multiprocessors", lambda _: 132),
+    ):
+        counted = predicted_bytes(
+            batch, length, width, chunk_size=chunk, dtype=torch.bfloat16, device="cuda", impl="triton"
+        )
+    logits = batch * length * 32000 * (2 + 4)
+    assert batch * length * per_token < counted < batch * length * (per_token + 512) + 80 * MIB
+    assert counted < logits / 8

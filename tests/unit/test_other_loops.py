@@ -24,6 +24,11 @@ from simreg_megatron.plugin.model import regularize
 from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import One
 
+WIDE = {"objective_options": "prefixes=4/16"}
+
+TOO_WIDE = "objective simreg cannot take 16 features of states of width 8: give prefixes of at most 8"
+
+
 pytestmark = pytest.mark.megatron
 
 WIDTH, LENGTH = 8, 6
@@ -218,3 +223,14 @@ def test_adagc_that_clips_most_of_the_term_away_is_logged(every: int, monkeypatc
     assert attached[0][1] == "optimizer"
     sentence = "with --simreg-every 2 it clips most of the term away in the steps with it: drop one of the two"
     assert [sentence in str(each.message) for each in caught if "AdaGC" in str(each.message)] == [True] * (every == 2)
+
+
+def test_prefixes_wider_than_the_states_are_refused() -> None:
+    installed(**WIDE)
+    with pytest.raises(ValueError, match=TOO_WIDE):
+        loop.begin_run(Model())
+    with pytest.raises(ValueError, match=TOO_WIDE):
+        train(Model())
+    installed(objective_options="prefixes=4/8")
+    loop.begin_run(Model())
+    train(Model())

@@ -255,3 +255,41 @@ def test_a_masked_row_may_hold_anything() -> None:
     rows.requires_grad_()
     prefixes_ce_loss(rows, labels, made["weight"], prefixes=PREFIXES).backward()
     assert rows.grad.isfinite().all() and made["weight"].grad.isfinite().all() and rows.grad[3].eq(0).all()
+
+
+def test_a_label_elsewhere_leaves_the_normalizer() -> None:
+    """On a rank of a vocabulary that is split, no row here is the label's."""
+    made = given()
+    head = TruncatedHead(made["weight"], PREFIXES)
+    nowhere = torch.zeros(TOKENS, dtype=torch.bool)
+    found = truncated_head_losses(made["rows"][:, : PREFIXES[-1]], made["labels"] - 40, nowhere, head)
+    logits = [made["rows"][:, :p] @ made["weight"][:, :p].T for p in PREFIXES]
+    expected = torch.stack([part.logsumexp(dim=-1) for part in logits]).mean(dim=0)
+    torch.testing.assert_close(found, expected, **TIGHT)
+    torch.testing.assert_close(gradients(found, made), gradients(expected, made), **TIGHT)
+
+
+def test_the_weights_gradient_joins_what_megatron_has_added_already() -> None:
+    """With gradient accumulation fusion Megatron ignores what autograd brings."""
+    made = given()
+    expected = gradients(losses(made), made)[1]
+    before = torch.full_like(made["weight"], 0.125)
+    made["weight"].main_grad = before.clone()
+    (losses(made, fuses=True) * made["upstream"]).sum().backward()
+    assert made["weight"].grad is None
+    torch.testing.assert_close(made["weight"].main_grad - before, expected, **TIGHT)
+
+
+def test_a_backward_inside_autocast_is_as_exact() -> None:
+    def gradient(inside: bool) -> Tensor:
+        made = given()
+        rows = made["rows"].detach().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = prefixes_ce_loss(rows, made["labels"], made["weight"].detach().float(), prefixes=PREFIXES)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return rows.grad
+
+    torch.testing.assert_close(gradient(True), gradient(False), rtol=1e-6, atol=1e-8)

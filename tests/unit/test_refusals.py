@@ -16,7 +16,7 @@ from simreg_megatron.plugin import compat, installation, log, refusals
 from simreg_megatron.plugin import loop as plugin_loop
 from simreg_megatron.plugin.log import write_scalars
 from simreg_megatron.plugin.tokens import main_hidden_states, shard_of, valid_tokens
-from simreg_megatron.weights import heads
+from simreg_megatron.weights import heads, learnable
 
 LABELS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -266,3 +266,18 @@ def test_numbers_below_zero_reach_the_console(
     found |= {name: value.abs() for name, value in found.items()}
     megatrons_log({"advanced iterations": 4}, 10, 0)
     assert len(capsys.readouterr().out.splitlines()) == 1, "where nothing is missing, nothing is said"
+
+
+def test_an_optimizer_of_other_scalars_is_named() -> None:
+    error = ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
+    plain, config = SimRegConfig(lambda_=1), SimRegConfig(lambda_=1, similarity="learnable")
+    with pytest.raises(
+        RuntimeError, match=r"trained no scalars of SimReg, and .* simreg_similarity\.query and .*optim"
+    ):
+        learnable.explain(error, config, plain)
+    with pytest.raises(
+        RuntimeError, match=r"trained simreg_similarity\.query and .* train no scalars of SimReg: resume"
+    ):
+        learnable.explain(error, plain, config)
+    learnable.explain(error, config, config)
+    learnable.explain(error, config)

@@ -14,6 +14,7 @@ from simreg_megatron.geometry import mean_angle_degrees, pair_cosines
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.measures import metrics
 from simreg_megatron.parallel.autograd import add_gradient
+from simreg_megatron.plugin import term
 from simreg_megatron.plugin.term import Regularizer
 from simreg_megatron.weights import learnable
 from simreg_megatron.weights.learnable import Scalars
@@ -413,3 +414,40 @@ def test_a_change_in_place_of_what_a_backward_needs_is_found() -> None:
     loss_BS *= 2.0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss_BS.sum().backward()
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_packed_row_equals_its_samples_one_by_one(document_mask: bool) -> None:
+    """Two samples of 12 tokens packed into one row, the second of two documents: chunks start again in each sample."""
+    config = SimRegConfig(lambda_=1, temperature=0.1, chunk_size=5, document_mask=document_mask)
+    hidden, labels, mask, loss = micro_batch()
+    flat = hidden.detach().transpose(0, 1).reshape(BATCH * LENGTH, 1, WIDTH).requires_grad_()
+    packing = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 12, 15, 24], dtype=torch.int32),
+        cu_seqlens_q_padded=None,
+        tokens_per_sample=LENGTH,
+    )
+    row = [part.reshape(1, -1) for part in (labels, mask, loss)]
+    regularizer = Regularizer(config)
+    result = regularizer.add_to(row[2], regularizer.terms(MODEL, flat, row[0], row[1], packing))
+    result.sum().backward()
+
+    expected = hidden.detach().transpose(0, 1).clone().requires_grad_()
+    documents = torch.tensor([[0] * 12, [0] * 3 + [1] * 9]) if document_mask else None
+    terms = simreg_loss(
+        expected, labels, temperature=0.1, valid=mask > 0, chunk_size=5, documents=documents, reduction="none"
+    )
+    terms.sum().backward()
+    torch.testing.assert_close(flat.grad.reshape(BATCH, LENGTH, WIDTH), expected.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_failure_behind_a_sound_loss_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, labels, mask, loss = micro_batch()
+    sound = term.simreg_over_ranks
+    monkeypatch.setattr(term, "simreg_over_ranks", lambda *a, **k: sound(*a, **k) * float("inf"))
+    regularizer = Regularizer(SimRegConfig(lambda_=1))
+    with pytest.raises(RuntimeError, match="the SimReg term is not finite while the language-model loss is"):
+        add(regularizer, hidden, labels, mask, loss)
+    with torch.no_grad():
+        loss[0, 0] = float("nan")  # Megatron's own checks see this one
+    add(regularizer, hidden, labels, mask, loss)

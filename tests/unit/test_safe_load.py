@@ -16,7 +16,7 @@ import torch
 
 from simreg_megatron import cli
 from simreg_megatron.tools.safe_load import CheckpointError, check_archive, check_checkpoint, check_pickle
-from tests.helpers.checkpoints import Calls, archive_of, dist_checkpoint
+from tests.helpers.checkpoints import Calls, archive_of, dist_checkpoint, tiny_config
 
 pytest.importorskip("transformers")
 pytest.importorskip("megatron")  # the name alone: importing its core takes seconds of every worker
@@ -168,3 +168,16 @@ def test_what_is_cut_off(name: str, checkpoint: Path) -> None:
     (checkpoint / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
         check_checkpoint(checkpoint)
+
+
+def test_an_object_in_the_data_file(checkpoint: Path, sprung: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replaced(checkpoint, STATE, [touches(sprung)])
+    refused(checkpoint, capsys)
+    assert not sprung.exists()
+
+
+def test_experts_are_as_safe(tmp_path: Path, sprung: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = dist_checkpoint(tmp_path / "experts", tiny_config(experts=4))
+    replaced(checkpoint, "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_1.3_2.4", [touches(sprung)])
+    refused(checkpoint, capsys)
+    assert not sprung.exists()

@@ -127,3 +127,39 @@ def test_flags_that_were_parsed_before_are_no_silent_lambda_of_zero(monkeypatch:
     ):
         install()
     assert state.installed() is None
+
+
+def test_a_training_loop_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = replace(compat.STEP_SEAM, module="no_such_loop")
+    monkeypatch.setattr(compat, "STEP_SEAM", broken)
+    monkeypatch.setattr(compat.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(compat.MegatronSeamError, match="cannot import no_such_loop"):
+        compat.training_loop()
+
+
+def test_wrapped_functions_come_back(module: ModuleType) -> None:
+    original = FitModel._postprocess
+    installation = Installation(None, lambda config: ())
+    installation.wrap(
+        seam("FitModel").holder(),
+        seam("FitModel").name,
+        lambda inner: lambda *args, **kwargs: "wrapped " + inner(*args, **kwargs),
+    )
+    assert FitModel()._postprocess(None, None) == "wrapped own"
+    kept = FitModel._postprocess
+    installation.unwrap_all()
+    assert FitModel._postprocess is original
+    assert kept(FitModel(), None, None) == "own", "a wrapper that was kept calls the original"
+
+
+def test_a_later_wrapper_is_not_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FitModel._postprocess
+    installation = Installation(None, lambda config: ())
+    installation.wrap(FitModel, "_postprocess", lambda inner: lambda *args: inner(*args))
+    monkeypatch.setattr(FitModel, "_postprocess", original)
+    monkeypatch.setattr(OddModel, "_postprocess", OddModel._postprocess)  # so that it comes back
+    installation.wrap(OddModel, "_postprocess", lambda inner: lambda *args: inner(*args))
+    ours = OddModel._postprocess
+    with pytest.raises(RuntimeError, match="wrapped again after SimReg"):
+        installation.unwrap_all()
+    assert OddModel._postprocess is ours, "all or nothing"

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.losses import sigmoid, sigmoid_loss
+from simreg_megatron.parallel.layout import ShardLayout
+from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.sharded.objectives import objective_terms
+from simreg_megatron.sharded.sequence import chunk_views
 from simreg_megatron.weights import learnable
 from tests.helpers.fixtures import fixture_f1, random_tokens, without_pairs
 from tests.unit.test_simreg_facts import assert_prints
@@ -239,3 +243,25 @@ def test_a_zero_row_is_as_if_masked_however_its_partner_is(which: str) -> None:
     assert torch.equal(sigmoid_loss(rows, labels, heads=heads, chunk_size=4), masked)
     heads[1, 3] = torch.nan
     assert sigmoid_loss(rows, labels, heads=heads).isnan(), "a broken head is shown"
+
+
+def test_an_output_layer_of_zeros_has_no_term_yet() -> None:
+    """As some begin: what the plugin computes is 0 and finite, and it becomes a term with the first rows."""
+    rows, labels = random_tokens((2, 8, 6), num_labels=3)
+    config = SimRegConfig(
+        lambda_=1, objective="sigmoid", objective_options="pairs=hidden-head,trains=none", chunk_size=4
+    )
+    shard, hidden = SequenceShard(ShardLayout(8)), rows.transpose(0, 1).clone().requires_grad_()
+    everyone = torch.ones_like(labels, dtype=torch.bool)
+
+    def terms(heads: Tensor) -> Tensor:
+        views = chunk_views(config, shard, hidden, labels, everyone, heads=heads)
+        return objective_terms(config, views, shard, {}, 0, lambda: None)
+
+    found = terms(torch.zeros_like(hidden))
+    found.sum().backward()
+    assert not found.any() and not hidden.grad.any()
+    heads = torch.zeros_like(hidden)
+    heads[4:] = 1.0
+    found = terms(heads)
+    assert found.isfinite().all() and not found[:, :4].any() and (found[:, 4:] > 0).all()

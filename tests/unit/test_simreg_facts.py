@@ -12,6 +12,15 @@ from simreg_megatron.losses import simreg_loss
 from tests.helpers.fixtures import fixture_f1
 from tests.helpers.quick import quick
 
+MASKED = (3, 8, 9)
+
+
+def mask() -> Tensor:
+    valid = torch.ones(12, dtype=torch.bool)
+    valid[list(MASKED)] = False
+    return valid
+
+
 pytestmark = pytest.mark.usefixtures("every_impl")
 WHOLE_TILES = pytest.mark.parametrize("every_impl", ["reference", "tiled"], indirect=True)  # tiles of 3 were 100,000
 REFERENCE_ALONE = pytest.mark.parametrize("every_impl", ["reference"], indirect=True)  # nothing depends on the form
@@ -128,3 +137,41 @@ def test_sr12_learnable(f1: Tokens) -> None:
     assert_prints(loss.detach(), "1.217480")
     for grad, printed in zip(torch.autograd.grad(loss, scalars), ("0.0524904", "0.0414949"), strict=True):
         assert_prints(grad[0], printed)
+
+
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        ({"temperature": 0.1}, "0.137284"),
+        ({"temperature": 0.01}, "2.688101e-5"),
+        ({"temperature": 0.1, "chunk_size": 6}, "0.104497"),
+        ({"temperature": 0.1, "chunk_size": 6, "chunk_weight": "uniform"}, "0.115838"),
+        ({"temperature": 0.1, "chunk_size": 6, "chunk_weight": "pos-neg-ratio"}, "0.0618048"),
+        ({"temperature": 0.1, "chunk_size": 6, "chunk_weight": "neg-pos-ratio"}, "0.169870"),
+    ],
+)
+def test_sr5_masked_tokens_have_no_role(options: dict, printed: str, f1: Tokens) -> None:
+    rows, labels = f1
+    loss, grad = gradient(rows, labels, valid=mask(), **options)
+    assert_prints(loss, printed)
+    assert torch.equal(grad[list(MASKED)], torch.zeros(3, 6, dtype=rows.dtype))
+
+    other_rows, other_labels = rows.clone(), labels.clone()
+    other_rows[list(MASKED)] = torch.tensor([math.nan, math.inf, -3.0], dtype=rows.dtype).unsqueeze(1)
+    other_labels[list(MASKED)] = torch.tensor([5, 2, -100])
+    changed, changed_grad = gradient(other_rows, other_labels, valid=mask(), **options)
+    assert torch.equal(changed, loss)
+    assert torch.equal(changed_grad, grad)
+
+
+@pytest.mark.parametrize(("temperature", "norm"), [(1.0, "0.136323"), (0.1, "0.215845"), (0.01, "7.968333e-3")])
+def test_sr6_gradient_norm(temperature: float, norm: str, f1: Tokens) -> None:
+    rows, labels = f1
+    _, grad = gradient(rows, labels, temperature=temperature)
+    assert_prints(grad.norm(), norm)
+
+
+@pytest.mark.parametrize(("prefix", "printed"), [(2, "1.047967"), (4, "0.466405"), (6, "0.200631")])
+def test_sr15_prefixes(prefix: int, printed: str, f1: Tokens) -> None:
+    rows, labels = f1
+    assert_prints(simreg_loss(rows[:, :prefix], labels, temperature=0.1), printed)

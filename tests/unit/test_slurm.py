@@ -435,6 +435,43 @@ class TestBooks:
         (books.output / name).touch()
         assert books.end(3, 0) != 0 and books.begin() != 0
 
+    @pytest.mark.parametrize("status", [0, 1])
+    def test_two_slices_without_progress_end_the_chain(self, status: int, books, monkeypatch, capsys) -> None:
+        assert self.slice(books, 10, 10, status, monkeypatch) == 0
+        assert self.slice(books, 10, 10, status, monkeypatch) != 0
+        assert "nothing saved beyond iteration 10, where the slice before it failed too" in capsys.readouterr().out
+
+    def test_another_submission_begins_a_new_count(self, books, monkeypatch) -> None:
+        assert self.slice(books, 10, 10, 1, monkeypatch) == 0
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "6")
+        assert self.slice(chain.Chain(books.output, books.save), 10, 10, 1, monkeypatch) == 0
+
+    def test_a_stop_is_repeated_until_a_process_acts_on_it(self, books, monkeypatch) -> None:
+        (books.output / chain.STOP).touch()
+        clock, calls = iter(range(0, 10_000, 50)), []
+        monkeypatch.setattr(chain.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(chain.subprocess, "run", lambda command, **_: calls.append(command))
+
+        def sleep(_: float) -> None:
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(chain.time, "sleep", sleep)
+        with pytest.raises(KeyboardInterrupt):
+            books.watch(3, "17")
+        assert calls == [["scancel", f"--signal={chain.SAVE_AND_LEAVE}", "17"]] * 3
+
+    def test_what_a_living_run_is_writing_is_not_touched(self, books, tmp_path: Path) -> None:
+        """Books hold no lock: the run itself deletes what was never finished, once it has the folder."""
+        on_its_way = tmp_path / "checkpoints" / "iter_0000010"
+        on_its_way.mkdir(parents=True)
+        assert books.begin() == 0 and on_its_way.is_dir()
+
+    def test_an_end_without_a_start_is_no_failure(self, books, monkeypatch) -> None:
+        assert self.slice(books, 0, 10, 0, monkeypatch) == 0
+        books.book.write_text(books.book.read_text().splitlines()[1] + "\n")
+        assert self.slice(books, 10, 10, 1, monkeypatch) == 0
+
 
 @pytest.mark.parametrize(
     ("begins", "runs", "ends", "status"), [(2, 0, 0, 2), (3, 0, 0, 0), (0, 7, 0, 7), (0, 0, 2, 2), (0, 7, 2, 7)]

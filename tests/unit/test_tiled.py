@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.measure import peak_bytes
 from simreg_megatron.kernels import torch as tiles
 from simreg_megatron.kernels.form import Tokens, form_named
 from simreg_megatron.losses import simreg_loss
@@ -129,3 +131,39 @@ def test_what_is_kept_is_found_again(together: int, monkeypatch: pytest.MonkeyPa
 def _together(rows: Tensor, work: int, monkeypatch: pytest.MonkeyPatch) -> int:
     limit(monkeypatch, work=work)
     return tiles.plan_for(rows, (0, 8), by_document=False).together
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [300, 1000])
+def test_close_to_float64(dtype: torch.dtype, num_tokens: int) -> None:
+    rows, labels = clustered(num_tokens, dtype)
+    loss_scale = 2.0**24  # in float16 the gradient of so small a loss would be 0
+    expected_loss, expected_grad = value_and_gradient(rows.double(), labels, loss_scale, impl="reference")
+    loss, grad = value_and_gradient(rows, labels, loss_scale, impl="tiled")
+    assert 1e-9 < expected_loss < 1e-4, "the regime that SimReg reaches"
+    assert apart(loss, expected_loss) < 2e-5
+    rounding = torch.finfo(dtype).eps / 2
+    assert apart(grad, expected_grad) < 2e-5 + rounding, "its own error, and one rounding to the type of the input"
+
+
+def test_the_known_wrong_ways_fall_outside() -> None:
+    """In float32 the log-sum of all less that of the positives loses the loss; bfloat16 unit rows lose the gradient."""
+    rows, labels = clustered(1000)
+    exact = simreg_loss(rows.double(), labels, impl="reference")
+    unit = F.normalize(rows, dim=-1)
+    logits = unit @ unit.T / 0.01
+    positives = logits.masked_fill(labels[:, None] != labels, -torch.inf).logsumexp(-1)
+    assert apart((logits.logsumexp(-1) - positives).mean(), exact) > 0.5
+    _, grad = value_and_gradient(F.normalize(rows.bfloat16(), dim=-1), labels, impl="tiled")
+    _, of_unit = value_and_gradient(unit.double(), labels, impl="reference")
+    assert apart(grad, of_unit) > 1e-2
+
+
+@pytest.mark.parametrize("chunk_size", [0, 64])
+def test_the_workspace_is_bounded(chunk_size: int) -> None:
+    """At the peak: the gradient, what is kept of each token, and tiles."""
+    rows, labels = clustered(4096)
+    bound = rows.nbytes + (64 << 20)
+    assert peak_bytes(lambda: value_and_gradient(rows, labels, impl="tiled", chunk_size=chunk_size)) < bound
+    if chunk_size == 0:
+        assert peak_bytes(lambda: value_and_gradient(rows, labels, impl="reference")) > 5 * bound

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig, cli, doctor, trial
 from simreg_megatron.kernels import form
-from simreg_megatron.kernels.form import Form, Kept
+from simreg_megatron.kernels.form import Form, Kept, Tokens
 from simreg_megatron.kernels.torch import TorchForm
 from simreg_megatron.losses import simreg
 from simreg_megatron.plugin import loop
@@ -25,6 +25,15 @@ from simreg_megatron.plugin.tokens import device_of, rows_dtype
 from simreg_megatron.sharded.sequence import fast_form
 from simreg_megatron.trial import Shape
 from tests.helpers.processes import run_processes
+
+
+class WrongFarAway(TorchForm):
+    """Right in short chunks."""
+
+    def measure(self, tokens: Tokens, *given: Any, **options: Any) -> Kept:
+        kept = super().measure(tokens, *given, **options)
+        return kept._replace(ratio=kept.ratio * 1.01) if tokens.rows.shape[2] > 64 else kept
+
 
 CPU = torch.device("cpu")
 SHAPE = Shape(batch=2, length=96, width=16, chunk_size=40, dtype=torch.float32)
@@ -183,3 +192,10 @@ def test_doctor_tries_it(plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: 
         said = capsys.readouterr().out
         assert f"LLaMA 350M, 16 x 2048 x 1024 (bfloat16, chunks of 1024): triton {verdict}" in said
         assert said.endswith("a step\n") and ("impl auto takes tiled" in said) == ("wrong" in verdict)
+
+
+def test_a_long_chunk_is_compared_over_its_whole_length(plant: Plant) -> None:
+    plant(WrongFarAway())
+    long = SHAPE._replace(length=200, chunk_size=0)
+    assert "is wrong" in trial.failure_of("triton", long, CPU)
+    assert not trial.failure_of("triton", long._replace(length=64), CPU)

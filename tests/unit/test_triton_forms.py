@@ -299,3 +299,29 @@ def test_compiled_without_a_gpu(architecture: int, most_shared_kib: int, which: 
         assert 0 <= kernel["shared_bytes"] <= most_shared_kib * 1024, kernel
         if architecture == 90 and kernel["computes_products"]:
             assert kernel["uses_wgmma"], kernel
+
+
+@interpreted
+@pytest.mark.parametrize("way", quick(WAYS, only(KEPT)), indirect=True)
+def test_what_is_not_usable_may_hold_anything(way: str) -> None:
+    rows, labels = clustered(length=25)
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    valid[0, 5:9] = valid[1, -3:] = False
+    rows[1, 20] = 0.0
+    expected = value_and_gradient(rows.double(), labels, "reference", valid=valid)
+    rows[~valid] = 1e4  # finite, as Megatron's own masked loss must be
+    loss, grad = value_and_gradient(rows, labels, "triton", valid=valid)
+    assert apart(loss, expected[0]) < 2e-5 and apart(grad, expected[1]) < 3e-5
+    assert (grad[~valid] == 0).all() and (grad[1, 20] == 0).all()
+    assert grad[valid].ne(0).any()
+
+
+@interpreted
+def test_rows_that_are_exactly_zero_are_left_out() -> None:
+    rows, labels = clustered()
+    rows[:, 7], rows[0, 20] = 0.0, 0.0
+    masks_of_zeros = torch.ones_like(labels, dtype=torch.bool), rows.any(dim=-1)
+    given = (Tokens(*(part.unsqueeze(1) for part in (rows, labels, mask)), None) for mask in masks_of_zeros)
+    found, expected = (form_named("triton").measure(tokens, (0, 45), 0.01, keep=False) for tokens in given)
+    assert all(map(torch.equal, found[1:5], expected[1:5]))
+    assert (found.names[:, 0, 7] == -1).all() and (found.ratio[:, 0, 7] == 0).all()

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimReg's backward lies between those of the loss and of the output layer, which keep a GPU busy meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron import runs
+
+SEQUENCE_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+LOSS, LINEAR = "_VocabParallelCrossEntropyBackward", "LinearWithGradAccumulationAndAsyncCommunicationBackward"
+SIMREG, NORM = "_SimRegBackward", "RsqrtBackward0"
+
+
+@pytest.mark.parametrize(("flags", "processes"), [((), 1), (SEQUENCE_PARALLEL, 2)])
+def test_the_loss_comes_first_and_the_output_layer_last(
+    flags: tuple[str, ...], processes: int, data_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = (*data_flags, *runs.SIMREG, *flags, "--train-iters", "1")
+    done = runs.attempt(tmp_path, words, processes=processes, patch="backward_order:printed")
+    assert done.status == 0, done.output[-2000:]
+    ranks = [line.split() for line in done.output.splitlines() if line.startswith("backward: ")]
+    assert len(ranks) == processes
+    for nodes in ranks:
+        first, later = nodes[: nodes.index(SIMREG)], nodes[nodes.index(SIMREG) :]  # of one of two micro-batches
+        assert first.count("_AddGradientBackward") == first.count(LOSS) == 1
+        assert LINEAR not in first and NORM not in first
+        assert later.index(LINEAR) < later.index(NORM), "then the output layer's, then the decoder's"
