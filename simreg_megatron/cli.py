@@ -54,8 +54,7 @@ def _print_flags(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status: 2 after an error, with one sentence on standard error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what is half done is removed
-    # A forked worker may swallow that SystemExit, and its parent would wait for it for ever.
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # workers may swallow it
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names and tables need letters that a terminal may not have
             stream.reconfigure(errors="replace")

@@ -151,7 +151,7 @@ def _run(models: Any, forward_backward: Callable[[], Any]) -> tuple[Any, list[Te
     with _repeated_random_numbers():
         loss = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), forward_backward())
     named = (pair for model in compat.unwrapped(models) for pair in model.named_parameters())
-    parameters = [parameter for name, parameter in named if not learnable.is_scalar(name)]  # only SimReg trains those
+    parameters = [parameter for name, parameter in named if f".{learnable.PREFIX}" not in f".{name}"]  # SimReg's own
     found = [getattr(parameter, "main_grad", None) for parameter in parameters]
     found = [one.grad if grad is None else grad for one, grad in zip(parameters, found, strict=True)]
     return loss, [gradient.detach() for gradient in found if gradient is not None]

@@ -108,8 +108,8 @@ def refuse_idle_adagc(args: Any) -> None:
     idle = [flag.name for flag in OF_ADAGC if getattr(args, flag.dest, None) is not None]
     if idle and not getattr(args, "adagc", None):
         raise ValueError(f"{', '.join(idle)} has no effect without --adagc: add it, or drop them")
-    has_no_warmup = getattr(args, "adagc_warmup_iters", None) == 0
-    if has_no_warmup and (args.adagc_lambda_abs is not None or args.adagc_variant == "raw"):
+    of_warmup = getattr(args, "adagc_lambda_abs", None) is not None or getattr(args, "adagc_variant", None) == "raw"
+    if of_warmup and getattr(args, "adagc_warmup_iters", None) == 0:
         raise ValueError(
             "--adagc-lambda-abs and --adagc-variant raw have no effect with --adagc-warmup-iters 0: drop them"
         )

@@ -19,22 +19,7 @@ from simreg_megatron.losses.simcse import simcse_loss
 from simreg_megatron.losses.simreg import simreg_loss
 
 __all__ = [
-    "Block",
-    "BlockTerms",
-    "cosine_logits",
-    "cpretrain_loss",
-    "creg_loss",
-    "dispersion_loss",
-    "label_pairs",
-    "log_sum",
-    "mean_over",
-    "mic_loss",
-    "prefixes_ce_loss",
-    "sce_loss",
-    "self_pairs",
-    "sigmoid_loss",
-    "sigreg_loss",
-    "simcse_loss",
-    "simreg_loss",
-    "spread",
-]
+    "Block", "BlockTerms", "cosine_logits", "cpretrain_loss", "creg_loss", "dispersion_loss", "label_pairs",
+    "log_sum", "mean_over", "mic_loss", "prefixes_ce_loss", "sce_loss", "self_pairs", "sigmoid_loss",
+    "sigreg_loss", "simcse_loss", "simreg_loss", "spread",
+]  # fmt: skip

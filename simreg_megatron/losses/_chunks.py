@@ -91,11 +91,6 @@ def as_batch(embeddings: Tensor, *per_token: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if part is None else part.unsqueeze(0) for part in (embeddings, *per_token))
 
 
-def _largest_numbers(embeddings: Tensor) -> Tensor:
-    # Not a comparison of each number with 0: that would be a copy of all of them, in bool.
-    return torch.linalg.vector_norm(embeddings.detach(), ord=math.inf, dim=-1)
-
-
 def usable_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor:
     """Bool [b, n]: out are tokens with valid False, with a label below 0 (-100), and with an exactly zero row."""
     wanted = labels >= 0 if valid is None else valid & (labels >= 0)
@@ -104,7 +99,8 @@ def usable_tokens(embeddings: Tensor, labels: Tensor, valid: Tensor | None) -> T
 
 def with_direction(embeddings: Tensor, wanted: Tensor) -> Tensor:
     """Return which of the wanted tokens [b, n] have a row that is not exactly zero."""
-    return torch.logical_and(wanted, _largest_numbers(embeddings))  # a NaN counts as true, as any number but 0
+    # Not a comparison of each number with 0, which would be a copy of all of them. A NaN counts, as any number but 0.
+    return torch.logical_and(wanted, torch.linalg.vector_norm(embeddings.detach(), ord=math.inf, dim=-1))
 
 
 def checked(

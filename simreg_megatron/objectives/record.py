@@ -78,18 +78,6 @@ class Felt:
     chunk_size: int | None = 24
 
 
-def _nothing(config: Settings) -> None:
-    return None
-
-
-def _always(options: Options) -> bool:
-    return True
-
-
-def _never(options: Options) -> bool:
-    return False
-
-
 @dataclass(frozen=True, eq=False)
 class Objective:
     """The record of an objective.
@@ -136,15 +124,15 @@ class Objective:
     idle_with: Mapping[str, tuple[str, str | float]] = field(default_factory=dict)
     other_options: tuple[str, ...] = ()
     not_offered: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    check: Callable[[Settings], None] = _nothing
+    check: Callable[[Settings], None] = lambda config: None
     scalars: Callable[[Settings], Mapping[str, Scalar]] = lambda config: {}
-    warning: Callable[[Settings], str | None] = _nothing
+    warning: Callable[[Settings], str | None] = lambda config: None
     trains: bool = True
     draws: bool = False
     relabels: str = ""
-    meets_heads: Callable[[Options], bool] = _never
-    has_chunks: Callable[[Options], bool] = _always
-    takes_rows: Callable[[Options], bool] = _never
+    meets_heads: Callable[[Options], bool] = lambda options: False
+    has_chunks: Callable[[Options], bool] = lambda options: True
+    takes_rows: Callable[[Options], bool] = lambda options: False
     prefixes_below_width: bool = False
     felt: Felt = Felt()
     oracle: str = ""

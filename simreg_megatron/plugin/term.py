@@ -105,9 +105,8 @@ class Regularizer:
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
-        pairs = zip(parts, self.config.parts, strict=True) if self.trains else ()
-        weighted = [(part.terms, self.strength.weight(config, self._hidden_size)) for part, config in pairs]
-        return Terms(weighted, labels, shard.start)
+        weights = [self.strength.weight(config, self._hidden_size) for config in self.config.parts if self.trains]
+        return Terms([(part.terms, weight) for part, weight in zip(parts, weights, strict=False)], labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
         """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched.

@@ -106,11 +106,6 @@ def names(config: SimRegConfig) -> list[str]:
     return [f"{PREFIX}{module}.{name}" for module, start in wanted(config).items() for name in start]
 
 
-def is_scalar(name: str) -> bool:
-    """Return whether a parameter of this name in a model is one of them."""
-    return any(part.startswith(PREFIX) for part in name.split("."))
-
-
 def may_be_of_scalars(error: BaseException) -> bool:
     """Return whether Megatron's error may be about the moments of such scalars, which it does not name."""
     return any(words in str(error) for words in _OTHER_SIZE)

@@ -20,6 +20,7 @@ from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.arguments import add_simreg_arguments
 from simreg_megatron.sentences import SentenceError, one_line
 from simreg_megatron.tools.indexed import DataError
+from tests.helpers import jobs
 from tests.megatron import runs
 from tools.flags_page import described_flags, flags_page
 
@@ -30,6 +31,14 @@ def test_doctor_without_torch_says_so_and_ends(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     assert cli.main(["doctor"]) == 1 and "missing: SimReg needs it" in capsys.readouterr().out
+
+
+def test_a_forked_worker_can_be_ended() -> None:
+    """It would inherit a SIGTERM that raises, and libraries swallow that."""
+    code = "import os, signal; from simreg_megatron import cli; cli.main(['doctor'])\n"
+    code += "child = os.fork()\nif not child: os._exit(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)\n"
+    code += "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    assert jobs.run([sys.executable, "-c", code]).returncode == 0
 
 
 def doctor_here() -> None:

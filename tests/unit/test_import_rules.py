@@ -79,7 +79,7 @@ LAW = {
     "tools": room(
         f"{TOP} cpu config geometry plugin pretrain sentences",
         "torch megatron numpy datasets multiprocess sentencepiece transformers tokenizers safetensors huggingface_hub "
-        "lm_eval filelock matplotlib tensorboard",
+        "lm_eval filelock fsspec matplotlib tensorboard",
     ),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),

@@ -99,6 +99,13 @@ def test_megatrons_builder_writes_the_same(tmp_path: Path, vocab_size: int) -> N
     assert read_index(tmp_path / "ours")[1:] == (3, 5, 306) and len(read_tokens(tmp_path / "ours")) == 306
 
 
+def test_a_broken_row_is_named_by_its_file_also_in_a_group(tmp_path: Path) -> None:
+    first, second = write_source(tmp_path / "a", "jsonl.gz", LINES), tmp_path / "b.jsonl"
+    second.write_bytes(b"".join(LINES[:20]) + b'{"text": \n')
+    with pytest.raises(DataError, match=r"b\.jsonl, row 21: expected a text under the key 'text'"):
+        prepare([first, str(second)], tmp_path / "out", tokenizer=MODEL)
+
+
 def test_a_stopped_run_continues_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenized text is not tokenized again, and the number of workers changes nothing."""
     monkeypatch.setattr(text_sources, "_GROUP_BYTES", 1)  # each file alone
