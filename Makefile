@@ -37,7 +37,7 @@ setup: ## make .venv with all that the demo and the tests need (once: 1 to 4 min
 demo: setup ## pretrain two tiny LLaMAs on real text, with and without SimReg, and compare them
 	$(PY) launch/demo.py $(if $(STEPS),--steps $(STEPS)) $(DEMO_ARGS)
 
-test: setup ## the quick tests (4 to 10 minutes on 2 cores)
+test: setup ## the quick tests (3 to 10 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu and not slurm and not te" $(PYTEST_ARGS) tests
 
 test-all: setup test-slurm ## every test but those of test-te; those for a GPU only where one is, those of SLURM only where it can start
