@@ -509,7 +509,7 @@ def test_a_flag_that_is_a_note_for_a_container_is_refused_in_it(tmp_path: Path) 
     site_file(tmp_path, f"{site}HOST_PYTHON={tmp_path}/python\n")
     words = [LLAMA, "--train-iters", "5", "--save-interval", "5", "--output", str(tmp_path / "run")]
     submitting = ["bash", "launch/slurm/submit.sh", "--cluster", str(tmp_path / "my.env"), "--dry-run", *words]
-    refused = "Megatron has no flag --weight-decayy: leave it out, or see --help"
+    refused = "Megatron has no flag --weight-decayy: did you mean --weight-decay?"
     asked = jobs.run([*submitting, "--weight-decayy", "1"], cwd=ROOT, check=True)
     assert f"in a container with this machine's Megatron the run would be refused: {refused}" in asked.stderr
     programs = {
