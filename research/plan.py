@@ -294,6 +294,8 @@ def _run_of(plan: Plan, size: int | str, length: float, own: Flags, data: str, *
         "eval-interval": str(steps + 1),  # once, after the last step
         "log-timers-to-tensorboard": "",
     }
+    if quick and "lr-warmup-iters" in flags:  # one that was tuned may be longer than these few steps
+        flags["lr-warmup-iters"] = "1"
     if plan.is_about_time:
         flags["eval-iters"] = "1"
     if "lr" in own:
