@@ -127,7 +127,7 @@ def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     preflight.check_writers(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
-        if any((plan.output / "tensorboard").glob("events*")):
+        if not flag_value(plan.flags, "--load") and any((plan.output / "tensorboard").glob("events*")):
             _say(f"> {plan.output} has the curves of an earlier run, and this one's join them: give another --output")
     _say_each("> ", check_text(plan, may_miss=False))
     _prepare(plan)

@@ -4,7 +4,7 @@
 #
 #   tools/lowest.sh [PYTEST OPTIONS]      make build/lowest-venv if it is not there or setup.py changed, then run them
 #
-# uv chooses (--resolution lowest-direct), and is told all that pip is told, as in tools/setup.sh.
+# uv chooses (--resolution lowest-direct), and follows pip's configuration, as in tools/setup.sh.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -44,7 +44,7 @@ make_environment() {
 
 if [ ! -x "$uv" ]; then
   say "skipped: uv, which chooses the versions, is not in .venv"
-  [ -z "${CI:-}" ] || exit 1 # there nobody reads what was skipped
+  [ -z "${CI:-}" ] || exit 1 # in CI no one reads what was skipped
   exit 0
 fi
 make_environment

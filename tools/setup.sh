@@ -7,7 +7,7 @@
 #
 # PYTHON=/path/to/python3.12 names the interpreter. Everything about packages (a mirror, CPU-only wheels,
 # constraints) is pip's own configuration: the PIP_* variables and pip.conf are left as they are. uv, which is
-# several times faster, is told the same and does the work where it can be had; INSTALLER=pip leaves it out.
+# several times faster, follows the same configuration and does the work where it can be had; INSTALLER=pip leaves it out.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -106,7 +106,7 @@ take_without_wheel() {
     "pip will try to compile it; if that fails, install Python 3.12."
 }
 
-# Nothing fits: take a Python without a wheel and say so, or end with the mend that is nearest.
+# Nothing fits: take a Python without a wheel and say so, or end with the nearest remedy.
 settle_for_less() {
   if [ -n "$without_wheel" ]; then
     take_without_wheel
@@ -122,10 +122,10 @@ settle_for_less() {
 
 # --- Make .venv and install -----------------------------------------------------------------------
 
-# origin_of PYTHON: one line that changes when .venv must be made anew: another minor version, a moved folder.
+# origin_of PYTHON: one line that changes when .venv must be made again: another minor version, a moved folder.
 origin_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2], sys.argv[1])' "$root" 2>/dev/null; }
 
-# recipe: one line that changes when the packages have to be installed anew.
+# recipe: one line that changes when the packages have to be installed again.
 recipe() {
   "$venv/bin/python" -c 'import hashlib, sys
 print(hashlib.sha256(b"".join(open(path, "rb").read() for path in sys.argv[1:])).hexdigest())' \
@@ -168,7 +168,7 @@ make_venv() {
       "(on Debian and Ubuntu: apt install python3.12-venv), or name another interpreter with PYTHON=."
 }
 
-# by_uv: install with uv, told all that pip was told; fails where it cannot be had, cannot follow, or does not manage.
+# by_uv: install with uv, with pip's configuration; fails where it cannot be had, cannot follow, or does not manage.
 by_uv() {
   local given name value
   [ "${INSTALLER:-uv}" = uv ] || return 1
@@ -191,7 +191,7 @@ by_uv() {
 }
 
 by_pip() {
-  # PIP_USER would send the packages out of .venv; everything else that pip was told stays.
+  # PIP_USER would send the packages out of .venv; the rest of pip's configuration stays.
   PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$root/constraints.txt" \
     --editable "${root}[demo,dev]"
 }

@@ -33,20 +33,9 @@ PANELS = {  # tag: title, axis
 }
 _SMOOTHED_POINTS = 100  # longer curves are drawn pale, with their running mean on top
 _PLACES = (
-    "path",
-    "dir",
-    "save",
-    "load",
-    "rank",
-    "tensorboard",
-    "timestamp",
-    "wandb",
-    "port",
-    "consumed",
-    "so_far",
-    "iteration",
-    "exit_on",
-)
+    "path", "dir", "save", "load", "rank", "tensorboard", "timestamp", "wandb", "port", "consumed", "so_far",
+    "iteration", "exit_on",
+)  # fmt: skip
 """Arguments whose names hold one of these say nothing of what was trained."""
 
 
