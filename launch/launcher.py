@@ -253,9 +253,9 @@ def look_at_machine() -> Machine:
 
 def _assume_gpus(machine: Machine, model: str, words: Sequence[str]) -> Machine:
     """Plan a real size on a login node as for a node with one GPU a rank and Transformer Engine."""
-    asked_for_cpu = any(word.partition("=")[0] == "--simreg-cpu" for word in words)
-    asked_for_cpu = asked_for_cpu or os.environ.get("SIMREG_CPU", "0") not in ("", "0")
-    if machine.gpus or model == TINY or asked_for_cpu:
+    from simreg_megatron.cpu import backend as cpu_backend
+
+    if machine.gpus or model == TINY or cpu_backend.requested(list(words)):
         return machine
     _say("# no GPU here: planned as if every rank had one and Transformer Engine were installed")
     return replace(machine, gpus=machine.local_world_size, transformer_engine=True)

@@ -105,8 +105,11 @@ class Regularizer:
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
-        weights = [self.strength.weight(config, self._hidden_size) for config in self.config.parts if self.trains]
-        return Terms([(part.terms, weight) for part, weight in zip(parts, weights, strict=False)], labels, shard.start)
+        weighted = []
+        if self.trains:
+            weights = [self.strength.weight(config, self._hidden_size) for config in self.config.parts]
+            weighted = [(part.terms, weight) for part, weight in zip(parts, weights, strict=True)]
+        return Terms(weighted, labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
         """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched.
@@ -186,7 +189,7 @@ class Regularizer:
         if prefixes:
             terms = terms / len(prefixes)
         shown = views[-1]
-        if config.sends_no_rows or config.record.relabels or prefixes:  # then the log describes others than these
+        if config.sends_no_rows or config.record.relabels or prefixes:  # the log describes whole states, in chunks
             shown = self._views(config, tokens, states[-1], for_log=True) if wants_log else []
         return _Part(terms, shown, learned)
 

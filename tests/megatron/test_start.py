@@ -111,7 +111,7 @@ def test_make_runs_where_it_can_or_must(
     assert calls == ["make"] * runs
 
 
-@pytest.mark.slow  # quick with a stand-in: below
+@pytest.mark.slow  # quick with a stand-in: above
 def test_megatron_compiles_nothing_in_its_wheel() -> None:
     """Run Megatron's own step before the first one on a GPU, without the CPU backend; it fails in plain Megatron."""
     done = python("-c", COMPILE)
