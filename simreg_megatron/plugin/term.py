@@ -105,11 +105,10 @@ class Regularizer:
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
-        weighted = []
-        if self.trains:
-            weights = [self.strength.weight(config, self._hidden_size) for config in self.config.parts]
-            weighted = [(part.terms, weight) for part, weight in zip(parts, weights, strict=True)]
-        return Terms(weighted, labels, shard.start)
+        if not self.trains:
+            return Terms([], labels, shard.start)
+        weights = [self.strength.weight(config, self._hidden_size) for config in self.config.parts]
+        return Terms([(part.terms, weight) for part, weight in zip(parts, weights, strict=True)], labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
         """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched.
