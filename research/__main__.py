@@ -17,7 +17,7 @@ from research import analyse, figures, pages
 from research.plan import Entry, Plan, ResearchError, entries_of, plan_names, read_plan
 from research.run import Runner, Store, command_of, give_way, open_dataset
 from research.tables import KEPT, Table, read_table, read_tables, settings_of, write_table
-from simreg_megatron.sentences import SentenceError
+from simreg_megatron.notices import SentenceError
 
 _KEPT_CURVES = ("train_loss", "validation_loss", "simreg_loss", "positive_cosine", "negative_cosine")
 

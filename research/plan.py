@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from simreg_megatron.sentences import SentenceError
+from simreg_megatron.notices import SentenceError
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = Path(__file__).resolve().parent / "plans"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from simreg_megatron import __version__, doctor
-from simreg_megatron.sentences import SentenceError
+from simreg_megatron.notices import SentenceError
 from simreg_megatron.tools import curves, evaluate, export_hf, import_hf, prepare_data
 
 # What a command needs beyond the package itself, and the extra of setup.py that brings it.

@@ -17,7 +17,7 @@ from typing import Any
 
 from simreg_megatron import __version__
 from simreg_megatron.installed import broken_transformer_engine
-from simreg_megatron.sentences import SentenceError
+from simreg_megatron.notices import SentenceError
 
 _DESCRIPTION = """Show what is installed, where training would run, and which Megatron functions the plugin would wrap.
 Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU or the step fails."""

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log messages once, on one rank."""
+"""Say things to the user: log messages once, on one rank, and errors of one printable line."""
 
 from __future__ import annotations
 
 import warnings
-
-import torch.distributed as dist
 
 _said: set[str] = set()
 
@@ -25,6 +23,8 @@ def forget() -> None:
 
 def say(message: str) -> None:
     """Log on the rank whose console Megatron's training log uses."""
+    import torch.distributed as dist
+
     ready = dist.is_available() and dist.is_initialized()
     if not ready or dist.get_rank() == dist.get_world_size() - 1:
         print(f"> {message}", flush=True)
@@ -32,5 +32,23 @@ def say(message: str) -> None:
 
 def warn(message: str) -> None:
     """A warning on the first rank."""
+    import torch.distributed as dist
+
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(message, stacklevel=3)
+
+
+_LONGEST, _TAIL = 1000, 300
+
+
+class SentenceError(ValueError):
+    """The base of each package's own error: its message is one line, printable, and never longer than a screen."""
+
+    def __init__(self, sentence: object = "") -> None:
+        super().__init__(one_line(sentence))
+
+
+def one_line(text: object) -> str:
+    """`text` with ? for what ends a line, moves a cursor or cannot be encoded; the middle of a long one is left out."""
+    line = "".join(letter if letter.isprintable() else "?" for letter in str(text))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - _TAIL]} ... {line[-_TAIL:]}"

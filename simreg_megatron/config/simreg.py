@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from simreg_megatron import objectives
+from simreg_megatron.config.schedule import Schedule, parsed
 from simreg_megatron.config.together import checked_together, parts_of
 from simreg_megatron.config.values import TEMPERATURES, as_typed, checked_lambda, checked_layers, refuse_other_kinds
 from simreg_megatron.objectives.options import checked_options
 from simreg_megatron.objectives.record import STAY, Kind, Objective
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, authors_lambda
-from simreg_megatron.schedule import Schedule, parsed
 
 SCOPES = ("exact", "local")
 PLACEMENTS = ("post-norm", "pre-norm")

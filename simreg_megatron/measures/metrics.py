@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from simreg_megatron import geometry
 from simreg_megatron.config import SimRegConfig
+from simreg_megatron.geometry import norm_table
 from simreg_megatron.losses.roles import pair_counts
-from simreg_megatron.magnitude import norm_table
 from simreg_megatron.measures import naming, slots
 from simreg_megatron.notices import log_once
 from simreg_megatron.parallel.quantiles import quantiles_over

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simreg_megatron import geometry
-from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, mean_norm
+from simreg_megatron.geometry import NormSums, coefficient_of_variation, cohens_d, mean_norm
 from simreg_megatron.measures import slots
 
 _SHARES = (0.1, 0.5, 0.9)

@@ -8,7 +8,7 @@ ODDITIES = {
     ZERO_NORM: "hidden states of norm zero",
 }
 PAIRS = slice(5, 11)  # (sum, count) of positive, negative and largest negative cosines
-NORMS = slice(11, 14)  # magnitude.NormSums of the tokens that count
+NORMS = slice(11, 14)  # geometry.NormSums of the tokens that count
 ONCE_NORMS, OFTEN_NORMS = slice(14, 17), slice(17, 20)  # of tokens alone with their label in a chunk; of all others
 OF_LABELS = slice(ONCE_NORMS.start, OFTEN_NORMS.stop)
 MARGIN, RIGHT_MARGIN = slice(20, 22), slice(22, 24)  # sum and count of classification margins

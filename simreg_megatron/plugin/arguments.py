@@ -19,7 +19,7 @@ from simreg_megatron.config.flags import (
 )
 from simreg_megatron.config.spelling import refuse_unknown
 from simreg_megatron.cpu import backend as cpu_backend
-from simreg_megatron.sentences import one_line
+from simreg_megatron.notices import one_line
 
 _BARE_PERCENT = re.compile(r"(?<!%)%(?![%(])")  # neither escaped nor the name of a value
 

@@ -25,9 +25,9 @@ from simreg_megatron.plugin.tokens import Reader, Tokens
 from simreg_megatron.sharded.objectives import objective_terms
 from simreg_megatron.sharded.sequence import chunk_views, simreg_over_ranks
 from simreg_megatron.sharded.views import View
-from simreg_megatron.strength import Strength
 from simreg_megatron.weights.heads import head_terms
 from simreg_megatron.weights.learnable import learned_scalars
+from simreg_megatron.weights.strength import Strength
 
 _NOT_FINITE = (
     "the SimReg term is not finite while the language-model loss is: the step is stopped "

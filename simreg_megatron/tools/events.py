@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from simreg_megatron.sentences import SentenceError
+from simreg_megatron.notices import SentenceError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
-from simreg_megatron.sentences import SentenceError
+from simreg_megatron.notices import SentenceError
 
 _ALLOWED = re.compile(
     r"(builtins|__builtin__)\.(set|frozenset|complex|bytes)|_codecs\.encode|collections\.OrderedDict|_?io\.BytesIO"

@@ -16,9 +16,9 @@ import pytest
 
 from simreg_megatron import cli, doctor
 from simreg_megatron.installed import broken_transformer_engine
+from simreg_megatron.notices import SentenceError, one_line
 from simreg_megatron.plugin import compat
 from simreg_megatron.plugin.arguments import add_simreg_arguments
-from simreg_megatron.sentences import SentenceError, one_line
 from simreg_megatron.tools.indexed import DataError
 from tests.helpers import jobs
 from tests.megatron import runs

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from simreg_megatron import SimRegConfig
-from simreg_megatron.schedule import Schedule, parsed
+from simreg_megatron.config.schedule import Schedule, parsed
 
 OF_SEVERAL_OBJECTIVES = [
     ({"objective": "simreg,sigreg:1"}, "several different ones with a weight each, such as simreg:auto,sigreg:0.05"),

@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 
 from simreg_megatron import geometry
-from simreg_megatron.geometry import PairCosines, mean_angle_degrees, pair_cosines
-from simreg_megatron.magnitude import NormSums, coefficient_of_variation, cohens_d, norm_table
+from simreg_megatron.geometry import (
+    NormSums,
+    PairCosines,
+    coefficient_of_variation,
+    cohens_d,
+    mean_angle_degrees,
+    norm_table,
+    pair_cosines,
+)
 from simreg_megatron.parallel.quantiles import quantiles_over
 from tests.helpers.fixtures import fixture_f1, random_tokens
 

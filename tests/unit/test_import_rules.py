@@ -48,26 +48,21 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 # Only adagc, contract, cpu, plugin, pretrain and tools may name megatron; triton lives in kernels alone.
 LAW = {
-    "schedule": room(),
-    "sentences": room(),
     "objectives": room(),
-    "config": room("objectives schedule"),
+    "config": room("objectives"),
     "losses": room("kernels objectives", "torch"),
     "kernels": room(packages="torch triton"),
     "adagc": room("config notices", "torch megatron"),
-    "geometry": room("kernels losses magnitude", "torch"),
-    "magnitude": room(packages="torch"),
+    "geometry": room("kernels losses", "torch"),
     "parallel": room(packages="numpy torch"),
     "trial": room("kernels losses", "torch"),
     "notices": room(packages="torch"),
     "sharded": room("config objectives losses kernels parallel notices", "torch"),
-    "weights": room("config objectives losses parallel", "torch"),
-    "measures": room("config geometry losses magnitude notices parallel sharded weights", "torch"),
-    "strength": room("config notices weights", "torch"),
+    "weights": room("config losses notices objectives parallel", "torch"),
+    "measures": room("config geometry losses notices parallel sharded weights", "torch"),
     "cpu": room("installed", "torch megatron"),
     "plugin": room(
-        "cpu config objectives losses kernels adagc parallel sharded weights strength measures trial "
-        "installed notices sentences",
+        "cpu config objectives losses kernels adagc parallel sharded weights measures trial installed notices",
         "torch megatron transformer_engine apex wandb",
     ),
     TOP: room("config plugin"),
@@ -77,14 +72,14 @@ LAW = {
     "contract": room("loop plugin weights", "torch megatron"),
     "pretrain": room(f"{TOP} config plugin", "torch megatron"),
     "tools": room(
-        f"{TOP} cpu config geometry plugin pretrain sentences",
+        f"{TOP} cpu config geometry notices plugin pretrain",
         "torch megatron numpy datasets multiprocess sentencepiece transformers tokenizers safetensors huggingface_hub "
         "lm_eval filelock fsspec matplotlib tensorboard",
     ),
     "__main__": room(f"{TOP} cpu installed plugin", "megatron"),
     "installed": room(packages="transformer_engine"),
-    "doctor": room(f"{TOP} cpu installed plugin sentences trial", "torch"),
-    "cli": room(f"{TOP} doctor plugin sentences tools"),
+    "doctor": room(f"{TOP} cpu installed notices plugin trial", "torch"),
+    "cli": room(f"{TOP} doctor notices plugin tools"),
 }
 
 

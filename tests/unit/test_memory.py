@@ -11,9 +11,8 @@ import torch
 from benchmarks.emulation import predicted_bytes
 from benchmarks.measure import peak_bytes
 from benchmarks.memory import measured_bytes
-from simreg_megatron import geometry, magnitude
-from simreg_megatron.geometry import pair_cosines
-from simreg_megatron.magnitude import norm_table
+from simreg_megatron import geometry
+from simreg_megatron.geometry import norm_table, pair_cosines
 from tests.helpers.fixtures import random_tokens
 
 MIB = 1 << 20
@@ -53,7 +52,7 @@ def test_a_log_step_takes_little_memory_next_to_the_states(
     measure: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies in float32 and float64 of all hidden states of a micro-batch would be six times as large as they are."""
-    monkeypatch.setitem(magnitude.AT_ONCE, "cpu", MIB)
+    monkeypatch.setitem(geometry.AT_ONCE, "cpu", MIB)
     monkeypatch.setitem(geometry._WORKSPACE, "cpu", MIB)
     rows, labels = random_tokens(shape, num_labels=9, dtype=torch.bfloat16)
     counts = torch.ones(shape[:-1], dtype=torch.bool)
