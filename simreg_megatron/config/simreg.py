@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from simreg_megatron import objectives
 from simreg_megatron.config.schedule import Schedule, parsed
-from simreg_megatron.config.together import checked_together, parts_of
+from simreg_megatron.config.together import checked_together, settings_of_parts
 from simreg_megatron.config.values import TEMPERATURES, as_typed, checked_lambda, checked_layers, refuse_other_kinds
 from simreg_megatron.objectives.options import checked_options
-from simreg_megatron.objectives.record import STAY, Kind, Objective
+from simreg_megatron.objectives.record import STAY, Kind, Objective, Scalar
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES, authors_lambda
 
 SCOPES = ("exact", "local")
@@ -83,7 +84,8 @@ class SimRegConfig:
         object.__setattr__(self, "layers", checked_layers(self.layers))
         refuse_other_kinds("SimReg", self)
         if self.combines:
-            object.__setattr__(self, "objective_options", checked_together(self))
+            self.parts  # noqa: B018  each is checked when it is made
+            object.__setattr__(self, "objective_options", checked_together(self._given, _DEFAULTS))
             return
         self.record  # noqa: B018  an unknown name ends here
         for name, choices in _CHOICES.items():
@@ -114,7 +116,12 @@ class SimRegConfig:
         self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:
-        self.record.check(self)
+        if not self.record.trains and (self.lambda_ != 0 or self.similarity == "learnable"):
+            what = f"lambda {self.lambda_}" if self.lambda_ != 0 else "similarity learnable"
+            raise ValueError(
+                f"SimReg {what} has no effect with objective {self.objective}, which only measures: drop one of them"
+            )
+        self.record.check(self.options, self.tau, self.chunk_size)
         if self.impl in ("tiled", "triton") and (self.similarity, self.self_positive) != ("cosine", "always"):
             raise ValueError(
                 f"SimReg impl {self.impl} supports only similarity cosine with self positive always: use impl "
@@ -159,8 +166,12 @@ class SimRegConfig:
                 "compute it in every step, or choose settings that train no scalars"
             )
 
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _DEFAULTS}
+
     def __getstate__(self) -> dict[str, Any]:  # without what is cached, which may hold functions
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return self._given
 
     @property
     def idle_settings(self) -> list[str]:
@@ -180,7 +191,9 @@ class SimRegConfig:
     @functools.cached_property
     def parts(self) -> tuple[SimRegConfig, ...]:
         """The settings of each objective; most often of one."""
-        return parts_of(self) if self.combines else (self,)
+        if not self.combines:
+            return (self,)
+        return tuple(SimRegConfig(**given) for given in settings_of_parts(self._given, _DEFAULTS))
 
     @functools.cached_property
     def record(self) -> Objective:
@@ -189,7 +202,7 @@ class SimRegConfig:
 
     @functools.cached_property
     def _kind(self) -> Kind | None:
-        return None if self.combines else self.record.kind(self.options)
+        return None if self.combines else self.record.kind_with(self.options)
 
     @functools.cached_property
     def is_simreg(self) -> bool:
@@ -240,7 +253,12 @@ class SimRegConfig:
     @property
     def trains_scalars(self) -> bool:
         """Return whether the objective has parameters of its own."""
-        return self.similarity == "learnable" or bool(self.record.scalars(self))
+        return self.similarity == "learnable" or bool(self.scalars)
+
+    @property
+    def scalars(self) -> Mapping[str, Scalar]:
+        """The parameters of the objective itself, by name."""
+        return self.record.scalars(self.options, self.tau)
 
     @functools.cached_property
     def trains(self) -> bool:

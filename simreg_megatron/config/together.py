@@ -1,48 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several objectives in one run, "simreg:auto,sigreg:0.05": each with its weight, and the settings that it knows."""
+"""Several objectives in one run, "simreg:auto,sigreg:0.05": each with its weight, and the settings that it knows.
+
+Settings are those of a `SimRegConfig`, by name.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import Any
 
 from simreg_megatron import objectives
 from simreg_megatron.config.values import as_typed, checked_lambda
-from simreg_megatron.objectives.options import checked_option, checked_options, words
+from simreg_megatron.objectives.options import Pairs, checked_option, checked_options, words
+from simreg_megatron.objectives.record import Kind
 
-SimRegConfig = Any  # its module imports this one
+Settings = Mapping[str, Any]
+_OWN = ("objective", "objective_options", "temperature", "lambda_")  # of each objective, not shared
 
 
-def checked_together(config: SimRegConfig) -> tuple[tuple[str, str | float], ...]:
+def checked_together(settings: Settings, defaults: Settings) -> Pairs:
     """The options of all parts; what they were given and no part knows is refused."""
-    if config.lambda_ != 0:
+    if settings["lambda_"] != 0:
         raise ValueError(
-            f"SimReg lambda {config.lambda_} has no effect when each objective has its own weight: "
-            f"write it after the name, as in simreg:{config.lambda_}"
+            f"SimReg lambda {settings['lambda_']} has no effect when each objective has its own weight: "
+            f"write it after the name, as in simreg:{settings['lambda_']}"
         )
-    defaults = _defaults(config)
-    for name in defaults.keys() - {"objective", "objective_options", "temperature"}:
-        if getattr(config, name) != defaults[name] and all(name in part.idle_settings for part in config.parts):
+    own: list[tuple[str, str | float]] = []
+    idle, of_head = set(defaults.keys() - set(_OWN)), ""
+    for part in settings_of_parts(settings, defaults):
+        record, options = objectives.find(part["objective"]), dict(part["objective_options"])
+        own += [(f"{record.name}.{name}", value) for name, value in part["objective_options"]]
+        idle &= set(record.idle_settings(options))
+        of_head = of_head or (record.name if record.kind_with(options) is Kind.HEAD else "")
+    for name in sorted(idle):
+        if settings[name] != defaults[name]:
             raise ValueError(
-                f"SimReg {name.replace('_', ' ')} {as_typed(getattr(config, name))} has no effect on any of "
-                f"{config.objective}: drop it"
+                f"SimReg {name.replace('_', ' ')} {as_typed(settings[name])} has no effect on any of "
+                f"{settings['objective']}: drop it"
             )
-    of_head = [part.objective for part in config.parts if part.through_head]
-    if config.looks_inside and of_head:
+    if of_head and (settings["placement"], settings["layers"]) != (defaults["placement"], defaults["layers"]):
         raise ValueError(
-            f"SimReg objective {of_head[0]} is of the final states only, which enter the output layer: drop "
+            f"SimReg objective {of_head} is of the final states only, which enter the output layer: drop "
             "--simreg-layers and --simreg-placement"
         )
-    own = [(f"{part.objective}.{name}", value) for part in config.parts for name, value in part.objective_options]
-    temperatures = [(name, value) for name, value in words(config.objective_options) if name.endswith(".temperature")]
-    return (*own, *((name, float(str(value))) for name, value in temperatures))
+    given = words(settings["objective_options"])
+    return (*own, *((name, float(str(value))) for name, value in given if name.endswith(".temperature")))
 
 
-def parts_of(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
+def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, Any]]:
     """The settings of each objective: its weight as its lambda, and of what was given that which it knows."""
-    weights = _weights(config.objective)
+    weights = _weights(settings["objective"])
     options: dict[str, dict[str, object]] = {name: {} for name in weights}
-    for word, value in words(config.objective_options):
+    for word, value in words(settings["objective_options"]):
         objective, dot, name = word.partition(".")
         if not dot or objective not in weights:
             raise ValueError(
@@ -53,17 +62,17 @@ def parts_of(config: SimRegConfig) -> tuple[SimRegConfig, ...]:
     found = []
     for objective, weight in weights.items():
         own = options[objective]
-        temperature = own.pop("temperature", _shared_temperature(config, objective, list(weights)))
+        shared_temperature = _shared_temperature(settings, objective, list(weights))
+        temperature = own.pop("temperature", shared_temperature)
         record = objectives.find(objective)
-        given: dict[str, Any] = {"objective": objective, "lambda_": weight}
-        given["objective_options"] = checked_options(record, own)
-        idle = record.idle_settings(dict(given["objective_options"]))
-        rest = _defaults(config).keys() - given.keys() - {"temperature", *idle}
-        shared: dict[str, Any] = {name: getattr(config, name) for name in rest}
+        checked = checked_options(record, own)
+        known = defaults.keys() - {*_OWN, *record.idle_settings(dict(checked))}
+        part = {name: settings[name] for name in known}
+        part |= {"objective": objective, "lambda_": weight, "objective_options": checked}
         if temperature is not None:
-            shared["temperature"] = checked_option(f"{objective}.temperature", 1.0, temperature)
-        found.append(type(config)(**given, **shared))
-    return tuple(found)
+            part["temperature"] = checked_option(f"{objective}.temperature", 1.0, temperature)
+        found.append(part)
+    return found
 
 
 def _weights(text: str) -> dict[str, float | str]:
@@ -83,18 +92,15 @@ def _weights(text: str) -> dict[str, float | str]:
     return found
 
 
-def _shared_temperature(config: SimRegConfig, objective: str, names: list[str]) -> float | None:
+def _shared_temperature(settings: Settings, objective: str, names: list[str]) -> float | None:
     """The one temperature goes to SimReg, or to the only part that has one."""
-    if config.temperature is None:
+    temperature: float | None = settings["temperature"]
+    if temperature is None:
         return None
     takers = ["simreg"] if "simreg" in names else [name for name in names if objectives.find(name).temperature]
     if len(takers) != 1:
         raise ValueError(
-            f"SimReg temperature {config.temperature} belongs to none or to several of {config.objective}: give it "
-            f"as an option of one, such as {(takers or names)[0]}.temperature={config.temperature}"
+            f"SimReg temperature {temperature} belongs to none or to several of {settings['objective']}: give it "
+            f"as an option of one, such as {(takers or names)[0]}.temperature={temperature}"
         )
-    return config.temperature if objective == takers[0] else None
-
-
-def _defaults(config: SimRegConfig) -> dict[str, Any]:
-    return {field.name: field.default for field in fields(config)}
+    return temperature if objective == takers[0] else None

@@ -89,12 +89,3 @@ def _check_layer(embeddings: Tensor, weight: Tensor, bias: Tensor | None) -> Non
 def default_prefixes(width: int) -> tuple[int, ...]:
     """Powers of two from 16 to half the width, or half the width, at least 1, where it is below 32."""
     return tuple(2**k for k in range(4, 31) if 2**k <= width // 2) or (max(1, width // 2),)
-
-
-def cross_entropies(losses: Tensor) -> Tensor:
-    """They come as they are."""
-    return losses
-
-
-def squared_normalizers(normalizers: Tensor) -> Tensor:
-    return normalizers.square()

@@ -19,14 +19,14 @@ from simreg_megatron.objectives.creg import CREG
 from simreg_megatron.objectives.dispersion import DISPERSION
 from simreg_megatron.objectives.head import PREFIXES_CE, Z_LOSS
 from simreg_megatron.objectives.mic import MIC
-from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar, Settings
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar
 from simreg_megatron.objectives.sce import SCE
 from simreg_megatron.objectives.sigmoid import SIGMOID
 from simreg_megatron.objectives.sigreg import SIGREG
 from simreg_megatron.objectives.simcse import SIMCSE
 from simreg_megatron.objectives.simreg import NONE, PLACEBO, SIMREG
 
-__all__ = ["BUILT_IN", "GROUP", "Felt", "Kind", "Objective", "Options", "Scalar", "Settings", "find", "names"]
+__all__ = ["BUILT_IN", "GROUP", "Felt", "Kind", "Objective", "Options", "Scalar", "find", "names"]
 
 GROUP = "simreg_megatron.objectives"
 BUILT_IN = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from simreg_megatron.objectives.record import Kind, Objective, Options, Scalar, Settings
+from simreg_megatron.objectives.record import Kind, Objective, Options, Scalar
 
 LARGEST_SCALE = 100.0
 """Of the cosines, where the scale is learned."""
@@ -15,26 +15,23 @@ def _kind(options: Options) -> Kind:
     return Kind.SEQUENCES if options["level"] == "sequence" else Kind.PAIRS
 
 
-def _check(config: Settings) -> None:
-    if config.options["scale"] == "learned" and config.tau * LARGEST_SCALE <= 1:
+def _check(options: Options, temperature: float, _: int) -> None:
+    if options["scale"] == "learned" and temperature * LARGEST_SCALE <= 1:
         raise ValueError(
             f"scale=learned starts at 1 / temperature and grows up to {LARGEST_SCALE:g}: give a temperature above "
-            f"{1 / LARGEST_SCALE:g}, not {config.tau:g}"
+            f"{1 / LARGEST_SCALE:g}, not {temperature:g}"
         )
 
 
-def _scalars(config: Settings) -> dict[str, Scalar]:
-    if config.options["scale"] != "learned":
+def _scalars(options: Options, temperature: float) -> dict[str, Scalar]:
+    if options["scale"] != "learned":
         return {}
-    return {"log_scale": Scalar(-math.log(config.tau), "simreg scale", "exp", most=LARGEST_SCALE)}
+    return {"log_scale": Scalar(-math.log(temperature), "simreg scale", "exp", most=LARGEST_SCALE)}
 
 
 CPRETRAIN = Objective(
     name="cpretrain",
-    ways={
-        Kind.PAIRS: "simreg_megatron.losses.cpretrain:cpretrain_terms",
-        Kind.SEQUENCES: "simreg_megatron.sharded.by_sequence:cpretrain_terms",
-    },
+    kind=Kind.PAIRS,
     kind_of=_kind,
     asks="each token closer to the next of its label than to those of other pairs",
     temperature=0.1,

@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
-from simreg_megatron.objectives.record import Kind, Objective, Settings
+from simreg_megatron.objectives.record import Kind, Objective, Options
 from simreg_megatron.objectives.simcse import TWICE
 
 PER_PAIR_TOKENS = 256
 """Longest chunk of form "per_pair", which holds chunk^3 numbers."""
 
 
-def _check(config: Settings) -> None:
-    if config.options["form"] == "per_pair" and not 0 < config.chunk_size <= PER_PAIR_TOKENS:
+def _check(options: Options, _: float, chunk_size: int) -> None:
+    if options["form"] == "per_pair" and not 0 < chunk_size <= PER_PAIR_TOKENS:
         raise ValueError(
             f"SimReg objective option form=per_pair holds chunk^3 numbers: give a chunk size of at most "
-            f"{PER_PAIR_TOKENS}, not {config.chunk_size or '0, the whole sequence'}"
+            f"{PER_PAIR_TOKENS}, not {chunk_size or '0, the whole sequence'}"
         )
 
 
 CREG = Objective(
     name="creg",
-    ways={Kind.PAIRS: "simreg_megatron.losses.creg:creg_terms"},
+    kind=Kind.PAIRS,
     asks="each state of a label closer than all of other labels",
     temperature=0.1,
     options={"form": ("per_positive", "per_pair", "supcon_out"), "self_positive": ("never", "always")},

@@ -9,7 +9,7 @@ from simreg_megatron.objectives.record import Felt, Kind, Objective
 
 DISPERSION = Objective(
     name="dispersion",
-    ways={Kind.SUMS: "simreg_megatron.sharded.samples:dispersion_terms"},
+    kind=Kind.SUMS,
     asks="pairs of tokens at wide angles",
     labels="no",
     sent="states of the sampled tokens",

@@ -5,7 +5,7 @@ from simreg_megatron.objectives.record import Felt, Kind, Objective
 
 PREFIXES_CE = Objective(
     name="prefixes-ce",
-    ways={Kind.HEAD: "simreg_megatron.losses.prefixes_ce:cross_entropies"},
+    kind=Kind.HEAD,
     asks="first features that predict the next token by themselves",
     sent="prefixes of states, where sequence parallelism splits them",
     options={"prefixes": "auto"},
@@ -14,7 +14,7 @@ PREFIXES_CE = Objective(
 )
 Z_LOSS = Objective(
     name="z-loss",
-    ways={Kind.HEAD: "simreg_megatron.losses.prefixes_ce:squared_normalizers"},
+    kind=Kind.HEAD,
     asks="normalizers of the logits near 0",
     labels="no",
     sent="as with `prefixes-ce`",

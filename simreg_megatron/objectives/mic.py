@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import math
 
-from simreg_megatron.objectives.record import Felt, Kind, Objective, Settings
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Options
 
 _PARTS = ("correlation", "variance", "balance", "uniformity")
 
 
-def _check(config: Settings) -> None:
-    if not any(config.options[name] for name in _PARTS):
+def _check(options: Options, *_: float) -> None:
+    if not any(options[name] for name in _PARTS):
         raise ValueError("the weights of all four parts of SimReg objective mic are 0: leave one above 0")
 
 
 MIC = Objective(
     name="mic",
-    ways={Kind.SUMS: "simreg_megatron.sharded.samples:mic_terms"},
+    kind=Kind.SUMS,
     asks="first features that do not repeat the others, and are spread",
     labels="no",
     sent="means, deviations, and a matrix of correlations",

@@ -6,33 +6,15 @@ from __future__ import annotations
 import enum
 import inspect
 import math
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 OptionKind = tuple[str, ...] | int | float | str
 """A tuple of words to choose from, the default first, of which the terms are given the chosen one (True or False where
 they are "yes" and "no"); or the default number: an int takes whole numbers from 0 only, a float any number; or a
 default word that stands for whole numbers with slashes, such as 64/128."""
 Options = Mapping[str, str | float | bool]
-
-
-class Settings(Protocol):
-    """The settings of a run (a `SimRegConfig`) that a record may read."""
-
-    @property
-    def lambda_(self) -> float | str: ...
-    @property
-    def similarity(self) -> str: ...
-    @property
-    def options(self) -> dict[str, str | float | bool]: ...
-    @property
-    def tau(self) -> float: ...
-    @property
-    def by_sequence(self) -> bool: ...
-    @property
-    def chunk_size(self) -> int: ...
 
 
 class Kind(enum.Enum):
@@ -84,9 +66,8 @@ class Objective:
 
     Attributes:
         name: in `--simreg-objective`, and before " loss" in the log.
-        ways: for each kind that its options can choose, the function that computes its terms, "module:function",
-            imported when it is first used. Most have one.
-        kind_of: which of them the options choose; the first where none is given.
+        kind: what it compares.
+        kind_of: which kind the options choose, where they choose one.
         asks, labels, sent: its row in docs/objectives.md: what it asks of the states, whether it uses labels, and what
             travels between ranks that share a sequence.
         temperature: the default, or None if it has none.
@@ -95,25 +76,26 @@ class Objective:
         idle_with: by name of an option, the other one and its value with which it has no effect.
         other_options: options that only the plugin reads; they are not passed to the terms.
         not_offered: (option, value) of the original method that the plugin does not support, and why.
-        check: raises ValueError for settings that contradict each other.
-        scalars: the parameters that it trains itself, by name.
-        warning: a warning for the start of the run, or None.
+        terms: computes its terms, see `Kind`; None in this package, where `sharded.objectives` has them.
+        check: (options, temperature, chunk size); raises ValueError for settings that contradict each other.
+        scalars: (options, temperature); the parameters that it trains itself, by name.
+        warning: (options); a warning for the start of the run, or None.
         trains: whether it adds to the gradient at all.
         draws: whether each iteration draws random numbers of its own.
-        relabels: SimReg on other labels: the function that gives them, "module:function".
+        relabels: whether it is SimReg on labels that say nothing.
         meets_heads: whether states are compared with rows of the output layer.
         has_chunks: whether the chunk size has an effect.
         takes_rows: whether it takes a row of the micro-batch for one sequence, so that none may be packed.
         prefixes_below_width: whether a prefix must be shorter than the states.
         felt: settings for tests.
-        oracle: for tests: "module:function" of (rows [n, D], labels [n], temperature) in float64, the definition in
-            plain loops: what the terms of a chunk of these tokens add up to, with the settings of `felt`.
+        oracle: for tests: a function of (rows [n, D], labels [n], temperature) in float64, the definition in plain
+            loops: what the terms of a chunk of these tokens add up to, with the settings of `felt`.
         invariant: what may be done to the states of a chunk without a change: "scale" of each, "rotation" of all,
             "names" of labels, "order" of tokens.
     """
 
     name: str
-    ways: Mapping[Kind, str]
+    kind: Kind
     asks: str
     labels: str = "yes"
     sent: str = "states, where a chunk spans ranks"
@@ -124,31 +106,32 @@ class Objective:
     idle_with: Mapping[str, tuple[str, str | float]] = field(default_factory=dict)
     other_options: tuple[str, ...] = ()
     not_offered: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    check: Callable[[Settings], None] = lambda config: None
-    scalars: Callable[[Settings], Mapping[str, Scalar]] = lambda config: {}
-    warning: Callable[[Settings], str | None] = lambda config: None
+    terms: Callable[..., Any] | None = None
+    check: Callable[[Options, float, int], None] = lambda options, temperature, chunk_size: None
+    scalars: Callable[[Options, float], Mapping[str, Scalar]] = lambda options, temperature: {}
+    warning: Callable[[Options], str | None] = lambda options: None
     trains: bool = True
     draws: bool = False
-    relabels: str = ""
+    relabels: bool = False
     meets_heads: Callable[[Options], bool] = lambda options: False
     has_chunks: Callable[[Options], bool] = lambda options: True
     takes_rows: Callable[[Options], bool] = lambda options: False
     prefixes_below_width: bool = False
     felt: Felt = Felt()
-    oracle: str = ""
+    oracle: Callable[..., Any] | None = None
     invariant: tuple[str, ...] = ()
 
-    def kind(self, options: Options) -> Kind:
-        return next(iter(self.ways)) if self.kind_of is None else self.kind_of(options)
+    def kind_with(self, options: Options) -> Kind:
+        return self.kind if self.kind_of is None else self.kind_of(options)
 
     def compares_in_chunks(self, options: Options) -> bool:
         """Return whether tokens of a chunk are compared, so that the chunk size has an effect."""
-        kind = self.kind(options)
+        kind = self.kind_with(options)
         return kind is Kind.SIMREG or (kind not in (Kind.SEQUENCES, Kind.HEAD) and self.has_chunks(options))
 
     def idle_settings(self, options: Options) -> list[str]:
         """Names of the settings that have no effect on the objective."""
-        kind = self.kind(options)
+        kind = self.kind_with(options)
         if kind is Kind.SIMREG:
             return []
         names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
@@ -160,25 +143,15 @@ class Objective:
 
     def refuse_faults(self) -> None:
         """Raise for what would end a run in its first step: terms that are not there, or do not take what they get."""
-        if not self.ways:
-            raise ValueError("it has no way to compute its terms (ways)")
+        if self.terms is None and self.kind is not Kind.SIMREG:
+            raise ValueError("it has no function that computes its terms (terms)")
         for name, known in self.options.items():
             if not (isinstance(known, str | int | float) or (isinstance(known, tuple) and known)):
                 raise ValueError(f"its option {name} has {known!r} where words or a default belong")
-        for kind, path in self.ways.items():
-            taken = inspect.signature(resolved(path)).parameters
-            given = {"temperature"} if self.temperature is not None else set()
-            given |= self.options.keys() - set(self.other_options)
-            anything = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-            if kind is Kind.PAIRS and not anything and given - taken.keys():
-                raise ValueError(f"{path} does not take {', '.join(sorted(given - taken.keys()))}")
-
-    def terms(self, options: Options) -> Callable[..., Any]:
-        """Import the function that computes the terms."""
-        return resolved(self.ways[self.kind(options)])
-
-
-def resolved(path: str) -> Callable[..., Any]:
-    """ "module:function", imported."""
-    function: Callable[..., Any] = pkgutil.resolve_name(path)
-    return function
+        if self.terms is None or self.kind is not Kind.PAIRS:
+            return
+        taken = inspect.signature(self.terms).parameters
+        given = {"temperature"} if self.temperature is not None else set()
+        missing = (given | self.options.keys()) - set(self.other_options) - taken.keys()
+        if missing and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+            raise ValueError(f"its terms do not take {', '.join(sorted(missing))}")

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from simreg_megatron.objectives.record import Kind, Objective, Settings
+from simreg_megatron.objectives.record import Kind, Objective, Options
 
 
-def _check(config: Settings) -> None:
-    options = config.options
+def _check(options: Options, *_: float) -> None:
     if options["exclude_self"] == "yes" and options["target"] == "instance":
         raise ValueError("exclude_self=yes leaves target=instance without its only entry: use target=label")
 
 
 SCE = Objective(
     name="sce",
-    ways={Kind.PAIRS: "simreg_megatron.losses.sce:sce_terms"},
+    kind=Kind.PAIRS,
     asks="similarities like a mixture of the labels' and the states' own",
     temperature=0.1,
     options={

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar, Settings
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Scalar
 
 _TRAINED = {"both": ("log_t", "bias"), "t": ("log_t",), "bias": ("bias",), "none": ()}
 _ADAPTER = 0.5  # delta = sigmoid(0.5), where the source begins
@@ -15,16 +15,14 @@ def _meets_heads(options: Options) -> bool:
     return options["pairs"] == "hidden-head"
 
 
-def _check(config: Settings) -> None:
-    options = config.options
+def _check(options: Options, *_: float) -> None:
     if options["adapter"] == "yes" and not _meets_heads(options):
         raise ValueError("adapter=yes turns states away from a locked modality, so it needs pairs=hidden-head")
 
 
-def _scalars(config: Settings) -> dict[str, Scalar]:
-    options = config.options
+def _scalars(options: Options, temperature: float) -> dict[str, Scalar]:
     known = {
-        "log_t": Scalar(-math.log(config.tau), "sigmoid t", "exp"),
+        "log_t": Scalar(-math.log(temperature), "sigmoid t", "exp"),
         "bias": Scalar(float(options["bias"]), "sigmoid bias"),
         "adapter": Scalar(_ADAPTER, "sigmoid delta", "sigmoid"),
     }
@@ -34,7 +32,7 @@ def _scalars(config: Settings) -> dict[str, Scalar]:
 
 SIGMOID = Objective(
     name="sigmoid",
-    ways={Kind.PAIRS: "simreg_megatron.losses.sigmoid:sigmoid_terms"},
+    kind=Kind.PAIRS,
     asks="each pair on its side of one threshold",
     temperature=0.1,
     options={

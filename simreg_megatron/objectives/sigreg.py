@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from simreg_megatron.objectives.record import Felt, Kind, Objective, Options, Settings
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Options
 
 UNSCALED = (
     "normalize=unit leaves projections of variance 1/d, whose characteristic function is near 1 for all states "
@@ -11,8 +11,8 @@ UNSCALED = (
 )
 
 
-def _warn(config: Settings) -> str | None:
-    return UNSCALED if config.options["normalize"] == "unit" else None
+def _warn(options: Options) -> str | None:
+    return UNSCALED if options["normalize"] == "unit" else None
 
 
 def _by_chunk(options: Options) -> bool:
@@ -21,7 +21,7 @@ def _by_chunk(options: Options) -> bool:
 
 SIGREG = Objective(
     name="sigreg",
-    ways={Kind.SUMS: "simreg_megatron.sharded.samples:sigreg_terms"},
+    kind=Kind.SUMS,
     asks="an isotropic Gaussian, seen through random directions",
     labels="no",
     sent="2 x knots x directions numbers a sample",

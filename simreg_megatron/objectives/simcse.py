@@ -7,7 +7,7 @@ TWICE = "it needs the model to run twice on each micro-batch, and a hook has one
 
 SIMCSE = Objective(
     name="simcse",
-    ways={Kind.SEQUENCES: "simreg_megatron.sharded.by_sequence:simcse_terms"},
+    kind=Kind.SEQUENCES,
     asks="two views of a sequence closer than other sequences",
     labels="no",
     sent="sums of states of each sequence",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from simreg_megatron.objectives.record import Felt, Kind, Objective, Settings
+from simreg_megatron.objectives.record import Felt, Kind, Objective, Options
 
 GROUP_REDUCTIONS = ("sum", "mean")
 SELF_POSITIVES = ("always", "only_if_alone", "never")
@@ -13,7 +13,6 @@ CHUNK_WEIGHTS = ("token", "uniform", "pos-neg-ratio", "neg-pos-ratio", "count-co
 
 _TEMPERATURE = 0.01
 _TUNED_WIDTH = 1024  # of the authors, with lambda 10
-_TERMS = "simreg_megatron.sharded.sequence:simreg_over_ranks"
 
 
 def authors_lambda(hidden_size: int) -> float:
@@ -29,24 +28,15 @@ def note_on_lambda(given: float, hidden_size: int) -> str:
     return f"lambda {given:g} is large for width {hidden_size}, where the authors' rule (auto) gives {usual:.1f}"
 
 
-def _check_none(config: Settings) -> None:
-    if config.lambda_ != 0:
-        raise ValueError(
-            f"SimReg lambda {config.lambda_} has no effect with objective none, which only measures: drop one of them"
-        )
-    if config.similarity == "learnable":
-        raise ValueError("SimReg similarity learnable has nothing to learn from with objective none: drop one of them")
-
-
-def _warn_of_placebo(config: Settings) -> str:
-    if config.options["labels"] == "none":
+def _warn_of_placebo(options: Options) -> str:
+    if options["labels"] == "none":
         return "no labels are used; this is a control"
     return "labels are moved around inside each chunk; this is a control and should not help"
 
 
 SIMREG = Objective(
     name="simreg",
-    ways={Kind.SIMREG: _TERMS},
+    kind=Kind.SIMREG,
     asks="states of one label closer than all others, by a softmax",
     temperature=_TEMPERATURE,
     options={"prefixes": "whole"},
@@ -54,22 +44,21 @@ SIMREG = Objective(
 )
 PLACEBO = Objective(
     name="placebo",
-    ways={Kind.SIMREG: _TERMS},
+    kind=Kind.SIMREG,
     asks="SimReg with labels moved around inside each chunk: a control",
     temperature=_TEMPERATURE,
     options={"prefixes": "whole", "labels": ("permuted", "none"), "seed": 0},
     idle_with={"seed": ("labels", "none")},
     warning=_warn_of_placebo,
     draws=True,
-    relabels="simreg_megatron.losses.placebo:uninformative_labels",
+    relabels=True,
     invariant=("scale", "rotation", "names"),
 )
 NONE = Objective(
     name="none",
-    ways={Kind.SIMREG: _TERMS},
+    kind=Kind.SIMREG,
     asks="nothing: SimReg is measured in log steps, and not trained on",
     temperature=_TEMPERATURE,
-    check=_check_none,
     trains=False,
     felt=Felt(weight=0.0),
     invariant=("scale", "rotation", "names", "order"),

@@ -155,7 +155,7 @@ def make_ready(
             open_row_group(model)
     log_once(f"SimReg: regularises {type(models[0]).__name__}")
     for part in config.parts:
-        if warning := part.record.warning(part):
+        if warning := part.record.warning(part.options):
             warn(f"SimReg objective {part.objective}: {warning}")
         hidden_size = get_model_config(model_chunks[0]).hidden_size
         log_once(log.described(part, models[0], hidden_size))

@@ -6,7 +6,7 @@ Shapes: B micro-batch, A anchors of this rank, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,22 @@ from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.losses._anchored import anchored_terms
-from simreg_megatron.losses.sigmoid import with_heads
-from simreg_megatron.objectives.record import OptionKind
+from simreg_megatron.losses.cpretrain import cpretrain_terms
+from simreg_megatron.losses.creg import creg_terms
+from simreg_megatron.losses.sce import sce_terms
+from simreg_megatron.losses.sigmoid import sigmoid_terms, with_heads
+from simreg_megatron.objectives.record import Kind, OptionKind
 from simreg_megatron.parallel.shard import SequenceShard
+from simreg_megatron.sharded import by_sequence, samples
 from simreg_megatron.sharded.samples import Replicas
 from simreg_megatron.sharded.views import View
 
+_TERMS: dict[Kind, dict[str, Callable[..., Any]]] = {
+    Kind.PAIRS: {"cpretrain": cpretrain_terms, "creg": creg_terms, "sce": sce_terms, "sigmoid": sigmoid_terms},
+    Kind.SEQUENCES: {"simcse": by_sequence.simcse_terms, "cpretrain": by_sequence.cpretrain_terms},
+    Kind.SUMS: {"sigreg": samples.sigreg_terms, "mic": samples.mic_terms, "dispersion": samples.dispersion_terms},
+}
+"""What computes the terms of each objective of this package; `Kind` says how they are called."""
 _SWITCH = {"yes": True, "no": False}
 
 
@@ -38,14 +48,15 @@ def objective_terms(
         iteration: of the training loop, from 0.
         replicas: returns the group of the ranks with other sequences.
     """
-    terms = config.record.terms(config.options)
+    kind = config.record.kind_with(config.options)
+    terms = config.record.terms or _TERMS[kind][config.objective]
     found: Tensor
-    if config.sums_up:
+    if kind is Kind.SUMS:
         found = terms(config, views, shard, iteration, replicas)
-    elif config.by_sequence:
+    elif kind is Kind.SEQUENCES:
         found = terms(config, views, shard, learned, replicas)
     else:
-        found = _pair_terms(config, views, terms(**(_options(config) | dict(learned))))
+        found = _pair_terms(config, views, terms(**_options(config), **learned))
     return found
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels.form import MODULES, form_named
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
+from simreg_megatron.losses.placebo import uninformative_labels
 from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.simreg import chosen_impl, simreg_terms, with_roles
 from simreg_megatron.notices import log_once
-from simreg_megatron.objectives.record import resolved
 from simreg_megatron.parallel.layout import Cutting, RowPlan, Run, Window
 from simreg_megatron.parallel.shard import Located, SequenceShard
 from simreg_megatron.sharded.documents import Documents
@@ -173,7 +173,7 @@ class _Relabelling(NamedTuple):
     iteration: int
 
     def __call__(self, names: _Names) -> _Names:
-        labels = resolved(self.config.record.relabels)(
+        labels = uninformative_labels(
             names.labels,
             names.usable,
             kind=str(self.config.options["labels"]),

@@ -19,6 +19,8 @@ from simreg_megatron.parallel.collectives import gather, gather_rows, share_work
 from simreg_megatron.parallel.shard import SequenceShard
 from simreg_megatron.parallel.truncated_head import TruncatedHead, truncated_head_losses
 
+_TERMS = {"prefixes-ce": lambda losses: losses, "z-loss": torch.square}
+"""Of a token's cross-entropy, or of its normalizer."""
 _STATES_AT_ONCE = 512  # so that their logits, over a large vocabulary, stay small next to those of a training step
 
 
@@ -78,7 +80,7 @@ def head_terms(
     if config.record.labels == "no":
         here = torch.zeros_like(here)  # without a label the cross-entropy is the normalizer
     losses = truncated_head_losses(rows.flatten(0, 1), local.flatten(), here.flatten(), head)
-    losses = config.record.terms(config.options)(losses)
+    losses = (config.record.terms or _TERMS[config.objective])(losses)
     losses = torch.where(valid, losses.view(rows.shape[:2]).transpose(0, 1), 0.0)
     if group is None:
         return losses

@@ -34,7 +34,7 @@ def wanted(config: SimRegConfig) -> dict[str, dict[str, float]]:
     found = {}
     if config.similarity == "learnable":
         found["similarity"] = _SIMILARITY
-    own = config.record.scalars(config)
+    own = config.scalars
     if own:
         found[config.objective] = {name: scalar.start for name, scalar in own.items()}
     return found
@@ -92,7 +92,7 @@ def as_logged(parts: tuple[SimRegConfig, ...], learned: Mapping[str, Tensor]) ->
     """Name the quantities that the scalars parametrise: gammas of the norms, scale and bias of the cosines."""
     found = {f"simreg gamma {name}": torch.sigmoid(learned[name]) for name in _SIMILARITY if name in learned}
     for part in parts:
-        scalars = {name: scalar for name, scalar in part.record.scalars(part).items() if name in learned}
+        scalars = {name: scalar for name, scalar in part.scalars.items() if name in learned}
         found |= {scalar.shown_as: _shown(scalar, learned[name]) for name, scalar in scalars.items()}
     return {name: value.detach().squeeze().clone() for name, value in found.items()}
 

@@ -91,9 +91,9 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
         (info / "entry_points.txt").write_text(f"[{objectives.GROUP}]\n{name} = {value}\n")
     (tmp_path / "toy_named.py").write_text(
         "from simreg_megatron.objectives import BUILT_IN, Kind, Objective\nTOY = BUILT_IN['creg']\n"
-        "EMPTY = Objective(name='empty', ways={}, asks='')\n"
-        "COLD = Objective(name='cold', ways={Kind.PAIRS: 'toy_named:terms'}, asks='', temperature=0.1)\n"
         "def terms(*, power): ...\n"
+        "EMPTY = Objective(name='empty', kind=Kind.PAIRS, asks='')\n"
+        "COLD = Objective(name='cold', kind=Kind.PAIRS, terms=terms, asks='', temperature=0.1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for cached in (objectives.find, objectives._brought):
@@ -103,8 +103,8 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
             ("broken", "comes from no_such_module:X, which cannot be imported: ModuleNotFound"),
             ("other", "which is not an Objective of that name but 'str'"),
             ("named", "which is not an Objective of that name but 'creg'"),
-            ("empty", "which is wrong: it has no way to compute its terms"),
-            ("cold", "toy_named:terms does not take temperature"),
+            ("empty", "which is wrong: it has no function that computes its terms"),
+            ("cold", "its terms do not take temperature"),
             ("creg", "creg is brought by creg, and is one of its own: uninstall one"),
         ):
             with pytest.raises(ValueError, match=sentence):
