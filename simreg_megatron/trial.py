@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simreg_megatron.kernels.form import Form, Span, Tokens, form_named
+from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.kernels.form import Form, Span, Tokens
 from simreg_megatron.losses.simreg import AUTO
 
 _FEW = 2048  # tokens of the chunk that two ranks share

@@ -18,13 +18,30 @@ Shapes: b sequences of c chunks of k tokens with d features.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels import torch as _torch  # noqa: F401  (puts its form into FORMS)
-from simreg_megatron.kernels.form import Kept, Tokens, form_named
+from simreg_megatron.kernels.form import Form, Kept, Tokens
+from simreg_megatron.kernels.torch import TorchForm
+
+
+@functools.cache
+def form_named(impl: str) -> Form:
+    """Return a fast form.
+
+    Raises:
+        ValueError: it needs a Triton that is not here.
+    """
+    if impl == "tiled":
+        return TorchForm()
+    try:
+        from simreg_megatron.kernels.triton import TritonForm
+    except ModuleNotFoundError as error:
+        raise ValueError(f"impl {impl} needs {error.name}, which is not installed: use tiled") from error
+    return TritonForm()
 
 
 def contrast_terms(tokens: Tokens, *, temperature: float, impl: str = "tiled") -> Tensor:
@@ -34,7 +51,7 @@ def contrast_terms(tokens: Tokens, *, temperature: float, impl: str = "tiled") -
         tokens: float16, bfloat16, float32 or float64 rows; half precision is summed in float32, and never normalised
             in its own type.
         temperature: tau, above 0.
-        impl: a key of `form.MODULES`.
+        impl: one of `form.FORMS`.
 
     Returns:
         float32 (float64 for float64). 0 for a token without negatives and for one that is not usable.

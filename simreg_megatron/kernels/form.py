@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the fast forms of SimReg, and the forms by name.
+"""The interface of the fast forms of SimReg.
 
 Shapes: b sequences of c chunks of k tokens with d features; p anchors of each chunk.
 """
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,9 +14,8 @@ from torch import Tensor
 
 Span = tuple[int, int]  # first position and one past the last
 
-MODULES = {"triton": "simreg_megatron.kernels.triton", "tiled": "simreg_megatron.kernels.torch"}
-"""Module by the name of the `impl`; the one with Triton is imported where it is first used, as not every machine has
-it."""
+FORMS = ("triton", "tiled")
+"""Names of the fast forms, by which `impl` chooses; `contrast.form_named` has the forms."""
 
 
 class Tokens(NamedTuple):
@@ -88,24 +86,6 @@ class Form(ABC):
         Args:
             rows: [..., d] of the type and device of the rows.
         """
-
-
-FORMS: dict[str, Form] = {}
-"""The forms whose modules were imported, by name."""
-
-
-def form_named(impl: str) -> Form:
-    """Import a form.
-
-    Raises:
-        ValueError: it needs a Triton that is not here.
-    """
-    if impl not in FORMS:
-        try:
-            importlib.import_module(MODULES[impl])
-        except ModuleNotFoundError as error:
-            raise ValueError(f"impl {impl} needs {error.name}, which is not installed: use tiled") from error
-    return FORMS[impl]
 
 
 def cut(span: Span, size: int) -> list[Span]:

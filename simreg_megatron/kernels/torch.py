@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simreg_megatron.kernels.form import FORMS, Form, Kept, Span, Tokens, cut
+from simreg_megatron.kernels.form import Form, Kept, Span, Tokens, cut
 from simreg_megatron.kernels.precision import full_float32
 
 
@@ -298,9 +298,6 @@ class TorchForm(Form):
 
     def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         return num_pairs * _sum_dtype(rows).itemsize <= _limits(rows).kept
-
-
-FORMS["tiled"] = TorchForm()
 
 
 def _prepared(tokens: Tokens, temperature: float) -> Given:

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simreg_megatron.kernels.form import FORMS, Form, Kept, Span, Tokens, cut
+from simreg_megatron.kernels.form import Form, Kept, Span, Tokens, cut
 
 LONGEST_KEPT = 8192
 PANEL = 4096
@@ -345,9 +345,6 @@ class TritonForm(Form):
 
     def keeps(self, rows: Tensor, num_pairs: int, chunk: int) -> bool:
         return chunk <= LONGEST_KEPT
-
-
-FORMS["triton"] = TritonForm()
 
 
 def _prepared(tokens: Tokens) -> tuple[Tensor, Kept]:

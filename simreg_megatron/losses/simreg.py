@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simreg_megatron.kernels.contrast import contrast_terms
-from simreg_megatron.kernels.form import MODULES, Tokens
+from simreg_megatron.kernels.form import FORMS, Tokens
 from simreg_megatron.kernels.precision import no_autocast
 from simreg_megatron.losses._anchored import REDUCTIONS, check_choice, check_temperature, doubt, log_sum
 from simreg_megatron.losses._chunks import Block, Span, block_of, checked, joined, label_pairs, self_pairs, stretches
@@ -20,7 +20,7 @@ from simreg_megatron.losses.roles import TokenRoles, token_roles
 from simreg_megatron.losses.similarity import Similarity, check_exponents, get_similarity
 from simreg_megatron.objectives.simreg import CHUNK_WEIGHTS, GROUP_REDUCTIONS, SELF_POSITIVES
 
-IMPLEMENTATIONS = ("auto", "reference", *reversed(MODULES))
+IMPLEMENTATIONS = ("auto", "reference", *reversed(FORMS))
 AUTO: dict[tuple[str, torch.dtype], str] = {}
 """The form behind "auto" by kind of device and type of the rows, where one was tried; tiled elsewhere."""
 
@@ -153,7 +153,7 @@ def simreg_terms(
     with no_autocast(embeddings.device.type):
         for stretch in stretches(labels.shape[1], chunk_size, anchors):
             own = roles.cut(stretch.anchors[0] - anchors[0], stretch.anchors[1] - anchors[0])
-            if impl in MODULES:
+            if impl in FORMS:
                 tokens = Tokens(*map(stretch.chunks, (embeddings, labels, usable, documents)))
                 terms = contrast_terms(tokens, temperature=temperature, impl=impl)
                 parts.append(with_roles(terms[..., slice(*stretch.inside)].reshape(own.anchor.shape), own))
@@ -174,7 +174,7 @@ def chosen_impl(
 ) -> str:
     """The implementation behind "auto", for these rows; ValueError for one that lacks an option."""
     fits = similarity == "cosine" and self_positive == "always"
-    if impl in MODULES and not fits:
+    if impl in FORMS and not fits:
         raise ValueError(
             f"impl {impl!r} supports only similarity 'cosine' with self_positive 'always', not {similarity!r} with "
             f"{self_positive!r}: use impl 'reference'."

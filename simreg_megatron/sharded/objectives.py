@@ -56,7 +56,7 @@ def objective_terms(
     elif kind is Kind.SEQUENCES:
         found = terms(config, views, shard, learned, replicas)
     else:
-        found = _pair_terms(config, views, terms(**_options(config), **learned))
+        found = _pair_terms(config, views, terms(**(_options(config) | dict(learned))))
     return found
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from simreg_megatron.config import SimRegConfig
-from simreg_megatron.kernels.form import MODULES, form_named
+from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.kernels.form import FORMS
 from simreg_megatron.losses._chunks import chunk_length, joined, with_direction
 from simreg_megatron.losses.placebo import uninformative_labels
 from simreg_megatron.losses.roles import TokenRoles, token_roles
@@ -226,7 +227,7 @@ def fast_form(config: SimRegConfig, rows: Tensor | None = None) -> str | None:
     if not config.is_simreg:
         return None
     impl = chosen_impl(config.impl, config.similarity, config.self_positive, rows)
-    return impl if impl in MODULES else None
+    return impl if impl in FORMS else None
 
 
 def _relative(run: Run, origin: Run) -> Run:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from simreg_megatron import SimRegConfig
 from simreg_megatron.kernels import torch as tiles
-from simreg_megatron.kernels.form import Tokens, form_named
+from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.kernels.form import Tokens
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.parallel.layout import Rank, Run, ShardLayout

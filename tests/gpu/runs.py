@@ -15,10 +15,10 @@ import torch
 
 from simreg_megatron.cpu.backend import MEGATRON_FLAGS
 from simreg_megatron.installed import broken_transformer_engine
-from simreg_megatron.kernels.form import MODULES
+from simreg_megatron.kernels.form import FORMS
 from tests.megatron.runs import PRETRAIN, torchrun
 
-IMPLS = tuple(MODULES)  # every fast form of the loss
+IMPLS = FORMS  # every fast form of the loss
 STEPS = 6  # layers are captured as CUDA graphs after the third
 MODEL = (
     "--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--ffn-hidden-size", "256",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simreg_megatron import SimRegConfig, cli, doctor, trial
-from simreg_megatron.kernels import form
+from simreg_megatron.kernels.contrast import form_named
 from simreg_megatron.kernels.form import Form, Kept, Tokens
 from simreg_megatron.kernels.torch import TorchForm
 from simreg_megatron.losses import simreg
@@ -71,7 +71,11 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     """Take another form for triton."""
     monkeypatch.setattr(simreg, "AUTO", {})
     monkeypatch.setattr(trial, "AUTO", simreg.AUTO)
-    return lambda planted_form: monkeypatch.setitem(form.FORMS, "triton", planted_form)
+
+    def take(planted: Form) -> None:
+        monkeypatch.setattr(trial, "form_named", lambda impl: planted if impl == "triton" else form_named(impl))
+
+    return take
 
 
 def test_a_right_form_is_taken(plant: Plant) -> None:

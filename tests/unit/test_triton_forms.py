@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.bf16_weights import gradient_by_pairs
 from simreg_megatron import SimRegConfig
-from simreg_megatron.kernels.form import Tokens, form_named
+from simreg_megatron.kernels.contrast import form_named
+from simreg_megatron.kernels.form import Tokens
 from simreg_megatron.losses import simreg_loss
 from simreg_megatron.parallel.layout import ShardLayout
 from simreg_megatron.parallel.shard import SequenceShard
