@@ -19,7 +19,7 @@ from simreg_megatron.config import SimRegConfig
 from simreg_megatron.measures.metrics import Metrics
 from simreg_megatron.parallel.autograd import add_gradient
 from simreg_megatron.plugin import compat
-from simreg_megatron.plugin.layers import InnerStates, State
+from simreg_megatron.plugin.layers import InnerStates
 from simreg_megatron.plugin.refusals import OTHER_LOSS
 from simreg_megatron.plugin.tokens import Reader, Tokens
 from simreg_megatron.sharded.objectives import objective_terms
@@ -101,7 +101,12 @@ class Regularizer:
             tokens = self.reader.read(model, hidden_states, labels, loss_mask, packed_seq_params)
             shard, main_states = tokens.shard, tokens.hidden_states
             states = self.inner_states.take(model, main_states)
-            parts = self._parts(model, tokens, states)
+            with torch.set_grad_enabled(self.trains):
+                parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
+            learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
+            last, described = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
+            found = [part.terms.detach() for part in parts]
+            self.metrics.observe(found, described, last, tokens.valid, shard, learned)
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
@@ -155,16 +160,6 @@ class Regularizer:
                 "simreg_megatron.loop.begin_step(step, measures=True) before each step to measure, or drop SimReg"
             )
         return self.computes
-
-    def _parts(self, model: Any, tokens: Tokens, states: dict[State, Tensor]) -> list[_Part]:
-        """Compute each objective on the named states; the log describes the last of these."""
-        with torch.set_grad_enabled(self.trains):
-            parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
-        views = parts[self.metrics.primary].views
-        learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
-        last = states[self.config.layers[-1]].detach()
-        self.metrics.observe([part.terms.detach() for part in parts], views, last, tokens.valid, tokens.shard, learned)
-        return parts
 
     def _part(self, config: SimRegConfig, model: Any, tokens: Tokens, states: list[Tensor]) -> _Part:
         """The terms of one objective, summed over the states that it is given and averaged over their prefixes."""

@@ -142,16 +142,16 @@ def _in_term(chunk: Any, number: float) -> Iterator[None]:
     """Plant in one element of the terms of the first micro-batch, for any objective."""
     from simreg_megatron.plugin.term import Regularizer
 
-    parts, done = Regularizer._parts, list[None]()
+    part, done = Regularizer._part, list[None]()
 
     def spoiled(self: Any, *args: Any) -> Any:
-        first, *others = parts(self, *args)
+        found = part(self, *args)
         if done:
-            return [first, *others]
+            return found
         done.append(None)
-        return [first._replace(terms=_spoiled(first.terms, number)), *others]
+        return found._replace(terms=_spoiled(found.terms, number))
 
-    with mock.patch.object(Regularizer, "_parts", spoiled):
+    with mock.patch.object(Regularizer, "_part", spoiled):
         yield
 
 

@@ -157,5 +157,5 @@ def waits() -> None:
     from simreg_megatron.plugin.term import Regularizer
 
     activate()
-    parts = Regularizer._parts
-    Regularizer._parts = lambda *args: parts(*args) if args[2].valid.any() else []
+    part = Regularizer._part
+    Regularizer._part = lambda *args: part(*args) if args[3].valid.any() else None
