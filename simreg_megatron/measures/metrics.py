@@ -69,15 +69,16 @@ class Metrics:
         valid: Tensor,
         shard: SequenceShard,
         learned: Mapping[str, Tensor],
-    ) -> None:
+    ) -> list[Tensor]:
         """Add one micro-batch of this rank: terms [B, A] of each objective, views of the primary one, hidden states
-        [S, B, D], valid [B, S], trained scalars."""
+        [S, B, D], valid [B, S], trained scalars. Return the sums of the terms, float64."""
         if self._sums is None:
             self._sums = self._nothing(valid.device)
         self._tensor_group = shard.tensor_group
         self._has_measured = self._has_measured or self.wants_geometry
-        for slot, of_objective in zip(self._term_slots, terms, strict=True):
-            self._sums[slot].add_(of_objective.sum(dtype=torch.float64))
+        totals = [of_objective.sum(dtype=torch.float64) for of_objective in terms]
+        for slot, total in zip(self._term_slots, totals, strict=True):
+            self._sums[slot].add_(total)
         own_valid = shard.own_columns(valid)
         self._sums[slots.TOKENS].add_(own_valid.sum(dtype=torch.float64))
         if self.wants_geometry:
@@ -87,6 +88,7 @@ class Metrics:
             self._add_moments(hidden_states.transpose(0, 1), valid, shard)
             for view in views:
                 self._add_pairs(view)
+        return totals
 
     def _count_oddities(self, own_valid: Tensor, usable: list[Tensor]) -> None:
         """Rows without a token that counts, and (where there are views) hidden states of norm zero."""

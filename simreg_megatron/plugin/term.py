@@ -46,7 +46,8 @@ class _Part(NamedTuple):
 class Terms(NamedTuple):
     """SimReg's terms of one micro-batch, until its language-model loss is there."""
 
-    weighted: list[tuple[Tensor, float | Tensor]]  # [B, A] and lambda of each objective; none where they do not train
+    # Of each objective: the terms [B, A], their sum, and lambda. Empty where none trains.
+    weighted: list[tuple[Tensor, Tensor, float | Tensor]]
     labels: Tensor  # [B, T]
     start: int  # first column of the loss that they belong to
 
@@ -105,15 +106,16 @@ class Regularizer:
                 parts = [self._part(part, model, tokens, list(states.values())) for part in self.config.parts]
             learned = {name: scalar for part in parts for name, scalar in part.learned.items()}
             last, described = states[self.config.layers[-1]].detach(), parts[self.metrics.primary].views
-            found = [part.terms.detach() for part in parts]
-            self.metrics.observe(found, described, last, tokens.valid, shard, learned)
+            terms = [part.terms.detach() for part in parts]
+            totals = self.metrics.observe(terms, described, last, tokens.valid, shard, learned)
             self.strength.count_by_itself()
             if self.metrics.wants_geometry:
                 self.metrics.observe_predictions(model, main_states.detach(), tokens.labels, tokens.valid, shard)
         if not self.trains:
             return Terms([], labels, shard.start)
         weights = [self.strength.weight(config, self._hidden_size) for config in self.config.parts]
-        return Terms([(part.terms, weight) for part, weight in zip(parts, weights, strict=True)], labels, shard.start)
+        weighted = zip((part.terms for part in parts), totals, weights, strict=True)
+        return Terms(list(weighted), labels, shard.start)
 
     def add_to(self, loss_BT: Tensor, terms: Terms | None) -> Tensor:
         """Return Megatron's per-token loss with SimReg in its gradient; the value is untouched.
@@ -125,8 +127,8 @@ class Regularizer:
             return loss_BT
         if loss_BT.shape != terms.labels.shape:
             raise NotImplementedError(OTHER_LOSS)
-        for of_objective, weight in terms.weighted:
-            _require_finite(of_objective, loss_BT)
+        for of_objective, total, weight in terms.weighted:
+            _require_finite(total, loss_BT)
             if loss_BT.requires_grad:  # a teacher's loss trains nothing
                 self._expect_gradient(of_objective)
             loss_BT = add_gradient(loss_BT, of_objective, weight, start=terms.start)
@@ -217,11 +219,13 @@ class Regularizer:
             term.register_hook(lambda _: setattr(self, "_is_back", True))
 
 
-def _require_finite(terms: Tensor, loss: Tensor) -> None:
+def _require_finite(total: Tensor, loss: Tensor) -> None:
     """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
+
+    A NaN or an infinity in one number is one in the sum.
 
     A loss that is not finite itself is left to Megatron, which stops or reruns the step: terms made of other ranks'
     states may be lost through these, whose own loss is not finite then.
     """
-    largest, of_loss = (torch.linalg.vector_norm(each.detach(), ord=math.inf) for each in (terms, loss))  # or NaN
-    torch._assert_async((largest < math.inf) >= (of_loss < math.inf), _NOT_FINITE)
+    of_loss = loss.detach().sum()
+    torch._assert_async((total < math.inf) >= (of_loss < math.inf), _NOT_FINITE)

@@ -98,7 +98,7 @@ def _gradient(ctx: Any, grad_terms: Tensor) -> Tensor:
     for (run, stretch), each in zip(parts, kept, strict=True):
         pull_of_all = stretch.chunks(pull.at(run)).movedim(-1, 0)
         last = first + each.ratio[0].numel()
-        grad = grad_ABD[first:last].transpose(0, 1).unflatten(1, each.ratio.shape[1:])
+        grad = grad_ABD[first:last].transpose(0, 1).view(*each.ratio.shape, grad_ABD.shape[2])
         form.pull_back(stretch.chunks(rows.at(run)), each, pull_of_all, stretch.inside, pairs.temperature, grad)
         first = last
     return shard.from_all_anchors(grad_ABD)

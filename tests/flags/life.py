@@ -149,7 +149,7 @@ def _watch(outcome: Outcome, plain: bool) -> None:
     def noted_terms(self: Any, *args: Any) -> Any:
         found = terms(self, *args)
         if found is not None and found.weighted:
-            outcome.terms.append(all(bool(torch.isfinite(each).all()) for each, _ in found.weighted))
+            outcome.terms.append(all(bool(torch.isfinite(each).all()) for each, *_ in found.weighted))
         return found
 
     def noted_iteration(self: Any, *args: Any, **kwargs: Any) -> None:
