@@ -250,7 +250,7 @@ class SimRegConfig:
         text = str(self.options.get("prefixes", ""))
         return tuple(sorted({int(number) for number in text.split("/") if number.isdecimal()}))
 
-    @property
+    @functools.cached_property
     def trains_scalars(self) -> bool:
         """Return whether the objective has parameters of its own."""
         return self.similarity == "learnable" or bool(self.scalars)
