@@ -82,7 +82,7 @@ class Objective:
         warning: (options); a warning for the start of the run, or None.
         trains: whether it adds to the gradient at all.
         draws: whether each iteration draws random numbers of its own.
-        relabels: whether it is SimReg on labels that say nothing.
+        relabels: whether it is SimReg on labels that say nothing, by its options `labels` and `seed`.
         meets_heads: whether states are compared with rows of the output layer.
         has_chunks: whether the chunk size has an effect.
         takes_rows: whether it takes a row of the micro-batch for one sequence, so that none may be packed.

@@ -227,5 +227,5 @@ def _require_finite(total: Tensor, loss: Tensor) -> None:
     A loss that is not finite itself is left to Megatron, which stops or reruns the step: terms made of other ranks'
     states may be lost through these, whose own loss is not finite then.
     """
-    of_loss = loss.detach().sum()
+    of_loss = loss.detach().sum(dtype=total.dtype)
     torch._assert_async((total < math.inf) >= (of_loss < math.inf), _NOT_FINITE)
