@@ -13,6 +13,7 @@ from simreg_megatron.tools.events import (
     SIMREG_LOSS,
     TRAIN_LOSS,
     VALIDATION_LOSS,
+    ReportError,
     Run,
     Series,
     read_run,
@@ -55,10 +56,17 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the figure and print the table."""
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if options.output.suffix[1:].lower() not in known:
+        raise ReportError(f"--output {options.output} must end in .png or another of {', '.join(known)}")
     runs = []
     for word in options.runs:
         name, _, path = word.partition("=")
         runs.append(read_run(word) if not path or Path(word).exists() else read_run(path, name))
+    if len({one.name for one in runs}) < len(runs):
+        raise ReportError(f"two of the runs have one name ({', '.join(one.name for one in runs)}): give NAME=PATH")
     draw_curves(runs).savefig(options.output)
     print(*table_of(runs), sep="\n")
     print(f"Figure: {options.output}")

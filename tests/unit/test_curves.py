@@ -74,6 +74,8 @@ def test_the_command_draws_and_lists_what_differs(tmp_path: Path, capsys: Captur
     assert said[1].split() == ["one", "2", "4.5000"] and said[2].split() == ["lower", "2", "4.2500", "-0.2500"]
     assert said[3] == "lr: one 1, lower not given" and len(said) == 5, "folders are no settings"
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 20_000
+    for words, sentence in (([str(two)], "have one name (two, two): give"), (["--output", "x.pngg"], "end in .png")):
+        assert cli.main(["curves", str(two), *words]) == 2 and sentence in capsys.readouterr().err
 
 
 # Heat-maps ------------------------------------------------------------------------------------------------------------
