@@ -56,9 +56,10 @@ def run(options: argparse.Namespace) -> None:
 
     metrics = chosen_tasks(options.tasks)
     models = {name: Path(path or "?") for name, _, path in (word.partition("=") for word in options.model)}
-    if len(models) < len(options.model) or not all(name and path.is_dir() for name, path in models.items()):
-        raise EvaluationError("each --model must be NAME=FOLDER with a name of its own and a folder that exists, got "
-                              + ", ".join(options.model))  # fmt: skip
+    are_named = all(name == Path(name).name != "" and path.is_dir() for name, path in models.items())
+    if len(models) < len(options.model) or not are_named:  # results have these names below --output
+        raise EvaluationError("each --model must be NAME=FOLDER with a name of its own, without slashes, and a folder "
+                              f"that exists, got {', '.join(options.model)}")  # fmt: skip
     if options.output.exists() and any(options.output.iterdir()):
         raise EvaluationError(f"{options.output} is not empty: give a new --output")
     options.output.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ def task_manager(include: Path | None) -> Any:
     """Index the harness's task definitions and those in a folder, which takes 10 seconds."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=str(include) if include else None)
+    return TaskManager(include_path=str(include.resolve(strict=True)) if include else None)
 
 
 def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def answers(folder: Path, tasks: list[str], options: argparse.Namespace) -> dict
         found = lm_eval.simple_evaluate(
             model="hf", model_args={**arguments, "use_safetensors": True}, tasks=tasks, num_fewshot=0,
             batch_size=options.batch_size, limit=options.limit,
-            device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=str(torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))),
             task_manager=task_manager(options.include),
         )  # fmt: skip
     except Exception as error:  # the model, the task or its data set may raise any type

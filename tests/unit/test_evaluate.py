@@ -125,6 +125,8 @@ def test_a_megatron_checkpoint_is_exported_first(
     ("words", "sentence"),
     [
         (["--model", "a=MODEL", "--model", "a=MODEL"], "a name of its own"),
+        (["--model", "../a=MODEL"], "without slashes"),
+        (["--model", "a=MODEL", "--device", "cudaa"], "device string: cudaa"),
         (["--model", "a=MODEL", "--tasks", "humaneval"], "lm-evaluation-harness cannot score"),
         pytest.param(
             ["--model", "a=MODEL", "--tasks", f"{NAME}:f1"], f"{NAME} has no metric f1", marks=pytest.mark.slow
