@@ -84,7 +84,8 @@ def check_pickle(data: bytes, where: str) -> None:
                 names.add(name := f"{below}.{top}" if argument is None else str(argument).replace(" ", ".", 1))
                 if not _ALLOWED.fullmatch(name):
                     raise _refused(where, name)
-            text = memo.get(int(argument)) if kind.endswith("GET") else argument if "UNICODE" in kind else None
+            given = argument if re.search("UNICODE|STRING", kind) else None
+            text = memo.get(int(argument)) if kind.endswith("GET") else given
             below, top = (top, text) if text is not None else (None, None)
             if "BYTE" in kind:
                 contents.append(bytes(argument))

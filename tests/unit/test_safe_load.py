@@ -137,6 +137,10 @@ def test_a_pickle_inside_of_a_state(is_archive: bool, protocol: int, sprung: Pat
         check_pickle(pickle.dumps([io.BytesIO(inner)], max(2, protocol)), "it")
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         check_archive(archive_of([io.BytesIO(inner)]).getvalue(), "it")
+    if protocol == 0 and not is_archive:  # as a string of Python 2
+        as_bytes = b"c_codecs\nencode\n(T" + len(inner).to_bytes(4, "little") + inner + b"Vlatin1\ntR"
+        with pytest.raises(CheckpointError, match=r"posix\.system"):
+            check_pickle(b"cio\nBytesIO\n(" + as_bytes + b"tR.", "it")
 
 
 @pytest.mark.parametrize("content", [b"", archive_of({"scale": torch.ones(2)}).getvalue(), pickle.dumps({"a": 1})])
