@@ -8,6 +8,7 @@ command continues after it was stopped. The files of the set get their names whe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -44,7 +45,7 @@ def add_command(commands: Any) -> None:
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", help="a sentencepiece .model file, or a Hugging Face folder or name")
     tokenizer.add_argument(
-        "--train-tokenizer", type=int, metavar="N", help="train one of N pieces: OUT/tokenizer.model"
+        "--train-tokenizer", type=_count, metavar="N", help="train one of N pieces: OUT/tokenizer.model"
     )
     parser.add_argument("--key", default="text", help="the key or column that has the text (default: text)")
     parser.add_argument("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
@@ -106,7 +107,7 @@ def prepare(
     apart = {os.path.realpath(name) for group in groups["valid"] for name in group.files}
     groups["train"] = find_groups(sources, key, "train", leave_out=apart)
     files = {side: [name for group in found for name in group.files] for side, found in groups.items()}
-    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     settings: dict[str, Any] = {
         **{side: [[name, file_bytes(name)] for name in names] for side, names in files.items()},
         "tokenizer": loaded.sha256 if loaded else train_tokenizer,
@@ -126,8 +127,15 @@ def prepare(
         datasets.disable_progress_bars()
     cache = out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
-    loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
-    manifest = _write_pairs(groups, loaded, settings, cache, workers)
+    try:
+        loaded = loaded or _train_on_sample(groups["train"], int(train_tokenizer or 0), cache)
+        manifest = _write_pairs(groups, loaded, settings, cache, workers)
+    except DataError:
+        if not any(cache.rglob("cache-*.arrow")):  # nothing is tokenized that the same command would go on from
+            shutil.rmtree(cache)
+            with contextlib.suppress(OSError):  # something else is in the folder
+                out.rmdir()
+        raise
     (cache / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     for name in (*manifest["files"], MANIFEST):
         (cache / name).replace(out / name)
@@ -137,11 +145,15 @@ def prepare(
 
 def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the manifest of a finished set, if it was made with the same settings and its files are there."""
-    manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text())
-    for name, value in settings.items():
-        if manifest.get("settings", {}).get(name) != value:
-            raise DataError(f"{out} has a set of other settings ({name} differs): give another --out, or remove it")
-    if changed := find_changed(out, manifest):
+    try:
+        manifest: dict[str, Any] = json.loads((out / MANIFEST).read_text())
+        differ = [name for name, value in settings.items() if manifest.get("settings", {}).get(name) != value]
+        changed = not differ and find_changed(out, manifest)
+    except (ValueError, LookupError, AttributeError, TypeError):
+        raise DataError(f"{out / MANIFEST} is not that of a prepared set: give another --out") from None
+    if differ:
+        raise DataError(f"{out} has a set of other settings ({differ[0]} differs): give another --out, or remove it")
+    if changed:
         raise DataError(f"{changed} is not the file that {MANIFEST} describes: remove {out}, and prepare it again")
     return manifest
 

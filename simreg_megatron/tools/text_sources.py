@@ -116,7 +116,7 @@ def load_group(group: Group, cache: Path) -> Any:
     """
     import datasets
 
-    options: dict[str, Any] = {"path": "parquet", "columns": [group.key]}
+    options: dict[str, Any] = {"path": "parquet", "columns": [group.key], "batch_size": 1000}
     if group.kind != "parquet":
         features = datasets.Features({"text": datasets.Value("large_string")})
         options = {"path": "text", "sample_by": group.kind, "encoding": "utf-8-sig", "features": features}

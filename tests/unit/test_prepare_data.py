@@ -43,7 +43,10 @@ def write_source(folder: Path, form: str, lines: list[bytes]) -> str:
         compress = zstandard.ZstdCompressor().compress
         path.write_bytes(compress(half) + compress(raw[len(half) :]))
     elif form == "parquet":
-        pq.write_table(pa.table({"n": range(len(texts)), "text": texts}), path, row_group_size=7)
+        table = pa.table({"n": range(len(texts)), "text": texts})
+        pq.write_table(table, path, row_group_size=7)
+        pq.write_table(table[:0], folder / "empty.parquet")  # as other tools leave some
+        return str(folder)
     elif form == "hf":  # as a data set of the Hub, from a folder
         pq.write_table(pa.table({"text": texts}), folder / "train-00000-of-00001.parquet")
         return f"hf:{folder}"
@@ -140,6 +143,9 @@ def test_a_finished_set_is_not_made_again_and_no_other_one_takes_its_place(tmp_p
     (tmp_path / "own" / "train.idx").write_bytes(b"of weeks")
     with pytest.raises(DataError, match=r"train\.idx is there without a manifest\.json"):
         prepare([source], tmp_path / "own", tokenizer=MODEL)
+    (tmp_path / "own" / "manifest.json").write_text("[1]")
+    with pytest.raises(DataError, match=r"manifest\.json is not that of a prepared set: give another --out"):
+        prepare([source], tmp_path / "own", tokenizer=MODEL)
 
 
 def test_a_text_that_spells_end_of_text_is_text(tmp_path: Path) -> None:
@@ -165,8 +171,10 @@ def test_a_text_that_spells_end_of_text_is_text(tmp_path: Path) -> None:
 def test_what_is_no_text_is_refused_in_one_sentence(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(content)
     (tmp_path / "b.txt").write_text("good")
+    out = tmp_path.with_name(f"{tmp_path.name}-out")
     with pytest.raises(DataError, match=sentence):
-        prepare([str(tmp_path)], tmp_path.with_name(f"{tmp_path.name}-out"), tokenizer=MODEL)
+        prepare([str(tmp_path)], out, tokenizer=MODEL)
+    assert not out.exists(), "there is nothing to go on from"
 
 
 def test_the_files_of_a_folder(tmp_path: Path) -> None:
@@ -189,6 +197,8 @@ def test_a_trained_tokenizer_is_the_same_again(tmp_path: Path) -> None:
     made = [prepare([source], tmp_path / out, train_tokenizer=320) for out in ("one", "two")]
     assert digests(made[0]) == digests(made[1]) and made[0]["vocab_size"] == 320
     assert prepare([source], tmp_path / "one", train_tokenizer=320) == made[0]
+    with pytest.raises(DataError, match=" cannot be loaded as a tokenizer"):  # of an empty shell variable
+        prepare([source], tmp_path / "none", tokenizer="")
     assert load_tokenizer(str(tmp_path / "one" / "tokenizer.model")).sha256 == made[0]["tokenizer_sha256"]
 
 
