@@ -45,22 +45,23 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--load", type=Path, required=True, help="the folder that Megatron's --save named")
     parser.add_argument("--ckpt-step", type=int, help="the step to take (default: the newest)")
     parser.add_argument("--save", type=Path, required=True, help="the folder to make")
-    parser.add_argument("--tokenizer", type=Path, help="that of training: a Hugging Face folder or a .model file")
-    parser.add_argument("--vocab-size", type=int, help="tokens without padding, if no tokenizer is given")
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument("--tokenizer", type=Path, help="that of training: a Hugging Face folder or a .model file")
+    kept.add_argument("--vocab-size", type=int, help="tokens without padding, if no tokenizer is given")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     folder = checkpoint_folder(options.load, options.ckpt_step)
-    notes = export(folder, options.save, options.tokenizer, dtype=options.dtype, vocab_size=options.vocab_size or 0)
+    notes = export(folder, options.save, options.tokenizer, dtype=options.dtype, vocab_size=options.vocab_size)
     for note in notes:
         print(f"note: {note}")
     print(f"{options.save}: exported from {folder}")
 
 
 def export(
-    folder: Path, save: Path, tokenizer: Path | None = None, *, dtype: str | None = None, vocab_size: int = 0
+    folder: Path, save: Path, tokenizer: Path | None = None, *, dtype: str | None = None, vocab_size: int | None = None
 ) -> list[str]:
     """Write the checkpoint in `folder` to the new folder `save`, and return notes for the user."""
     import torch
@@ -78,15 +79,15 @@ def export(
     refuse_others(args)
     embedding = stored["embedding.word_embeddings.weight"]
     kept = loaded.vocab_size if loaded else vocab_size
-    if kept:
+    if kept is not None:
         check_size(args, len(embedding), kept, str(tokenizer or "--vocab-size"))
     if tokenizer:
         check_file(args, tokenizer)
     if not hasattr(args, "make_vocab_size_divisible_by"):  # imported: it may have more rows than the tokenizer
-        kept = max(kept, args.vocab_size)
+        kept = max(kept or 0, args.vocab_size)
     if not kept and args.padded_vocab_size != getattr(args, "vocab_size", None):
         rows = len(embedding)
-        notes.append(f"all {rows} rows of the embedding are kept, with padding: --tokenizer would leave it out")
+        notes.append(f"all {rows} rows of the embedding are kept: --tokenizer would leave out those of padding")
     if args.tokenizer_type == "Llama2Tokenizer":
         notes.append("Llama2Tokenizer began every document with BOS up to Megatron 0.14: evaluate as in your training")
     config = make_config(args, kept or len(embedding), loaded)
@@ -108,11 +109,11 @@ def export(
     check_shapes(weights, config, folder)
     with new_folder(save) as made:
         save_torch_state_dict(weights, made, max_shard_size="4GB")
-        if loaded:
-            write_tokenizer(loaded, made)
         ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
         GenerationConfig(**ids, pad_token_id=config.eos_token_id).save_pretrained(made)
         write_config(config, str(chosen).removeprefix("torch."), made)
+        if loaded:
+            write_tokenizer(loaded, made)
     return notes
 
 

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 from pathlib import Path
 
+from simreg_megatron.tools.indexed import DataError
 from simreg_megatron.tools.safe_load import CheckpointError
-from simreg_megatron.tools.tokenizers import Tokenizer
+from simreg_megatron.tools.tokenizers import Tokenizer, load_tokenizer
 
 _FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
 _SPACE = "\u2581"  # sentencepiece's sign for a space
@@ -50,13 +52,20 @@ def check_file(args: argparse.Namespace, given: Path) -> None:
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write it to the folder of a model, in a form that tokenizes every text as in training."""
+    from transformers import AutoTokenizer
+
     source = Path(tokenizer.source)
     if source.is_file():
         shutil.copyfile(source, folder / "tokenizer.model")
         _convert(tokenizer, folder)
         return
-    for path in (path for pattern in _FILES for path in source.glob(pattern)):
+    for path in (path for pattern in _FILES for path in source.glob(pattern) if path.is_file()):
         shutil.copyfile(path, folder / path.name)
+    with contextlib.suppress(DataError):
+        if load_tokenizer(str(folder)).sha256 == tokenizer.sha256:
+            return
+    # Its class stands in a config.json, as GPT-2's does, or its vocabulary in another file.
+    AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(folder)
 
 
 def _convert(tokenizer: Tokenizer, folder: Path) -> None:

@@ -46,13 +46,8 @@ def test_transformers_reads_every_number_and_every_weight(name: str, tmp_path: P
     assert export(dist_checkpoint(tmp_path / "checkpoint", config), tmp_path / "model") == []
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for setting in (
-        "rms_norm_eps",
-        "head_dim",
-        "num_key_value_heads",
-        "max_position_embeddings",
-        "tie_word_embeddings",
-    ):
+    sizes = ("rms_norm_eps", "head_dim", "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
+    for setting in sizes:
         assert getattr(model.config, setting) == getattr(config, setting)
     entries = json.loads((tmp_path / "model" / "config.json").read_text())
     assert entries["rope_theta"] == VARIANTS[name].get("rope_theta", 10000.0), "release 4 of transformers reads this"
@@ -204,6 +199,16 @@ def test_a_sentencepiece_model_becomes_the_same_tokenizer(options: dict, tmp_pat
     assert (tmp_path / "copied" / "tokenizer.json").read_bytes() == (tmp_path / "model/tokenizer.json").read_bytes()
 
 
+def test_a_tokenizer_whose_class_stands_in_a_config_keeps_it(tmp_path: Path) -> None:
+    pieces = ["<|endoftext|>", *map(chr, range(256, 767))]
+    (own := tmp_path / "own").mkdir()  # as GPT-2's on the Hub, whose other files name no class
+    (own / "config.json").write_text('{"model_type": "gpt2"}')
+    (own / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(pieces)}))
+    (own / "merges.txt").write_text("#version: 0.2\n")
+    export(dist_checkpoint(tmp_path / "c", tiny_config(vocab_size=512)), tmp_path / "model", own)
+    assert load_tokenizer(str(tmp_path / "model")).sha256 == load_tokenizer(str(own)).sha256
+
+
 def test_other_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = train_sentencepiece(tmp_path / "own.model", json.__file__)
     other = train_sentencepiece(tmp_path / "other.model", subprocess.__file__)
@@ -217,6 +222,8 @@ def test_other_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     }.items():
         words = ("--load", folder, "--save", tmp_path / "model", "--tokenizer", tokenizer)
         assert sentence in refused(capsys, *words)
+    with pytest.raises(SystemExit):
+        cli.main(["export-hf", *map(str, (*words[:4], "--tokenizer", own, "--vocab-size", 9))])
     unnamed = dist_checkpoint(tmp_path / "unnamed", tiny_config(vocab_size=500))
     with pytest.raises(CheckpointError, match="would tokenize some texts differently"):
         export(unnamed, tmp_path / "model", symbols)
