@@ -85,12 +85,11 @@ def describe_simreg(plan: Plan) -> str:
     hidden = flag_number(plan.flags, "--hidden-size", 1)
     auto = {part: " (auto)" if part.lambda_ == "auto" else "" for part in config.parts}
     found = ", ".join(f"{part.objective}, lambda {part.weight(hidden):g}{auto[part]}" for part in config.parts)
+    notes = "".join(f" ({n})" for part in config.parts if (n := note_on_lambda(part.objective, part.lambda_, hidden)))
     if not any(part.record.compares_in_chunks(part.options) for part in config.parts):
-        return found
+        return f"{found}{notes}"
     chunks = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
-    noted = [part.weight(hidden) for part in config.parts if part.objective == "simreg"]
-    note = next(filter(None, (note_on_lambda(weight, hidden) for weight in noted)), "")
-    return f"{found}, {chunks}{f' ({note})' if note else ''}"
+    return f"{found}, {chunks}{notes}"
 
 
 def command(plan: Plan, machine: Machine, *, environ: Mapping[str, str]) -> str:

@@ -62,8 +62,12 @@ def settings_of_parts(settings: Settings, defaults: Settings) -> list[dict[str, 
     found = []
     for objective, weight in weights.items():
         own = options[objective]
-        shared_temperature = _shared_temperature(settings, objective, list(weights))
-        temperature = own.pop("temperature", shared_temperature)
+        shared = _shared_temperature(settings, objective, list(weights))
+        temperature = own.pop("temperature", shared)
+        if shared not in (None, temperature):
+            raise ValueError(
+                f"SimReg temperature {shared} has no effect next to {objective}.temperature={temperature}: drop one"
+            )
         record = objectives.find(objective)
         checked = checked_options(record, own)
         known = defaults.keys() - {*_OWN, *record.idle_settings(dict(checked))}
@@ -99,8 +103,7 @@ def _shared_temperature(settings: Settings, objective: str, names: list[str]) ->
         return None
     takers = ["simreg"] if "simreg" in names else [name for name in names if objectives.find(name).temperature]
     if len(takers) != 1:
-        raise ValueError(
-            f"SimReg temperature {temperature} belongs to none or to several of {settings['objective']}: give it "
-            f"as an option of one, such as {(takers or names)[0]}.temperature={temperature}"
-        )
+        instead = f"give it as an option of one, such as {takers[0]}.temperature={temperature}" if takers else "drop it"
+        whose = f"{'several' if takers else 'none'} of {settings['objective']}"
+        raise ValueError(f"SimReg temperature {temperature} belongs to {whose}: {instead}")
     return temperature if objective == takers[0] else None

@@ -49,7 +49,7 @@ def checked_lambda(value: float | str) -> float | str:
     if value == "auto":
         return "auto"
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or number < 0:

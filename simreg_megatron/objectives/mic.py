@@ -13,6 +13,9 @@ _PARTS = ("correlation", "variance", "balance", "uniformity")
 def _check(options: Options, *_: float) -> None:
     if not any(options[name] for name in _PARTS):
         raise ValueError("the weights of all four parts of SimReg objective mic are 0: leave one above 0")
+    for name, default, parts in (("norm_scope", "sequence", _PARTS[:2]), ("pool", "chunk", _PARTS[2:])):
+        if options[name] != default and not any(options[part] for part in parts):
+            raise ValueError(f"SimReg objective option {name} has no effect while {' and '.join(parts)} are 0: drop it")
 
 
 MIC = Objective(

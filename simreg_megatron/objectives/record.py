@@ -132,8 +132,8 @@ class Objective:
     def idle_settings(self, options: Options) -> list[str]:
         """Names of the settings that have no effect on the objective."""
         kind = self.kind_with(options)
-        if kind is Kind.SIMREG:
-            return []
+        if kind is Kind.SIMREG:  # without labels each token is its only positive
+            return ["self_positive"] if options.get("labels") == "none" else []
         names = ["similarity", "group_reduce", "self_positive", "chunk_weight", "impl"]
         if kind in STAY:
             names += ["scope", "document_mask"]

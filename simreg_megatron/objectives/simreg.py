@@ -20,10 +20,14 @@ def authors_lambda(hidden_size: int) -> float:
     return 10.0 * math.sqrt(hidden_size / _TUNED_WIDTH)
 
 
-def note_on_lambda(given: float, hidden_size: int) -> str:
-    """Warn of a lambda above twice the authors' for this width: 10, theirs at 1024, harms a tiny model."""
+def note_on_lambda(objective: str, given: float | str, hidden_size: int) -> str:
+    """Warn of `auto` for an objective that it is not made for, and of a lambda above twice the authors' for this width:
+    10, theirs at 1024, harms a tiny model."""
+    if given == "auto":
+        fits = objective in ("simreg", "placebo")
+        return "" if fits else f"lambda auto is the rule for simreg and says nothing about {objective}: give a number"
     usual = authors_lambda(hidden_size)
-    if given <= 2 * usual:
+    if objective != "simreg" or float(given) <= 2 * usual:
         return ""
     return f"lambda {given:g} is large for width {hidden_size}, where the authors' rule (auto) gives {usual:.1f}"
 

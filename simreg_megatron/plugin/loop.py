@@ -159,7 +159,7 @@ def make_ready(
             warn(f"SimReg objective {part.objective}: {warning}")
         hidden_size = get_model_config(model_chunks[0]).hidden_size
         log_once(log.described(part, models[0], hidden_size))
-        if part.objective == "simreg" and (note := note_on_lambda(part.weight(hidden_size), hidden_size)):
+        if note := note_on_lambda(part.objective, part.lambda_, hidden_size):
             log_once(f"SimReg: {note}")
 
 

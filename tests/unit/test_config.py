@@ -19,6 +19,8 @@ OF_SEVERAL_OBJECTIVES = [
     ({"objective": "sigreg:1,mic:1", "similarity": "dot"}, "similarity dot has no effect on any of sigreg:1,mic:1"),
     ({"objective": "creg:1,sce:1", "temperature": 0.1}, "such as creg.temperature=0.1"),
     ({"objective": "sigreg:1", "objective_options": "sigreg.temperature=1"}, "sigreg has no temperature"),
+    ({"objective": "sigreg:1,mic:1", "temperature": 0.1}, "belongs to none of sigreg:1,mic:1: drop it"),
+    ({"objective": "sce:1", "temperature": 0.2, "objective_options": "sce.temperature=0.1"}, "0.2 has no effect next"),
     ({"objective": "simreg:1,prefixes-ce:1", "layers": "2,final"}, "prefixes-ce is of the final states"),
 ]
 WITH_A_LAMBDA = [
@@ -39,6 +41,8 @@ WITH_A_LAMBDA = [
     ({"objective": "mic", "objective_options": "uniformity=0,t=5"}, "t has no effect with uniformity=0: drop it"),
     ({"objective": "sce", "objective_options": "coupling=0,target=instance"}, "target has no effect with coupling=0"),
     ({"objective": "placebo", "objective_options": "labels=none,seed=3"}, "seed has no effect with labels=none"),
+    ({"objective": "placebo", "objective_options": "labels=none", "self_positive": "never"}, "never has no effect"),
+    ({"objective": "mic", "objective_options": "balance=0,uniformity=0,pool=token"}, "pool has no effect while"),
     ({"objective": "sigreg", "objective_options": "seed=1,seed=2"}, "seed is given 2 times: leave one of them"),
 ]
 
@@ -53,11 +57,9 @@ WITH_A_LAMBDA = [
         ({"document_mask": "no"}, "SimReg document mask must be True or False, not 'no'"),
         ({"temperature": "0.1"}, "SimReg temperature must be a number, not '0.1'"),
         ({"objective": 3}, "SimReg objective must be a word, not 3"),
+        ({"lambda_": True}, "of 0 or more, or auto, not True"),
         ({"lambda_": 1, "layers": ()}, "SimReg layers must name at least one state"),
-        (
-            {"objective": "creg", "lambda_": 1, "objective_options": ("form",)},
-            "must be a mapping, pairs, or text .*'form'",
-        ),
+        ({"objective": "creg", "lambda_": 1, "objective_options": ("form",)}, "a mapping, pairs, or text .*'form'"),
         ({"impl": "tiled", "similarity": "dot"}, "use impl reference, or auto"),
         ({"objective": "simreg:1,sigmoid:1", "objective_options": "sigmoid.trains=t", "every": 2}, "leaves scalars"),
         ({"group_reduce": "mean", "chunk_weight": "count-corrected"}, "no effect with group reduce mean"),

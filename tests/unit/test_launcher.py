@@ -516,16 +516,14 @@ def test_a_length_in_samples_replaces_the_presets_iterations() -> None:
 
 @pytest.mark.parametrize(
     ("words", "has_note"),
-    [
-        ("--simreg-lambda 10", True),
-        ("--simreg-lambda auto", False),
-        ("--simreg-objective simreg:auto,sigreg:0.05", False),
-    ],
+    [("--simreg-lambda 10", True), ("--simreg-lambda auto", False), ("--simreg-objective simreg:auto,sce:0.05", False)],
 )
 def test_a_lambda_for_another_width_is_noted(words: str, has_note: bool) -> None:
     text = describe(plan("--model", "tiny", *words.split()), CPU, environ={})
     assert ("lambda 10 is large for width 192, where the authors' rule (auto) gives 4.3" in text) == has_note
     assert "is large" not in describe(plan("--model", "350m", *OWN, *words.split(), machine=GPU), GPU, environ={})
+    other = plan("--model", "tiny", "--simreg-objective", "sigreg", "--simreg-lambda", "auto")
+    assert "auto is the rule for simreg and says nothing about sigreg" in describe(other, CPU, environ={})
 
 
 @pytest.mark.parametrize("flag", ["--fim-data", "--spec"])
