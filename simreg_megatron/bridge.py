@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from simreg_megatron import loop
+from simreg_megatron.plugin.loop import begin_run
 
 
 class SimRegCallback:
@@ -29,7 +30,7 @@ class SimRegCallback:
             NotImplementedError: the run builds a model that SimReg does not support.
         """
         settings = context.state.cfg
-        loop.begin_run(
+        begin_run(
             context.model,
             micro_batch_size=getattr(settings.train, "micro_batch_size", None),
             seq_length=getattr(getattr(settings, "model", None), "seq_length", None),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from simreg_megatron import loop
 from simreg_megatron.plugin import compat, installation
+from simreg_megatron.plugin.loop import begin_run
 from simreg_megatron.weights import learnable
 
 _ENDLESS = 10**12  # iterations
@@ -62,7 +62,7 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         NotImplementedError: SimReg does not support these models.
         ValueError: lambda is 0, so there is nothing to compare.
     """
-    loop.begin_run(models)
+    begin_run(models)
     regularizer = installation.regularizer()
     config = regularizer.config
     if not config.trains:
@@ -73,7 +73,7 @@ def check(models: Any, forward_backward: Callable[[], Any]) -> Found:
         return _check(models, forward_backward)
     finally:
         _clear(models)
-        loop.begin_run(models)  # nothing of these steps is logged, or taken for one that the loop counted
+        begin_run(models)  # nothing of these steps is logged, or taken for one that the loop counted
 
 
 def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:

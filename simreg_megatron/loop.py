@@ -38,6 +38,8 @@ def begin_run(models: Any, *, micro_batch_size: int | None = None, seq_length: i
         ValueError, NotImplementedError: SimReg does not support these models, or not with its settings. What only a
             micro-batch shows is refused in its forward pass.
     """
+    if settings().log_interval is not None:
+        raise ValueError("SimReg log interval has no effect here, as end_step(reduces=...) says when to log: drop it")
     plugin_loop.begin_run(models, micro_batch_size=micro_batch_size, seq_length=seq_length)
 
 

@@ -67,7 +67,7 @@ LAW = {
     ),
     TOP: room("config plugin"),
     "loop": room("config plugin"),
-    "bridge": room("loop", "torch"),
+    "bridge": room("loop plugin", "torch"),
     "titan": room("losses trial", "torch torchtitan spmd_types"),
     "contract": room("loop plugin weights", "torch megatron"),
     "pretrain": room(f"{TOP} config plugin", "torch megatron"),

@@ -158,6 +158,7 @@ def test_another_loss_and_packing_that_cannot_be_followed_are_refused() -> None:
     [
         ({"layers": 1}, {"overlap_moe_expert_parallel_comm": True}, "never calls the decoder's layers"),
         ({"every": 2}, {"cuda_graph_impl": "full_iteration"}, "computes the same in each"),
+        ({"log_interval": 5}, {}, "log interval has no effect here"),  # the loop says itself when it logs
     ],
 )
 def test_what_the_models_configuration_excludes_is_refused(
