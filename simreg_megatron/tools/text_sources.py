@@ -137,8 +137,12 @@ def load_group(group: Group, cache: Path) -> Any:
 
 
 def _is_utf8(name: str) -> bool:
+    import fsspec
+
     try:
-        Path(name).read_bytes().decode()
+        with fsspec.open(name, "rt", encoding="utf-8", compression="infer") as lines:
+            for _ in lines:
+                pass
     except (OSError, UnicodeDecodeError):
         return False
     return True

@@ -161,6 +161,7 @@ def test_a_text_that_spells_end_of_text_is_text(tmp_path: Path) -> None:
     [
         ("a.txt", "naïve".encode("utf-16"), r"a\.txt is not UTF-8 \(invalid start byte\): convert it"),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"a\.jsonl is not UTF-8"),
+        ("b.jsonl.gz", gzip.compress(b'{"text": "\xff"}'), r"^\S+/b\.jsonl\.gz is not UTF-8"),
         ("a.jsonl", b'{"txt": "a"}\n', r"row 1: expected a text under the key 'text' .--key., got '{\"txt\": \"a\"}'"),
         ("a.jsonl", b'["text"]\n', "row 1: expected a text"),
         ("a.jsonl", b'{"text": "ok"}\n\n{"text": "\\ud800"}\n', "row 3: expected a text .*UnicodeEncodeError"),
@@ -171,6 +172,7 @@ def test_a_text_that_spells_end_of_text_is_text(tmp_path: Path) -> None:
 def test_what_is_no_text_is_refused_in_one_sentence(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(content)
     (tmp_path / "b.txt").write_text("good")
+    (tmp_path / "a0.jsonl.gz").write_bytes(gzip.compress(LINES[0]))
     out = tmp_path.with_name(f"{tmp_path.name}-out")
     with pytest.raises(DataError, match=sentence):
         prepare([str(tmp_path)], out, tokenizer=MODEL)
