@@ -152,26 +152,17 @@ def adagc_differences_to_checkpoint(checkpoint_args: Any, args: Any) -> list[str
     if not hasattr(checkpoint_args, OF_SIMREG[0].dest):
         return []
     before, now = (adagc_from_args(given) for given in (checkpoint_args, args))
-    if before is None and now is None:
-        return []
     if before is None or now is None:
-        return [f"--adagc was {_on_or_off(before)} when the checkpoint was written and is {_on_or_off(now)} now"]
+        was, is_now = ("off" if config is None else "on" for config in (before, now))
+        return [] if was == is_now else [f"--adagc was {was} when the checkpoint was written and is {is_now} now"]
     return _differences(OF_ADAGC, before, now, args)
 
 
 def _differences(flags: tuple[Flag, ...], before: Any, now: Any, args: Any) -> list[str]:
+    by_default = " (its default; set the flag to continue as before)"
     return [
         f"{flag.name} was {as_typed(getattr(before, flag.field))} when the checkpoint was written and is "
-        f"{as_typed(getattr(now, flag.field))} now{_origin(args, flag)}"
+        f"{as_typed(getattr(now, flag.field))} now{by_default if getattr(args, flag.dest, None) is None else ''}"
         for flag in flags
         if getattr(before, flag.field) != getattr(now, flag.field)
     ]
-
-
-def _on_or_off(config: AdaGCConfig | None) -> str:
-    return "off" if config is None else "on"
-
-
-def _origin(args: Any, flag: Flag) -> str:
-    value: Any | None = getattr(args, flag.dest, None)
-    return " (its default; set the flag to continue as before)" if value is None else ""

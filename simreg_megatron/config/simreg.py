@@ -152,15 +152,11 @@ class SimRegConfig:
             given = {"start iter": self.start_iter, "warm-up": self.warmup_iters, "off after": self.off_after}
             what = next((name for name, value in given.items() if value), "lambda schedule")
             raise ValueError(f"SimReg {what} has no effect while lambda is 0 or with objective none: drop it")
-        if self.every > 1:
-            self._refuse_rests()
-
-    def _refuse_rests(self) -> None:
-        if not self.trains:
+        if self.every > 1 and not self.trains:
             raise ValueError(
                 f"SimReg every {self.every} steps has no effect while lambda is 0 or with objective none: drop it"
             )
-        if self.trains_scalars:
+        if self.every > 1 and self.trains_scalars:
             raise ValueError(
                 f"SimReg every {self.every} steps leaves scalars that it trains without a gradient in the other steps: "
                 "compute it in every step, or choose settings that train no scalars"
@@ -213,11 +209,6 @@ class SimRegConfig:
     def by_sequence(self) -> bool:
         """Return whether whole sequences are compared, which have no chunks, labels or documents."""
         return self._kind is Kind.SEQUENCES
-
-    @property
-    def sums_up(self) -> bool:
-        """Return whether tokens meet only in sums over a sample, so that sums travel and hidden states never do."""
-        return self._kind is Kind.SUMS
 
     @property
     def through_head(self) -> bool:

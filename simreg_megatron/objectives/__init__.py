@@ -46,17 +46,6 @@ def _brought() -> dict[str, list[importlib.metadata.EntryPoint]]:
     return found
 
 
-def _refuse_namesakes(name: str) -> None:
-    """Refuse a name of two packages: the import path would decide between them."""
-    points = _brought().get(name, [])
-    if len({point.value for point in points}) + (name in BUILT_IN) > 1:
-        packages = " and ".join(point.dist.name if point.dist else point.value for point in points)
-        raise ValueError(
-            f"SimReg objective {name} is brought by {packages}{', and is one of its own' if name in BUILT_IN else ''}: "
-            "uninstall one of these packages, or rename its objective"
-        )
-
-
 def names() -> tuple[str, ...]:
     """Return the names of all objectives; "none" comes last."""
     return (*(name for name in BUILT_IN if name != "none"), *sorted(_brought().keys() - BUILT_IN.keys()), "none")
@@ -69,12 +58,18 @@ def find(name: str) -> Objective:
     Raises:
         ValueError: there is none of this name, or a package's own is not what it should be.
     """
-    _refuse_namesakes(name)
+    points = _brought().get(name, [])
+    if len({point.value for point in points}) + (name in BUILT_IN) > 1:  # the import path would decide between them
+        packages = " and ".join(point.dist.name if point.dist else point.value for point in points)
+        raise ValueError(
+            f"SimReg objective {name} is brought by {packages}{', and is one of its own' if name in BUILT_IN else ''}: "
+            "uninstall one of these packages, or rename its objective"
+        )
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if name not in _brought():
+    if not points:
         raise ValueError(f"unknown SimReg objective {name!r}: choose from {', '.join(names())}")
-    point = _brought()[name][0]
+    point = points[0]
     try:
         record = point.load()
     except Exception as error:

@@ -11,10 +11,6 @@ UNSCALED = (
 )
 
 
-def _warn(options: Options) -> str | None:
-    return UNSCALED if options["normalize"] == "unit" else None
-
-
 def _by_chunk(options: Options) -> bool:
     return options["sample"] == "chunk"
 
@@ -33,7 +29,7 @@ SIGREG = Objective(
         "seed": 0,
     },
     limits={"directions": (0, 65_536)},  # each is as wide as a state
-    warning=_warn,
+    warning=lambda options: UNSCALED if options["normalize"] == "unit" else None,
     draws=True,
     has_chunks=_by_chunk,
     takes_rows=_by_chunk,

@@ -44,7 +44,7 @@ def described(config: SimRegConfig, model: Any, hidden_size: int) -> str:
     chunk = f"chunks of {config.chunk_size} tokens" if config.chunk_size else "whole sequences"
     if config.by_sequence:
         what = f"{what}, temperature {config.tau:g}, whole sequences{options}"
-    elif config.through_head or config.sums_up:
+    elif config.sends_no_rows:
         what = f"{what}{f', {chunk}' if config.has_chunks else ''}{options}"
     else:
         like = torch.empty(0, dtype=rows_dtype(config, model), device=device_of([model]))
