@@ -87,7 +87,8 @@ def _check(models: Any, forward_backward: Callable[[], Any]) -> Found:
     with _paused():
         loss_again, gradients = _run(models, forward_backward)
     repeats = len(gradients) == len(without) and all(map(torch.equal, without, gradients))
-    if not all(bool(torch.as_tensor(number).isfinite().all()) for number in _numbers(loss_without)):
+    numbers = (part for part in tree_leaves(loss_without) if isinstance(part, Tensor | int | float))
+    if not all(bool(torch.as_tensor(number).isfinite().all()) for number in numbers):
         raise ContractError(
             f"the loop reports {loss_without} without SimReg, so nothing can be compared: fix that first"
         )
@@ -131,14 +132,11 @@ def _repeated_random_numbers() -> Iterator[None]:
     """Restore the random state afterwards, so that what is drawn in here is drawn again."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    on_cpu, of_megatron = torch.get_rng_state(), dict(get_cuda_rng_tracker().get_states())
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    of_megatron = dict(get_cuda_rng_tracker().get_states())
     try:
-        yield
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            yield
     finally:
-        torch.set_rng_state(on_cpu)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
         get_cuda_rng_tracker().set_states(of_megatron)
 
 
@@ -162,10 +160,6 @@ def _clear(models: Any) -> None:
         if hasattr(model, "zero_grad_buffer"):
             model.zero_grad_buffer()
         model.zero_grad(set_to_none=True)
-
-
-def _numbers(loss: Any) -> list[Any]:
-    return [part for part in tree_leaves(loss) if isinstance(part, Tensor | int | float)]
 
 
 def _same(first: Any, second: Any) -> bool:
