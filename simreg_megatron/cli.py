@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from simreg_megatron import __version__, doctor
 from simreg_megatron.notices import SentenceError
@@ -35,14 +34,9 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (doctor, prepare_data, export_hf, import_hf, evaluate, curves):
         module.add_command(commands)
-    _add_flags(commands)
-    return parser
-
-
-def _add_flags(commands: Any) -> None:
     text = "list the flags that SimReg and AdaGC add to Megatron's, one sentence each"
-    parser = commands.add_parser("flags", help=text, description=text)
-    parser.set_defaults(run=_print_flags)
+    commands.add_parser("flags", help=text, description=text).set_defaults(run=_print_flags)
+    return parser
 
 
 def _print_flags(options: argparse.Namespace) -> None:

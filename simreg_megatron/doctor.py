@@ -26,15 +26,10 @@ Exit status 1 if SimReg cannot be installed or, with --gpu, if there is no GPU o
 def add_command(commands: Any) -> None:
     """Add `doctor` to the subparsers of the command line."""
     parser = commands.add_parser("doctor", help="check the installation", description=_DESCRIPTION)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--script", type=Path, help="your training script, such as pretrain_gpt.py: look at the Megatron it would use"
-    )
-    what.add_argument(
-        "--gpu",
-        action="store_true",
-        help="compare SimReg's Triton kernels with plain torch on the first GPU, then train a step there",
-    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--script", type=Path, help="your training script, such as pretrain_gpt.py: look at the Megatron it would use")
+    text = "compare SimReg's Triton kernels with plain torch on the first GPU, then train a step there"
+    add("--gpu", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
@@ -114,14 +109,9 @@ def _print_packages() -> None:
         ("triton", "not installed (optional)"),
         ("sentencepiece", "not installed (the built-in corpus needs it)"),
     ):
-        print(f"  {name:20}{_version(name) or missing}")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            missing = importlib.metadata.version(name)
+        print(f"  {name:20}{missing}")
 
 
 def _device_sentence() -> str:
@@ -191,9 +181,14 @@ def _has_loop() -> bool:
 
 def _print_seams() -> bool:
     """Print what SimReg needs of this Megatron; return whether all of it is there."""
+    import torch
+
+    from simreg_megatron.cpu import backend as cpu_backend
     from simreg_megatron.plugin import compat
 
-    _use_cpu_if_alone()
+    if not torch.cuda.is_available():  # importing Megatron asks for CUDA
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
+            cpu_backend.activate()
     print(f"Megatron {compat.megatron_version()}, and what the plugin wraps in it:")
     complete = True
     try:
@@ -211,14 +206,3 @@ def _print_seams() -> bool:
             complete = False
         print(f"  {seam.path}: {found}\n    {seam.purpose}")
     return complete
-
-
-def _use_cpu_if_alone() -> None:
-    """Use the CPU stand-ins if there is no GPU: importing Megatron asks for CUDA."""
-    import torch
-
-    from simreg_megatron.cpu import backend as cpu_backend
-
-    if not torch.cuda.is_available():
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
-            cpu_backend.activate()

@@ -44,12 +44,8 @@ def add_command(commands: Any) -> None:
     """Add `curves` to the subparsers of the command line."""
     text = "compare training runs: a figure of their curves, their last losses, the settings that differ"
     parser = commands.add_parser("curves", help=text, description=text)
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="a run's --output folder or --tensorboard-dir, PATH or NAME=PATH; the first is the baseline",
-    )
+    text = "a run's --output folder or --tensorboard-dir, PATH or NAME=PATH; the first is the baseline"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
     parser.add_argument("--output", type=Path, default=Path("curves.png"), help="the figure (default: %(default)s)")
     parser.set_defaults(run=run)
 

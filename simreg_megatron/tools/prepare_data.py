@@ -38,23 +38,17 @@ def add_command(commands: Any) -> None:
     builtin_corpus.add_command(data)
     text = "tokenize text into training and validation sets; the same command continues after it was stopped"
     parser = data.add_parser("prepare", help=text, description=text)
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help=f"{READABLE}; a .txt is one document")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for train and valid .bin/.idx, and manifest.json"
-    )
-    tokenizer = parser.add_mutually_exclusive_group(required=True)
-    tokenizer.add_argument("--tokenizer", help="a sentencepiece .model file, or a Hugging Face folder or name")
-    tokenizer.add_argument(
-        "--train-tokenizer", type=_count, metavar="N", help="train one of N pieces: OUT/tokenizer.model"
-    )
-    parser.add_argument("--key", default="text", help="the key or column that has the text (default: text)")
-    parser.add_argument("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
-    parser.add_argument("--valid-share", type=float, help="without --valid: share of the documents (default: 0.005)")
-    parser.add_argument("--tokens", type=_count, help="upper bound of training tokens, such as 20B or 500M")
-    parser.add_argument("--valid-tokens", type=_count, help="the same for the --valid sources")
-    parser.add_argument(
-        "--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)"
-    )
+    add, one_of = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    add("sources", nargs="+", metavar="SOURCE", help=f"{READABLE}; a .txt is one document")
+    add("--out", type=Path, required=True, help="folder for train and valid .bin/.idx, and manifest.json")
+    one_of("--tokenizer", help="a sentencepiece .model file, or a Hugging Face folder or name")
+    one_of("--train-tokenizer", type=_count, metavar="N", help="train one of N pieces: OUT/tokenizer.model")
+    add("--key", default="text", help="the key or column that has the text (default: text)")
+    add("--valid", action="append", metavar="SOURCE", help="for validation alone; may be repeated")
+    add("--valid-share", type=float, help="without --valid: share of the documents (default: 0.005)")
+    add("--tokens", type=_count, help="upper bound of training tokens, such as 20B or 500M")
+    add("--valid-tokens", type=_count, help="the same for the --valid sources")
+    add("--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
     parser.set_defaults(run=run)
 
 

@@ -29,7 +29,7 @@ Captured = pytest.CaptureFixture[str]
 
 def test_doctor_without_torch_says_so_and_ends(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    monkeypatch.setattr(doctor.sys, "path", [])
     assert cli.main(["doctor"]) == 1 and "missing: SimReg needs it" in capsys.readouterr().out
 
 
