@@ -11,10 +11,6 @@ LARGEST_SCALE = 100.0
 """Of the cosines, where the scale is learned."""
 
 
-def _kind(options: Options) -> Kind:
-    return Kind.SEQUENCES if options["level"] == "sequence" else Kind.PAIRS
-
-
 def _check(options: Options, temperature: float, _: int) -> None:
     if options["scale"] == "learned" and temperature * LARGEST_SCALE <= 1:
         raise ValueError(
@@ -32,7 +28,7 @@ def _scalars(options: Options, temperature: float) -> dict[str, Scalar]:
 CPRETRAIN = Objective(
     name="cpretrain",
     kind=Kind.PAIRS,
-    kind_of=_kind,
+    kind_of=lambda options: Kind.SEQUENCES if options["level"] == "sequence" else Kind.PAIRS,
     asks="each token closer to the next of its label than to those of other pairs",
     temperature=0.1,
     options={"same_label": ("masked", "kept"), "level": ("token", "sequence"), "scale": ("fixed", "learned")},
