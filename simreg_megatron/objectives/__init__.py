@@ -38,17 +38,10 @@ BUILT_IN = {
 
 
 @functools.cache
-def _brought() -> dict[str, list[importlib.metadata.EntryPoint]]:
-    """Return entry points by name; packages may share a name, or use one of this package."""
-    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    for point in importlib.metadata.entry_points(group=GROUP):
-        found.setdefault(point.name, []).append(point)
-    return found
-
-
 def names() -> tuple[str, ...]:
     """Return the names of all objectives; "none" comes last."""
-    return (*(name for name in BUILT_IN if name != "none"), *sorted(_brought().keys() - BUILT_IN.keys()), "none")
+    brought = {point.name for point in importlib.metadata.entry_points(group=GROUP)}
+    return (*(name for name in BUILT_IN if name != "none"), *sorted(brought - BUILT_IN.keys()), "none")
 
 
 @functools.cache
@@ -58,7 +51,7 @@ def find(name: str) -> Objective:
     Raises:
         ValueError: there is none of this name, or a package's own is not what it should be.
     """
-    points = _brought().get(name, [])
+    points = [*importlib.metadata.entry_points(group=GROUP, name=name)]  # of several packages, or a name of this one
     if len({point.value for point in points}) + (name in BUILT_IN) > 1:  # the import path would decide between them
         packages = " and ".join(point.dist.name if point.dist else point.value for point in points)
         raise ValueError(

@@ -96,7 +96,7 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
         "COLD = Objective(name='cold', kind=Kind.PAIRS, terms=terms, asks='', temperature=0.1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    for cached in (objectives.find, objectives._brought):
+    for cached in (objectives.find, objectives.names):
         cached.cache_clear()
     try:
         for name, sentence in (
@@ -111,5 +111,5 @@ def test_an_entry_point_without_a_record_is_refused(tmp_path: Path, monkeypatch:
                 objectives.find(name)
     finally:
         monkeypatch.undo()
-        for cached in (objectives.find, objectives._brought):
+        for cached in (objectives.find, objectives.names):
             cached.cache_clear()
