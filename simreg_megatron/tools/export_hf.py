@@ -135,15 +135,15 @@ def read(folder: Path) -> tuple[argparse.Namespace, dict[str, Tensor], list[str]
     check_checkpoint(folder)
     tensors, notes = {}, []
     try:
-        args = load_common_state_dict(str(folder)).get("args")
-        reader = dcp.FileSystemReader(folder)
-        for key, entry in reader.read_metadata().state_dict_metadata.items():
-            if key.startswith("simreg_"):
-                notes.append(f"left out: {key}, which SimReg trained and the language model does not use")
-            elif isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_")):
-                tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
+            args = load_common_state_dict(str(folder)).get("args")
+            reader = dcp.FileSystemReader(folder)
+            for key, entry in reader.read_metadata().state_dict_metadata.items():
+                if key.startswith("simreg_"):
+                    notes.append(f"left out: {key}, which SimReg trained and the language model does not use")
+                elif isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_")):
+                    tensors[key] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # so that gaps show
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:  # torch raises errors of any type for damaged files
         reason = (str(error).strip().splitlines() or [""])[-1]
