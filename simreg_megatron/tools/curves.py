@@ -80,8 +80,7 @@ def table_of(runs: Sequence[Run]) -> Iterator[str]:
             continue
         apart = "" if run is runs[0] or first is None else f"{loss - first:+.4f}"
         yield f"{run.name:{width}}  {run.scalars[VALIDATION_LOSS].steps[-1]:8}  {loss:15.4f}  {apart:>10}"
-    names = sorted(set().union(*(run.settings for run in runs)))
-    for name in names:
+    for name in sorted(set().union(*(run.settings for run in runs))):
         values = [run.settings.get(name, "None").replace("None", "not given") for run in runs]
         if len(set(values)) > 1 and not any(place in name for place in _PLACES):
             yield f"{name}: {', '.join(f'{run.name} {value}' for run, value in zip(runs, values, strict=True))}"

@@ -157,13 +157,10 @@ def score_of(found: Mapping[str, Any], task: str, metric: str) -> Score:
     return Score(scale * value, error, {question: scale * each for question, each in questions.items()})
 
 
-def parts_of(found: Mapping[str, Any], task: str) -> Iterator[str]:
-    """Yield the tasks of a group at any depth; of a task, itself."""
+def parts_of(found: Mapping[str, Any], task: str) -> list[str]:
+    """Return the tasks of a group at any depth; of a task, itself."""
     parts = found.get("group_subtasks", {}).get(task, ())
-    if not parts:
-        yield task
-    for part in parts:
-        yield from parts_of(found, part)
+    return [each for part in parts for each in parts_of(found, part)] or [task]
 
 
 def difference(score: Score, first: Score) -> Score:

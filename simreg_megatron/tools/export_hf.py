@@ -68,7 +68,7 @@ def export(
     from huggingface_hub import save_torch_state_dict
     from transformers import GenerationConfig
 
-    from simreg_megatron.tools.export_tokenizer import check_file, check_size, write_tokenizer
+    from simreg_megatron.tools.export_tokenizer import check_size, write_tokenizer
     from simreg_megatron.tools.tokenizers import load_tokenizer
 
     refuse_taken(save)
@@ -81,8 +81,9 @@ def export(
     kept = loaded.vocab_size if loaded else vocab_size
     if kept is not None:
         check_size(args, len(embedding), kept, str(tokenizer or "--vocab-size"))
-    if tokenizer:
-        check_file(args, tokenizer)
+    trained = Path(getattr(args, "tokenizer_model", None) or ".")
+    if tokenizer and tokenizer.is_file() and trained.is_file() and tokenizer.read_bytes() != trained.read_bytes():
+        raise CheckpointError(f"{tokenizer} is not the tokenizer of training, {trained}: give that one, or none")
     if not hasattr(args, "make_vocab_size_divisible_by"):  # imported: it may have more rows than the tokenizer
         kept = max(kept or 0, args.vocab_size)
     if not kept and args.padded_vocab_size != getattr(args, "vocab_size", None):

@@ -43,13 +43,6 @@ def check_size(args: argparse.Namespace, num_rows: int, size: int, given: str) -
         )
 
 
-def check_file(args: argparse.Namespace, given: Path) -> None:
-    """Refuse a file that differs from the one that training named, if that is here."""
-    trained = Path(getattr(args, "tokenizer_model", None) or ".")
-    if given.is_file() and trained.is_file() and given.read_bytes() != trained.read_bytes():
-        raise CheckpointError(f"{given} is not the tokenizer of training, {trained}: give that one, or none")
-
-
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write it to the folder of a model, in a form that tokenizes every text as in training."""
     from transformers import AutoTokenizer

@@ -146,8 +146,5 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
 
 def find_changed(folder: Path, manifest: dict[str, Any]) -> Path | None:
     """Return the first file of a set that is missing or of another size than its manifest says."""
-    for name, facts in manifest["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != facts["bytes"]:
-            return path
-    return None
+    sizes = {folder / name: facts["bytes"] for name, facts in manifest["files"].items()}
+    return next((path for path, size in sizes.items() if not path.is_file() or path.stat().st_size != size), None)
