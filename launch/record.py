@@ -23,7 +23,7 @@ _SECRET = re.compile(
 )
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password of an address
 _OF_FLAG = re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])(\S+)", re.IGNORECASE)
-_ASSIGNED = re.compile(r"""\b([A-Z][A-Z0-9_]*)=("[^"\n]*"|'[^'\n]*'|[^\s;]+)""")
+_ASSIGNED = re.compile(r"""\b([A-Z][A-Z0-9_]*)=(?:"[^"\n]*"|'[^'\n]*'|[^\s;"']+)+""")
 _GIT_SECONDS = 20  # a source tree on a slow disk must not hold up a job
 
 
