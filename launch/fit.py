@@ -20,7 +20,7 @@ def fit_preset(
     """Return the preset with fitting sizes, and notes; `strict` refuses another global batch than the preset's."""
     notes: list[str] = []
     preflight.check_layout([*preset, *user], machine.world_size, machine.local_world_size if machine.whole_nodes else 0)
-    for name in ("--num-layers", "--save-interval", "--log-interval", "--seq-length"):
+    for name in ("--num-layers", "--save-interval", "--log-interval", "--eval-interval", "--seq-length"):
         flag_number(user, name, 1)  # refuses what is no positive number
     preset = _fit_ffn(preset, user, ffn, notes)
     preset = _fit_batch(preset, user, machine, notes, strict=strict)
@@ -60,8 +60,8 @@ def _fit_batch(
         notes.append(f"{replicas} data-parallel ranks cannot share {batch} sequences: using {fitting}")
         batch, preset = fitting, _replace(preset, "--global-batch-size", str(fitting))
     share = batch // replicas
-    if "--rampup-batch-size" in flag_names(user):
-        return preset
+    if "--rampup-batch-size" in flag_names(user):  # a tiny preset names no micro-batch, and 1 divides every size
+        return preset if "--micro-batch-size" in flag_names(both) else [*preset, ("--micro-batch-size", "1")]
     if "--micro-batch-size" in flag_names(user):
         micro = flag_number(user, "--micro-batch-size", 1)
         if share % micro:
@@ -96,8 +96,9 @@ def _fit_warmup(preset: list[Flag], user: Sequence[Flag], notes: list[str]) -> l
     own = flag_value(user, name) or ""
     if own.isdecimal() and int(own) >= end and "--train-samples" not in flag_names(user):
         raise LaunchError(f"{name} {own} leaves none of {end} iterations for the decay: give a smaller number")
-    chosen = flag_names(user) & {name, "--lr-warmup-fraction", "--train-samples"}
-    if chosen or flag_number(preset, name, 1) < end:
+    if "--lr-warmup-fraction" in flag_names(user):  # Megatron takes one of the two
+        return without(preset, {name})
+    if flag_names(user) & {name, "--train-samples"} or flag_number(preset, name, 1) < end:
         return preset
     notes.append(f"{end} iterations are too few for the preset's warm-up: using {end // 10} (set {name} to choose)")
     return _replace(preset, name, str(end // 10))

@@ -198,15 +198,16 @@ def _refuse_contradictions(options: argparse.Namespace, asked: Sequence[Flag]) -
 
 def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Flag], model: str) -> bool:
     """Return whether the run saves: every real size does, and a tiny one that is asked to."""
-    interval = "--save-interval"
+    interval, names = "--save-interval", flag_names(flags)
     asked, resumes = interval in flag_names(user), options.auto_resume
-    has_no_folder = model == TINY and not options.output and "--save" not in flag_names(flags)
+    has_no_folder = model == TINY and not options.output and "--save" not in names
     refuse(
         (resumes and has_no_folder, f"{_RESUMABLE} {_OWN_FOLDERS}"),
         (
-            resumes and interval not in flag_names(flags),
+            resumes and interval not in names,
             f"{_RESUMABLE} needs {interval} N: nothing would be saved to resume from",
         ),
+        ("--save" in names and interval not in names, f"--save needs {interval} N, the iterations between two saves"),
         (asked and has_no_folder, f"{interval} {_OWN_FOLDERS}"),
     )
     return model != TINY or resumes or asked

@@ -126,7 +126,14 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
         parser = _megatrons_parser(trains=trains)
     if parser is None or "--yaml-cfg" in flag_names(flags):
         return None
-    args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
+    try:
+        args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
+    except KeyError as error:  # which Megatron's enumerations raise
+        names = [flag_name(flag) for flag in flags if flag_value([flag], flag_name(flag)) == error.args[0]]
+        choices = [getattr(parser._option_string_actions.get(name), "choices", None) for name in names]
+        known = [", ".join(getattr(each, "name", str(each)) for each in some or ()) for some in choices]
+        says = [f"{name} takes {some}" for name, some in zip(names, known, strict=True) if some]
+        raise LaunchError(f"{' or '.join(says)}, not {error}") from None
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if names and plan.tree is None:
         from launch.launcher import make_parser
@@ -134,8 +141,10 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
         own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
         hint = suggestion(names[0], [*parser._option_string_actions, *own])
         raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
+    if unknown and plan.tree is None:
+        raise LaunchError(f"{unknown[0]!r} belongs to no flag: leave it out")
     if {"--use-checkpoint-args", "--ckpt-convert-format"} & flag_names(flags):  # which bring other settings
-        return None
+        return Answer(None, None)
     answer = _ask(args, machine.world_size)
     from simreg_megatron.cpu import backend as cpu_backend
 

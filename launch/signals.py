@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from launch.flags import Flag, LaunchError, flag_names, flag_value
+from launch.flags import Flag, flag_names, flag_value
 
 SAVE_AND_LEAVE = "URG"  # as SLURM writes it
 _PR_SET_PDEATHSIG = 1
@@ -24,11 +24,7 @@ def listen(flags: Sequence[Flag]) -> None:
     """Pass SIGURG on to Megatron's --exit-signal-handler, in this process and none of its children."""
     if "--exit-signal-handler" not in flag_names(flags):
         return
-    name = flag_value(flags, "--exit-signal") or "SIGTERM"
-    try:
-        expected = signal.Signals[name]
-    except KeyError:
-        raise LaunchError(f"--exit-signal takes the name of a signal such as SIGTERM, not {name!r}") from None
+    expected = signal.Signals[flag_value(flags, "--exit-signal") or "SIGTERM"]  # Megatron's parser knows the name
     process = os.getpid()
 
     def pass_on(*_: object) -> None:

@@ -106,6 +106,7 @@ def test_tiny_shares_its_batch_over_the_ranks() -> None:
     assert values(plan("--tensor-model-parallel-size", "2", machine=machine), "--micro-batch-size") == ["8"]
     # With one micro-batch the second pipeline stage would wait for the first all the time.
     assert values(plan("--pipeline-model-parallel-size", "2", machine=machine), "--micro-batch-size") == ["4"]
+    assert values(plan("--rampup-batch-size", "4", "2", "99", machine=machine), "--micro-batch-size") == ["1"]
     three = plan(machine=Machine(world_size=3, local_world_size=3))
     assert values(three, "--global-batch-size") == ["9"] and any("3 data-parallel" in note for note in three.notes)
 
@@ -114,6 +115,7 @@ def test_a_short_run_gets_a_shorter_warmup() -> None:
     assert values(plan("--train-iters", "20"), "--lr-warmup-iters") == ["2"]
     assert values(plan("--train-iters", "41"), "--lr-warmup-iters") == ["40"]
     assert values(plan("--train-iters", "20", "--lr-warmup-iters", "0"), "--lr-warmup-iters") == ["0"]
+    assert values(plan("--lr-warmup-fraction", "0.1"), "--lr-warmup-iters") == [], "Megatron takes one of the two"
 
 
 def test_hardware_chooses_layers_and_precision() -> None:
@@ -486,6 +488,7 @@ class TestRecordsKeepNoSecrets:
             ("--tokenizer-model t.model", "--tokenizer-model t.model"),
             ("+export HF_TOKEN=abc; NCCL_DEBUG=INFO", "+export HF_TOKEN=***; NCCL_DEBUG=INFO"),
             ("export DB_PASSWORD='two words' X=1", "export DB_PASSWORD=*** X=1"),
+            ("""export DB_PASSWORD='two'"'"' words' X=1""", "export DB_PASSWORD=*** X=1"),  # of shlex.quote
         ],
     )
     def test_secrets_are_masked_by_shape(self, text: str, kept: str) -> None:

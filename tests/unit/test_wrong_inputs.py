@@ -203,6 +203,8 @@ def test_few_documents_make_no_validation_set(ask: Ask, place: Path) -> None:
 
 VALUES = """
 --train-iters 0 | --train-iters takes a positive whole number, not '0'
+--eval-interval 0 | --eval-interval takes a positive whole number, not '0'
+--save here | --save needs --save-interval N
 --lr-warmup-iters 400 | --lr-warmup-iters 400 leaves none of 400 iterations for the decay
 --model 13b | argument --model: invalid choice: '13b' (choose from
 --model 7b | --model 7b needs your text
@@ -291,6 +293,8 @@ TOGETHER = """
 --tensor-model-parallel-size 2 --num-attention-heads 3 | Megatron refuses these flags together: num_attention_heads (3)
 --expert-model-parallel-size 2 | Megatron refuses these flags together: num_experts must be non None
 --expert-model-parallel-size 2 --num-experts 3 | Megatron refuses these flags together: Number of experts should be a
+--attention-backend flashh | --attention-backend takes flash, fused, unfused, local, auto, not 'flashh'
+--log-interval 3 5 | '5' belongs to no flag: leave it out
 --help-me | Megatron has no flag --help-me: did you mean --help?
 --simreg-lambda 1 --simreg-log-interval 15 | --simreg-log-interval 15 must be a multiple of --log-interval 10
 --simreg-lambda 1 --simreg-objective mic --simreg-objective-options prefixes=48/500 | SimReg objective mic cannot take
