@@ -34,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except (AssertionError, ValueError) as error:  # of a flag of its own, or a variable
+        print(f"error: torchrun cannot start with these flags ({error}): see torchrun --help", file=sys.stderr)
+        return 2
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         print(

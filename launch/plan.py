@@ -207,7 +207,7 @@ def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Fl
             resumes and interval not in names,
             f"{_RESUMABLE} needs {interval} N: nothing would be saved to resume from",
         ),
-        ("--save" in names and interval not in names, f"--save needs {interval} N, the iterations between two saves"),
+        (flag_value(flags, "--save") and interval not in names, f"--save needs {interval} N, the iterations between two saves"),
         (asked and has_no_folder, f"{interval} {_OWN_FOLDERS}"),
     )
     return model != TINY or resumes or asked

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # SPDX-License-Identifier: Apache-2.0
 # The bash half of launch/pretrain_*.sh: find a Python that can train, read torchrun's flags, start torchrun.
+unset CHECK # of the environment: find_python has another
 
 # find_python ROOT MODULE...: the first Python that can import what the run needs, in PYTHON; it is run before it is
 # believed. CHECK, if set, are its words to check the flags first: to import torch takes seconds.
@@ -47,10 +48,6 @@ split_words() {
           word+="=$1"
           shift
         fi
-        if [[ $word =~ ^--n(proc.per.node|nodes)= && ! $word =~ =([1-9][0-9]*(:[1-9][0-9]*)?|auto|gpu|cpu)$ ]]; then
-          echo "error: ${word%%=*} takes a positive number, not ${word#*=}" >&2
-          exit 2
-        fi
         TORCHRUN+=("$word")
         ;;
       --standalone) TORCHRUN+=("$word") ;;
@@ -73,6 +70,17 @@ given() {
 
 # What the command line leaves open comes from the environment, then from the machine.
 complete_torchrun() {
+  fill_torchrun
+  local word
+  for word in "${TORCHRUN[@]}"; do
+    if [[ $word =~ ^--n(proc.per.node|nodes)= && ! $word =~ =([1-9][0-9]*(:[1-9][0-9]*)?|auto|gpu|cpu)$ ]]; then
+      echo "error: ${word%%=*} takes a positive number, not ${word#*=}" >&2
+      exit 2
+    fi
+  done
+}
+
+fill_torchrun() {
   local -A variables=([--nnodes]=NNODES [--node-rank]=NODE_RANK [--master-addr]=MASTER_ADDR [--master-port]=MASTER_PORT)
   local flag variable
   # torchrun reads PET_NNODES and the like itself, as pods of Kubeflow set them; they come before the names above.
@@ -145,7 +153,7 @@ start() {
   find_python "$root" torch megatron sentencepiece
   for word in "$@"; do
     if [[ $word == -h || $word == --help ]]; then
-      exec "$PYTHON" "$script" --help
+      exit 0 # CHECK has printed it
     fi
   done
   complete_torchrun

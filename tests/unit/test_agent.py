@@ -74,6 +74,11 @@ def test_several_nodes_need_an_address(words: list[str], refused: bool) -> None:
     assert done.returncode == (2 if refused else 0)
 
 
+def test_a_variable_of_the_environment_is_no_check_of_flags() -> None:
+    asked = f"source {ROOT}/launch/start.bash; find_python /none os"
+    assert jobs.run(["bash", "-c", asked], env={**os.environ, "CHECK": "x"}).returncode == 0
+
+
 @pytest.mark.skipif(shutil.which("dash") is None, reason="no other shell here")
 @pytest.mark.parametrize("script", ["pretrain_llama.sh", "pretrain_mixtral.sh"])
 def test_another_shell_hands_over_to_bash(script: str, tmp_path: Path) -> None:

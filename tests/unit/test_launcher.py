@@ -220,6 +220,10 @@ def run_script(*words: str, cwd: Path, **variables: str) -> subprocess.Completed
     return jobs.run(words, cwd=cwd, env=environ)
 
 
+def test_help_is_printed_once(tmp_path: Path) -> None:
+    assert run_script("bash", str(SCRIPTS[0]), "--model", "7b", "-h", cwd=tmp_path).stdout.count("usage: ") == 1
+
+
 def test_bash_without_a_python_that_fits_says_make_setup(tmp_path: Path) -> None:
     # A PATH with what the script needs except a Python, and a copy of it without a .venv next to it.
     tools = tmp_path / "bin"
@@ -555,11 +559,16 @@ def test_a_shared_clone_that_cannot_be_written_keeps_its_index_with_the_run(monk
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"), [(("--nproc-per-node", "0"), "--nproc-per-node takes a positive number, not 0")]
+    ("words", "variables", "sentence"),
+    [
+        (("--nproc-per-node", "0"), {}, "--nproc-per-node takes a positive number, not 0"),
+        (("--dry-run",), {"NNODES": "two"}, "--nnodes takes a positive number, not two"),
+        (("--rdzv-backend=paper",), {}, "torchrun cannot start with these flags (The rendezvous backend 'paper'"),
+    ],
 )
-def test_what_torchrun_would_end_in_a_traceback_with(words: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
-    done = jobs.run(["bash", str(SCRIPTS[0]), *words, "--dry-run"])
-    assert done.returncode == 2 and done.stderr.strip() == f"error: {sentence}"
+def test_what_torchrun_would_end_in_a_traceback_with(words, variables, sentence: str, tmp_path: Path) -> None:
+    done = run_script("bash", str(SCRIPTS[0]), *words, cwd=tmp_path, **variables)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {sentence}"), done.stderr
 
 
 @pytest.mark.parametrize(
