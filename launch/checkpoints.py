@@ -47,13 +47,20 @@ def _if_there(path: Path) -> Iterator[None]:
         ) from None
 
 
+def is_there(path: Path) -> bool:
+    """Return whether there is such a file; a LaunchError if that cannot be seen."""
+    with _if_there(path):
+        return bool(path.stat())
+    return False
+
+
 def path_of(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Return whether a checkpoint was written to its end; its content is not checked."""
-    with _if_there(checkpoint), suppress(json.JSONDecodeError, UnicodeDecodeError):
+    with _if_there(checkpoint), suppress(ValueError, AttributeError):  # damaged
         if (checkpoint / "metadata.json").is_file():
             backend = json.loads((checkpoint / "metadata.json").read_text()).get("sharded_backend")
             return backend != "torch_dist" or _has_index(checkpoint)

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ class Chain:
 
     def begin(self) -> int:
         """Note where the slice begins; the run itself repairs the checkpoints, once it holds their folder."""
-        if (self.output / STOP).exists():
+        if self._is_there(STOP):
             return self._end_chain(f"{self.output / STOP} exists, so the chain ends: remove it and submit again")
-        if self._has_ended():
+        if self._is_there(ENDED):
             return self._end_chain("the run has reached its end")
         iteration = self._iteration()
         if self._unreported(iteration) >= _UNREPORTED:
@@ -85,11 +86,13 @@ class Chain:
 
     def watch(self, keep: int, job: str) -> int:
         """Delete old checkpoints until killed; when the stop file appears, have Megatron save and leave."""
-        signalled = -math.inf
+        signalled, stops = -math.inf, False
         while True:
             for path in self._prune(keep):
                 self.say(f"{path} is older than the newest {keep}: deleted")
-            if (self.output / STOP).exists() and time.monotonic() - signalled > _TELL_AGAIN_SECONDS:
+            with suppress(LaunchError):  # a disk that is away, of which `_prune` tells
+                stops = checkpoints.is_there(self.output / STOP)
+            if stops and time.monotonic() - signalled > _TELL_AGAIN_SECONDS:
                 if signalled < 0:
                     self.say(f"{self.output / STOP} was created: the run saves and stops")
                 # To the step only; again until it is gone: nothing hears it before Megatron listens.
@@ -103,9 +106,9 @@ class Chain:
         began, before = self._history()
         iteration = self._iteration()
         noted = self._note("end", iteration, status)
-        if self._has_ended():
+        if self._is_there(ENDED):
             return self._end_chain("the run has reached its end")
-        if (self.output / STOP).exists():
+        if self._is_there(STOP):
             return self._end_chain(f"stopped at iteration {iteration} by {self.output / STOP}")
         if not noted:
             return _FAILED
@@ -187,15 +190,11 @@ class Chain:
         return False
 
     def _iteration(self) -> int:
-        """Find the newest complete checkpoint; a disk may be away for a moment."""
-        for _ in range(_LOOKS - 1):
-            with suppress(LaunchError):
-                return checkpoints.newest_whole(self.save) or 0
-            time.sleep(_ATTEMPT_SECONDS)
-        return checkpoints.newest_whole(self.save) or 0
+        """Find the newest complete checkpoint."""
+        return _patiently(checkpoints.newest_whole, self.save) or 0
 
-    def _has_ended(self) -> bool:
-        return (self.output / ENDED).exists()
+    def _is_there(self, name: str) -> bool:
+        return bool(_patiently(checkpoints.is_there, self.output / name))
 
     def _end_chain(self, why: str) -> int:
         self.say(why)
@@ -203,6 +202,15 @@ class Chain:
 
     def say(self, sentence: str) -> None:
         print(f"> {time.strftime('%Y-%m-%d %H:%M:%S')} slice {self.place['slice']}: {sentence}", flush=True)
+
+
+def _patiently(look: Callable[[Path], int | None], path: Path) -> int | None:
+    """Look again for two minutes: a disk may be away for a moment."""
+    for _ in range(_LOOKS - 1):
+        with suppress(LaunchError):
+            return look(path)
+        time.sleep(_ATTEMPT_SECONDS)
+    return look(path)
 
 
 def _entry(line: str) -> dict[str, Any] | None:

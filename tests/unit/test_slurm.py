@@ -311,6 +311,18 @@ def test_a_submission_needs_nothing_of_the_repository_but_launch() -> None:
     assert not {"tools", "benchmarks", "tests"} & eval(done.stdout)
 
 
+def _break_the_disk(looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next looks at a file fail."""
+    errors, stat = [OSError(5, "I/O error")] * looks, Path.stat
+
+    def failing(path: Path, **how: bool) -> os.stat_result:
+        if errors:
+            raise errors.pop()
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", failing)
+
+
 class TestBooks:
     """Decisions of `chain.py`, from the books alone."""
 
@@ -382,6 +394,7 @@ class TestBooks:
 
     def test_a_disk_that_is_away_for_a_moment_is_waited_for(self, books, monkeypatch, capsys) -> None:
         monkeypatch.setattr(chain, "_ATTEMPT_SECONDS", 0)
+        _break_the_disk(3, monkeypatch)
         answers = iter([LaunchError("away"), LaunchError("away"), 30])
 
         def newest(_: Path) -> int:
@@ -448,6 +461,7 @@ class TestBooks:
 
     def test_a_stop_is_repeated_until_a_process_acts_on_it(self, books, monkeypatch) -> None:
         (books.output / chain.STOP).touch()
+        _break_the_disk(2, monkeypatch)  # which once ended the watch
         clock, calls = iter(range(0, 10_000, 50)), []
         monkeypatch.setattr(chain.time, "monotonic", lambda: next(clock))
         monkeypatch.setattr(chain.subprocess, "run", lambda command, **_: calls.append(command))
