@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from glob import glob
 from importlib import util
 from pathlib import Path
 from typing import NoReturn
@@ -123,21 +124,22 @@ def _launch(family: str, argv: Sequence[str]) -> None:
 def _check(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """Refuse what can be refused before anything is written to the run's folder."""
     _say_each("> ", plan.notes)
-    preflight.check_load(plan.flags)
+    begins = continued(plan)[0] if options.auto_resume else plan
+    preflight.check_load(begins.flags)
     preflight.check_writers(plan.flags)
     if not options.auto_resume:
         _refuse_to_overwrite(plan)
-        if not flag_value(plan.flags, "--load") and any((plan.output / "tensorboard").glob("events*")):
+        if not flag_value(plan.flags, "--load") and glob("events*", root_dir=plan.output / "tensorboard"):
             _say(f"> {plan.output} has the curves of an earlier run, and this one's join them: give another --output")
     _say_each("> ", check_text(plan, may_miss=False))
     _prepare(plan)
-    preflight.check_with_megatron(continued(plan)[0] if options.auto_resume else plan, machine, trains=True)
+    preflight.check_with_megatron(begins, machine, trains=True)
 
 
 def _preview(plan: Plan, options: argparse.Namespace, machine: Machine) -> None:
     """Print the dry run; text that is not here may be where this machine does not see it."""
-    preflight.check_load(plan.flags)
     begins, newest = continued(plan) if options.auto_resume else (plan, None)
+    preflight.check_load(begins.flags)
     answer = preflight.check_with_megatron(begins, machine)
     _say(describe(begins, machine, environ=os.environ, resumes=newest))
     if options.auto_resume and progress.has_ended(plan):
@@ -169,7 +171,7 @@ def _alone(plan: Plan) -> AbstractContextManager[None]:
     That of the checkpoints too if it is below the other: a run with another --output may name it in its --save.
     """
     save = plan.save or plan.output
-    folders = [plan.output] if save.absolute() == plan.output.absolute() else [plan.output, save]
+    folders = [plan.output] if save.resolve() == plan.output.resolve() else [plan.output, save]
     minutes = flag_number(plan.flags, "--distributed-timeout-minutes", round(lock.COLLECTIVE_SECONDS / 60))
     return lock.held(*folders, collective=60.0 * minutes) if os.environ["RANK"] == "0" else nullcontext()
 
@@ -266,8 +268,8 @@ def _refuse_to_overwrite(plan: Plan) -> None:
     target = flag_value(plan.flags, "--save")
     if target is None:
         return
-    has_tracker = (Path(target) / checkpoints.TRACKER).is_file()
     newest = checkpoints.newest_whole(Path(target))
+    has_tracker = (Path(target) / checkpoints.TRACKER).is_file()
     if "--load" not in flag_names(plan.flags):
         if has_tracker or newest is not None:
             raise LaunchError(

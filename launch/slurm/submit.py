@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from launch import preflight, progress
+from launch import checkpoints, preflight, progress
 from launch.dry_run import facts_of
 from launch.flags import LaunchError, flag_number, refuse
 from launch.launcher import check_text, continued, make_parser
@@ -206,14 +206,14 @@ def _check(plan: Plan, options: argparse.Namespace) -> None:
             progress.has_ended(plan),
             f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output",
         ),
-        ((plan.output / STOP).exists(), f"{plan.output / STOP} stops every slice: remove it first"),
+        (checkpoints.is_there(plan.output / STOP), f"{plan.output / STOP} stops every slice: remove it first"),
     )
 
 
 def _check_data(plan: Plan, site: Site, *, previews: bool) -> None:
     """Check the text before hours in a queue; in a container the paths may be other ones."""
     if site.runtime == "venv":
-        preflight.check_load(plan.flags)
+        preflight.check_load(continued(plan)[0].flags)
     try:
         notices = check_text(plan, may_miss=previews or site.runtime != "venv")
     except ImportError as error:

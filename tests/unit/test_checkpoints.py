@@ -59,9 +59,10 @@ def test_complete_and_incomplete_checkpoints(
     assert (is_whole(path), is_torn(path)) == (whole, torn)
 
 
-def test_a_config_that_was_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"sharded_back', "null"])
+def test_a_config_that_was_cut_off(text: str, tmp_path: Path) -> None:
     path = make(tmp_path, 5)
-    (path / "metadata.json").write_text('{"sharded_back')
+    (path / "metadata.json").write_text(text)
     assert not is_whole(path)
 
 

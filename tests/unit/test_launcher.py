@@ -391,7 +391,8 @@ class TestGoingOn:
             for name in ("metadata.json", ".metadata"):
                 (checkpoint / name).write_text("{}")
         progress.mark_ended(made)
-        launcher._preview(made, options, CPU)
+        gone = ("--load", str(tmp_path / "gone"))  # where the run began, and what it does not read again
+        launcher._preview(replace(made, flags=(*made.flags, gone)), options, CPU)
         assert "the run itself would do nothing: 9 iterations are done" in capsys.readouterr().out
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"length": 9}'])

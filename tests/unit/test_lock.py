@@ -185,6 +185,7 @@ def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_first_rank_alone_holds_output_and_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, folders in (
         ((), ["out"]),  # saves below
+        (("--save", str(tmp_path / "out" / ".." / "out")), ["out"]),  # the same folder by another name
         (("--save", str(tmp_path / "elsewhere")), ["elsewhere", "out"]),
     ):
         monkeypatch.setenv("RANK", "0")
