@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from launch import checkpoints, preflight, progress
 from launch.dry_run import facts_of
-from launch.flags import LaunchError, flag_number, refuse
+from launch.flags import LaunchError, flag_names, flag_number, refuse
 from launch.launcher import check_text, continued, make_parser
 from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
 from launch.schedule import ScheduleError
@@ -144,7 +144,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
         print(f"> {note}", file=sys.stderr)
     job = Job(
         # The same for the same run, by which a second submission is seen.
-        name=options.name or f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}",
+        name=f"{options.name or output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}",
         nodes=nodes,
         time=options.time or site.time,
         slices=options.slices,
@@ -161,7 +161,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
 
 def _with_tree(site: Site, cluster: Path, tree: str) -> Site:
     """Give the job the tree of Megatron that the run is checked with, also if sbatch passes no environment on."""
-    if tree and site.environment.get("MEGATRON_PATH", tree) != tree:
+    if tree and site.environment.get("MEGATRON_PATH") not in (None, "", tree):
         raise LaunchError(
             f"MEGATRON_PATH is {tree} here and {site.environment['MEGATRON_PATH']} in {cluster}: unset one of them"
         )
@@ -207,6 +207,10 @@ def _check(plan: Plan, options: argparse.Namespace) -> None:
             f"{plan.output}: {progress.length(plan)} are done: ask for more, or give another --output",
         ),
         (checkpoints.is_there(plan.output / STOP), f"{plan.output / STOP} stops every slice: remove it first"),
+        (
+            "--exit-duration-in-mins" in flag_names(plan.flags),
+            "the job sets --exit-duration-in-mins: leave it out, and give --time and --reserve before the script",
+        ),
     )
 
 

@@ -53,13 +53,14 @@ def value_of(text: str, name: str) -> list[str]:
 
 
 def test_the_head_of_a_real_size(data: list[str]) -> None:
-    text = text_of("--time", "1-12", "--slices", "7", LLAMA, "--model", "7b", *data)
+    text = text_of("--time", "1-12", "--slices", "7", "--name", "mine", LLAMA, "--model", "7b", *data)
     head = text.splitlines()[:20]
     assert head[0] == "#!/bin/bash"
     for line in ("nodes=16", "ntasks-per-node=8", "cpus-per-task=12", "time=1-12", "array=1-7%1", "requeue"):
         assert f"#SBATCH --{line}" in head, line
     assert "#SBATCH --gpus-per-node=8" in head and "#SBATCH --exclusive" in head and "#SBATCH --mem=0" in head
     assert not any("account" in line or "partition" in line for line in head), "what is empty is left out"
+    assert re.search(r"^#SBATCH --job-name=mine-[0-9a-f]{6}$", text, re.MULTILINE), "another run may have that name"
     assert "#@" not in text and "torchrun" not in text.replace("no torchrun", "")
 
 
@@ -212,7 +213,9 @@ def test_a_job_has_the_tree_of_megatron_that_it_was_checked_with(data: list[str]
     tree = tmp_path / "it's a tree"
     tree.mkdir()
     (tree / "pretrain_gpt.py").touch()
-    site = site_file(tmp_path, f"{CPU_SITE}RUNTIME=pyxis\nCONTAINER_IMAGE=/i.sqsh\nCONTAINER_MOUNTS=/:/\n")
+    site = site_file(
+        tmp_path, f"{CPU_SITE}RUNTIME=pyxis\nCONTAINER_IMAGE=/i.sqsh\nCONTAINER_MOUNTS=/:/\nexport MEGATRON_PATH=\n"
+    )
     words = ["--cluster", str(site), LLAMA, *data, "--save-interval", "5"]
     text = render(submit.prepare(words, {**os.environ, "MEGATRON_PATH": str(tree)}).job)
     assert value_of(text, "MEGATRON_PATH") == [str(tree)]
@@ -496,7 +499,7 @@ def test_a_job_fails_where_its_chain_does(
     """An operator sees COMPLETED where a job ends with 0: that is for chains that ended as they should."""
     site = site_file(tmp_path, f"{CPU_SITE}HOST_PYTHON={tmp_path}/python\n")
     job = text_of("--cluster", str(site), LLAMA, *data, "--save-interval", "5")
-    books = f"case $3 in begin) exit {begins};; end) exit {ends};; esac"
+    books = f"case $3 in begin) exit {begins};; end) mkdir {tmp_path}/away && exit 1; exit {ends};; esac"
     done = _run_job(job, tmp_path, {"python": books, "srun": f"exit {runs}", "sleep": "exit 0"})
     assert done.returncode == status, done.stderr
     assert (tmp_path / "scancelled").exists() == bool(begins or ends), "no slice follows where the chain ends"
