@@ -203,11 +203,11 @@ def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Fl
     has_no_folder = model == TINY and not options.output and "--save" not in names
     refuse(
         (resumes and has_no_folder, f"{_RESUMABLE} {_OWN_FOLDERS}"),
+        (resumes and interval not in names, f"{_RESUMABLE} needs {interval} N: nothing would be saved to resume from"),
         (
-            resumes and interval not in names,
-            f"{_RESUMABLE} needs {interval} N: nothing would be saved to resume from",
+            flag_value(flags, "--save") and interval not in names,
+            f"--save needs {interval} N, the iterations between two saves",
         ),
-        (flag_value(flags, "--save") and interval not in names, f"--save needs {interval} N, the iterations between two saves"),
         (asked and has_no_folder, f"{interval} {_OWN_FOLDERS}"),
     )
     return model != TINY or resumes or asked

@@ -125,7 +125,7 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
     with contextlib.nullcontext() if trains else silence():
         parser = _megatrons_parser(trains=trains)
     if parser is None or "--yaml-cfg" in flag_names(flags):
-        return None
+        return parser and Answer(None, None)
     try:
         args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
     except KeyError as error:  # which Megatron's enumerations raise
