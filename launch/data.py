@@ -15,29 +15,20 @@ from simreg_megatron.tools.indexed import ENDINGS, is_pair, read_index
 MANIFEST = "manifest.json"
 _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _READ_HERE = {"SentencePieceTokenizer", "HuggingFaceTokenizer"}
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _AGAIN = "prepare the data again, or copy it again from where it was made"
 
 
 def prefixes(flags: Sequence[Flag], names: Sequence[str] = _FLAGS) -> list[str]:
     """Return the prefixes that these flags name, without weights and those of a remote store; none of chats (--sft)."""
     found: list[str] = []
-    if "--sft" in flag_names(flags):
-        return found
-    for flag in flags:
+    for flag in flags if "--sft" not in flag_names(flags) else ():
         if flag_name(flag) in names:
             value = flag[0].partition("=")[2]
             words = [value, *flag[1:]] if value else flag[1:]
-            has_weights = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
+            has_weights = len(words) % 2 == 0 and all(map(_NUMBER.fullmatch, words[::2]))
             found += words[1::2] if has_weights else words
     return [prefix for prefix in found if "://" not in prefix]
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def tokens_there(flags: Sequence[Flag]) -> int | None:

@@ -144,11 +144,9 @@ def run_demo(settings: Settings) -> None:
         run_jobs([probe_job(settings, name) for name in RUNS])
         result = draw(settings)
     seconds = time.monotonic() - started
-    facts = {
-        "settings": {"steps": settings.steps, "seed": settings.seed, "simreg": list(settings.simreg)},
-        "seconds": seconds,
-    }  # fmt: skip
-    (settings.output / RESULT).write_text(json.dumps(facts | result, indent=2) + "\n", encoding="utf-8")
+    asked = {"steps": settings.steps, "seed": settings.seed, "simreg": list(settings.simreg)}
+    facts = {"settings": asked, "seconds": seconds, **result}
+    (settings.output / RESULT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     print(table_of(result["runs"]))
     print(
         "One seed, and the baseline was not tuned: docs/evidence.md compares tuned ones.\n"

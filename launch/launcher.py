@@ -226,13 +226,11 @@ def _go_on(plan: Plan) -> Plan:
 
     The others need not wait: what is deleted was never complete, and Megatron reads the folder when all have met.
     """
-    folder = plan.save or Path()
-    _say_each("> ", checkpoints.repair(folder) if os.environ["RANK"] == "0" else [])
-    newest = checkpoints.newest_whole(folder)
-    if newest is None:
-        return plan
-    _say(f"> resuming from iteration {newest} in {folder}")
-    return resumed(plan)
+    _say_each("> ", checkpoints.repair(plan.save or Path()) if os.environ["RANK"] == "0" else [])
+    plan, newest = continued(plan)
+    if newest is not None:
+        _say(f"> resuming from iteration {newest} in {plan.save}")
+    return plan
 
 
 def look_at_machine() -> Machine:

@@ -202,13 +202,11 @@ def _saves(options: argparse.Namespace, flags: Sequence[Flag], user: Sequence[Fl
     asked, resumes = interval in flag_names(user), options.auto_resume
     has_no_folder = model == TINY and not options.output and "--save" not in names
     refuse(
-        (resumes and has_no_folder, f"{_RESUMABLE} {_OWN_FOLDERS}"),
-        (resumes and interval not in names, f"{_RESUMABLE} needs {interval} N: nothing would be saved to resume from"),
+        (has_no_folder and (resumes or asked), f"{_RESUMABLE if resumes else interval} {_OWN_FOLDERS}"),
         (
-            flag_value(flags, "--save") and interval not in names,
-            f"--save needs {interval} N, the iterations between two saves",
+            interval not in names and (resumes or flag_value(flags, "--save")),
+            f"{_RESUMABLE if resumes else '--save'} needs {interval} N: nothing would be saved to resume from",
         ),
-        (asked and has_no_folder, f"{interval} {_OWN_FOLDERS}"),
     )
     return model != TINY or resumes or asked
 
@@ -247,11 +245,6 @@ def _uses_builtin_corpus(model: str, options: argparse.Namespace, user: Sequence
         (not texts and has_tokenizer, "--tokenizer goes with --data: the built-in corpus has its own tokenizer"),
     )
     return not texts
-
-
-def _simreg_asked(user: Sequence[Flag]) -> bool:
-    objective = flag_value(user, "--simreg-objective") or ""
-    return not _is_zero(flag_value(user, "--simreg-lambda") or "0") or objective == "none" or ":" in objective
 
 
 def _is_zero(weight: str) -> bool:
@@ -350,7 +343,7 @@ def _default_output(family: str, model: str, user: Sequence[Flag], stamp: str) -
     Runs that train on something else have another one: ce, simreg-10, simreg-10-tau-0.1, simreg-auto-whole, sce-0.1.
     """
     name, weight = flag_value(user, "--simreg-objective") or "simreg", flag_value(user, "--simreg-lambda")
-    if not _simreg_asked(user):
+    if _is_zero(weight or "0") and name != "none" and ":" not in name:
         name = "ce"
     elif name == "none":
         name = "simreg-log"

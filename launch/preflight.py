@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from launch import checkpoints, sizes
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags
@@ -40,6 +40,13 @@ class _Refusing(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         raise LaunchError((message or "").strip().removeprefix("error: "))
+
+    def _get_value(self, action: argparse.Action, word: str) -> Any:
+        try:
+            return super()._get_value(action, word)
+        except KeyError:  # of an enumeration of Megatron's
+            names = ", ".join(each.name for each in action.choices or ())
+            raise LaunchError(f"{action.option_strings[0]} takes {names}, not {word!r}") from None
 
 
 def _is_own(flag: Flag) -> bool:
@@ -125,15 +132,8 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
     with contextlib.nullcontext() if trains else silence():
         parser = _megatrons_parser(trains=trains)
     if parser is None or "--yaml-cfg" in flag_names(flags):
-        return parser and Answer(None, None)
-    try:
-        args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
-    except KeyError as error:  # which Megatron's enumerations raise
-        names = [flag_name(flag) for flag in flags if flag_value([flag], flag_name(flag)) == error.args[0]]
-        choices = [getattr(parser._option_string_actions.get(name), "choices", None) for name in names]
-        known = [", ".join(getattr(each, "name", str(each)) for each in some or ()) for some in choices]
-        says = [f"{name} takes {some}" for name, some in zip(names, known, strict=True) if some]
-        raise LaunchError(f"{' or '.join(says)}, not {error}") from None
+        return Answer(None, None) if parser else None
+    args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if names and plan.tree is None:
         from launch.launcher import make_parser

@@ -24,6 +24,7 @@ _SECRET = re.compile(
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password of an address
 _OF_FLAG = re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])(\S+)", re.IGNORECASE)
 _ASSIGNED = re.compile(r"""\b([A-Z][A-Z0-9_]*)=(?:"[^"\n]*"|'[^'\n]*'|[^\s;"']+)+""")
+_GIT = ("git", "-C", str(ROOT))
 _GIT_SECONDS = 20  # a source tree on a slow disk must not hold up a job
 
 
@@ -35,10 +36,9 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
     (folder / "command.txt").write_text(masked(shlex.join([sys.executable, *sys.argv])) + "\n")
     (folder / "flags.txt").write_text("".join(f"{masked(shlex.join(flag))}\n" for flag in plan.flags))
     (folder / "environment.txt").write_text("".join(f"{name}={masked(environ[name])}\n" for name in shown(environ)))
-    versions = {"script": str(plan.script), "packages": packages(), "git": _git("rev-parse", "HEAD")}
-    facts = {"python": sys.version, **versions}
-    (folder / "versions.json").write_text(json.dumps(facts, indent=1) + "\n")
-    changes = _git("diff", "HEAD")
+    of_source = {"script": str(plan.script), "packages": packages(), "git": _run([*_GIT, "rev-parse", "HEAD"])}
+    (folder / "versions.json").write_text(json.dumps({"python": sys.version, **of_source}, indent=1) + "\n")
+    changes = _run([*_GIT, "diff", "HEAD"])
     if changes:
         (folder / "changes.patch").write_text(masked(changes) + "\n")
     if job:
@@ -60,10 +60,6 @@ def masked(text: str) -> str:
 def packages() -> dict[str, str]:
     found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
     return dict(sorted((name, version) for name, version in found.items() if name))
-
-
-def _git(*words: str) -> str:
-    return _run(["git", "-C", str(ROOT), *words])
 
 
 def _run(command: list[str]) -> str:

@@ -119,13 +119,16 @@ class Chain:
                     f"warning: a slice of {iteration - began} iterations ends before the first --save-interval of "
                     f"{save_interval}, so a crash loses the whole slice: save more often"
                 )
-            return self._go_on(iteration)
-        failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
-        if before is not None and before["iteration"] == iteration and before["failed"]:
-            self.say(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
-            return _FAILED
-        self.say(f"{failure}: one more try")
-        return self._go_on(iteration)
+        else:
+            failure = f"ends with status {status} and nothing saved beyond iteration {iteration}"
+            if before is not None and before["iteration"] == iteration and before["failed"]:
+                self.say(f"{failure}, where the slice before it failed too: fix the cause, then submit again")
+                return _FAILED
+            self.say(f"{failure}: one more try")
+        last = int(os.environ.get("SLURM_ARRAY_TASK_MAX", "0"))
+        if self.place["slice"] == last:
+            self.say(f"it was the last of {last} slices, at iteration {iteration}: submit again to continue")
+        return _GO_ON
 
     def _prune(self, keep: int) -> list[Path]:
         """Delete old checkpoints, unless another run holds the folder or the disk is away for a moment."""
@@ -143,12 +146,6 @@ class Chain:
                 break
             count += 1
         return count
-
-    def _go_on(self, iteration: int) -> int:
-        last = int(os.environ.get("SLURM_ARRAY_TASK_MAX", "0"))
-        if self.place["slice"] == last:
-            self.say(f"it was the last of {last} slices, at iteration {iteration}: submit again to continue")
-        return _GO_ON
 
     def _history(self) -> tuple[int, dict[str, Any] | None]:
         """Find where this slice began, and how the one before it in this chain ended."""

@@ -18,15 +18,7 @@ _FORCE = "or --force before the script to submit it all the same"
 
 
 def check_memory(plan: Plan, job: Job, args: argparse.Namespace | None, *, force: bool) -> list[str]:
-    """Return what a GPU holds by Megatron's estimate, as lines; none if it cannot be asked.
-
-    Args:
-        args: Megatron's arguments.
-        force: submit a run that needs more than the card has.
-
-    Raises:
-        LaunchError: the card has less memory.
-    """
+    """Return Megatron's estimate of a GPU's memory, as lines; a LaunchError unless `force` if the card has less."""
     found = gpu_memory(args, vocabulary_of(plan)) if args and job.site.gpus_per_node else None
     if found is None:
         return []

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch import checkpoints
 from launch.checkpoints import TRACKER, is_torn, is_whole, iterations, newest_whole, path_of, prune, repair, size
 from launch.flags import LaunchError
 
@@ -154,6 +155,8 @@ def test_what_cannot_be_seen_ends_in_a_sentence(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(os, "listdir", stale)
     with pytest.raises(LaunchError, match=r"cannot be read \(Stale file handle\): see that its disk is there"):
         newest_whole(tmp_path)
+    with pytest.raises(LaunchError, match=r"cannot be read \(File name too long\)"):
+        checkpoints.is_there(tmp_path / ("long" * 99))
     assert size(tmp_path) == 0, "a guess takes its place"
 
 

@@ -658,8 +658,7 @@ def test_megatron_is_imported_under_the_output_that_its_log_will_keep(
     monkeypatch.setattr(preflight, "_megatrons_parser", lambda **_: found.append(sys.stderr))
     preflight.check_with_megatron(plan(), CPU, trains=trains)
     assert (found == [sys.stderr]) is trains
-    monkeypatch.setattr(
-        preflight, "_megatrons_parser", lambda **_: argparse.Namespace(parse_known_args=lambda _: (None, []))
-    )
+    reads_all = argparse.Namespace(parse_known_args=lambda _: (None, []))
+    monkeypatch.setattr(preflight, "_megatrons_parser", lambda **_: reads_all)
     for others in (("--yaml-cfg", "x"), ("--use-checkpoint-args",)):  # there is a Megatron, which is not asked
         assert preflight.check_with_megatron(plan(*others), CPU, trains=trains) == (None, None)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -173,10 +174,7 @@ def planned(folder: Path, *words: str) -> launcher.Plan:
 
 
 def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError("no links here")
-
-    monkeypatch.setattr(lock.os, "link", refuse)
+    monkeypatch.setattr(lock.os, "link", Mock(side_effect=PermissionError("no links here")))
     with held(tmp_path, wait=never), pytest.raises(LaunchError, match="in use"), held(tmp_path, wait=never):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -206,10 +204,7 @@ def test_a_second_demo_deletes_nothing_of_the_first(tmp_path: Path, monkeypatch:
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("simreg_megatron.__main__.run", interrupted)
+    monkeypatch.setattr("simreg_megatron.__main__.run", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setenv("RANK", "0")
     for newest, last in ((None, "none was saved"), (6, f"{tmp_path}/checkpoints/iter_0000006")):
         monkeypatch.setattr(launcher.checkpoints, "newest_whole", lambda _, newest=newest: newest)
@@ -250,10 +245,8 @@ def test_two_outputs_with_the_same_checkpoints_are_one_run(tmp_path: Path, monke
 def test_a_full_disk_is_one_sentence(free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
-    def refuse(*_: object, **__: object) -> None:
-        raise CheckpointException("write", {1: (RuntimeError("unexpected pos 64"), None)})  # type: ignore[dict-item]
-
-    monkeypatch.setattr("simreg_megatron.__main__.run", refuse)
+    full = CheckpointException("write", {1: (RuntimeError("unexpected pos 64"), None)})  # type: ignore[dict-item]
+    monkeypatch.setattr("simreg_megatron.__main__.run", Mock(side_effect=full))
     monkeypatch.setattr(launcher.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(CheckpointException if free else LaunchError) as caught:

@@ -10,6 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest.mock import Mock
 
 import pytest
 
@@ -314,18 +315,6 @@ def test_a_submission_needs_nothing_of_the_repository_but_launch() -> None:
     assert not {"tools", "benchmarks", "tests"} & eval(done.stdout)
 
 
-def _break_the_disk(looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the next looks at a file fail."""
-    errors, stat = [OSError(5, "I/O error")] * looks, Path.stat
-
-    def failing(path: Path, **how: bool) -> os.stat_result:
-        if errors:
-            raise errors.pop()
-        return stat(path, **how)
-
-    monkeypatch.setattr(Path, "stat", failing)
-
-
 class TestBooks:
     """Decisions of `chain.py`, from the books alone."""
 
@@ -397,16 +386,9 @@ class TestBooks:
 
     def test_a_disk_that_is_away_for_a_moment_is_waited_for(self, books, monkeypatch, capsys) -> None:
         monkeypatch.setattr(chain, "_ATTEMPT_SECONDS", 0)
-        _break_the_disk(3, monkeypatch)
-        answers = iter([LaunchError("away"), LaunchError("away"), 30])
-
-        def newest(_: Path) -> int:
-            answer = next(answers)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        monkeypatch.setattr(chain.checkpoints, "newest_whole", newest)
+        away = [LaunchError("away"), LaunchError("away")]
+        monkeypatch.setattr(chain.checkpoints, "newest_whole", Mock(side_effect=[*away, 30]))
+        monkeypatch.setattr(chain.checkpoints, "is_there", Mock(side_effect=[*away, False] * 4))
         assert books.begin() == 0 and "begins at iteration 30" in capsys.readouterr().out
         monkeypatch.setattr(chain.checkpoints, "prune", lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error")))
         self.at(books, 40, monkeypatch)
@@ -463,8 +445,8 @@ class TestBooks:
         assert self.slice(chain.Chain(books.output, books.save), 10, 10, 1, monkeypatch) == 0
 
     def test_a_stop_is_repeated_until_a_process_acts_on_it(self, books, monkeypatch) -> None:
-        (books.output / chain.STOP).touch()
-        _break_the_disk(2, monkeypatch)  # which once ended the watch
+        there = Mock(side_effect=[LaunchError("the disk is away"), *[True] * 9])  # it once ended the watch
+        monkeypatch.setattr(chain.checkpoints, "is_there", there)
         clock, calls = iter(range(0, 10_000, 50)), []
         monkeypatch.setattr(chain.time, "monotonic", lambda: next(clock))
         monkeypatch.setattr(chain.subprocess, "run", lambda command, **_: calls.append(command))

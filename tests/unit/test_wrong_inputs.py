@@ -242,7 +242,7 @@ submit | error: name what to run: launch/pretrain_llama.sh, pretrain_mixtral.sh 
 submit --cluster none.env launch/pretrain_llama.sh | error: none.env cannot be read (No such file or directory): give
 submit --cluster data launch/pretrain_llama.sh | error: data cannot be read (Is a directory): give a file of settings
 submit --cluster cpu.env launch/pretrain_gpt.sh | error: name what to run: launch/pretrain_llama.sh
-submit --cluster cpu.env launch/pretrain_llama.sh --output o --save-interval 5 --exit-duration-in-mins 5 | error: the job
+submit --cluster cpu.env launch/pretrain_llama.sh --save o --save-interval 5 --exit-duration-in-mins 5 | error: the job
 submit --cluster cpu.env launch/pretrain_llama.sh --model 7b | error: how many nodes? give --nodes N before the script
 simreg-megatron prepare | invalid choice: 'prepare'
 simreg-megatron data prepare few.jsonl --out n --tokenizer TOK --tokens 20X | argument --tokens: takes a positive number
