@@ -53,5 +53,8 @@ def _trained_by(plan: Plan) -> dict[str, str]:
 
 
 def mark_ended(plan: Plan) -> None:
-    plan.output.mkdir(parents=True, exist_ok=True)
-    (plan.output / ENDED).write_text(json.dumps({"length": length(plan), "flags": _trained_by(plan)}) + "\n")
+    path = plan.output / ENDED
+    try:
+        path.write_text(json.dumps({"length": length(plan), "flags": _trained_by(plan)}) + "\n")
+    except OSError as error:
+        raise LaunchError(f"the run has ended, but {path} cannot be written ({error.strerror}): start again") from None

@@ -36,7 +36,9 @@ def write(plan: Plan, stamp: str, *, environ: Mapping[str, str]) -> Path:
     (folder / "command.txt").write_text(masked(shlex.join([sys.executable, *sys.argv])) + "\n")
     (folder / "flags.txt").write_text("".join(f"{masked(shlex.join(flag))}\n" for flag in plan.flags))
     (folder / "environment.txt").write_text("".join(f"{name}={masked(environ[name])}\n" for name in shown(environ)))
-    of_source = {"script": str(plan.script), "packages": packages(), "git": _run([*_GIT, "rev-parse", "HEAD"])}
+    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+    packages = {name: found[name] for name in sorted(filter(None, found))}
+    of_source = {"script": str(plan.script), "packages": packages, "git": _run([*_GIT, "rev-parse", "HEAD"])}
     (folder / "versions.json").write_text(json.dumps({"python": sys.version, **of_source}, indent=1) + "\n")
     changes = _run([*_GIT, "diff", "HEAD"])
     if changes:
@@ -55,11 +57,6 @@ def masked(text: str) -> str:
     """Redact credentials in addresses, flags and variables."""
     text = _OF_FLAG.sub(r"\1***", _IN_ADDRESS.sub("***", text))
     return _ASSIGNED.sub(lambda found: f"{found[1]}=***" if _SECRET.search(found[1]) else found[0], text)
-
-
-def packages() -> dict[str, str]:
-    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
-    return dict(sorted((name, version) for name, version in found.items() if name))
 
 
 def _run(command: list[str]) -> str:

@@ -30,7 +30,7 @@ class Site:
     gpus_per_node: int = 8
     gpu_memory: int = 80
     gpu_request: str = ""
-    cpus_per_task: int = 1
+    cpus_per_task: int | str = 1  # a number, or empty
     sbatch_extra: str = ""
     time: str = "4:00:00"
     runtime: str = "venv"
@@ -90,9 +90,10 @@ def read_site(path: Path, variables: Mapping[str, str]) -> Site:
                 f"{place}: no setting is called {name[:200]}: it is one of {', '.join(sorted(known))}; "
                 "a variable for the processes is written `export NAME=value`"
             )
-        if known[name].type == "int" and (not value.isdecimal() or len(value) > 9):
+        is_number = known[name].type == "int" or (known[name].type == "int | str" and value != "")
+        if is_number and (not value.isdecimal() or len(value) > 9):
             raise LaunchError(f"{place}: {name} takes a number, not {value[:200]!r}")
-        settings[name.lower()] = int(value) if known[name].type == "int" else value
+        settings[name.lower()] = int(value) if is_number else value
     site = Site(**settings, environment=environment)
     lacking = [name for name in _ABOUT_GPUS if name not in settings]
     if site.gpus_per_node and lacking:

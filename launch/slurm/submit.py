@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from launch import checkpoints, preflight, progress
 from launch.dry_run import facts_of
@@ -103,17 +102,8 @@ def _ask_megatron(site: Site, plan: Plan, machine: Machine) -> tuple[list[str], 
     return [f"on this machine Megatron would refuse these flags: {objection}"] if objection else [], args
 
 
-class Prepared(NamedTuple):
-    """The job that a command line asks for, and what it would run."""
-
-    job: Job
-    options: argparse.Namespace
-    plan: Plan
-    machine: Machine
-
-
-def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
-    """Check what is asked as far as this machine can; raise a LaunchError if it could not run."""
+def prepare(argv: Sequence[str], environ: dict[str, str]) -> tuple[Job, argparse.Namespace, Plan, Machine]:
+    """Make the job that is asked for, checked as far as this machine can; a LaunchError if it could not run."""
     own, family, words = _split(argv)
     options = make_submit_parser().parse_args(own)
     site = _with_tree(read_site(options.cluster, environ), options.cluster, environ.get("MEGATRON_PATH", ""))
@@ -121,8 +111,9 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
     if site.runtime != "venv" and not Path(tree).is_dir():
         tree = ""  # in the container only, where this machine cannot ask it
     run_options, rest = make_parser(family).parse_known_args(words)
-    if run_options.dry_run:
-        raise LaunchError("put --dry-run before the script: there it prints the job")
+    of_job = {option for action in make_submit_parser()._actions for option in action.option_strings}
+    if misplaced := [word for word in words if word.partition("=")[0] in of_job]:
+        raise LaunchError(f"put {misplaced[0]} before the script: there it is the job's")
     model = run_options.model
     if run_options.layout is None and model != TINY and site.gpus_per_node and site.layout:
         run_options.layout = site.layout
@@ -156,7 +147,7 @@ def prepare(argv: Sequence[str], environ: dict[str, str]) -> Prepared:
         train=(str(ROOT / "launch" / f"pretrain_{family}.sh"), *words, "--auto-resume"),
         site=site,
     )  # fmt: skip
-    return Prepared(job, options, plan, machine)
+    return job, options, plan, machine
 
 
 def _with_tree(site: Site, cluster: Path, tree: str) -> Site:

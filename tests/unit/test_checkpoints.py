@@ -9,6 +9,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,11 +149,7 @@ def test_a_disk_that_is_away_is_no_missing_checkpoint(module, name: str, new, tm
 
 def test_what_cannot_be_seen_ends_in_a_sentence(tmp_path: Path, monkeypatch) -> None:
     make(tmp_path, 10)
-
-    def stale(*_: object) -> list[str]:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(os, "listdir", stale)
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
     with pytest.raises(LaunchError, match=r"cannot be read \(Stale file handle\): see that its disk is there"):
         newest_whole(tmp_path)
     with pytest.raises(LaunchError, match=r"cannot be read \(File name too long\)"):

@@ -399,6 +399,8 @@ class TestGoingOn:
     def test_a_damaged_mark_is_ignored(self, text: str, tmp_path: Path) -> None:
         (tmp_path / progress.ENDED).write_text(text)
         assert not progress.has_ended(self.asked("--output", str(tmp_path)))
+        with pytest.raises(LaunchError, match=r"has ended, but .* cannot be written"):
+            progress.mark_ended(self.asked("--output", "/dev/null"))
 
 
 class TestLayouts:
@@ -607,10 +609,8 @@ def test_a_run_without_megatron_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "__init__.py").touch()
     done = run_script(sys.executable, str(SCRIPTS[0]), cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert (
-        "Megatron's training loop cannot be imported (ModuleNotFoundError: No module named 'megatron.core')"
-        in done.stderr
-    )
+    sentence = "Megatron's training loop cannot be imported (ModuleNotFoundError: No module named 'megatron.core')"
+    assert sentence in done.stderr
 
 
 @pytest.mark.slow

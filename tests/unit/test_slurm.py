@@ -156,6 +156,7 @@ def _rendered(site: Site) -> str:
     [
         pytest.param(("--nodes", "3"), (), "24 data-parallel ranks: .* 2064, or another number", id="batch"),
         pytest.param((), ("--dry-run",), "put --dry-run before the script", id="dry-run"),
+        pytest.param((), ("--time=5",), "put --time=5 before the script: there it is the job's", id="time"),
         pytest.param((), ("--pipeline-model-parallel-size", "3"), "TP 1 x PP 3 x CP 1 = 3 ranks, and 128", id="pp"),
         pytest.param((), ("--layout", "abacus"), "there is no layout abacus for llama 7b", id="layout"),
         pytest.param((), ("--output", "a b"), "without spaces, quotes, # or %", id="blank"),
@@ -218,7 +219,7 @@ def test_a_job_has_the_tree_of_megatron_that_it_was_checked_with(data: list[str]
         tmp_path, f"{CPU_SITE}RUNTIME=pyxis\nCONTAINER_IMAGE=/i.sqsh\nCONTAINER_MOUNTS=/:/\nexport MEGATRON_PATH=\n"
     )
     words = ["--cluster", str(site), LLAMA, *data, "--save-interval", "5"]
-    text = render(submit.prepare(words, {**os.environ, "MEGATRON_PATH": str(tree)}).job)
+    text = render(submit.prepare(words, {**os.environ, "MEGATRON_PATH": str(tree)})[0])
     assert value_of(text, "MEGATRON_PATH") == [str(tree)]
     assert "--container-env=MEGATRON_PATH,PYTHONPATH" in value_of(text, "CONTAINER_SRUN")
     site.write_text(f"{site.read_text()}export MEGATRON_PATH=/another\n")
@@ -253,10 +254,10 @@ class TestWhatMegatronSays:
 def test_the_clusters_file_runs_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     site = read_site(
-        site_file(tmp_path, f'GPUS_PER_NODE=0\nACCOUNT="`touch {mark}`"\nexport HERE=$HOME/x # note'),
+        site_file(tmp_path, f'GPUS_PER_NODE=0\nCPUS_PER_TASK=\nACCOUNT="`touch {mark}`"\nexport HERE=$HOME/x # note'),
         {"HOME": "/home/me"},
     )
-    assert site.environment == {"HERE": "/home/me/x"} and not mark.exists()
+    assert site.environment == {"HERE": "/home/me/x"} and site.cpus_per_task == "" and not mark.exists()
 
 
 def test_the_default_settings_and_layouts_are_whole() -> None:
