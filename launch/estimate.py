@@ -58,7 +58,10 @@ def row(layout: str, model: str) -> tuple[float, list[str]]:
         f"{' x '.join(map(str, parallel))}, {args.data_parallel_size}",
         str(args.micro_batch_size),
         args.recompute_granularity or "none",
-        *(f"{gib:.1f}" for gib in (weights, activations, weights + activations, checkpoint)),
+        *(
+            "-" if math.isnan(gib) else f"{gib:.1f}"
+            for gib in (weights, activations, weights + activations, checkpoint)
+        ),
         f"{tokens * args.train_iters / 1e9:.1f}",
         f"{tokens / seconds / world:,.0f}",
         f"{seconds:.1f}",
