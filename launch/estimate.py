@@ -52,16 +52,14 @@ def row(layout: str, model: str) -> tuple[float, list[str]]:
     hours = seconds * args.train_iters / 3600
     parallel = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
     checkpoint = sizes.checkpoint_bytes(plan.flags, vocabulary=ASSUMED_VOCABULARY) / 2**30
+    memory = weights, activations, weights + activations, checkpoint
     return flops / tokens, [
         model,
         str(nodes),
         f"{' x '.join(map(str, parallel))}, {args.data_parallel_size}",
         str(args.micro_batch_size),
         args.recompute_granularity or "none",
-        *(
-            "-" if math.isnan(gib) else f"{gib:.1f}"
-            for gib in (weights, activations, weights + activations, checkpoint)
-        ),
+        *("-" if math.isnan(gib) else f"{gib:.1f}" for gib in memory),
         f"{tokens * args.train_iters / 1e9:.1f}",
         f"{tokens / seconds / world:,.0f}",
         f"{seconds:.1f}",
