@@ -102,7 +102,7 @@ def _place_of_megatron() -> str:
 
 def _print_packages() -> None:
     print(f"simreg-megatron {__version__}, Python {sys.version.split()[0]}")
-    for name, missing in (
+    for name, says in (
         ("torch", "missing: SimReg needs it"),
         ("megatron-core", "missing: pip install megatron-core, or put a Megatron-LM tree on PYTHONPATH"),
         ("transformer-engine", "not installed (optional: the fused layers for GPUs)"),
@@ -110,8 +110,8 @@ def _print_packages() -> None:
         ("sentencepiece", "not installed (the built-in corpus needs it)"),
     ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            missing = importlib.metadata.version(name)
-        print(f"  {name:20}{missing}")
+            says = importlib.metadata.version(name)
+        print(f"  {name:20}{says}")
 
 
 def _device_sentence() -> str:
