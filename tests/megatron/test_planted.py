@@ -35,7 +35,7 @@ LAYOUTS = {  # the model, the flags, the processes, and the rank that is struck:
 }
 OBJECTIVES = [name for name in BUILT_IN if name != "none"]
 ALONE = [*(name for name in OBJECTIVES if BUILT_IN[name].kind is Kind.HEAD), "cpretrain", "dispersion"]
-"""Those in which the state that is struck meets no other one: it is in no pair of CPretrain, in no sample of dispersion."""
+"""Those in which the state that is struck meets no other: CPretrain has it in no pair, dispersion in no sample."""
 AT_EVERY_PLACE = ("simreg", "simcse", "prefixes-ce")  # pairs of tokens, sequences, the output layer
 UNCHECKED = ("--no-check-for-nan-in-loss-and-grad",)
 GUARDS = {
