@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # SPDX-License-Identifier: Apache-2.0
 # The bash half of launch/pretrain_*.sh: find a Python that can train, read torchrun's flags, start torchrun.
-unset CHECK # of the environment: find_python has another
+unset CHECK # one from the environment would be taken for that of find_python
 
 # find_python ROOT MODULE...: the first Python that can import what the run needs, in PYTHON; it is run before it is
 # believed. CHECK, if set, are its words to check the flags first: to import torch takes seconds.

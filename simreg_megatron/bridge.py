@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from simreg_megatron import loop
-from simreg_megatron.plugin.loop import begin_run
+from simreg_megatron.plugin.loop import begin_run  # that of `loop` takes no log interval
 
 
 class SimRegCallback:

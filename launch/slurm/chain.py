@@ -90,7 +90,7 @@ class Chain:
         while True:
             for path in self._prune(keep):
                 self.say(f"{path} is older than the newest {keep}: deleted")
-            with suppress(LaunchError):  # a disk that is away, of which `_prune` tells
+            with suppress(LaunchError):  # a disk that is away, which `_prune` reports
                 stops = checkpoints.is_there(self.output / STOP)
             if stops and time.monotonic() - signalled > _TELL_AGAIN_SECONDS:
                 if signalled < 0:

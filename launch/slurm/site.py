@@ -30,7 +30,7 @@ class Site:
     gpus_per_node: int = 8
     gpu_memory: int = 80
     gpu_request: str = ""
-    cpus_per_task: int | str = 1  # a number, or empty
+    cpus_per_task: str = "1"
     sbatch_extra: str = ""
     time: str = "4:00:00"
     runtime: str = "venv"
@@ -90,7 +90,7 @@ def read_site(path: Path, variables: Mapping[str, str]) -> Site:
                 f"{place}: no setting is called {name[:200]}: it is one of {', '.join(sorted(known))}; "
                 "a variable for the processes is written `export NAME=value`"
             )
-        is_number = known[name].type == "int" or (known[name].type == "int | str" and value != "")
+        is_number = known[name].type == "int"
         if is_number and (not value.isdecimal() or len(value) > 9):
             raise LaunchError(f"{place}: {name} takes a number, not {value[:200]!r}")
         settings[name.lower()] = int(value) if is_number else value

@@ -52,7 +52,7 @@ class SimRegConfig:
         every: the term is computed only in steps whose number (from 0) is a multiple of this, with the weight times
             this: not the same objective, but equal in expectation where no gradient is clipped.
         impl: which implementation computes the loss.
-        log_interval: iterations between SimReg's log values, in Megatron's loop and its Bridge's; None is their own.
+        log_interval: iterations between log values, in the loops of Megatron and Megatron-Bridge; None is their own.
 
     Raises:
         ValueError: a setting is impossible, or would have no effect.

@@ -222,7 +222,7 @@ class Regularizer:
 def _require_finite(total: Tensor, loss: Tensor) -> None:
     """Stop the step, without a host sync, if SimReg fails where the language-model loss alone looks sound.
 
-    A NaN or an infinity in one number is one in the sum.
+    A NaN or inf in one number is one in the sum. (-inf would pass: no term or loss of ours is made so.)
 
     A loss that is not finite itself is left to Megatron, which stops or reruns the step: terms made of other ranks'
     states may be lost through these, whose own loss is not finite then.
