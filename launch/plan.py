@@ -34,7 +34,10 @@ RECIPES: dict[str, tuple[str, ...]] = {
         for name in ("simcse", "cpretrain", "creg", "sce")
     },
 }
-_READ_BY_PRETRAIN_GPT = {"--fim-data", "--spec", "--logits-load-dir", "--per-dataset-sequences-path"}
+_READ_BY_PRETRAIN_GPT = {
+    "--fim-data", "--spec", "--logits-load-dir", "--per-dataset-sequences-path", "--hybrid-context-parallel",
+    "--use-varlen-dataset",
+}  # fmt: skip
 _OF_A_START = {  # where a run's first weights come from; they would drop the optimizer's state at each resume
     "--load", "--ckpt-step", "--finetune", "--no-load-optim", "--no-load-rng", "--pretrained-checkpoint",
 }  # fmt: skip

@@ -40,7 +40,6 @@ def _built_unsplit(build: Callable[..., None]) -> Callable[..., None]:
         unsplit = copy.copy(config)
         unsplit.context_parallel_size = 1  # upstream refuses more, for want of the exchange below
         build(self, unsplit, *args, **kwargs)
-        self.config = config
 
     return built
 
@@ -57,7 +56,7 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        group = _context_group(self)
+        group = _context_group(self, packed_seq_params)
         if packed_seq_params is None and group is None:
             return attend(self, query, key, value, attention_mask, attn_mask_type, attention_bias)
         if self.scale_mask_softmax.window_size is not None:
@@ -83,11 +82,13 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attended
 
 
-def _context_group(attention: Any) -> Any:
-    if attention.config.context_parallel_size == 1:
-        return None
-    group = getattr(attention.pg_collection, "cp", None)
-    return parallel_state.get_context_parallel_group() if group is None else group
+def _context_group(attention: Any, packed_seq_params: Any) -> Any:
+    """The ranks that share these tokens, which may be the micro-batch's own; None for one rank."""
+    groups = getattr(packed_seq_params, "cp_group", None), getattr(attention.pg_collection, "cp", None)
+    group = next((group for group in groups if group is not None), None)
+    if group is None:
+        group = parallel_state.get_context_parallel_group()
+    return group if group.size() > 1 else None
 
 
 def zigzag_positions(length: int, ranks: int, borders: Tensor | None = None) -> Tensor:

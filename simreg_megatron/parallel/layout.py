@@ -2,7 +2,8 @@
 """Layout of a sequence over ranks: where tokens lie, which rank computes which term, which rows travel. Integers only.
 
 Context parallelism cuts a sequence into 2*cp blocks and gives context rank r the blocks r and 2*cp-1-r (zigzag). In a
-row that packs documents it cuts each document so, and a rank's blocks lie in the order of the documents.
+row that packs documents it cuts each document so, and a rank's blocks lie in the order of the documents; or it gives
+each rank one contiguous part of the row.
 Of what a context rank has, sequence parallelism gives each tensor rank one contiguous part; without it every tensor
 rank holds all rows, and only the work is split into such parts.
 
@@ -36,6 +37,7 @@ class ShardLayout:
         tensor_size: ranks that split a context rank's tokens, or the work on them.
         rows_split: whether tensor ranks hold a part of the rows each (sequence parallelism), or all of them.
         borders: where documents begin, and the row's end, if context parallelism cuts each; None: it cuts the row.
+        contiguous: context ranks hold one part of the row each, instead of two blocks.
     """
 
     length: int
@@ -43,6 +45,7 @@ class ShardLayout:
     tensor_size: int = 1
     rows_split: bool = True
     borders: tuple[int, ...] | None = None
+    contiguous: bool = False
 
     def __post_init__(self) -> None:
         if self.context_tokens < self.tensor_size:
@@ -114,6 +117,8 @@ class ShardLayout:
         if self.context_size == 1:
             return np.array([[[0, self.length]]])
         number, ranks = 2 * self.context_size, np.arange(self.context_size)
+        if self.contiguous:
+            return (ranks[:, None, None] + np.arange(2)) * self.context_tokens
         borders = np.array(self.borders or (0, self.length))[:, None]
         size = np.diff(borders, axis=0) // number
         first = borders[:-1] + np.stack([ranks, number - 1 - ranks], axis=1)[:, None] * size

@@ -22,8 +22,8 @@ CUT_AS_ONE = (
     "its attention expects each document cut: use --sft alone, drop --context-parallel-size, or set --simreg-lambda 0"
 )
 HYBRID = (
-    "SimReg follows hybrid context parallelism, but not with --sequence-parallel or sample=replicas: drop these, or "
-    "set --simreg-lambda 0"
+    "SimReg follows hybrid (dynamic) context parallelism, but not with --sequence-parallel or sample=replicas: drop "
+    "these, or set --simreg-lambda 0"
 )
 OTHER_LOSS = (
     "SimReg adds to Megatron's per-token loss, and an output processor returns something else here: "
@@ -54,7 +54,7 @@ def _captures(args: Any) -> bool:
 
 
 def _packs(args: Any) -> bool:
-    return bool(_flag(args, "sft", "dataloader_inter_document_masking"))
+    return bool(_flag(args, "sft", "dataloader_inter_document_masking", "sequence_packing_scheduler"))
 
 
 # The table: what is refused, and the sentence, in which {} is replaced by what the condition gives.
@@ -106,7 +106,7 @@ _IN_MEGATRONS_LOOP: tuple[_Row, ...] = (
      "{} trains on the language-model loss times a weight, 0 by default, and SimReg would be weighed with it, or "
      "silenced: drop one of them, set --simreg-lambda 0, or measure alone with --simreg-objective none"),
     (NotImplementedError,
-     lambda args, config: _flag(args, "hybrid_context_parallel") and (
+     lambda args, config: _flag(args, "hybrid_context_parallel", "dynamic_context_parallel") and (
         _flag(args, "sequence_parallel") or any(part.options.get("sample") == "replicas" for part in config.parts)
      ), HYBRID),
     (NotImplementedError,
@@ -156,14 +156,14 @@ def _refuse_scattered(config: SimRegConfig, by: str) -> None:
 
 
 def refuse_cut(packing: Any, sample_length: int | None, *, is_hybrid: bool = False, rows_split: bool = False) -> None:
-    """Refuse a packed row that context parallelism cuts otherwise than zigzag inside each document."""
+    """Refuse a packed row that is cut neither zigzag inside each document nor into one part for each rank."""
     if is_hybrid and rows_split:
         raise NotImplementedError(HYBRID)
-    for name, followed in (("qkv_format", "thd"), ("cp_partition_mode", "zigzag")):
-        if (given := getattr(packing, name, followed)) not in (None, followed):
+    for name, followed in (("qkv_format", ("thd",)), ("cp_partition_mode", ("zigzag", "contiguous"))):
+        if (given := getattr(packing, name, None)) not in (None, *followed):
             raise NotImplementedError(
-                f"SimReg follows packed rows whose documents are cut zigzag over context ranks, and here {name} is "
-                f"{given}: choose that cut, drop context parallelism, or set --simreg-lambda 0"
+                f"SimReg follows packed rows with {name} {' or '.join(followed)} over context ranks, and here it is "
+                f"{given}: choose that, drop context parallelism, or set --simreg-lambda 0"
             )
     if not is_hybrid and packs_pretraining(sample_length):
         raise NotImplementedError(CUT_AS_ONE)
@@ -223,7 +223,8 @@ def refuse_rows(
         if packed and part.record.takes_rows(part.options):
             raise NotImplementedError(
                 f"SimReg objective {part.objective} treats each row as one sequence, but packed rows hold several: "
-                "train unpacked (drop --sft and --dataloader-inter-document-masking), or choose another objective"
+                "train unpacked (drop --sft, --use-varlen-dataset and --dataloader-inter-document-masking), or choose "
+                "another objective"
             )
 
 

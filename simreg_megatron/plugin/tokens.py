@@ -72,20 +72,21 @@ class Reader:
         if packing is not None and cp.size() > 1:
             is_hybrid = cp is not compat.context_group(model)
             refuse_cut(packing, sample_length, is_hybrid=is_hybrid, rows_split=shard.layout.rows_split)
-            # Reading borders waits for the device, once in a micro-batch, as Megatron's scripts do for max_seqlen.
-            borders = tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))  # some end in copies of the last
-            shard = dataclasses.replace(shard, layout=dataclasses.replace(shard.layout, borders=borders))
+            if getattr(packing, "cp_partition_mode", None) == "contiguous":
+                layout = dataclasses.replace(shard.layout, contiguous=True)
+            else:  # This waits for the device, once in a micro-batch, as Megatron's scripts do for max_seqlen.
+                borders = tuple(dict.fromkeys(cu_seqlens.flatten().tolist()))  # some end in copies of the last
+                layout = dataclasses.replace(shard.layout, borders=borders)
+            shard = dataclasses.replace(shard, layout=layout)
         valid = valid_tokens(labels, loss_mask)
         heads: Tensor | None = None
-        documents: Documents | None = None
         if self._meets_heads:
             heads = label_rows(model, labels, shard.tensor_group)
             heads = shard.held_columns(heads.transpose(0, 1)).transpose(0, 1)
         packs_tuning = cu_seqlens is not None and not packs_pretraining(sample_length)
         if packs_tuning:
             log_once("SimReg: rows pack the samples of a fine-tuning, so tokens are compared inside each sample alone")
-        if packs_tuning or self.config.document_mask:
-            documents = self._documents(cu_seqlens)
+        documents = self._documents(cu_seqlens) if packs_tuning or self.config.document_mask else None
         main_states = main_hidden_states(hidden_states, shard)
         own_labels, own_valid = shard.held_columns(labels), shard.held_columns(valid)
         return Tokens(shard, own_labels, own_valid, labels, valid, main_states, heads, documents, sample_length)
@@ -163,11 +164,11 @@ def _describe_chunks(config: SimRegConfig, shard: SequenceShard, sample_length: 
     if not any(part.has_chunks for part in config.parts):
         return
     size, sequence = config.chunk_size, sample_length or shard.layout.length
-    if size > sequence:
-        log_once(f"SimReg chunk size {size} is beyond the sequence: chunks are whole sequences of {sequence}")
+    if size > sequence:  # no length is named: packed rows have another in each micro-batch, and this is logged once
+        log_once(f"SimReg chunk size {size} is beyond the sequence: chunks are whole sequences")
     longest = max(last - first for first, last in shard.layout.held(shard.rank))
     if config.scope == "local" and longest < sequence:
         log_once(
-            f"SimReg scope local: chunks of {min(size or longest, longest)} tokens end where a rank's block of "
-            f"{longest} ends (in packed rows, in each document), so the objective depends on the parallel layout"
+            "SimReg scope local: chunks end where a rank's block of the sequence ends (in packed rows, in each "
+            "document), so the objective depends on the parallel layout"
         )

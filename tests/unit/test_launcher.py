@@ -536,7 +536,7 @@ def test_a_lambda_for_another_width_is_noted(words: str, has_note: bool) -> None
     assert "auto is the rule for simreg and says nothing about sigreg" in describe(other, CPU, environ={})
 
 
-@pytest.mark.parametrize("flag", ["--fim-data", "--spec"])
+@pytest.mark.parametrize("flag", ["--fim-data", "--hybrid-context-parallel"])
 def test_what_only_megatrons_own_script_reads_is_refused(flag: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=f"{flag} is read by .* pretrain_gpt.py alone: set MEGATRON_PATH"):
         plan(flag)

@@ -35,9 +35,9 @@ class Group:
     ("flags", "sentence"),
     [
         ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, "over context ranks as a whole"),
-        (
-            {"hybrid_context_parallel": True, "sequence_parallel": True},
-            "not with --sequence-parallel or sample=replicas",
+        *(
+            ({name: True, "sequence_parallel": True}, "not with --sequence-parallel or sample=replicas")
+            for name in ("hybrid_context_parallel", "dynamic_context_parallel")
         ),
         ({"sft": True, "overlap_moe_expert_parallel_comm": True}, "not tell the model where packed sequences begin"),
     ],
@@ -54,7 +54,8 @@ def test_packing_that_cannot_be_followed_is_refused(flags: dict, sentence: str) 
 
 @pytest.mark.parametrize(
     ("name", "given", "sentence"),
-    [("cp_partition_mode", "contiguous", "here cp_partition_mode is contiguous"), ("qkv_format", "sbhd", "is sbhd"),
+    [("cp_partition_mode", "two_chunk", "cp_partition_mode zigzag or contiguous .* is two_chunk"),
+     ("qkv_format", "sbhd", "is sbhd"),
      ("is_hybrid", True, "not with --sequence-parallel or sample=replicas")],
 )  # fmt: skip
 def test_rows_that_are_cut_otherwise_are_refused(name: str, given: object, sentence: str) -> None:
@@ -100,6 +101,7 @@ def test_rows_of_a_part_of_the_output_layer_are_refused() -> None:
     [
         ({"micro_batch_size": 1}, "the micro-batch size is 1: give --micro-batch-size 2 or more"),
         ({"micro_batch_size": 2, "sft": True}, "packed rows hold several: train unpacked"),
+        ({"micro_batch_size": 2, "sequence_packing_scheduler": "dp_balanced"}, "packed rows hold several"),
     ],
 )
 def test_sequences_that_cannot_be_compared_are_refused(flags: dict, sentence: str) -> None:
