@@ -1,21 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's own trainer on a CPU, in one process: `python -m tests.helpers.titan_on_cpu LAMBDA PORT TOKENIZER`.
+"""torchtitan's own trainer on a CPU: `python -m tests.helpers.titan_on_cpu LAMBDA PORT TOKENIZER RANK RANKS KIND`.
 
-What torchtitan takes from a GPU (names, memory, FlexAttention's backward) and its text are stand-ins.
+What torchtitan takes from a GPU (names, memory, FlexAttention's backward) and its text are stand-ins. Two micro-batches
+a step, the same in every layout, and weights that follow from their names.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 TOKENS = 256
+DEGREES = {  # of two ranks
+    "one": {},
+    "fsdp": {"data_parallel_shard_degree": 2},
+    "replicate": {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2},
+    "pipeline": {"data_parallel_shard_degree": 1, "pipeline_parallel_degree": 2, "num_pp_microbatches": 2},
+}
 
 
 class _Cpu(ModuleType):
@@ -38,9 +49,23 @@ def _attention(query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any,
     return attend(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), AuxOutput()
 
 
+def _fill(model: torch.nn.Module) -> None:
+    """Give each parameter numbers of its own, and gloo a reduction that it knows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    for name, weight in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        full = 0.05 * torch.randn(weight.shape, generator=generator) + (weight.dim() == 1)
+        own = distribute_tensor(full, weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else full
+        weight.data.copy_(own)
+
+
 def main() -> None:
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    os.environ["MASTER_PORT"] = sys.argv[2]
+    weight, port, tokenizer, rank, ranks, kind = sys.argv[1:]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
+    os.environ["MASTER_PORT"] = port
+    stride, first = (2, int(rank)) if kind in ("fsdp", "replicate") else (1, 0)
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", _Cpu("cpu")
@@ -67,9 +92,10 @@ def main() -> None:
 
         def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
             generator = torch.Generator().manual_seed(1)
-            while True:
+            for number in itertools.count():
                 tokens = torch.randint(0, 50, (TOKENS + 1,), generator=generator)
-                yield {"input": tokens[:-1], "positions": torch.arange(TOKENS) % 100}, tokens[1:]
+                if number % stride == first:
+                    yield {"input": tokens[:-1], "positions": torch.arange(TOKENS) % 100}, tokens[1:]
 
         def state_dict(self) -> dict[str, Any]:
             return {}
@@ -79,15 +105,20 @@ def main() -> None:
 
     config = llama3_debugmodel()
     config.loss = SimRegLoss.Config(
-        loss_fn=config.loss.loss_fn, simreg_lambda=float(sys.argv[1]), simreg_chunk_size=64, simreg_temperature=0.5
+        loss_fn=config.loss.loss_fn, simreg_lambda=float(weight), simreg_chunk_size=64, simreg_temperature=0.5
     )
     config.dataloader = Loader.Config()
-    config.hf_assets_path = sys.argv[3]
+    config.hf_assets_path = tokenizer
     training = config.training
     training.num_tokens_per_microbatch_per_dp_rank, training.max_context_length, training.steps = TOKENS, 128, 4
     training.disable_cuda_graphs, training.mixed_precision_param = True, "float32"
+    training.num_tokens_per_train_step = 2 * TOKENS
+    for name, degree in DEGREES[kind].items():
+        setattr(config.parallelism, name, degree)
     config.validator.enable, config.checkpoint.enable, config.debug.seed = False, False, 1
     trainer = config.build()
+    for model in trainer.model_parts:
+        _fill(model)
     trainer.train()
     trainer.close()
 

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,23 +79,44 @@ def test_what_it_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert a_loss(simreg_lambda=0.0)(states, labels)[1] == {}
 
 
-@pytest.mark.slow
-def test_torchtitans_trainer_trains_with_it(tmp_path: Path) -> None:
+def trained(weight: str, kind: str, folder: Path) -> list[tuple[str, str]]:
+    """Loss and gradient norm of each step that torchtitan logs on the last rank."""
     tokenizer = Path(titan.__path__[0]).parent / "tests" / "assets" / "tokenizer"
     if not tokenizer.is_dir():
         pytest.skip("torchtitan's debug model takes the tokenizer of its source tree")
-    logged = {}
-    for weight in ("0", "10"):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        words = [sys.executable, "-m", "tests.helpers.titan_on_cpu", weight, str(port), str(tokenizer)]
-        done = jobs.run(
-            words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"}, merged=True
-        )
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    ranks = "1" if kind == "one" else "2"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
+
+    def run(rank: int) -> str:
+        words = [
+            sys.executable,
+            "-m",
+            "tests.helpers.titan_on_cpu",
+            weight,
+            port,
+            str(tokenizer),
+            str(rank),
+            ranks,
+            kind,
+        ]
+        done = jobs.run(words, cwd=folder, env=environment, merged=True)
         assert done.returncode == 0, done.stdout[-4000:]
-        logged[weight] = re.findall(r"step: +\d+ .*?loss: +(\S+) .*?grad_norm: +(\S+)", done.stdout)
-    off, on = logged["0"], logged["10"]
+        return done.stdout
+
+    said = list(ThreadPoolExecutor(2).map(run, range(int(ranks))))[-1]
+    return re.findall(r"step: +\d+ .*?loss: +(\S+) .*?grad_norm: +(\S+)", said)
+
+
+@pytest.mark.slow
+def test_torchtitans_trainer_trains_with_it_in_every_layout(tmp_path: Path) -> None:
+    off, on = (trained(weight, "one", tmp_path) for weight in ("0", "10"))
     assert len(off) == len(on) == 4
     assert off[0][0] == on[0][0], "the logged loss is the cross-entropy alone"
     assert off[0][1] != on[0][1] and off[3][0] != on[3][0], "its gradient is not"
+    for kind in ("fsdp", "replicate", "pipeline"):
+        found = trained("10", kind, tmp_path)
+        numbers = [[float(number) for step in steps for number in step] for steps in (found, on)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-4), kind
