@@ -110,18 +110,18 @@ def test_it_is_carried_over_or_said(case: tuple[str, str, str], saves: Saves, tm
     saving, (layout, processes) = MOVES[move]
     folder, saved = saves.of(before, *saving)
     load = ("--load", str(folder), *layout.split())
-    sentence, mended_by = refusal(move, before, now)
+    sentence, way_out = refusal(move, before, now)
     if sentence:
         refused = saves.train(tmp_path / "refused", now, load, processes)
         assert refused.status != 0 and sentence in refused.output, refused.output[-3000:]
-        assert mended_by in refused.output or now == "without the plugin"
-    done = saves.train(tmp_path / "on", now, (*load, *mended_by.split()), processes)
+        assert way_out in refused.output or now == "without the plugin"
+    done = saves.train(tmp_path / "on", now, (*load, *way_out.split()), processes)
     assert done.status == 0, done.output[-3000:]
     started, losses = snapshot.read(tmp_path / "on", "start"), snapshot.losses(tmp_path / "on")
     check_tensors(
-        saved.state["tensors"], started["tensors"], before == now == "scalars", WITHOUT_AVERAGES not in mended_by
+        saved.state["tensors"], started["tensors"], before == now == "scalars", WITHOUT_AVERAGES not in way_out
     )
-    if WITHOUT_AVERAGES not in mended_by:  # the flag leaves the scheduler out, too
+    if WITHOUT_AVERAGES not in way_out:  # the flag leaves the scheduler out, too
         check_adagc(saved.state["scheduler"], started["scheduler"], before, now)
         check_said(done.output, before, now)
     assert len(losses) == STEPS - STOP and all(loss < 10 for loss in losses)
