@@ -88,7 +88,7 @@ _IN_LAYERS: tuple[_Row, ...] = (
      and "attn_norm" in (args.offload_modules or ()),
      "--offload-modules attn_norm frees what enters a layer before SimReg reads it: leave attn_norm out, or drop "
      "--simreg-layers"),
-    (NotImplementedError, lambda args, config: _flag(args, "enable_mhc_connections"),
+    (NotImplementedError, lambda args, config: _flag(args, "enable_mhc_connections", "enable_hyper_connections"),
      "with {} several streams pass between layers, and no hidden state: drop that flag, or --simreg-layers"),
     (NotImplementedError, lambda args, config: "--cuda-graph-impl" if _captures(args) else
      _flag(args, "enable_cuda_graph", "external_cuda_graph"),  # up to 0.14
