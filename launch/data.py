@@ -14,15 +14,16 @@ from simreg_megatron.tools.indexed import ENDINGS, is_pair, read_index
 
 MANIFEST = "manifest.json"
 _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_OF_CHATS = {"--sft", "--use-varlen-dataset"}  # files that Megatron tokenizes itself
 _READ_HERE = {"SentencePieceTokenizer", "HuggingFaceTokenizer"}
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _AGAIN = "prepare the data again, or copy it again from where it was made"
 
 
 def prefixes(flags: Sequence[Flag], names: Sequence[str] = _FLAGS) -> list[str]:
-    """Return the prefixes that these flags name, without weights and those of a remote store; none of chats (--sft)."""
+    """Return the prefixes that these flags name, without weights and those of a remote store; none of chats."""
     found: list[str] = []
-    for flag in flags if "--sft" not in flag_names(flags) else ():
+    for flag in flags if not _OF_CHATS & flag_names(flags) else ():
         if flag_name(flag) in names:
             value = flag[0].partition("=")[2]
             words = [value, *flag[1:]] if value else flag[1:]

@@ -105,7 +105,7 @@ def test_chats_are_left_to_megatron() -> None:
     flags = [("--data-path", "chats.jsonl")]
     with pytest.raises(LaunchError, match="there is no chats"):
         data.check_data(flags)
-    assert data.check_data([*flags, ("--sft",)]) == []
+    assert all(data.check_data([*flags, (kind,)]) == [] for kind in ("--sft", "--use-varlen-dataset"))
 
 
 def test_missing_text_is_said_before_a_tokenizer_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
