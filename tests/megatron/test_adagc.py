@@ -132,7 +132,7 @@ def test_what_would_count_twice_is_refused(bench: Bench, tmp_path: Path) -> None
 
 
 def test_fp16_is_unscaled_first(bench: Bench, one_process, tmp_path: Path) -> None:
-    flags = (*start(bench, "dense"), *SIMREG, *ADAGC, "--fp16", "--loss-scale", "1024")
+    flags = (*start(bench, "dense"), *SIMREG, *ADAGC, "--fp16", "--loss-scale", "256")
     got = train(tmp_path, flags)
     assert (
         apart([state["gammas"] for state in one_process("dense").states][:3], [s["gammas"] for s in got.states][:3])
