@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
             print(f"error: a run failed, its log is {store.folder_of(run) / 'log.txt'}", file=sys.stderr)
         failed += len(failures)
         if not failures and not options.quick:
-            _tell(plan.name, read_tables(options.output) | tables)
+            _tell(plan.name, tables | read_tables(options.output))
     return 1 if failed else 0
 
 
