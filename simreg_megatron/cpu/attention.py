@@ -84,7 +84,8 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _context_group(attention: Any, packed_seq_params: Any) -> Any:
     """The ranks that share these tokens, which may be the micro-batch's own; None for one rank."""
-    groups = getattr(packed_seq_params, "cp_group", None), getattr(attention.pg_collection, "cp", None)
+    of_model = getattr(getattr(attention, "pg_collection", None), "cp", None)  # from 0.15 on
+    groups = getattr(packed_seq_params, "cp_group", None), of_model
     group = next((group for group in groups if group is not None), None)
     if group is None:
         group = parallel_state.get_context_parallel_group()
