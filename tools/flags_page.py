@@ -13,7 +13,7 @@ _MORE = """Of single objectives, and lambda's schedule: [objectives.md](objectiv
 `python -m simreg_megatron pretrain_gpt.py --help`."""
 
 
-_OPENING = """After this page you know every flag of SimReg and AdaGC. Megatron's own flags are not here. Made by
+_OPENING = """This page lists every flag of SimReg and AdaGC. Megatron's own flags are not here. Made by
 `python -m tools.flags_page` from the parser; a test compares the two."""
 
 
