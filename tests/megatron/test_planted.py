@@ -34,8 +34,9 @@ LAYOUTS = {  # the model, the flags, the processes, and the rank that is struck:
     "ep2": ("moe", "--expert-model-parallel-size 2", 2, 1),
 }
 OBJECTIVES = [name for name in BUILT_IN if name != "none"]
-ALONE = [*(name for name in OBJECTIVES if BUILT_IN[name].kind is Kind.HEAD), "cpretrain", "dispersion"]
-"""Those in which the state that is struck meets no other: CPretrain has it in no pair, dispersion in no sample."""
+ALONE = [*(name for name in OBJECTIVES if BUILT_IN[name].kind is Kind.HEAD), "cpretrain"]
+"""Those in which the state that is struck meets no other: CPretrain has it in no pair."""
+EVERY_TOKEN = {"dispersion": "tokens=64"}  # else the state that is struck is in some samples and not in others
 AT_EVERY_PLACE = ("simreg", "simcse", "prefixes-ce")  # pairs of tokens, sequences, the output layer
 UNCHECKED = ("--no-check-for-nan-in-loss-and-grad",)
 GUARDS = {
@@ -61,7 +62,8 @@ def flags_of(name: str) -> tuple[str, ...]:
         return (*flags_of("simcse"), "--simreg-objective-options", "gather=yes")
     felt = BUILT_IN[name].felt
     chunk = () if felt.chunk_size is None else ("--simreg-chunk-size", f"{felt.chunk_size}")
-    options = ("--simreg-objective-options", felt.options) if felt.options else ()
+    given = EVERY_TOKEN.get(name, felt.options)
+    options = ("--simreg-objective-options", given) if given else ()
     temperature = ("--simreg-temperature", "0.5") if BUILT_IN[name].temperature is not None else ()
     return ("--simreg-objective", name, "--simreg-lambda", f"{felt.weight:g}", *chunk, *options, *temperature)
 
