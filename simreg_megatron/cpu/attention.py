@@ -84,9 +84,9 @@ def _attend_across(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _context_group(attention: Any, packed_seq_params: Any) -> Any:
     """The ranks that share these tokens, which may be the micro-batch's own; None for one rank."""
-    of_model = getattr(getattr(attention, "pg_collection", None), "cp", None)  # from 0.15 on
-    groups = getattr(packed_seq_params, "cp_group", None), of_model
-    group = next((group for group in groups if group is not None), None)
+    group = getattr(packed_seq_params, "cp_group", None)
+    if group is None:
+        group = getattr(getattr(attention, "pg_collection", None), "cp", None)  # from 0.15 on
     if group is None:
         group = parallel_state.get_context_parallel_group()
     return group if group.size() > 1 else None

@@ -91,18 +91,9 @@ def trained(weight: str, kind: str, folder: Path) -> list[tuple[str, str]]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
 
     def run(rank: int) -> str:
-        words = [
-            sys.executable,
-            "-m",
-            "tests.helpers.titan_on_cpu",
-            weight,
-            port,
-            str(tokenizer),
-            str(rank),
-            ranks,
-            kind,
-        ]
-        done = jobs.run(words, cwd=folder, env=environment, merged=True)
+        words = [weight, port, str(tokenizer), str(rank), ranks, kind]
+        command = [sys.executable, "-m", "tests.helpers.titan_on_cpu", *words]
+        done = jobs.run(command, cwd=folder, env=environment, merged=True)
         assert done.returncode == 0, done.stdout[-4000:]
         return done.stdout
 
