@@ -36,7 +36,7 @@ from benchmarks.records import Record
 from launch import sizes
 from launch.dry_run import ASSUMED_VOCABULARY
 from launch.flags import flag_number, read_preset
-from launch.plan import LAYOUTS, PRESETS
+from launch.options import LAYOUTS, PRESETS
 from launch.sizes import PEAK, SHARE_OF_PEAK
 from simreg_megatron.config import SimRegConfig
 from simreg_megatron.kernels import triton as triton_kernels

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from launch import preflight, sizes
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, without
-
-if TYPE_CHECKING:
-    from launch.plan import Machine
+from launch.machine import Machine
 
 
 def fit_preset(

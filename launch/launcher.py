@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from glob import glob
-from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,48 +24,11 @@ from launch import checkpoints, lock, preflight, progress, record, signals, size
 from launch.data import check_data, explain_missing, prefixes
 from launch.dry_run import describe, vocabulary_of
 from launch.flags import LaunchError, flag_names, flag_number, flag_value
-from launch.plan import BUILTIN_CORPUS, RECIPES, TINY, Machine, Plan, build_plan, layout_names, model_names, resumed
-from simreg_megatron.installed import broken_transformer_engine
+from launch.machine import Machine, look_at_machine
+from launch.options import TINY, make_parser
+from launch.plan import BUILTIN_CORPUS, build_plan
+from launch.planned import Plan, resumed
 from simreg_megatron.tools.indexed import DataError, is_pair
-
-_EPILOG = """Without --data the tiny model trains on a corpus that is built here, without a download.
---ffn: literal is the preset's size; aligned is the nearest that can be split and suits tensor cores.
-Any other flag goes to Megatron and overrides the preset (launch/models/).
-The bash form also takes torchrun's --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port and
---rdzv-*, or NPROC_PER_NODE (default: the GPUs, or 1), NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT from the
-environment. MEGATRON_PATH set: that source tree's pretrain_gpt.py runs, or pretrain_hybrid.py."""
-
-
-def make_parser(family: str) -> argparse.ArgumentParser:
-    """Make the parser of the launcher's own options; it knows none of Megatron's."""
-    script = f"launch/pretrain_{family}.sh"
-    parser = argparse.ArgumentParser(
-        prog=script,
-        usage=f"{{torchrun [TORCHRUN FLAGS] | bash}} {script} [--model NAME] [options] [Megatron flags]",
-        description=f"Pretrain a {family.capitalize()} model with Megatron; --simreg-lambda 1 adds SimReg.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
-    recipe = "one run of the paper's tables: AdaGC, and this objective; paper is SimReg on chunks, paper-full on whole "
-    resume = "resume from the newest complete checkpoint of the run, if there is one; do nothing if the run has ended"
-    text = "your tokenized text, of PREFIX.bin and PREFIX.idx; several with a WEIGHT before each"
-    tokenizer = "its tokenizer: a .model file, or a Hugging Face folder or name"
-    layout = f"layout of the model for a kind of machine: {', '.join(layout_names())}"
-    add = parser.add_argument
-    add("--model", type=str.lower, choices=model_names(family), default=TINY, help="preset (default: tiny)")
-    add("--recipe", choices=RECIPES, help=f"{recipe}sequences (default: neither)")
-    add("--plain", action="store_true", help="leave the plugin out: Megatron alone, to compare with")
-    add("--data", nargs="+", metavar="PREFIX", help=text)
-    add("--valid-data", nargs="+", metavar="PREFIX", help="validation text (default: 1 %% of --data)")
-    add("--tokenizer", metavar="PATH", help=tokenizer)
-    add("--ffn", metavar="SIZE", default="literal", help="FFN size: literal, aligned or a number")
-    add("--output", metavar="DIR", type=Path, help="for TensorBoard and checkpoints (default: runs/)")
-    add("--layout", metavar="NAME", help=layout)
-    add("--auto-resume", action="store_true", help=resume)
-    add("--dry-run", action="store_true", help="print the exact command and what would run, and stop")
-    return parser
 
 
 def main(family: str) -> None:
@@ -231,24 +193,6 @@ def _go_on(plan: Plan) -> Plan:
     if newest is not None:
         _say(f"> resuming from iteration {newest} in {plan.save}")
     return plan
-
-
-def look_at_machine() -> Machine:
-    """Find what this process runs on; a LaunchError if it has a GPU and a broken Transformer Engine."""
-    import torch
-
-    from simreg_megatron.cpu import backend as cpu_backend
-
-    gpus = 0 if cpu_backend.is_active() else torch.cuda.device_count()  # its stand-ins would count as GPUs
-    if gpus and (broken := broken_transformer_engine()):  # a run on CPUs does without it
-        raise LaunchError(broken)
-    return Machine(
-        gpus=gpus,
-        transformer_engine=util.find_spec("transformer_engine") is not None,
-        apex_gradient_kernel=util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    )
 
 
 def _assume_gpus(machine: Machine, model: str, words: Sequence[str]) -> Machine:

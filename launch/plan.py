@@ -7,118 +7,26 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch import preflight, sizes
 from launch.fit import fit_preset
-from launch.flags import Flag, LaunchError, flag_names, flag_value, flatten, group_flags, read_preset, refuse, without
+from launch.flags import Flag, LaunchError, flag_names, flag_value, group_flags, read_preset, refuse, without
+from launch.machine import Machine
+from launch.options import PRESETS, RECIPES, TINY, read_layout
+from launch.planned import OWN_SCRIPT, ROOT, Plan
 
-ROOT = Path(__file__).resolve().parent.parent
-PRESETS = Path(__file__).resolve().parent / "models"
-LAYOUTS = Path(__file__).resolve().parent / "layouts"
-TINY = "tiny"
 PATTERN = "--hybrid-layer-pattern"  # Megatron's: then it builds a HybridModel, a GPTModel otherwise
-_OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
 BUILTIN_CORPUS = ROOT / "data" / "builtin"
 _OWN_DATA = {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"}
-_ADAGC = ("--adagc", "--adagc-lambda-rel", "1.04", "--adagc-beta", "0.99")
-# What the paper compares: one objective each, all else alike; SimReg on chunks (table 2's "SimReg-Chunk") and on whole
-# sequences ("SimReg", in both tables). Its weights for the baselines are not stated.
-RECIPES: dict[str, tuple[str, ...]] = {
-    "baseline": _ADAGC,
-    "paper": (*_ADAGC, "--simreg-lambda", "auto"),
-    "paper-full": (*_ADAGC, "--simreg-lambda", "auto", "--simreg-chunk-size", "0"),
-    **{
-        name: (*_ADAGC, "--simreg-objective", name, "--simreg-lambda", "0.1")
-        for name in ("simcse", "cpretrain", "creg", "sce")
-    },
-}
 _READ_BY_PRETRAIN_GPT = {
     "--fim-data", "--spec", "--logits-load-dir", "--per-dataset-sequences-path", "--hybrid-context-parallel",
     "--use-varlen-dataset",
 }  # fmt: skip
-_OF_A_START = {  # where a run's first weights come from; they would drop the optimizer's state at each resume
-    "--load", "--ckpt-step", "--finetune", "--no-load-optim", "--no-load-rng", "--pretrained-checkpoint",
-}  # fmt: skip
-_OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start from step 0 if the checkpoint has gone meanwhile
 _FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 _TE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 _RESUMABLE = "a run that can resume (--auto-resume, and every submitted one)"
 _OWN_FOLDERS = "needs --output DIR: by default each tiny run has a folder of its own"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The facts of a machine that choose flags."""
-
-    gpus: int = 0
-    transformer_engine: bool = False
-    apex_gradient_kernel: bool = False  # fuses gradient accumulation; built with NVIDIA's Apex only
-    world_size: int = 1
-    local_world_size: int = 1
-    whole_nodes: bool = False  # submitted to SLURM: the number of ranks is set by --nodes
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A planned run: the script, its flags, its environment, and notes for the user."""
-
-    family: str
-    model: str
-    script: Path
-    flags: tuple[Flag, ...]
-    environment: dict[str, str]
-    on_cpu: bool
-    builtin_corpus: bool
-    output: Path
-    notes: tuple[str, ...]
-    plain: bool = False
-
-    @property
-    def arguments(self) -> list[str]:
-        """Megatron's command line, word by word."""
-        return flatten(self.flags)
-
-    @property
-    def number_type(self) -> str:
-        return next((name for name in ("bf16", "fp16") if f"--{name}" in flag_names(self.flags)), "fp32")
-
-    @property
-    def tree(self) -> Path | None:
-        """The source tree of Megatron-LM whose script runs; None for ours, with the installed Megatron."""
-        return None if self.script == _OWN_SCRIPT else self.script.parent
-
-    @property
-    def save(self) -> Path | None:
-        """The folder of the run's checkpoints."""
-        folder = flag_value(self.flags, "--save")
-        return Path(folder) if folder else None
-
-
-def model_names(family: str) -> list[str]:
-    """List the presets of a family, tiny first."""
-    names = [path.stem.partition("-")[2] for path in PRESETS.glob(f"{family}-*.args")]
-    return sorted(names, key=lambda name: (name != TINY, not name.endswith("m"), name))  # millions before billions
-
-
-def layout_names() -> list[str]:
-    """List the kinds of machines that the sizes have a layout for."""
-    return sorted(path.name for path in LAYOUTS.iterdir() if path.is_dir())
-
-
-def read_layout(name: str, family: str, model: str) -> list[Flag]:
-    """Read how a size is spread over machines of one kind: `--nodes N`, and Megatron's flags."""
-    path = LAYOUTS / name / f"{family}-{model}.args"
-    if not path.is_file():
-        raise LaunchError(f"there is no layout {name} for {family} {model}: leave --layout out, or write {path}")
-    return read_preset(path)
-
-
-def resumed(plan: Plan) -> Plan:
-    """Return the plan of a run that resumes from its own checkpoints, and never from step 0."""
-    flags = without(plan.flags, {*_OF_A_START, _OR_NOT_AT_ALL})
-    return replace(plan, flags=(*flags, ("--load", str(plan.save or "")), (_OR_NOT_AT_ALL,)))
 
 
 def build_plan(
@@ -366,7 +274,7 @@ def _choose_script(environ: Mapping[str, str], user: Sequence[Flag], flags: Sequ
                 f"{unread[0]} is read by Megatron-LM's own pretrain_gpt.py alone: set MEGATRON_PATH to a Megatron-LM "
                 "tree, or start `torchrun -m simreg_megatron pretrain_gpt.py` with your flags"
             )
-        return _OWN_SCRIPT
+        return OWN_SCRIPT
     script = Path(tree).absolute() / f"pretrain_{'hybrid' if PATTERN in flag_names(flags) else 'gpt'}.py"
     if not script.is_file():
         raise LaunchError(f"MEGATRON_PATH={tree} has no {script.name}: name a Megatron-LM source tree or unset it")

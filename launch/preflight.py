@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from launch import checkpoints, sizes
 from launch.flags import Flag, LaunchError, flag_name, flag_names, flag_number, flag_value, flatten, group_flags
+from launch.machine import Machine
+from launch.options import make_parser
+from launch.planned import Plan
 from launch.schedule import check_schedule
 
 if TYPE_CHECKING:
-    from launch.plan import Machine, Plan
     from simreg_megatron import SimRegConfig
 
 _INSTALL = "pip install 'megatron-core>=0.19.2,<0.20'"
@@ -136,8 +138,6 @@ def check_with_megatron(plan: Plan, machine: Machine, *, trains: bool = False) -
     args, unknown = parser.parse_known_args(flatten(flag for flag in flags if not _is_own(flag)))
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if names and plan.tree is None:
-        from launch.launcher import make_parser
-
         own = [option for action in make_parser(plan.family)._actions for option in action.option_strings]
         hint = suggestion(names[0], [*parser._option_string_actions, *own])
         raise LaunchError(f"Megatron has no flag {names[0]}: {hint}")
@@ -243,8 +243,6 @@ def silence() -> Iterator[None]:
 
 def main(words: Sequence[str]) -> int:
     """Check the launcher's options and the plugin's flags after a launch script, before anything slow is imported."""
-    from launch.launcher import make_parser
-
     try:
         _, rest = make_parser(Path(words[0]).stem.removeprefix("pretrain_")).parse_known_args(words[1:])
         check_own_flags([flag for flag in group_flags(rest) if _is_own(flag)])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 from launch.flags import LaunchError, flag_name, flag_value
-from launch.plan import Plan
+from launch.planned import Plan
 
 ENDED = "ended.json"
 _TRAINED_BY = ("--simreg-", "--adagc")

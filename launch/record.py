@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from launch.plan import ROOT, Plan
+from launch.planned import ROOT, Plan
 
 _SECRET = re.compile(
     r"KEY|TOKEN|JWT|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|BEARER|WEBHOOK|PRIVATE|SIGNATURE|SESSION|(^|_)(PAT|DSN|PIN|OTP|SAS)(_|$)|_PWD$",

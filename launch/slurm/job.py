@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.flags import LaunchError
-from launch.plan import ROOT
+from launch.planned import ROOT
 from launch.signals import SAVE_AND_LEAVE
 from launch.slurm.site import Site
 

@@ -10,7 +10,7 @@ from launch import checkpoints, data, sizes
 from launch.dry_run import tokens_of, vocabulary_of
 from launch.estimate import gpu_memory
 from launch.flags import LaunchError
-from launch.plan import Plan
+from launch.planned import Plan
 from launch.slurm.job import Job
 
 _MOST_EPOCHS = 4  # up to which repeated text is worth about as much as new text

@@ -21,8 +21,11 @@ from pathlib import Path
 from launch import checkpoints, preflight, progress
 from launch.dry_run import facts_of
 from launch.flags import LaunchError, flag_names, flag_number, refuse
-from launch.launcher import check_text, continued, make_parser
-from launch.plan import ROOT, TINY, Machine, Plan, build_plan, layout_names, read_layout
+from launch.launcher import check_text, continued
+from launch.machine import Machine
+from launch.options import TINY, layout_names, make_parser, read_layout
+from launch.plan import build_plan
+from launch.planned import ROOT, Plan
 from launch.schedule import ScheduleError
 from launch.slurm import needs
 from launch.slurm.chain import STOP

@@ -19,8 +19,10 @@ import pytest
 from launch import launcher, preflight, progress, record, sizes
 from launch.dry_run import command, describe
 from launch.flags import LaunchError, flag_name, flag_names, flag_value, flatten, group_flags, read_preset
-from launch.launcher import make_parser
-from launch.plan import PRESETS, RECIPES, Machine, Plan, build_plan, resumed
+from launch.machine import Machine
+from launch.options import PRESETS, RECIPES, make_parser
+from launch.plan import build_plan
+from launch.planned import Plan, resumed
 from simreg_megatron.tools.indexed import PairWriter
 from tests.helpers import jobs
 from tests.megatron import runs

@@ -18,6 +18,7 @@ from launch import launcher, lock
 from launch.demo import Settings, run_demo
 from launch.flags import LaunchError
 from launch.lock import NAME, Holder, held
+from launch.options import make_parser
 from simreg_megatron.installed import python_path
 from tests.helpers import jobs
 
@@ -169,7 +170,7 @@ def test_a_stale_lock_is_removed_by_one_process_at_a_time(tmp_path: Path) -> Non
 
 def planned(folder: Path, *words: str) -> launcher.Plan:
     asked = ["--output", str(folder), "--auto-resume", "--save-interval", "2", *words]
-    options, rest = launcher.make_parser("llama").parse_known_args(asked)
+    options, rest = make_parser("llama").parse_known_args(asked)
     return launcher.build_plan("llama", options, rest, launcher.Machine(), environ={})
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from launch import lock, progress
 from launch.flags import LaunchError
-from launch.plan import LAYOUTS, PRESETS, ROOT, TINY
+from launch.options import LAYOUTS, PRESETS, TINY
+from launch.planned import ROOT
 from launch.slurm import chain, needs, submit
 from launch.slurm.job import render
 from launch.slurm.site import DEFAULT, Site, read_site

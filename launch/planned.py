@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A planned run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launch.flags import Flag, flag_names, flag_value, flatten, without
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN_SCRIPT = ROOT / "simreg_megatron" / "pretrain.py"
+_OF_A_START = {  # where a run's first weights come from; they would drop the optimizer's state at each resume
+    "--load", "--ckpt-step", "--finetune", "--no-load-optim", "--no-load-rng", "--pretrained-checkpoint",
+}  # fmt: skip
+_OR_NOT_AT_ALL = "--exit-on-missing-checkpoint"  # Megatron would start from step 0 if the checkpoint has gone meanwhile
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned run: the script, its flags, its environment, and notes for the user."""
+
+    family: str
+    model: str
+    script: Path
+    flags: tuple[Flag, ...]
+    environment: dict[str, str]
+    on_cpu: bool
+    builtin_corpus: bool
+    output: Path
+    notes: tuple[str, ...]
+    plain: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        """Megatron's command line, word by word."""
+        return flatten(self.flags)
+
+    @property
+    def number_type(self) -> str:
+        return next((name for name in ("bf16", "fp16") if f"--{name}" in flag_names(self.flags)), "fp32")
+
+    @property
+    def tree(self) -> Path | None:
+        """The source tree of Megatron-LM whose script runs; None for ours, with the installed Megatron."""
+        return None if self.script == OWN_SCRIPT else self.script.parent
+
+    @property
+    def save(self) -> Path | None:
+        """The folder of the run's checkpoints."""
+        folder = flag_value(self.flags, "--save")
+        return Path(folder) if folder else None
+
+
+def resumed(plan: Plan) -> Plan:
+    """Return the plan of a run that resumes from its own checkpoints, and never from step 0."""
+    flags = without(plan.flags, {*_OF_A_START, _OR_NOT_AT_ALL})
+    return replace(plan, flags=(*flags, ("--load", str(plan.save or "")), (_OR_NOT_AT_ALL,)))
